@@ -1,0 +1,1 @@
+"""Measurements, each of which prints a table and writes JSON."""

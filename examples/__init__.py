@@ -1,0 +1,1 @@
+"""Runnable examples; `make demo` starts one of them."""

@@ -1,0 +1,17 @@
+"""samestep: optimizers that keep every rank in step."""
+
+from samestep import presets
+from samestep.optimizer import AdamW, Muon, MuonAdamW
+from samestep.rules import Rule, Update, register_rule
+from samestep.version import __version__
+
+__all__ = [
+    "AdamW",
+    "Muon",
+    "MuonAdamW",
+    "Rule",
+    "Update",
+    "__version__",
+    "presets",
+    "register_rule",
+]

@@ -1,0 +1,152 @@
+"""Running a rule on the tensors of one device: read, update, write back.
+
+Rules are pure; this file decides what they are given. Same-shape blocks become one
+stack, so that each shape costs one batched orthogonalization. Large elementwise tensors
+on CPU are walked in pieces that stay in cache. Math is in 32 bits or more, whatever
+the dtype of the parameter.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.rules.rule import Rule, Update
+from samestep.state import MASTER, State, math_dtype
+
+CPU_PIECE = 1 << 16  # elements: the temporaries of a piece fit the cache of a core
+STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
+
+Scalars = Mapping[str, Tensor]
+UpdateFunction = Callable[[Rule, Tensor, Tensor, State, Scalars, Mapping[str, Any]], Update]
+
+
+class Operand(NamedTuple):
+    """A whole parameter, or one block of it: views to read from and write to."""
+
+    param: Tensor
+    grad: Tensor
+    state: State
+
+
+def run_rule(
+    rule: Rule,
+    param: Tensor,
+    grad: Tensor,
+    state: State,
+    scalars: Scalars,
+    options: Mapping[str, Any],
+) -> Update:
+    """Plain `rule.update`; `samestep.compiled` offers the same function compiled."""
+    return rule.update(param, grad, state, scalars, options)
+
+
+def update_elementwise(
+    rule: Rule,
+    operand: Operand,
+    scalars: Scalars,
+    options: Mapping[str, Any],
+    run: UpdateFunction = run_rule,
+) -> None:
+    """Apply an elementwise rule to a parameter in place."""
+    param, grad, state = operand
+    walk_pieces = run is run_rule and param.device.type == "cpu" and param.numel() > CPU_PIECE
+    if not walk_pieces or not param.is_contiguous():
+        _write(operand, run(rule, *_read(operand), scalars, options))
+        return
+    # State of shape () belongs to the whole parameter: every piece reads its old value.
+    old = {key: tensor.clone() for key, tensor in state.items() if tensor.ndim == 0}
+    for start in range(0, param.numel(), CPU_PIECE):
+        here = slice(start, start + CPU_PIECE)
+        views = {
+            key: tensor if tensor.ndim == 0 else tensor.view(-1)[here]
+            for key, tensor in state.items()
+        }
+        piece = Operand(param.view(-1)[here], grad.reshape(-1)[here], views)
+        value, gradient, piece_state = _read(piece)
+        _write(piece, rule.update(value, gradient, {**piece_state, **old}, scalars, options))
+
+
+def update_blocks(
+    rule: Rule,
+    operands: Sequence[Operand],
+    scalars: Scalars,
+    options: Mapping[str, Any],
+    run: UpdateFunction = run_rule,
+) -> None:
+    """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack."""
+    rows = operands[0].param.shape[0]
+
+    def stack(tensors: Iterator[Tensor]) -> Tensor:
+        # (rows, ...) may be a flattened convolution weight: the rule sees (B, rows, cols).
+        return torch.stack([tensor.reshape(rows, -1) for tensor in tensors])
+
+    values = [_read(operand) for operand in operands]
+    new = run(
+        rule,
+        stack(param for param, _, _ in values),
+        stack(grad for _, grad, _ in values),
+        {key: torch.stack([state[key] for _, _, state in values]) for key in values[0][2]},
+        scalars,
+        options,
+    )
+    for index, operand in enumerate(operands):
+        state = {key: tensor[index] for key, tensor in new.state.items()}
+        _write(operand, Update(new.param[index].view(operand.param.shape), state))
+
+
+def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
+    """Sort blocks into stacks of one shape, dtype and device, in order of appearance."""
+    by_kind = defaultdict(list)
+    for block in blocks:
+        param = block.param
+        kind = (param.shape[0], param.shape[1:].numel(), param.dtype, param.device)
+        by_kind[kind].append(block)
+    for (rows, cols, _, _), members in by_kind.items():
+        count = max(1, STACK_ELEMENTS // (rows * cols))
+        for start in range(0, len(members), count):
+            yield members[start : start + count]
+
+
+def _read(operand: Operand) -> Operand:
+    """What the rule is given: everything in the math dtype, the master copy for the parameter."""
+    param, grad, state = operand
+    dtype = math_dtype(param)
+    value = state.get(MASTER, param)
+    rule_state = {key: tensor for key, tensor in state.items() if key != MASTER}
+    return Operand(value.to(dtype), grad.to(dtype), rule_state)
+
+
+def _write(operand: Operand, new: Update) -> None:
+    """Copy the new values into place; the parameter is rounded from the master copy."""
+    operand.param.copy_(new.param)
+    for key, tensor in operand.state.items():
+        tensor.copy_(new.param if key == MASTER else new.state[key])
+
+
+class StepScalars:
+    """The 0-D tensors of each group and device, made once and refilled in place every step.
+
+    Their identity and dtype never change, so a compiled update is never recompiled for a
+    new learning rate, and nothing waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+
+    def refill(
+        self, group: int, device: torch.device, values: Mapping[str, float | Tensor]
+    ) -> Scalars:
+        """Give the group's tensors on `device`, holding `values`."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        tensors = self._tensors.setdefault((group, device), {})
+        for key, value in values.items():
+            if key not in tensors:
+                tensors[key] = torch.zeros((), dtype=dtype, device=device)
+            if isinstance(value, Tensor):
+                tensors[key].copy_(value.detach().reshape(()), non_blocking=True)
+            else:
+                tensors[key].fill_(value)
+        return tensors

@@ -1,0 +1,50 @@
+"""`compile=True`: the rules' math through torch.compile, one graph per signature."""
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.apply import Scalars, run_rule
+from samestep.rules.rule import Rule, Update
+from samestep.state import State
+
+
+class CompiledRules:
+    """Runs rules like `run_rule`, each compiled once per shape, dtype, device and options.
+
+    Scheduled numbers arrive as 0-D tensors, so they are not part of the signature.
+    """
+
+    def __init__(self, backend: str) -> None:
+        self.backend = backend
+        self._graphs: dict[tuple[object, ...], Callable[..., Update]] = {}
+
+    def __call__(
+        self,
+        rule: Rule,
+        param: Tensor,
+        grad: Tensor,
+        state: State,
+        scalars: Scalars,
+        options: Mapping[str, Any],
+    ) -> Update:
+        """Run `rule.update` compiled."""
+        signature = (
+            rule.name,
+            tuple(param.shape),
+            param.dtype,
+            param.device,
+            tuple(state),
+            repr(sorted(options.items())),
+        )
+        if signature not in self._graphs:
+            # torch limits the number of graphs per code object, and a model may have more
+            # shapes than that: each signature gets a code object of its own.
+            own = FunctionType(run_rule.__code__.replace(), run_rule.__globals__)
+            self._graphs[signature] = torch.compile(
+                own, backend=self.backend, dynamic=False, fullgraph=True
+            )
+        return self._graphs[signature](rule, param, grad, state, scalars, dict(options))

@@ -1,0 +1,241 @@
+"""The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from samestep.param_groups import own_spelling, unknown_option
+from samestep.presets import preset_options
+from samestep.routing import (
+    Group,
+    NamedParameter,
+    Overrides,
+    route,
+    route_explicit,
+    trainable_parameters,
+)
+from samestep.rule_optimizer import Params, RuleOptimizer
+from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule
+
+SHARED = ("lr", "weight_decay", "maximize")  # one keyword, both rules
+ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
+
+
+class MuonOptions(TypedDict, total=False):
+    """Group keys of the rule "muon" beside the shared ones; see `samestep.rules.muon`."""
+
+    momentum: float
+    momentum_form: str
+    nesterov: bool
+    equilibrate: bool
+    orthogonalize: str
+    ns_steps: int
+    ns_coefficients: Any
+    execution: str | None
+    eps_form: str
+    renormalize: bool
+    variance_beta2: float | None
+    adjust_lr: str | None
+    adjust_lr_fn: str | None
+    cautious: bool
+    scale_decay: bool
+    split_sizes: Any
+    flatten: bool
+    compute_dtype: torch.dtype | None
+
+
+class MuonAdamWOptions(MuonOptions, total=False):
+    """Keywords of `MuonAdamW`; what is not given comes from the preset or the default."""
+
+    weight_decay: float
+    maximize: bool
+    betas: tuple[float, float]
+    eps: float
+    amsgrad: bool
+    matrix_lr: float | Tensor
+    embedding_lr: float | Tensor
+    unembedding_lr: float | Tensor
+    scalar_lr: float | Tensor
+
+
+class MuonAdamW(RuleOptimizer):
+    """Muon for hidden matrices, AdamW for everything else, in one optimizer.
+
+        opt = samestep.MuonAdamW(model, lr=3e-4)
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    `params` is a model (also wrapped in DDP or compiled), named parameters, or group dicts
+    `{"params": [...], "rule": "muon" | "adamw", ...}`. A model is routed: hidden 2-D weights to
+    Muon; embeddings, output heads, norms, biases, scalars, LoRA factors and convolutions to
+    AdamW. `print(opt.table())` shows the outcome.
+
+    One `lr` serves both rules, since Muon's updates are scaled to the size of AdamW's
+    (`adjust_lr="match_rms_adamw"`): an AdamW learning rate can be reused.
+
+    Arguments:
+        lr: learning rate of every role without one of its own (default 1e-3).
+        matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
+        weight_decay, maximize: for both rules (default decay 0.1).
+        betas, eps, amsgrad: AdamW's (defaults (0.9, 0.95), 1e-8, False).
+        momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
+            split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
+        preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
+        overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
+            parameters: another rule, learning rate, split_sizes, ... for those it matches.
+        groups: instead of automatic routing, group dicts whose "params" are patterns or
+            predicates; every parameter must be in exactly one.
+        master_weights: keep a 32-bit copy of 16-bit parameters and update that.
+        compile: run the math through torch.compile (True, or the name of a backend).
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor | None = None,
+        *,
+        preset: str | None = None,
+        overrides: Overrides | None = None,
+        groups: Iterable[Mapping[str, Any]] | None = None,
+        master_weights: bool = False,
+        compile: bool | str = False,
+        **options: Unpack[MuonAdamWOptions],
+    ) -> None:
+        for name in options:
+            if name not in MuonAdamWOptions.__annotations__:
+                raise unknown_option(name, MuonAdamWOptions.__annotations__)
+        given: Group = own_spelling(options)
+        rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
+        if lr is not None:
+            given["lr"] = lr
+        muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
+        adamw_keys = {*AdamWRule.defaults, "maximize"}
+        rule_options = {
+            "muon": {
+                "weight_decay": 0.1,
+                **(preset_options(preset, "muon") if preset else {}),
+                **{key: value for key, value in given.items() if key in muon_keys},
+            },
+            "adamw": {
+                "weight_decay": 0.1,
+                "betas": (0.9, 0.95),
+                **(preset_options(preset, "adamw") if preset else {}),
+                **{key: value for key, value in given.items() if key in adamw_keys},
+            },
+        }
+        # Schedulers that cycle momentum look for this key, and here it is Muon's.
+        muon = {**MuonRule.defaults, **rule_options["muon"]}
+        defaults = {key: muon[key] for key in ("lr", "momentum", "weight_decay")}
+        super().__init__(
+            _routed(params, overrides, groups, rates),
+            defaults,
+            rule_options,
+            master_weights=master_weights,
+            compile=compile,
+        )
+
+
+class Muon(RuleOptimizer):
+    """Muon for every parameter: 2-D weights and 3-D stacks. Options as in `MuonAdamW`.
+
+    Drop-in for `torch.optim.Muon`; `**samestep.presets.torch()` minus its "rule" gives its
+    numbers too.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        eps: float = 0.0,
+        maximize: bool = False,
+        master_weights: bool = False,
+        compile: bool | str = False,
+        **options: Unpack[MuonOptions],
+    ) -> None:
+        for name in options:
+            if name not in MuonOptions.__annotations__:
+                raise unknown_option(name, MuonOptions.__annotations__)
+        given = {
+            "lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize,
+            **own_spelling(options),
+        }  # fmt: skip
+        super().__init__(
+            params,
+            {"rule": "muon", **given},
+            {"muon": given},
+            master_weights=master_weights,
+            compile=compile,
+        )
+
+
+class AdamW(RuleOptimizer):
+    """AdamW for every parameter: the numbers of `torch.optim.AdamW`, bit for bit in fp32 on CPU.
+
+    16-bit parameters keep fp32 moments, unlike torch's.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        master_weights: bool = False,
+        compile: bool | str = False,
+    ) -> None:
+        given = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "amsgrad": amsgrad, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(
+            params,
+            {"rule": "adamw", **given},
+            {"adamw": given},
+            master_weights=master_weights,
+            compile=compile,
+        )
+
+
+def _routed(
+    params: Params,
+    overrides: Overrides | None,
+    groups: Iterable[Mapping[str, Any]] | None,
+    rates: Mapping[str, Any],
+) -> Params:
+    """Groups for a model or named parameters; group dicts pass through."""
+    if isinstance(params, Tensor):
+        return params  # torch's own error
+    named: list[NamedParameter] | None = None
+    if isinstance(params, nn.Module):
+        named = trainable_parameters(params)
+        if not named:
+            raise ValueError(
+                "the model has no trainable parameters: unfreeze some with requires_grad_(True)"
+            )
+    else:
+        items: list[Any] = list(params)
+        if items and all(isinstance(item, tuple) for item in items):
+            named = [NamedParameter(name, param, None) for name, param in items]
+        params = items
+    if named is None:
+        asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
+        for what, value in asked.items():
+            if value:
+                raise ValueError(
+                    f"{what} need a model or named parameters to work on, and group dicts or plain "
+                    "parameters were given: set the keys in the groups instead"
+                )
+        return params
+    if groups is not None:
+        if overrides or rates:
+            raise ValueError("groups= takes the place of overrides and per-role learning rates")
+        return route_explicit(named, groups)
+    return route(named, overrides, {role: {"lr": rate} for role, rate in rates.items()})

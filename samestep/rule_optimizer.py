@@ -1,0 +1,218 @@
+"""The optimizer behind the public names: groups, state and the step, on one device."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, overload
+
+import torch
+from torch import Tensor, nn
+
+from samestep.apply import (
+    Operand,
+    StepScalars,
+    UpdateFunction,
+    run_rule,
+    stacks,
+    update_blocks,
+    update_elementwise,
+)
+from samestep.compiled import CompiledRules
+from samestep.layout.blocks import Block
+from samestep.param_groups import (
+    Group,
+    blocks_of_group,
+    check,
+    complete,
+    parameter_names,
+    rule_of,
+    structure,
+    table,
+)
+from samestep.routing import trainable_parameters
+from samestep.state import MASTER, block_states, initial_state
+from samestep.state_dict import StateDict, load_state
+
+Params = (
+    nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+)  # a model, parameters, named parameters, or groups
+
+
+class Present(NamedTuple):
+    """A group and those of its parameters that have a gradient this step."""
+
+    group_index: int
+    group: Group
+    params: list[Tensor]
+
+
+class RuleOptimizer(torch.optim.Optimizer):
+    """Applies to each parameter the rule of its group.
+
+    `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        rule_options: Mapping[str, Mapping[str, Any]],
+        *,
+        master_weights: bool,
+        compile: bool | str,
+    ) -> None:
+        self._rule_options = rule_options
+        self._master_weights = master_weights
+        self._compile = compile
+        self._reset_derived()
+        if isinstance(params, nn.Module):
+            params = [(name, param) for name, param, _ in trainable_parameters(params)]
+        super().__init__(params, defaults)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the others are untouched, bit for bit."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for present in self._presence():
+            self._update(present)
+        return loss
+
+    def _presence(self) -> list[Present]:
+        """Which parameters have a gradient; everything is checked before anything changes."""
+        found = []
+        for index, group in enumerate(self.param_groups):
+            check(group)
+            if structure(group) != self._structures[index]:
+                raise RuntimeError(
+                    f"param_groups[{index}]: a key that decides the blocks or the state changed "
+                    f"from {self._structures[index]} to {structure(group)}; the state was made for "
+                    "the former, so build a new optimizer"
+                )
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+                if param.grad is not None and param.grad.layout != torch.strided:
+                    raise RuntimeError(
+                        f"parameter {name!r} has a sparse gradient, which no rule supports: build "
+                        "its embedding with sparse=False"
+                    )
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                found.append(Present(index, group, params))
+        return found
+
+    def _update(self, present: Present) -> None:
+        """Run the group's rule on its present parameters, device by device."""
+        index, group, params = present
+        rule = rule_of(group)
+        options = {key: group[key] for key in rule.defaults if key not in rule.schedulable}
+        by_device: dict[torch.device, list[Operand]] = {}
+        for param in params:
+            by_device.setdefault(param.device, []).extend(self._operands(param, group))
+        for device, operands in by_device.items():
+            scalars = self._scalars.refill(index, device, rule.scalars(group))
+            if rule.kind == "matrix":
+                for stack in stacks(operands):
+                    update_blocks(rule, stack, scalars, options, self._run)
+            else:
+                for operand in operands:
+                    update_elementwise(rule, operand, scalars, options, self._run)
+
+    def _operands(self, param: Tensor, group: Group) -> list[Operand]:
+        """The parameter's blocks, or the whole of it, with views of gradient and state."""
+        grad, state, blocks = param.grad, self.state[param], self._blocks[param]
+        if grad is None:
+            return []
+        if group["maximize"]:
+            grad = -grad
+        if blocks is None:
+            return [Operand(param, grad, state)]
+        states = block_states(rule_of(group), state, blocks, group)
+        pairs = zip(blocks, states, strict=True)
+        return [Operand(block.view(param), block.view(grad), view) for block, view in pairs]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, complete it and make its state; on an error nothing has changed."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
+        group = complete({**default_rule, **param_group}, self._rule_options)
+        own_keys = {*group, "params", "param_names"}
+        super().add_param_group(group)
+        try:
+            self._admit(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for key in self.defaults:
+            if key not in own_keys:  # torch fills in every default, of either rule
+                del group[key]
+        for param in group["params"]:
+            self.state[param] = initial_state(
+                rule_of(group), param, self._blocks[param], group, self._master_weights
+            )
+
+    def _admit(self, group: Group) -> None:
+        """Check the parameters of the last group and cut them into blocks."""
+        index = len(self.param_groups) - 1
+        if not group["params"]:
+            raise ValueError(f"param_groups[{index}] has no parameters: leave the group out")
+        seen = set()
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            if param in seen:
+                raise ValueError(f"parameter {name!r} is in its group twice: list it once")
+            if not param.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
+                    f"support {'complex' if param.is_complex() else 'integer'} parameters"
+                )
+            seen.add(param)
+        self._plan(index, group)
+
+    def _plan(self, index: int, group: Group) -> None:
+        """Cut the parameters of a group into blocks and remember what that depended on."""
+        cut = blocks_of_group(group, parameter_names(group, index))
+        self._blocks.update(zip(group["params"], cut, strict=True))
+        self._structures[index] = structure(group)
+
+    def _reset_derived(self) -> None:
+        """Forget what is derived from groups and options: it is never saved or copied."""
+        self._blocks: dict[Tensor, list[Block] | None] = {}
+        self._structures: dict[int, dict[str, Any]] = {}
+        self._scalars = StepScalars()
+        backend = "inductor" if self._compile is True else self._compile
+        self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load state without changing its dtype; on an error nothing has changed.
+
+        Takes what `state_dict()` gave here, also before a first step, and the files of
+        torch.optim.AdamW and torch.optim.Muon for groups of the same rule. Where both sides
+        have parameter names, these decide, not the order.
+        """
+        load_state(self, super().load_state_dict, state_dict)
+
+    def refresh_master_weights(self) -> None:
+        """Copy the parameters into their 32-bit masters: call it after editing weights by hand."""
+        for param, state in self.state.items():
+            if MASTER in state:
+                state[MASTER].copy_(param.detach())
+
+    def table(self) -> str:
+        """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
+        return table(self.param_groups, self._blocks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        mine = ("_rule_options", "_master_weights", "_compile")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_derived()
+        for index, group in enumerate(self.param_groups):
+            self._plan(index, group)

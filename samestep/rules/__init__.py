@@ -1,0 +1,21 @@
+"""The math: update rules behind one small protocol. Nothing here knows of ranks."""
+
+from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule
+from samestep.rules.rule import Rule, Update
+
+RULES: dict[str, Rule] = {rule.name: rule for rule in (MuonRule(), AdamWRule())}
+
+
+def register_rule(rule: Rule) -> None:
+    """Make a rule of your own available to groups as `"rule": rule.name`."""
+    if rule.kind not in ("elementwise", "matrix"):
+        raise ValueError(
+            f"rule {rule.name!r} has kind {rule.kind!r}; it must be 'elementwise' or 'matrix'"
+        )
+    if RULES.get(rule.name, rule) is not rule:
+        raise ValueError(f"a rule named {rule.name!r} exists; give yours another name")
+    RULES[rule.name] = rule
+
+
+__all__ = ["RULES", "AdamWRule", "MuonRule", "Rule", "Update", "register_rule"]

@@ -1,0 +1,91 @@
+"""Checks of option values. Each raises with the option's name and the bad value."""
+
+import math
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _number(name: str, value: Any) -> float:
+    """`value` as a float; a tensor is read only when that needs no wait for a device."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+        return float(value) if value.device.type == "cpu" else 0.0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+    return float(value)
+
+
+def learning_rate(value: Any) -> None:
+    """A finite number that is not negative, or a one-element tensor."""
+    number = _number("lr", value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"Invalid learning rate: {value}; give a finite number >= 0")
+
+
+def not_negative(name: str, value: Any) -> None:
+    """A finite number that is not negative."""
+    number = _number(name, value)
+    if not (math.isfinite(number) and number >= 0):
+        raise ValueError(f"Invalid {name} value: {value}; give a finite number >= 0")
+
+
+def fraction(name: str, value: Any) -> None:
+    """A number in [0, 1)."""
+    if not 0 <= _number(name, value) < 1:
+        raise ValueError(f"Invalid {name} value: {value}; give a number in [0, 1)")
+
+
+def betas(value: Any) -> None:
+    """Two numbers in [0, 1), both floats or both tensors."""
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(f"betas must be two numbers, got {value!r}")
+    if isinstance(value[0], Tensor) != isinstance(value[1], Tensor):
+        raise ValueError(f"betas must be either both floats or both Tensors, got {value}")
+    for index, beta in enumerate(value):
+        if not 0 <= _number(f"betas[{index}]", beta) < 1:
+            raise ValueError(
+                f"Invalid beta parameter at index {index}: {beta}; give a number in [0, 1)"
+            )
+
+
+def boolean(name: str, value: Any) -> None:
+    """True or False, nothing that merely looks like it."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
+    """One of the allowed values."""
+    if value not in allowed:
+        raise ValueError(f"{name} {value} is not supported; choose one of {list(allowed)}")
+
+
+def steps(name: str, value: Any) -> None:
+    """A whole number from 1 to 99."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be a whole number, got {value!r}")
+    if not 1 <= value < 100:
+        raise ValueError(f"Invalid {name} value: {value}; give a whole number from 1 to 99")
+
+
+def coefficients(name: str, value: Any) -> None:
+    """None, three numbers, or a list of triples."""
+    if value is None:
+        return
+    triples = value
+    if isinstance(value, Sequence) and value and isinstance(value[0], int | float):
+        triples = [value]
+    good = isinstance(triples, Sequence) and len(triples) > 0
+    good = good and all(isinstance(triple, Sequence) and len(triple) == 3 for triple in triples)
+    if not good or not all(math.isfinite(number) for triple in triples for number in triple):
+        raise ValueError(f"{name} must be (a, b, c) or a list of such triples, got {value!r}")
+
+
+def floating_dtype(name: str, value: Any) -> None:
+    """None or a real floating dtype."""
+    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+        raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")

@@ -1,0 +1,200 @@
+"""Muon: momentum, orthogonalized block by block (Keller Jordan, kellerjordan.github.io/posts/muon).
+
+    momentum -> orthogonalize -> variance reduction -> scale -> weight decay -> update
+
+Each stage is one small pure function below, on stacks of blocks (B, rows, cols).
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from samestep.rules import checks
+from samestep.rules.orthogonalize import POLYNOMIALS, block_norm, orthogonalize
+from samestep.rules.rule import Options, Shape, Update
+
+MomentumForm = Literal["ema", "sum"]
+
+
+class MuonRule:
+    """The matrix rule `"muon"`; `samestep.presets` holds the option sets people know."""
+
+    name = "muon"
+    kind: Literal["matrix"] = "matrix"
+    defaults: ClassVar[Options] = {
+        "lr": 1e-3,
+        "weight_decay": 0.1,
+        "momentum": 0.95,
+        "momentum_form": "ema",  # "ema": m = mu m + (1 - mu) g; "sum": m = mu m + g
+        "nesterov": True,
+        "equilibrate": False,  # bring the rows to one norm first
+        "orthogonalize": "polar-express",
+        "ns_steps": 5,
+        "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
+        "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
+        "eps": 0.0,
+        "eps_form": "clamp",
+        "renormalize": False,  # to Frobenius norm sqrt(min(rows, cols)) afterwards
+        "variance_beta2": None,  # None: no variance reduction
+        "adjust_lr": "match_rms_adamw",
+        "cautious": False,
+        "scale_decay": False,  # weight decay with the adjusted learning rate
+        "split_sizes": None,
+        "flatten": False,
+        "compute_dtype": None,  # None: bfloat16 on accelerators, float32 on CPU
+    }
+    schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
+
+    def check(self, options: Options) -> None:
+        """Raise if an option of the group cannot run."""
+        checks.learning_rate(options["lr"])
+        checks.not_negative("weight_decay", options["weight_decay"])
+        checks.fraction("momentum", options["momentum"])
+        checks.not_negative("eps", options["eps"])
+        if options["variance_beta2"] is not None:
+            checks.fraction("variance_beta2", options["variance_beta2"])
+        for key in ("nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "flatten"):
+            checks.boolean(key, options[key])
+        checks.one_of("momentum_form", options["momentum_form"], ("ema", "sum"))
+        checks.one_of("orthogonalize", options["orthogonalize"], tuple(POLYNOMIALS))
+        checks.one_of("execution", options["execution"], ("standard", "gram", None))
+        checks.one_of("eps_form", options["eps_form"], ("clamp", "add"))
+        checks.one_of("adjust_lr", options["adjust_lr"], ("match_rms_adamw", "original", None))
+        checks.steps("ns_steps", options["ns_steps"])
+        checks.coefficients("ns_coefficients", options["ns_coefficients"])
+        checks.floating_dtype("compute_dtype", options["compute_dtype"])
+
+    def scalars(self, options: Options) -> dict[str, float | Tensor]:
+        """Give the numbers that a schedule may change."""
+        scalars: dict[str, float | Tensor] = {
+            key: options[key] for key in ("lr", "weight_decay", "momentum")
+        }
+        if options["variance_beta2"] is not None:
+            scalars["variance_beta2"] = options["variance_beta2"]
+        return scalars
+
+    def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:
+        """Momentum of the block's shape, and one variance per row or column if asked for."""
+        shapes = {"momentum_buffer": shape}
+        if options["variance_beta2"] is not None:
+            shapes["variance"] = variance_shape(*shape)
+        return shapes
+
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Update:
+        """One Muon step on a stack of blocks. All tensors (B, rows, cols) but the variance."""
+        rows, cols = param.shape[-2:]
+        momentum = accumulate_momentum(
+            state["momentum_buffer"], grad, scalars["momentum"], options["momentum_form"]
+        )
+        new_state = {"momentum_buffer": momentum}
+        direction = momentum
+        if options["nesterov"]:
+            direction = look_ahead(momentum, grad, scalars["momentum"], options["momentum_form"])
+        if options["equilibrate"]:
+            direction = equilibrate_rows(direction)
+        direction = orthogonalize(
+            direction,
+            method=options["orthogonalize"],
+            steps=options["ns_steps"],
+            coefficients=options["ns_coefficients"],
+            eps=options["eps"],
+            eps_form=options["eps_form"],
+            compute_dtype=options["compute_dtype"],
+            execution=options["execution"],
+        )
+        if options["renormalize"]:
+            direction = renormalize(direction)
+        if "variance" in state:
+            direction, new_state["variance"] = reduce_variance(
+                direction, state["variance"], scalars["variance_beta2"]
+            )
+        lr = scalars["lr"]
+        adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"])
+        decay = (adjusted_lr if options["scale_decay"] else lr) * scalars["weight_decay"]
+        decayed = decay_weights(param, direction, decay, cautious=options["cautious"])
+        return Update(decayed.addcmul_(direction, -adjusted_lr.to(param.dtype)), new_state)
+
+
+def accumulate_momentum(
+    momentum: Tensor, grad: Tensor, mu: Tensor, form: MomentumForm = "ema"
+) -> Tensor:
+    """ema: m + (1 - mu) (g - m).  sum: mu m + g."""
+    if form == "ema":
+        return torch.lerp(momentum, grad, (1 - mu).to(grad.dtype))
+    return momentum * mu + grad
+
+
+def look_ahead(momentum: Tensor, grad: Tensor, mu: Tensor, form: MomentumForm = "ema") -> Tensor:
+    """Nesterov's direction, from the new momentum.  ema: g + mu (m - g).  sum: g + mu m."""
+    if form == "ema":
+        return torch.lerp(grad, momentum, mu.to(grad.dtype))
+    return momentum * mu + grad
+
+
+def equilibrate_rows(blocks: Tensor) -> Tensor:
+    """Each row x (||X||_F / sqrt(rows)) / max(||row||, 1e-6)."""
+    target = block_norm(blocks) / blocks.shape[-2] ** 0.5
+    rows = torch.linalg.vector_norm(blocks, dim=-1, keepdim=True, dtype=torch.float64)
+    factor: Tensor = target / rows.clamp_min(1e-6)
+    return blocks * factor.to(blocks.dtype)
+
+
+def renormalize(blocks: Tensor) -> Tensor:
+    """To Frobenius norm sqrt(min(rows, cols)), that of an exactly orthogonal block."""
+    factor: Tensor = min(blocks.shape[-2:]) ** 0.5 / block_norm(blocks).clamp_min(1e-6)
+    return blocks * factor.to(blocks.dtype)
+
+
+def variance_shape(rows: int, cols: int) -> Shape:
+    """One second moment per row of a tall block, per column of a wide one."""
+    return (rows, 1) if rows >= cols else (1, cols)
+
+
+def reduce_variance(direction: Tensor, variance: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
+    """Even out the size of rows (or columns) without changing the norm of a block.
+
+    v = mean(u^2) over the short way;  s <- beta2 s + (1 - beta2) v;  r = 1 / sqrt(max(s, 1e-10))
+    u <- u r ||u|| / max(||u r||, 1e-10)          (NorMuon, arXiv 2510.05491)
+    """
+    rows, cols = direction.shape[-2:]
+    dim = -1 if rows >= cols else -2
+    mean_square = direction.square().mean(dim=dim, keepdim=True)
+    variance = torch.lerp(variance, mean_square, (1 - beta2).to(variance.dtype))
+    rescale = variance.clamp_min(1e-10).rsqrt()
+    square_sums = mean_square * direction.shape[dim]
+    norm = square_sums.sum(dim=(-2, -1), keepdim=True).sqrt()
+    new_norm = (square_sums * rescale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
+    return direction * (rescale * (norm / new_norm.clamp_min(1e-10))), variance
+
+
+def lr_factor(rows: int, cols: int, adjust_lr: str | None) -> float:
+    """What the learning rate of a block is multiplied with, from its logical shape.
+
+    "match_rms_adamw": 0.2 sqrt(max(rows, cols)), the usual RMS of an AdamW update (Moonlight,
+    arXiv 2502.16982).  "original": sqrt(max(1, rows / cols)) (Keller Jordan).  None: 1.
+    """
+    if adjust_lr == "match_rms_adamw":
+        return float(0.2 * max(rows, cols) ** 0.5)
+    if adjust_lr == "original":
+        return float(max(1.0, rows / cols) ** 0.5)
+    return 1.0
+
+
+def decay_weights(param: Tensor, direction: Tensor, decay: Tensor, *, cautious: bool) -> Tensor:
+    """p (1 - decay); cautious: only where the update pulls the same way, u p >= 0.
+
+    The gate reads the sign of the parameter against the finished direction. Gating by the
+    raw gradient's sign instead is known to diverge in deep runs.
+    """
+    if not cautious:
+        return param * (1 - decay)
+    return param - param * decay * (direction * param >= 0)

@@ -1,0 +1,82 @@
+"""The Rule protocol: the math that turns (parameter, gradient, state, scalars) into new ones.
+
+A rule knows nothing of ranks, placements or batching. It says what state it keeps
+and computes new values from old ones without changing its arguments, so whoever
+runs it may hand it slices, stacks of blocks, or copies on another device, and may
+select between old and new values afterwards.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+Shape = tuple[int, ...]
+Options = Mapping[str, Any]  # the keys of a parameter group
+
+
+class Update(NamedTuple):
+    """New values, in the shapes and dtypes that `Rule.update` was given."""
+
+    param: Tensor
+    state: dict[str, Tensor]
+
+
+class Rule(Protocol):
+    """One update rule. Subclassing is not needed: any object with these members is a rule.
+
+    An *elementwise* rule may run on any slice of a parameter: `param` and `grad` have
+    any shape, and each state tensor either that shape or `()`.
+    A *matrix* rule needs each block whole: `param` and `grad` are stacks (B, rows, cols)
+    of blocks of one shape, and each state tensor is (B, *state_shapes[...]).
+    """
+
+    @property
+    def name(self) -> str:
+        """What groups write as `"rule": name`."""
+        ...
+
+    @property
+    def kind(self) -> Literal["elementwise", "matrix"]:
+        """Whether the rule may run on any slice, or needs whole blocks."""
+        ...
+
+    @property
+    def defaults(self) -> Options:
+        """Every group key the rule reads, with its default."""
+        ...
+
+    @property
+    def schedulable(self) -> frozenset[str]:
+        """The keys whose values may change from step to step: they reach `update` as scalars."""
+        ...
+
+    def check(self, options: Options) -> None:
+        """Raise ValueError or TypeError, quoting the bad value, if `options` cannot run."""
+        ...
+
+    def scalars(self, options: Options) -> dict[str, float | Tensor]:
+        """Give the numbers behind the schedulable keys (learning rate, decay, ...).
+
+        They reach `update` as 0-D float64 tensors, so that a schedule never recompiles it.
+        """
+        ...
+
+    def state_shapes(self, shape: Shape, options: Options) -> dict[str, Shape]:
+        """Name the state tensors of one slice or block of `shape`, with their shapes."""
+        ...
+
+    def update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Update:
+        """Compute new values and leave the arguments as they are.
+
+        All tensors but the scalars share one floating dtype of 32 bits or more. `options`
+        holds the keys of `defaults` that are not schedulable.
+        """
+        ...

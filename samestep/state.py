@@ -1,0 +1,73 @@
+"""Optimizer state: one entry per parameter from construction on, and its views per block."""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.layout.blocks import Block
+from samestep.rules.rule import Rule
+
+MASTER = "master_weight"  # the 32-bit copy of a 16-bit parameter
+
+State = dict[str, Tensor]
+
+
+def math_dtype(param: Tensor) -> torch.dtype:
+    """The dtype of state and arithmetic: float32, or float64 for float64 parameters."""
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def initial_state(
+    rule: Rule,
+    param: Tensor,
+    blocks: list[Block] | None,
+    options: Mapping[str, Any],
+    master_weights: bool,
+) -> State:
+    """Zeros for each state tensor that the rule declares, and the master copy where asked.
+
+    `blocks` is None for an elementwise rule. For a matrix rule, state of the blocks' shapes
+    is one tensor of the parameter's shape; any other is 1-D, block after block, so that
+    blocks may differ in shape.
+    """
+    dtype = math_dtype(param)
+    shapes = {}
+    if blocks is None:
+        shapes = rule.state_shapes(tuple(param.shape), options)
+    else:
+        of_blocks = [rule.state_shapes(block.shape, options) for block in blocks]
+        for key in rule.state_shapes((0, 0), options):
+            pairs = zip(of_blocks, blocks, strict=True)
+            if all(shape[key] == block.shape for shape, block in pairs):
+                shapes[key] = tuple(param.shape)
+            else:
+                shapes[key] = (sum(prod(shape[key]) for shape in of_blocks),)
+    state = {
+        key: torch.zeros(shape, dtype=dtype, device=param.device) for key, shape in shapes.items()
+    }
+    if master_weights and param.dtype.itemsize < dtype.itemsize:
+        state[MASTER] = param.detach().to(dtype).contiguous()
+    return state
+
+
+def block_states(
+    rule: Rule, state: State, blocks: list[Block], options: Mapping[str, Any]
+) -> list[State]:
+    """The views of each block into the state that `initial_state` made for its parameter."""
+    views: list[State] = []
+    offsets = dict.fromkeys(state, 0)
+    for block in blocks:
+        shapes = rule.state_shapes(block.shape, options)
+        view = {}
+        for key, tensor in state.items():
+            if tensor.ndim == 1:  # a parameter of a matrix rule is never 1-D: block after block
+                size = prod(shapes[key])
+                view[key] = tensor.narrow(0, offsets[key], size).view(shapes[key])
+                offsets[key] += size
+            else:
+                view[key] = block.view(tensor)
+        views.append(view)
+    return views

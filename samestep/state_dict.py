@@ -1,0 +1,143 @@
+"""Loading optimizer state: checked first, kept in its own dtype, by name where names exist."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.param_groups import Group, complete, own_spelling, parameter_names, structure
+from samestep.state import MASTER, State
+
+StateDict = dict[str, Any]
+
+
+class _Hidden:
+    """State that torch's loading passes on as it is, since it looks like no tensor."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    torch_load: Callable[[StateDict], None],
+    state_dict: StateDict,
+) -> None:
+    """Run torch's own `load_state_dict`, hooks included, around our check and copy.
+
+    torch casts floating state to the parameter's dtype, which would round fp32 moments of
+    bf16 parameters. So the last pre-hook checks everything and hides the tensors from the
+    cast, and the first post-hook copies them into the state that exists.
+    """
+    own: dict[Tensor, State] = dict(optimizer.state)
+
+    def check_and_hide(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
+        return _checked(optimizer, loaded)
+
+    def copy_into_place(_: torch.optim.Optimizer) -> None:
+        for param, state in own.items():
+            hidden = optimizer.state.get(param)
+            _fill(param, state, hidden["hidden"].state if hidden else None)
+            optimizer.state[param] = state
+
+    pre = optimizer.register_load_state_dict_pre_hook(check_and_hide)
+    post = optimizer.register_load_state_dict_post_hook(copy_into_place, prepend=True)
+    try:
+        torch_load(state_dict)
+    finally:
+        pre.remove()
+        post.remove()
+
+
+@torch.no_grad()
+def _fill(param: Tensor, state: State, saved: Mapping[str, Any] | None) -> None:
+    """Copy a saved entry; without one (saved before its first step) start afresh."""
+    for key, tensor in state.items():
+        if saved is not None and key in saved:
+            tensor.copy_(torch.as_tensor(saved[key]))
+        elif key == MASTER:
+            tensor.copy_(param)
+        else:
+            tensor.zero_()
+
+
+def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
+    """The state dict in our order, with our keys and hidden tensors; raises if it does not fit."""
+    saved_groups = loaded["param_groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, "
+            f"but this optimizer has {len(optimizer.param_groups)}"
+        )
+    groups, state = [], {}
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        names = parameter_names(group, index)
+        ids = _ids_in_our_order(index, group, saved)
+        groups.append(_merged(index, group, {**saved, "params": ids}))
+        for name, param, saved_id in zip(names, group["params"], ids, strict=True):
+            entry = loaded["state"].get(saved_id)
+            if entry:
+                _check_entry(name, optimizer.state[param], entry)
+                state[saved_id] = {"hidden": _Hidden(entry)}
+    return {**loaded, "param_groups": groups, "state": state}
+
+
+def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
+    """The saved ids of the group's parameters: matched by name if both have names."""
+    ids: list[Any] = saved["params"]
+    if len(ids) != len(group["params"]):
+        raise ValueError(
+            f"loaded state dict contains a parameter group that doesn't match the size of "
+            f"optimizer's group: param_groups[{index}] was saved with {len(ids)} parameters "
+            f"and has {len(group['params'])} here"
+        )
+    names, saved_names = group.get("param_names"), saved.get("param_names")
+    if names is None or saved_names is None:
+        return ids
+    missing = sorted(set(names) - set(saved_names))
+    if missing:
+        raise ValueError(
+            f"param_groups[{index}]: {missing[0]!r} is not in the loaded group, which has "
+            f"{sorted(set(saved_names) - set(names))[0]!r} instead; load into the same model, "
+            "grouped in the same way"
+        )
+    by_name = dict(zip(saved_names, ids, strict=True))
+    return [by_name[name] for name in names]
+
+
+def _merged(index: int, group: Group, saved: Group) -> Group:
+    """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
+    saved = own_spelling(saved)
+    if saved.get("rule", group["rule"]) != group["rule"]:
+        raise ValueError(
+            f"param_groups[{index}] was saved with rule {saved['rule']!r} and has "
+            f"{group['rule']!r} here"
+        )
+    merged = complete({**group, **saved}, {})
+    if "param_names" in group:
+        merged["param_names"] = group["param_names"]
+    if structure(merged) != structure(group):
+        raise ValueError(
+            f"param_groups[{index}] was saved with {structure(merged)}, but this optimizer has "
+            f"{structure(group)}: build it with the saved values"
+        )
+    return merged
+
+
+def _check_entry(name: str, state: State, entry: Mapping[str, Any]) -> None:
+    """The saved entry of one parameter has our keys and shapes."""
+    missing = set(state) - set(entry) - {MASTER}  # a master copy can be made from the parameter
+    unexpected = set(entry) - set(state)
+    if missing or unexpected:
+        hint = "; build the optimizer with master_weights=True" if MASTER in unexpected else ""
+        raise ValueError(
+            f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(state)} "
+            f"are needed{hint}"
+        )
+    for key, value in entry.items():
+        shape, expected = tuple(torch.as_tensor(value).shape), tuple(state[key].shape)
+        if shape != expected:
+            raise ValueError(
+                f"state {key!r} of {name!r} was saved with shape {shape}, but {expected} is needed"
+            )

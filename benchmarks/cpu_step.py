@@ -1,0 +1,127 @@
+"""One optimizer step on CPU: samestep against an unbatched fp32 twin, interleaved in one run.
+
+The parameters are those of a GPT: per layer four d x d, one 4d x d and one d x 4d matrix and
+two norms; an embedding and a head of `vocabulary` rows. Both optimizers run the same quintic
+Newton-Schulz with the same scale, on the same gradients.
+"""
+
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+import samestep
+from benchmarks.twin import Twin
+from samestep.rules.orthogonalize import orthogonalize_flops
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    widths: tuple[int, ...] = (256, 512)
+    layers: int = 6
+    vocabulary: int = 8192
+    rounds: int = 7
+    """Interleaved repetitions; the medians are compared."""
+    out: Path = Path("out/bench")
+
+
+def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
+    """(matrices, all other parameters), with random values and gradients."""
+    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
+    matrices = [nn.Parameter(torch.randn(shape) * 0.02) for _ in range(layers) for shape in shapes]
+    others = [nn.Parameter(torch.ones(width)) for _ in range(2 * layers + 1)]
+    others += [nn.Parameter(torch.randn(vocabulary, width) * 0.02) for _ in range(2)]
+    for param in matrices + others:
+        param.grad = torch.randn_like(param) * 1e-3
+    return matrices, others
+
+
+def milliseconds(step: object) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    step()  # type: ignore[operator]
+    return 1e3 * (time.perf_counter() - start)
+
+
+def measure(width: int, options: Options) -> dict[str, float]:
+    """Medians of both optimizers and of their parts, from alternating steps."""
+    torch.manual_seed(0)
+    matrices, others = gpt_parameters(width, options.layers, options.vocabulary)
+    copies = gpt_parameters(width, options.layers, options.vocabulary)
+    muon = {
+        "rule": "muon", "params": matrices,
+        "orthogonalize": "newton-schulz", "adjust_lr": "match_rms_adamw",
+    }  # fmt: skip
+    adamw = {"rule": "adamw", "params": others, "betas": (0.9, 0.999), "weight_decay": 0.01}
+    ours = samestep.MuonAdamW([muon, adamw])
+    ours_muon, ours_adamw = samestep.MuonAdamW([muon]), samestep.MuonAdamW([adamw])
+    twin = Twin(*copies)
+    steps = {
+        "ours": ours.step, "twin": twin.step,
+        "ours_muon": ours_muon.step, "twin_muon": twin.muon.step,
+        "ours_adamw": ours_adamw.step, "twin_adamw": twin.adamw.step,
+    }  # fmt: skip
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(options.rounds + 1):
+        for name, step in steps.items():
+            elapsed = milliseconds(step)
+            if round_number > 0:  # the first round allocates state and warms up
+                times[name].append(elapsed)
+    result = {name: statistics.median(values) for name, values in times.items()}
+    flops = sum(orthogonalize_flops(*param.shape) for param in matrices)
+    plain = sum(orthogonalize_flops(*param.shape, execution="standard") for param in matrices)
+    result["ours_gflops_per_s"] = flops / result["ours_muon"] / 1e6
+    result["twin_gflops_per_s"] = plain / result["twin_muon"] / 1e6
+    result["flops_ratio"] = flops / plain
+    result["ratio"] = result["ours"] / result["twin"]
+    result["parameters"] = sum(param.numel() for param in matrices + others)
+    return result
+
+
+def main(options: Options) -> None:
+    """Measure every width, print the table, write JSON."""
+    console = Console()
+    table = Table(title="optimizer step on CPU, ms (medians, interleaved)")
+    columns = ["width", "parameters", "twin", "samestep", "ratio", "Muon", "AdamW", "GFLOP/s"]
+    for column in columns:
+        table.add_column(column, justify="right")
+    results = {}
+    for width in options.widths:
+        with console.status(f"width {width} ..."):
+            r = results[width] = measure(width, options)
+        table.add_row(
+            str(width), f"{r['parameters'] / 1e6:.1f} M", f"{r['twin']:.1f}", f"{r['ours']:.1f}",
+            f"{r['ratio']:.2f}",
+            f"{r['ours_muon']:.1f} / {r['twin_muon']:.1f}",
+            f"{r['ours_adamw']:.1f} / {r['twin_adamw']:.1f}",
+            f"{r['ours_gflops_per_s']:.0f} / {r['twin_gflops_per_s']:.0f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print("ratio: samestep / twin, smaller is better; pairs are samestep / twin")
+    options.out.mkdir(parents=True, exist_ok=True)
+    receipt = {
+        "command": "python -m benchmarks.cpu_step",
+        "options": {**asdict(options), "out": str(options.out)},
+        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+        "milliseconds": results,
+    }
+    path = options.out / "cpu_step.json"
+    path.write_text(json.dumps(receipt, indent=2) + "\n")
+    console.print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,13 @@
+"""One thread per process: the tensors here are small, and ranks share the cores."""
+
+import os
+
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# Time per example depends on the machine's load; `make soak` looks at many more examples.
+settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("soak", deadline=None, max_examples=1000)
+settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")

@@ -2,6 +2,8 @@
 
 import os
 
+os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
+
 import torch
 from hypothesis import settings
 

@@ -78,17 +78,13 @@ def update_blocks(
 ) -> None:
     """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack."""
     rows = operands[0].param.shape[0]
-
-    def stack(tensors: Iterator[Tensor]) -> Tensor:
-        # (rows, ...) may be a flattened convolution weight: the rule sees (B, rows, cols).
-        return torch.stack([tensor.reshape(rows, -1) for tensor in tensors])
-
     values = [_read(operand) for operand in operands]
+    # (rows, ...) may be a flattened convolution weight: the rule sees (B, rows, cols).
     new = run(
         rule,
-        stack(param for param, _, _ in values),
-        stack(grad for _, grad, _ in values),
-        {key: torch.stack([state[key] for _, _, state in values]) for key in values[0][2]},
+        torch.stack([param.reshape(rows, -1) for param, _, _ in values]),
+        torch.stack([grad.reshape(rows, -1) for _, grad, _ in values]),
+        {key: torch.stack([state[key] for _, _, state in values]) for key in values[0].state},
         scalars,
         options,
     )
@@ -123,7 +119,7 @@ def _write(operand: Operand, new: Update) -> None:
     """Copy the new values into place; the parameter is rounded from the master copy."""
     operand.param.copy_(new.param)
     for key, tensor in operand.state.items():
-        tensor.copy_(new.param if key == MASTER else new.state[key])
+        tensor.copy_(new.param.view(tensor.shape) if key == MASTER else new.state[key])
 
 
 class StepScalars:

@@ -10,11 +10,15 @@ from samestep.param_groups import own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
     Group,
+    Matcher,
     NamedParameter,
     Overrides,
+    Routable,
+    matching,
+    role_of,
+    routable,
     route,
     route_explicit,
-    trainable_parameters,
 )
 from samestep.rule_optimizer import Params, RuleOptimizer
 from samestep.rules.adamw import AdamWRule
@@ -106,6 +110,7 @@ class MuonAdamW(RuleOptimizer):
         for name in options:
             if name not in MuonAdamWOptions.__annotations__:
                 raise unknown_option(name, MuonAdamWOptions.__annotations__)
+        params, named = _with_names(params)
         given: Group = own_spelling(options)
         rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
         if lr is not None:
@@ -125,11 +130,21 @@ class MuonAdamW(RuleOptimizer):
                 **{key: value for key, value in given.items() if key in adamw_keys},
             },
         }
+        if named is not None:
+            params = _routed(named, overrides, groups, rates, rule_options["muon"])
+        else:
+            asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
+            for what, value in asked.items():
+                if value:
+                    raise ValueError(
+                        f"{what} need a model or named parameters to work on, and group dicts or "
+                        "plain parameters were given: set the keys in the groups instead"
+                    )
         # Schedulers that cycle momentum look for this key, and here it is Muon's.
         muon = {**MuonRule.defaults, **rule_options["muon"]}
         defaults = {key: muon[key] for key in ("lr", "momentum", "weight_decay")}
         super().__init__(
-            _routed(params, overrides, groups, rates),
+            params,
             defaults,
             rule_options,
             master_weights=master_weights,
@@ -165,7 +180,7 @@ class Muon(RuleOptimizer):
         }  # fmt: skip
         super().__init__(
             params,
-            {"rule": "muon", **given},
+            {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
             {"muon": given},
             master_weights=master_weights,
             compile=compile,
@@ -204,38 +219,39 @@ class AdamW(RuleOptimizer):
         )
 
 
+def _with_names(params: Params) -> tuple[Params, Routable | None]:
+    """The parameters, and those of a model or of (name, parameter) pairs ready to be routed."""
+    if isinstance(params, nn.Module):
+        return params, routable(params)
+    if isinstance(params, Tensor):
+        return params, None  # torch has the error for it
+    items: list[Any] = list(params)
+    if items and all(isinstance(item, tuple) for item in items):
+        return items, Routable([NamedParameter(name, param) for name, param in items])
+    return items, None
+
+
 def _routed(
-    params: Params,
+    named: Routable,
     overrides: Overrides | None,
     groups: Iterable[Mapping[str, Any]] | None,
     rates: Mapping[str, Any],
-) -> Params:
-    """Groups for a model or named parameters; group dicts pass through."""
-    if isinstance(params, Tensor):
-        return params  # torch's own error
-    named: list[NamedParameter] | None = None
-    if isinstance(params, nn.Module):
-        named = trainable_parameters(params)
-        if not named:
-            raise ValueError(
-                "the model has no trainable parameters: unfreeze some with requires_grad_(True)"
-            )
-    else:
-        items: list[Any] = list(params)
-        if items and all(isinstance(item, tuple) for item in items):
-            named = [NamedParameter(name, param, None) for name, param in items]
-        params = items
-    if named is None:
-        asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
-        for what, value in asked.items():
-            if value:
-                raise ValueError(
-                    f"{what} need a model or named parameters to work on, and group dicts or plain "
-                    "parameters were given: set the keys in the groups instead"
-                )
-        return params
+    muon_options: Group,
+) -> list[Group]:
+    """Groups for named parameters; the keyword `split_sizes` moves from the rule to its members."""
     if groups is not None:
         if overrides or rates:
             raise ValueError("groups= takes the place of overrides and per-role learning rates")
         return route_explicit(named, groups)
-    return route(named, overrides, {role: {"lr": rate} for role, rate in rates.items()})
+    splits: dict[Matcher, Mapping[str, Any]] = {}
+    sizes = muon_options.pop("split_sizes", None)
+    if isinstance(sizes, Mapping):
+        for pattern, pattern_sizes in sizes.items():
+            matching(pattern, named.parameters, "split_sizes")
+            splits[pattern] = {"split_sizes": pattern_sizes}
+    elif sizes is not None:
+        for parameter in named.parameters:
+            if role_of(parameter, named.vocabularies) == "matrix":
+                splits[parameter.name] = {"split_sizes": sizes}
+    role_options = {role: {"lr": rate} for role, rate in rates.items()}
+    return route(named, {**splits, **(overrides or {})}, role_options)

@@ -2,17 +2,20 @@
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from samestep.layout.blocks import Block, blocks_of
+from samestep.routing import name_matches
 from samestep.rules import RULES
 from samestep.rules.muon import lr_factor
 from samestep.rules.rule import Rule
 
 Group = dict[str, Any]
+ALWAYS_KNOWN = (
+    "lr", "weight_decay", "maximize", "preset", "overrides", "groups", "master_weights", "compile"
+)  # fmt: skip
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
@@ -61,16 +64,34 @@ def check(group: Mapping[str, Any]) -> None:
     rule_of(group).check(group)
 
 
-def structure(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that decide blocks and state, and so may not change after construction."""
-    keys = [key for key in ("rule", "split_sizes", "flatten") if key in group]
-    state_keys = sorted(rule_of(group).state_shapes((1, 1), group))
-    return {**{key: group[key] for key in keys}, "state": state_keys}
+def options_of(group: Mapping[str, Any]) -> Group:
+    """The rule's name and options, without the parameters and keys of others."""
+    keys = ("rule", *rule_of(group).defaults)
+    return {key: group[key] for key in keys if key in group}
+
+
+def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """How two sets of options differ in what decides blocks and state; "" if they do not.
+
+    Blocks and state are made at construction, so these options may not change afterwards.
+    """
+    rule = rule_of(old)
+    if new.get("rule") != old["rule"]:
+        return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
+    same_blocks = all(old.get(key) == new.get(key) for key in ("split_sizes", "flatten"))
+    if same_blocks and set(rule.state_shapes((1, 1), old)) == set(rule.state_shapes((1, 1), new)):
+        return ""
+    changes = []
+    for key in rule.defaults:
+        schedule = key in rule.schedulable and None not in (old[key], new[key])
+        if old[key] != new[key] and not schedule:
+            changes.append(f"{key}: {old[key]} -> {new[key]}")
+    return ", ".join(changes)
 
 
 def unknown_option(name: str, known: Iterable[str]) -> TypeError:
     """The error for a misspelled keyword, with the likely spelling."""
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, [*known, *ALWAYS_KNOWN], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return TypeError(f"unexpected keyword {name!r}{hint}")
 
@@ -88,7 +109,7 @@ def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list
     split_sizes = group.get("split_sizes")
     if isinstance(split_sizes, Mapping):
         for pattern in split_sizes:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(name_matches(name, pattern) for name in names):
                 raise ValueError(
                     f"split_sizes: {pattern!r} matches none of the group's parameters "
                     f"({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
@@ -97,7 +118,7 @@ def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list
     for name, param in zip(names, group["params"], strict=True):
         sizes = split_sizes
         if isinstance(split_sizes, Mapping):
-            found = [s for pattern, s in split_sizes.items() if fnmatchcase(name, pattern)]
+            found = [s for pattern, s in split_sizes.items() if name_matches(name, pattern)]
             if len(found) > 1:
                 raise ValueError(f"split_sizes: {name!r} is matched by {len(found)} patterns")
             sizes = found[0] if found else None

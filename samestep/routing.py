@@ -26,62 +26,87 @@ FUSED_QKV_NAME = re.compile(r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj)([.
 
 
 class NamedParameter(NamedTuple):
-    """A trainable parameter with its name and the module that holds it, if known."""
+    """A trainable parameter with its first name and all modules that hold it, if known."""
 
     name: str
     param: Tensor
-    owner: nn.Module | None
+    owners: tuple[nn.Module, ...] = ()
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside DistributedDataParallel or torch.compile, whose names users know."""
+class Routable(NamedTuple):
+    """Parameters to be routed, and the shapes of the model's embeddings, frozen ones too."""
+
+    parameters: list[NamedParameter]
+    vocabularies: frozenset[tuple[int, ...]] = frozenset()
+
+
+def routable(model: nn.Module) -> Routable:
+    """Every trainable parameter of a model once; DDP's and torch.compile's prefixes are left out.
+
+    Raises if there is none.
+    """
     while True:
         inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel):
             inner = model.module
         if not isinstance(inner, nn.Module):
-            return model
+            break
         model = inner
-
-
-def trainable_parameters(model: nn.Module) -> list[NamedParameter]:
-    """Every trainable parameter once, under its first name; frozen ones are left out."""
-    model = unwrap(model)
-    modules = dict(model.named_modules())
-    return [
-        NamedParameter(name, param, modules.get(name.rpartition(".")[0]))
-        for name, param in model.named_parameters()
+    names: dict[Tensor, str] = {}
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            names.setdefault(param, f"{path}.{own_name}".lstrip(".").replace("_orig_mod.", ""))
+            owners.setdefault(param, []).append(module)
+    found = [
+        NamedParameter(name, param, tuple(owners[param]))
+        for param, name in names.items()
         if param.requires_grad
     ]
+    if not found:
+        raise ValueError(
+            "the model has no trainable parameters: unfreeze some with requires_grad_(True)"
+        )
+    vocabularies = {
+        tuple(param.shape)
+        for param, modules in owners.items()
+        if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
+    }
+    return Routable(found, frozenset(vocabularies))
 
 
-def role_of(parameter: NamedParameter, vocabularies: set[tuple[int, ...]]) -> str:
+def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> str:
     """matrix | embedding | unembedding | scalar | lora | conv | tensor, by owner, name and shape.
 
-    `vocabularies` holds the shapes of the embeddings: a Linear of such a shape is a head.
+    `vocabularies` holds the shapes of the embeddings: outside the numbered layers, a weight of
+    such a shape is a head.
     """
-    name, param, owner = parameter
-    shape = tuple(param.shape)
-    if LORA_NAME.search(name):
-        return "lora"
-    if param.ndim < 2:
-        return "scalar"
-    if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-        return "embedding"
-    if isinstance(owner, nn.modules.conv._ConvNd):
-        return "conv"
+    name, param, owners = parameter
     path = name.split(".")
     module_name = path[-2] if len(path) > 1 else path[-1]
     in_a_layer = any(part.isdigit() for part in path)
-    if shape in vocabularies or (module_name in HEAD_NAMES and not in_a_layer):
+    if LORA_NAME.search(name):
+        return "lora"
+    if param.ndim < 2 or path[-1].endswith("bias") or any(map(_is_norm, owners)):
+        return "scalar"
+    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+        return "embedding"
+    if any(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners):
+        return "conv"
+    if not in_a_layer and (tuple(param.shape) in vocabularies or module_name in HEAD_NAMES):
         return "unembedding"
-    if not isinstance(owner, nn.Linear) and EMBEDDING_NAME.search(name):
+    is_linear = any(isinstance(owner, nn.Linear) for owner in owners)
+    if not is_linear and EMBEDDING_NAME.search(name):
         return "embedding"
     return "matrix" if param.ndim == 2 else "tensor"
 
 
+def _is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
 def route(
-    parameters: Sequence[NamedParameter],
+    given: Routable,
     overrides: Overrides | None = None,
     role_options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Group]:
@@ -89,14 +114,11 @@ def route(
 
     `role_options` holds group keys per role (its learning rate); an override wins over it.
     """
-    overrides = overrides or {}
-    asked = _resolve_overrides(parameters, overrides)
-    vocabularies = {tuple(p.param.shape) for p in parameters if isinstance(p.owner, nn.Embedding)}
+    asked = _resolve_overrides(given.parameters, overrides or {})
     groups: dict[tuple[Any, ...], Group] = {}
-    splits_of: dict[tuple[Any, ...], dict[str, Sequence[int]]] = {}
     unmarked, fused = [], []
-    for parameter in parameters:
-        role = role_of(parameter, vocabularies)
+    for parameter in given.parameters:
+        role = role_of(parameter, given.vocabularies)
         options = dict(asked[parameter.name])
         if role == "tensor" and "rule" not in options and parameter.param.shape[0] > 1:
             unmarked.append(_describe(parameter))
@@ -106,17 +128,15 @@ def route(
             split = _known_split(parameter)
             if split is None and _looks_fused(parameter):
                 fused.append(_describe(parameter))
-        key = (rule, role, repr(sorted(options.items())))
+        # Tensors by identity: two learning-rate tensors of one value are two schedules.
+        values = (id(v) if isinstance(v, Tensor) else repr(v) for _, v in sorted(options.items()))
+        key = (rule, role, *sorted(options), *values)
         if key not in groups:
-            groups[key] = {
-                "params": [], "rule": rule, "role": role,
-                **(role_options or {}).get(role, {}), **options,
-            }  # fmt: skip
+            from_role = (role_options or {}).get(role, {})
+            groups[key] = {"params": [], "rule": rule, "role": role, **from_role, **options}
         groups[key]["params"].append((parameter.name, parameter.param))
         if split is not None:
-            splits_of.setdefault(key, {})[parameter.name] = split
-    for key, splits in splits_of.items():
-        groups[key]["split_sizes"] = splits
+            groups[key].setdefault("split_sizes", {})[parameter.name] = split
     if unmarked:
         warnings.warn(
             f"{_some(unmarked)}: more than two dims and no convolution, so left to AdamW. For a "
@@ -135,19 +155,22 @@ def route(
     return list(groups.values())
 
 
-def route_explicit(
-    parameters: Sequence[NamedParameter], groups: Iterable[Mapping[str, Any]]
-) -> list[Group]:
+def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
     """Fill groups whose "params" are patterns or predicates; each parameter exactly once."""
     taken: dict[str, Matcher] = {}
     filled = []
     for group in groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(
+                'groups: must be a list of dicts with the key "params" (a name pattern, a '
+                f"predicate or a list of them), got {group!r}"
+            )
         matchers = group["params"]
         if isinstance(matchers, str) or callable(matchers):
             matchers = [matchers]
         members = []
         for matcher in matchers:
-            for parameter in _matches(matcher, parameters, "groups"):
+            for parameter in matching(matcher, given.parameters, "groups"):
                 if parameter.name in taken:
                     raise ValueError(
                         f"parameter {parameter.name!r} is covered twice: by "
@@ -156,7 +179,7 @@ def route_explicit(
                 taken[parameter.name] = matcher
                 members.append((parameter.name, parameter.param))
         filled.append({**group, "params": members})
-    missing = [parameter.name for parameter in parameters if parameter.name not in taken]
+    missing = [parameter.name for parameter in given.parameters if parameter.name not in taken]
     if missing:
         raise ValueError(
             f"{len(missing)} trainable parameters are in no group: {_some(missing)}; add a group "
@@ -165,16 +188,21 @@ def route_explicit(
     return filled
 
 
-def _matches(
+def name_matches(name: str, pattern: str) -> bool:
+    """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`)."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def matching(
     matcher: Matcher, parameters: Sequence[NamedParameter], where: str
 ) -> list[NamedParameter]:
     """The parameters a matcher selects; matching nothing is an error, since it is a typo."""
     if isinstance(matcher, str):
-        found = [p for p in parameters if fnmatchcase(p.name, matcher)]
+        found = [p for p in parameters if name_matches(p.name, matcher)]
     elif callable(matcher):
         found = [p for p in parameters if matcher(p.name, p.param)]
     else:
-        raise TypeError(f"{where}: a key must be a name pattern or a predicate, got {matcher!r}")
+        raise TypeError(f"{where}: {matcher!r} is neither a name pattern nor a predicate")
     if not found:
         raise ValueError(
             f"{where}: {matcher!r} matches no trainable parameter; the names are "
@@ -190,7 +218,12 @@ def _resolve_overrides(
     asked: dict[str, dict[str, Any]] = {parameter.name: {} for parameter in parameters}
     source: dict[tuple[str, str], Matcher] = {}
     for matcher, options in overrides.items():
-        for parameter in _matches(matcher, parameters, "overrides"):
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"overrides: {matcher!r} needs a dict of group keys such as "
+                f'{{"rule": "adamw"}}, got {options!r}'
+            )
+        for parameter in matching(matcher, parameters, "overrides"):
             for key, value in options.items():
                 earlier = source.setdefault((parameter.name, key), matcher)
                 if earlier is not matcher and asked[parameter.name][key] != value:
@@ -204,16 +237,17 @@ def _resolve_overrides(
 
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
     """Row blocks that are certain, from torch's own module."""
-    if isinstance(parameter.owner, nn.MultiheadAttention) and parameter.param.ndim == 2:
-        rows = parameter.param.shape[0]
-        return (rows // 3,) * 3 if parameter.name.endswith("in_proj_weight") else None
+    fused = parameter.name.rpartition(".")[2] == "in_proj_weight"
+    if fused and any(isinstance(owner, nn.MultiheadAttention) for owner in parameter.owners):
+        return (parameter.param.shape[0] // 3,) * 3
     return None
 
 
 def _looks_fused(parameter: NamedParameter) -> bool:
     """Whether name and shape suggest a fused query-key-value weight."""
-    rows, cols = parameter.param.shape[0], parameter.param.shape[-1]
-    return rows > cols and FUSED_QKV_NAME.search(parameter.name) is not None
+    param = parameter.param
+    is_tall = param.ndim >= 2 and param.shape[-2] > param.shape[-1]
+    return is_tall and FUSED_QKV_NAME.search(parameter.name) is not None
 
 
 def _describe(parameter: NamedParameter) -> str:

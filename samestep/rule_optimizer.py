@@ -1,6 +1,7 @@
 """The optimizer behind the public names: groups, state and the step, on one device."""
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -22,12 +23,13 @@ from samestep.param_groups import (
     blocks_of_group,
     check,
     complete,
+    decisive_changes,
+    options_of,
     parameter_names,
     rule_of,
-    structure,
     table,
 )
-from samestep.routing import trainable_parameters
+from samestep.routing import routable
 from samestep.state import MASTER, block_states, initial_state
 from samestep.state_dict import StateDict, load_state
 
@@ -64,7 +66,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._compile = compile
         self._reset_derived()
         if isinstance(params, nn.Module):
-            params = [(name, param) for name, param, _ in trainable_parameters(params)]
+            params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
 
     @overload
@@ -88,12 +90,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Which parameters have a gradient; everything is checked before anything changes."""
         found = []
         for index, group in enumerate(self.param_groups):
-            check(group)
-            if structure(group) != self._structures[index]:
+            planned = self._planned_options[index]
+            if group.get("rule") == planned["rule"]:
+                check(group)
+            changes = decisive_changes(planned, group)
+            if changes:
                 raise RuntimeError(
-                    f"param_groups[{index}]: a key that decides the blocks or the state changed "
-                    f"from {self._structures[index]} to {structure(group)}; the state was made for "
-                    "the former, so build a new optimizer"
+                    f"param_groups[{index}] changed in a way that its state was not made for "
+                    f"({changes}): set it back, or build a new optimizer"
                 )
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
                 if param.grad is not None and param.grad.layout != torch.strided:
@@ -131,6 +135,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         if group["maximize"]:
             grad = -grad
         if blocks is None:
+            if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
+                shapes = rule_of(group).state_shapes((1,), group)
+                state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
+                param, grad = param.view(1), grad.view(1)
             return [Operand(param, grad, state)]
         states = block_states(rule_of(group), state, blocks, group)
         pairs = zip(blocks, states, strict=True)
@@ -142,10 +150,16 @@ class RuleOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
         group = complete({**default_rule, **param_group}, self._rule_options)
+        for key in group.keys() - param_group.keys():
+            # Not shared: schedulers write into learning-rate tensors, group by group.
+            group[key] = deepcopy(group[key])
         own_keys = {*group, "params", "param_names"}
+        self._refuse_repeated(group)
         super().add_param_group(group)
+        index = len(self.param_groups) - 1
         try:
-            self._admit(group)
+            self._refuse_unsupported(index, group)
+            self._plan(index, group)
         except Exception:
             self.param_groups.pop()
             raise
@@ -157,33 +171,50 @@ class RuleOptimizer(torch.optim.Optimizer):
                 rule_of(group), param, self._blocks[param], group, self._master_weights
             )
 
-    def _admit(self, group: Group) -> None:
-        """Check the parameters of the last group and cut them into blocks."""
-        index = len(self.param_groups) - 1
+    def _refuse_repeated(self, group: Group) -> None:
+        """Every parameter and every name once; torch would only warn, or not say which."""
+        index = len(self.param_groups)
+        seen: dict[Any, str] = {}
+        for place, other in enumerate(self.param_groups):
+            for name, param in zip(parameter_names(other, place), other["params"], strict=True):
+                seen[param] = seen[name] = name
+        if isinstance(group["params"], Tensor):
+            group["params"] = [group["params"]]
+        elif not isinstance(group["params"], set):  # torch has its own error for a set
+            group["params"] = list(group["params"])
         if not group["params"]:
             raise ValueError(f"param_groups[{index}] has no parameters: leave the group out")
-        seen = set()
+        for place, item in enumerate(group["params"]):
+            named = isinstance(item, tuple)
+            name, param = item if named else (f"param_groups[{index}][{place}]", item)
+            for key in (param, name):
+                if key in seen:
+                    raise ValueError(
+                        f"some parameters appear in more than one parameter group or twice in one: "
+                        f"{name!r} is there already, as {seen[key]!r}; list each parameter once, "
+                        "under a name of its own"
+                    )
+                seen[key] = name
+
+    def _refuse_unsupported(self, index: int, group: Group) -> None:
+        """Only real floating parameters."""
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            if param in seen:
-                raise ValueError(f"parameter {name!r} is in its group twice: list it once")
             if not param.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
                     f"support {'complex' if param.is_complex() else 'integer'} parameters"
                 )
-            seen.add(param)
-        self._plan(index, group)
 
     def _plan(self, index: int, group: Group) -> None:
         """Cut the parameters of a group into blocks and remember what that depended on."""
         cut = blocks_of_group(group, parameter_names(group, index))
         self._blocks.update(zip(group["params"], cut, strict=True))
-        self._structures[index] = structure(group)
+        self._planned_options[index] = options_of(group)
 
     def _reset_derived(self) -> None:
         """Forget what is derived from groups and options: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
-        self._structures: dict[int, dict[str, Any]] = {}
+        self._planned_options: dict[int, Group] = {}
         self._scalars = StepScalars()
         backend = "inductor" if self._compile is True else self._compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule

@@ -68,6 +68,6 @@ def block_states(
                 view[key] = tensor.narrow(0, offsets[key], size).view(shapes[key])
                 offsets[key] += size
             else:
-                view[key] = block.view(tensor)
+                view[key] = block.view(tensor).view(block.shape)
         views.append(view)
     return views

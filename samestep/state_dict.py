@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.param_groups import Group, complete, own_spelling, parameter_names, structure
+from samestep.param_groups import Group, complete, decisive_changes, own_spelling, parameter_names
 from samestep.state import MASTER, State
 
 StateDict = dict[str, Any]
@@ -30,6 +30,12 @@ def load_state(
     bf16 parameters. So the last pre-hook checks everything and hides the tensors from the
     cast, and the first post-hook copies them into the state that exists.
     """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        raise ValueError(
+            'the state of an optimizer is a dict with the keys "state" and "param_groups", '
+            f"got {str(got)[:200]}"
+        )
     own: dict[Tensor, State] = dict(optimizer.state)
 
     def check_and_hide(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
@@ -117,10 +123,11 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
     merged = complete({**group, **saved}, {})
     if "param_names" in group:
         merged["param_names"] = group["param_names"]
-    if structure(merged) != structure(group):
+    changes = decisive_changes(group, merged)
+    if changes:
         raise ValueError(
-            f"param_groups[{index}] was saved with {structure(merged)}, but this optimizer has "
-            f"{structure(group)}: build it with the saved values"
+            f"param_groups[{index}] was saved with options that its state depends on and that "
+            f"differ here ({changes}): build the optimizer with the saved values"
         )
     return merged
 

@@ -50,6 +50,8 @@ def blocks_of(
     if 0 in shape:
         return []
     rows, cols = shape[-2:]
+    if split_sizes is not None and not isinstance(split_sizes, Sequence):
+        raise ValueError(f"has split_sizes {split_sizes!r}: give a list of row counts")
     sizes = (rows,) if split_sizes is None else tuple(split_sizes)
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"has split_sizes {sizes}: they must be whole numbers above 0")

@@ -76,16 +76,21 @@ def coefficients(name: str, value: Any) -> None:
     """None, three numbers, or a list of triples."""
     if value is None:
         return
-    triples = value
-    if isinstance(value, Sequence) and value and isinstance(value[0], int | float):
-        triples = [value]
-    good = isinstance(triples, Sequence) and len(triples) > 0
-    good = good and all(isinstance(triple, Sequence) and len(triple) == 3 for triple in triples)
-    if not good or not all(math.isfinite(number) for triple in triples for number in triple):
+
+    def is_triple(item: Any) -> bool:
+        return (
+            isinstance(item, Sequence)
+            and len(item) == 3
+            and all(isinstance(number, int | float) and math.isfinite(number) for number in item)
+        )
+
+    is_list = isinstance(value, Sequence) and len(value) > 0 and all(map(is_triple, value))
+    if not (is_triple(value) or is_list):
         raise ValueError(f"{name} must be (a, b, c) or a list of such triples, got {value!r}")
 
 
-def floating_dtype(name: str, value: Any) -> None:
-    """None or a real floating dtype."""
-    if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
-        raise TypeError(f"{name} must be a floating torch.dtype or None, got {value!r}")
+def compute_dtype(name: str, value: Any) -> None:
+    """None or a dtype that matrix products can run in."""
+    allowed = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    if value is not None and value not in allowed:
+        raise TypeError(f"{name} must be None or one of {list(allowed)}, got {value!r}")

@@ -64,7 +64,7 @@ class MuonRule:
         checks.one_of("adjust_lr", options["adjust_lr"], ("match_rms_adamw", "original", None))
         checks.steps("ns_steps", options["ns_steps"])
         checks.coefficients("ns_coefficients", options["ns_coefficients"])
-        checks.floating_dtype("compute_dtype", options["compute_dtype"])
+        checks.compute_dtype("compute_dtype", options["compute_dtype"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
         """Give the numbers that a schedule may change."""

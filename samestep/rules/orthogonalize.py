@@ -66,8 +66,9 @@ def orthogonalize(
 ) -> Tensor:
     """Replace each block by (nearly) its polar factor; a zero block stays zero.
 
-    The result has the shape and dtype of `blocks`. With `eps=0` it does not depend on
-    the scale of a block. `execution=None` takes the one with fewer FLOPs, which depends
+    The result has the shape and dtype of `blocks`. With `eps=0` it does not depend on the
+    scale of a block, as long as its norm fits `compute_dtype` (a larger one is an overflow, and
+    gives zero). `execution=None` takes the one with fewer FLOPs, which depends
     on the shape of a block alone, never on the batch.
     """
     table = step_coefficients(method, steps, coefficients)
@@ -102,8 +103,8 @@ def step_coefficients(
     """One (a, b, c) per step: fewer steps truncate a table, more repeat its last triple."""
     table = POLYNOMIALS[method].coefficients if coefficients is None else coefficients
     if isinstance(table[0], float | int):
-        return [cast(Coefficients, tuple(table))] * steps
-    triples = cast(Sequence[Coefficients], table)
+        return [cast("Coefficients", tuple(table))] * steps
+    triples = cast("Sequence[Coefficients]", table)
     return [triples[min(step, len(triples) - 1)] for step in range(steps)]
 
 

@@ -1,0 +1,264 @@
+"""`master_weights=True`: 16-bit parameters that train as if they had 32 bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+
+HALVES = [torch.bfloat16, torch.float16]
+halves = pytest.mark.parametrize("dtype", HALVES, ids=str)
+MASTER = "master_weight"
+
+
+def muon(params: Any, **options: Any) -> samestep.Muon:
+    return samestep.Muon(params, **{"lr": 0.02, **options})
+
+
+def adamw(params: Any, **options: Any) -> samestep.AdamW:
+    return samestep.AdamW(params, **{"lr": 0.02, **options})
+
+
+# name -> optimizer, options, shapes
+SETTINGS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any], list[Any]]] = {
+    "adamw": (adamw, {}, [(6, 4), (5,), (), (300,)]),
+    "adamw amsgrad maximize": (adamw, {"amsgrad": True, "maximize": True}, [(6, 4), (5,)]),
+    "muon": (muon, {}, [(6, 4), (4, 6), (6, 4), (2, 6, 4)]),
+    "muon fused": (muon, {"split_sizes": (3, 2, 1), "variance_beta2": 0.9}, [(6, 4), (2, 6, 4)]),
+    "muon cautious": (muon, {"cautious": True, "weight_decay": 0.5}, [(6, 4), (4, 6)]),
+    "muon flatten": (muon, {"flatten": True, "variance_beta2": 0.9}, [(5, 3, 2, 2), (5, 12)]),
+}
+settings = pytest.mark.parametrize(("make", "options", "shapes"), SETTINGS.values(), ids=SETTINGS)
+both_rules = pytest.mark.parametrize("make", [muon, adamw])
+
+
+def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> bool:
+    return actual.dtype == expected.dtype and torch.equal(bits(actual), bits(expected))
+
+
+def step_with(
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Sequence[Sequence[nn.Parameter]],
+    dtype: torch.dtype,
+    steps: range,
+) -> None:
+    """The same gradients for all, of values that `dtype` can hold."""
+    for step in steps:
+        for index, same in enumerate(zip(*params, strict=True)):
+            gradient = draw(same[0].shape, 1000 + 50 * step + index, dtype)
+            for param in same:
+                param.grad = gradient.to(param.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def check_against_float32(
+    make: Callable[..., torch.optim.Optimizer], options: dict[str, Any], values: list[Tensor]
+) -> None:
+    dtype = values[0].dtype
+    half = [nn.Parameter(value) for value in values]
+    full = [nn.Parameter(value.float()) for value in values]
+    optimizer = make(half, master_weights=True, **options)
+    reference = make(full, **options)
+    for step in range(8):
+        step_with([optimizer, reference], [half, full], dtype, range(step, step + 1))
+        for param, expected in zip(half, full, strict=True):
+            state = optimizer.state[param]
+            assert same_bits(param, expected.to(dtype))
+            assert same_bits(state[MASTER], expected)
+            for key, tensor in reference.state[expected].items():
+                assert same_bits(state[key], tensor), key
+
+
+@halves
+@settings
+def test_the_parameter_is_the_rounded_float32_run(make, options, shapes, dtype):
+    values = [draw(shape, seed, dtype) for seed, shape in enumerate(shapes)]
+    check_against_float32(make, options, values)
+
+
+@halves
+@pytest.mark.parametrize(
+    "make", [lambda p, **k: muon(p, flatten=True, **k), adamw], ids=["muon", "adamw"]
+)
+def test_so_it_is_for_other_strides(make, dtype):
+    """The master is contiguous whatever the parameter is."""
+    channels_last = draw((5, 3, 2, 2), 0, dtype).to(memory_format=torch.channels_last)
+    transposed = draw((12, 5), 1, dtype).t()
+    assert not channels_last.is_contiguous()
+    assert not transposed.is_contiguous()
+    check_against_float32(make, {}, [channels_last, transposed])
+
+
+@halves
+@settings
+def test_without_masters_the_run_drifts_away(make, options, shapes, dtype):
+    """What the test above would see if masters were kept but not used."""
+    half = [nn.Parameter(draw(shape, seed, dtype)) for seed, shape in enumerate(shapes)]
+    full = [nn.Parameter(param.detach().float()) for param in half]
+    optimizer, reference = make(half, **options), make(full, **options)
+    step_with([optimizer, reference], [half, full], dtype, range(8))
+    assert all(MASTER not in optimizer.state[param] for param in half)
+    assert any(
+        not torch.equal(param, expected.to(dtype))
+        for param, expected in zip(half, full, strict=True)
+    )
+
+
+@halves
+@both_rules
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_updates_below_the_precision_add_up_only_in_the_master(make, dtype, master_weights):
+    """Steps of 1e-4 from 1, where rounding swallows 2e-3 (bfloat16) and 2.4e-4 (float16)."""
+    param = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+    signs = torch.tensor([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]])
+    # An orthogonal gradient: Muon's update is then about lr * 0.2 * sqrt(4) * 0.5 each.
+    lr = 5e-4 if make is muon else 1e-4
+    optimizer = make([param], lr=lr, weight_decay=0.0, master_weights=master_weights)
+    param.grad = (signs / 2).to(dtype)
+    for _ in range(100):
+        optimizer.step()
+    moved = 1 - param.detach().float()
+    if master_weights:
+        torch.testing.assert_close(moved, signs * 0.01, rtol=0.3, atol=0)
+    else:
+        assert torch.equal(moved, torch.zeros(4, 4))
+
+
+@both_rules
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wide_parameters_need_no_master(make, dtype):
+    shapes = [(6, 4), (4, 6)]
+    params = [nn.Parameter(draw(shape, seed, dtype)) for seed, shape in enumerate(shapes)]
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    optimizer, reference = make(params, master_weights=True), make(others)
+    step_with([optimizer, reference], [params, others], dtype, range(3))
+    for param, other in zip(params, others, strict=True):
+        assert list(optimizer.state[param]) == list(reference.state[other])
+        assert same_bits(param, other)
+
+
+def test_each_parameter_by_its_own_dtype_in_a_model():
+    model = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6))
+    model[0].to(torch.bfloat16)
+    optimizer = samestep.MuonAdamW(model, master_weights=True)
+    with_master = {n for n, p in model.named_parameters() if MASTER in optimizer.state[p]}
+    assert with_master == {"0.weight", "0.bias"}
+
+
+@halves
+@both_rules
+def test_the_master_is_a_copy(make, dtype):
+    """Also where no conversion would make one, and whatever the strides of the parameter."""
+    param = nn.Parameter(draw((4, 6), 0, dtype).t())
+    optimizer = make([param], master_weights=True)
+    master = optimizer.state[param][MASTER]
+    assert master.dtype == torch.float32
+    assert master.is_contiguous()
+    assert not master.requires_grad
+    assert torch.equal(master, param.detach().float())
+
+
+@halves
+@both_rules
+@pytest.mark.parametrize("refresh", [True, False])
+def test_refresh_after_editing_a_weight(make, dtype, refresh):
+    """Without it the next step writes the master over the edit: so this call exists."""
+    edited, other = (nn.Parameter(draw((6, 4), seed, dtype)) for seed in range(2))
+    plain = nn.Parameter(draw((6, 4), 2, torch.float32))
+    params = [edited, other, plain]
+    optimizer = make(params, master_weights=True)
+    step_with([optimizer], [params], dtype, range(2))
+    before = copy.deepcopy(optimizer.state)
+    with torch.no_grad():
+        edited.fill_(100)
+    if refresh:
+        optimizer.refresh_master_weights()
+        assert torch.equal(optimizer.state[edited][MASTER], torch.full((6, 4), 100.0))
+        # What was not edited loses its low bits, no more; all other state is as it was.
+        assert torch.equal(optimizer.state[other][MASTER], other.detach().float())
+        for (param, state), old in zip(optimizer.state.items(), before.values(), strict=True):
+            assert list(state) == list(old)
+            for key in set(state) - {MASTER}:
+                assert same_bits(state[key], old[key]), key
+            assert (MASTER in state) == (param is not plain)
+    step_with([optimizer], [params], dtype, range(2, 3))
+    kept = (edited.detach().float() - 100).abs().max() < 5
+    assert kept == refresh
+
+
+def test_refresh_without_masters_does_nothing():
+    param = nn.Parameter(draw((6, 4), 0, torch.float32))
+    optimizer = muon([param])
+    optimizer.refresh_master_weights()
+    assert list(optimizer.state[param]) == ["momentum_buffer"]
+
+
+def through_file(state_dict: dict[str, Any]) -> dict[str, Any]:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=True)
+
+
+@halves
+@settings
+@pytest.mark.parametrize("before", [0, 3], ids=["before the first step", "after some steps"])
+def test_state_dict_round_trip(make, options, shapes, dtype, before):
+    params = [nn.Parameter(draw(shape, seed, dtype)) for seed, shape in enumerate(shapes)]
+    optimizer = make(params, master_weights=True, **options)
+    step_with([optimizer], [params], dtype, range(before))
+    others = [nn.Parameter(param.detach().clone()) for param in params]
+    resumed = make(others, master_weights=True, **options)
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    for param, other in zip(params, others, strict=True):
+        assert same_bits(resumed.state[other][MASTER], optimizer.state[param][MASTER])
+    if before:  # rounding the master through the parameter would have been seen
+        assert any(not torch.equal(optimizer.state[p][MASTER], p.float()) for p in params)
+    step_with([optimizer, resumed], [params, others], dtype, range(before, before + 3))
+    for param, other in zip(params, others, strict=True):
+        assert same_bits(other, param)
+        for key, tensor in optimizer.state[param].items():
+            assert same_bits(resumed.state[other][key], tensor), key
+
+
+@halves
+@both_rules
+def test_state_without_masters_gets_them_from_the_parameter(make, dtype):
+    """The parameter of the moment of loading: weights first, then the optimizer."""
+    [param] = params = [nn.Parameter(draw((6, 4), 0, dtype))]
+    optimizer = make(params)
+    step_with([optimizer], [params], dtype, range(2))
+    other = nn.Parameter(draw((6, 4), 1, dtype))
+    resumed = make([other], master_weights=True)
+    step_with([resumed], [[other]], dtype, range(1))
+    with torch.no_grad():
+        other.copy_(param)
+    resumed.load_state_dict(through_file(optimizer.state_dict()))
+    assert same_bits(resumed.state[other][MASTER], param.detach().float())
+    for key, tensor in optimizer.state[param].items():
+        assert same_bits(resumed.state[other][key], tensor)
+
+
+@both_rules
+def test_masters_are_not_dropped_in_silence(make):
+    param = nn.Parameter(draw((6, 4), 0, torch.bfloat16))
+    saved = make([param], master_weights=True).state_dict()
+    with pytest.raises(ValueError, match="master_weights=True"):
+        make([param]).load_state_dict(saved)

@@ -1,9 +1,8 @@
 """Running a rule on the tensors of one device: read, update, write back.
 
 Rules are pure; this file decides what they are given. Same-shape blocks become one
-stack, so that each shape costs one batched orthogonalization. Large elementwise tensors
-on CPU are walked in pieces that stay in cache. Math is in 32 bits or more, whatever
-the dtype of the parameter.
+stack, so that each shape costs one batched orthogonalization. Math is in 32 bits or more,
+whatever the dtype of the parameter.
 """
 
 from collections import defaultdict
@@ -16,7 +15,6 @@ from torch import Tensor
 from samestep.rules.rule import Rule, Update
 from samestep.state import MASTER, State, math_dtype
 
-CPU_PIECE = 1 << 16  # elements: the temporaries of a piece fit the cache of a core
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
 
 Scalars = Mapping[str, Tensor]
@@ -51,22 +49,7 @@ def update_elementwise(
     run: UpdateFunction = run_rule,
 ) -> None:
     """Apply an elementwise rule to a parameter in place."""
-    param, grad, state = operand
-    walk_pieces = run is run_rule and param.device.type == "cpu" and param.numel() > CPU_PIECE
-    if not walk_pieces or not param.is_contiguous():
-        _write(operand, run(rule, *_read(operand), scalars, options))
-        return
-    # State of shape () belongs to the whole parameter: every piece reads its old value.
-    old = {key: tensor.clone() for key, tensor in state.items() if tensor.ndim == 0}
-    for start in range(0, param.numel(), CPU_PIECE):
-        here = slice(start, start + CPU_PIECE)
-        views = {
-            key: tensor if tensor.ndim == 0 else tensor.view(-1)[here]
-            for key, tensor in state.items()
-        }
-        piece = Operand(param.view(-1)[here], grad.reshape(-1)[here], views)
-        value, gradient, piece_state = _read(piece)
-        _write(piece, rule.update(value, gradient, {**piece_state, **old}, scalars, options))
+    _write(operand, run(rule, *_read(operand), scalars, options))
 
 
 def update_blocks(
@@ -90,7 +73,7 @@ def update_blocks(
     )
     for index, operand in enumerate(operands):
         state = {key: tensor[index] for key, tensor in new.state.items()}
-        _write(operand, Update(new.param[index].view(operand.param.shape), state))
+        _write(operand, Update(new.param[index].reshape(operand.param.shape), state))
 
 
 def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
@@ -119,7 +102,7 @@ def _write(operand: Operand, new: Update) -> None:
     """Copy the new values into place; the parameter is rounded from the master copy."""
     operand.param.copy_(new.param)
     for key, tensor in operand.state.items():
-        tensor.copy_(new.param.view(tensor.shape) if key == MASTER else new.state[key])
+        tensor.copy_(new.param.reshape(tensor.shape) if key == MASTER else new.state[key])
 
 
 class StepScalars:

@@ -19,6 +19,9 @@ class CompiledRules:
     """
 
     def __init__(self, backend: str) -> None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ValueError(f"compile: torch has no backend {backend!r}; it has {known}")
         self.backend = backend
         self._graphs: dict[tuple[object, ...], Callable[..., Update]] = {}
 

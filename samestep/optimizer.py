@@ -6,25 +6,23 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from samestep.param_groups import own_spelling, unknown_option
+from samestep.param_groups import check_pair, own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
     Group,
-    Matcher,
     NamedParameter,
     Overrides,
     Routable,
-    matching,
-    role_of,
     routable,
     route,
     route_explicit,
 )
 from samestep.rule_optimizer import Params, RuleOptimizer
+from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 
-SHARED = ("lr", "weight_decay", "maximize")  # one keyword, both rules
+SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
 ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
 
 
@@ -80,7 +78,8 @@ class MuonAdamW(RuleOptimizer):
     (`adjust_lr="match_rms_adamw"`): an AdamW learning rate can be reused.
 
     Arguments:
-        lr: learning rate of every role without one of its own (default 1e-3).
+        lr: learning rate of every role without one of its own (default 1e-3). A tensor is
+            copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
         weight_decay, maximize: for both rules (default decay 0.1).
         betas, eps, amsgrad: AdamW's (defaults (0.9, 0.95), 1e-8, False).
@@ -130,6 +129,10 @@ class MuonAdamW(RuleOptimizer):
                 **{key: value for key, value in given.items() if key in adamw_keys},
             },
         }
+        for rule in RULES.values():  # one's own rules take what both of ours share
+            if rule.name not in rule_options:
+                shared = {key: given[key] for key in SHARED if key in given}
+                rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
         if named is not None:
             params = _routed(named, overrides, groups, rates, rule_options["muon"])
         else:
@@ -227,7 +230,13 @@ def _with_names(params: Params) -> tuple[Params, Routable | None]:
         return params, None  # torch has the error for it
     items: list[Any] = list(params)
     if items and all(isinstance(item, tuple) for item in items):
-        return items, Routable([NamedParameter(name, param) for name, param in items])
+        for item in items:
+            check_pair(item)
+        # Integers cannot require gradients: they stay in, to be refused by name.
+        trainable = [
+            pair for pair in items if pair[1].requires_grad or not pair[1].is_floating_point()
+        ]
+        return items, Routable([NamedParameter(name, param) for name, param in trainable])
     return items, None
 
 
@@ -243,15 +252,5 @@ def _routed(
         if overrides or rates:
             raise ValueError("groups= takes the place of overrides and per-role learning rates")
         return route_explicit(named, groups)
-    splits: dict[Matcher, Mapping[str, Any]] = {}
-    sizes = muon_options.pop("split_sizes", None)
-    if isinstance(sizes, Mapping):
-        for pattern, pattern_sizes in sizes.items():
-            matching(pattern, named.parameters, "split_sizes")
-            splits[pattern] = {"split_sizes": pattern_sizes}
-    elif sizes is not None:
-        for parameter in named.parameters:
-            if role_of(parameter, named.vocabularies) == "matrix":
-                splits[parameter.name] = {"split_sizes": sizes}
     role_options = {role: {"lr": rate} for role, rate in rates.items()}
-    return route(named, {**splits, **(overrides or {})}, role_options)
+    return route(named, overrides, role_options, muon_options.pop("split_sizes", None))

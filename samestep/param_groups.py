@@ -1,7 +1,9 @@
 """Parameter groups: completed, checked, and shown as a table."""
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -54,19 +56,49 @@ def complete(group: Mapping[str, Any], rule_options: Mapping[str, Mapping[str, A
     completed.update(rule_options.get(rule.name, {}))
     completed.update(own_spelling(group))
     check(completed)
+    _warn_of_slips(group, rule)
     return completed
+
+
+def _warn_of_slips(group: Mapping[str, Any], rule: Rule) -> None:
+    """Keys of others are kept in silence, but a near miss of one of ours is a slip."""
+    known = {
+        "params",
+        "param_names",
+        "adjust_lr_fn",
+        *(key for r in RULES.values() for key in r.defaults),
+    }
+    for key in group.keys() - known:
+        close = difflib.get_close_matches(str(key), rule.defaults, n=1, cutoff=0.85)
+        if close:
+            warnings.warn(
+                f"group key {key!r} is not known; did you mean {close[0]!r}?", stacklevel=6
+            )
 
 
 def check(group: Mapping[str, Any]) -> None:
     """Raise if a value of the group cannot run."""
+    rule = rule_of(group)
+    missing = [key for key in ("maximize", *rule.defaults) if key not in group]
+    if missing:
+        raise ValueError(f"the key {missing[0]!r} is missing; rule {rule.name!r} needs it")
     if not isinstance(group["maximize"], bool):
         raise TypeError(f"maximize must be True or False, got {group['maximize']!r}")
-    rule_of(group).check(group)
+    rule.check(group)
+
+
+@contextmanager
+def naming_group(index: int) -> Iterator[None]:
+    """Put the place of the group before the message of an error about its values."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"param_groups[{index}]: {error}") from None
 
 
 def options_of(group: Mapping[str, Any]) -> Group:
     """The rule's name and options, without the parameters and keys of others."""
-    keys = ("rule", *rule_of(group).defaults)
+    keys = dict.fromkeys(("rule", "split_sizes", "flatten", *rule_of(group).defaults))
     return {key: group[key] for key in keys if key in group}
 
 
@@ -78,15 +110,24 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     rule = rule_of(old)
     if new.get("rule") != old["rule"]:
         return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
-    same_blocks = all(old.get(key) == new.get(key) for key in ("split_sizes", "flatten"))
-    if same_blocks and set(rule.state_shapes((1, 1), old)) == set(rule.state_shapes((1, 1), new)):
+    cuts = [(_normal(o.get("split_sizes")), o.get("flatten", False)) for o in (old, new)]
+    states = [set(rule.state_shapes((1, 1), o)) for o in (old, new)]
+    if cuts[0] == cuts[1] and states[0] == states[1]:
         return ""
     changes = []
-    for key in rule.defaults:
-        schedule = key in rule.schedulable and None not in (old[key], new[key])
-        if old[key] != new[key] and not schedule:
-            changes.append(f"{key}: {old[key]} -> {new[key]}")
+    for key in dict.fromkeys([*rule.defaults, "split_sizes", "flatten"]):
+        before, after = old.get(key), new.get(key)
+        schedule = key in rule.schedulable and None not in (before, after)
+        if _normal(before) != _normal(after) and not schedule:
+            changes.append(f"{key}: {before} -> {after}")
     return ", ".join(changes)
+
+
+def _normal(value: Any) -> Any:
+    """Lists as tuples, also inside a mapping: config files write the one, code the other."""
+    if isinstance(value, Mapping):
+        return {key: _normal(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
 
 
 def unknown_option(name: str, known: Iterable[str]) -> TypeError:
@@ -100,6 +141,59 @@ def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
     """The names of a group's parameters, or their places for parameters without names."""
     names: list[str] | None = group.get("param_names")
     return names or [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
+
+
+def listed(params: Any, index: int) -> list[Any]:
+    """The parameters of group `index` as a list of tensors or (name, tensor) pairs."""
+    if isinstance(params, Tensor):
+        return [params]
+    if params is None:
+        raise ValueError(f'param_groups[{index}] lacks the key "params"')
+    if isinstance(params, set):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering "
+            "of tensors in sets will change between runs. Please use a list instead."
+        )
+    items = list(params)
+    if not items:
+        raise ValueError(f"param_groups[{index}] has no parameters: leave the group out")
+    for item in items:
+        check_pair(item) if isinstance(item, tuple) else _check_tensor(item)
+    return items
+
+
+def check_pair(item: tuple[Any, ...]) -> None:
+    """Raise unless `item` is (name, parameter)."""
+    if len(item) != 2 or not isinstance(item[0], str):
+        kinds = ", ".join(type(part).__name__ for part in item)
+        raise TypeError(f"a named parameter is a pair (name, tensor), got ({kinds})")
+    _check_tensor(item[1])
+
+
+def _check_tensor(item: Any) -> None:
+    if not isinstance(item, Tensor):
+        raise TypeError(
+            f"optimizer can only optimize Tensors, but one of the params is {type(item).__name__}"
+        )
+
+
+def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Every parameter and every name once; torch would only warn, or not say which."""
+    seen: dict[Tensor | str, str] = {}
+    for index, other in enumerate(others):
+        for name, param in zip(parameter_names(other, index), other["params"], strict=True):
+            seen[param] = seen[name] = name
+    for place, item in enumerate(group["params"]):
+        place_name = f"param_groups[{len(others)}][{place}]"
+        name, param = item if isinstance(item, tuple) else (place_name, item)
+        for key in (param, name):
+            if key in seen:
+                raise ValueError(
+                    "some parameters appear in more than one parameter group, or twice in one: "
+                    f"{name!r} is there already, as {seen[key]!r}; list each parameter once, under "
+                    "a name of its own"
+                )
+            seen[key] = name
 
 
 def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:
@@ -163,9 +257,15 @@ def table(groups: Sequence[Mapping[str, Any]], blocks: Mapping[Tensor, list[Bloc
     everything = sum(elements for _, elements, _ in totals.values())
     for rule, (count, elements, block_count) in sorted(totals.items()):
         share = 100 * elements / max(1, everything)
-        note = f" in {block_count:,} blocks" if RULES[rule].kind == "matrix" else ""
-        lines.append(f"{rule}: {count} parameters, {elements:,} elements ({share:.1f}%){note}")
+        note = f" in {_count(block_count, 'block')}" if RULES[rule].kind == "matrix" else ""
+        lines.append(
+            f"{rule}: {_count(count, 'parameter')}, {elements:,} elements ({share:.1f}%){note}"
+        )
     return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _row(
@@ -189,6 +289,6 @@ def _row(
         group["rule"],
         str(group.get("role", "")),
         cut or "-",
-        f"{float(group['lr']):.4g}",
+        f"{float(group['lr']):.4g}" if "lr" in group else "-",
         ", ".join(dict.fromkeys(factors)) or "1",
     )

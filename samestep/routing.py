@@ -7,8 +7,9 @@ AdamW, and so do LoRA factors and convolutions, unless an override says otherwis
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -18,11 +19,22 @@ Overrides = Mapping[Matcher, Mapping[str, Any]]
 Group = dict[str, Any]
 
 HEAD_NAMES = {
-    "lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score"
+    "lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score",
+    "to_logits", "logits", "proj_out", "qa_outputs", "v_head", "value_head",
 }  # fmt: skip
-EMBEDDING_NAME = re.compile(r"(^|[._])(wte|wpe|\w*embed\w*|\w*_emb|emb)([._]|$)", re.IGNORECASE)
+EMBEDDING_NAME = re.compile(
+    r"(^|[._])(wte|wpe|\w*embed\w*|\w*_emb|emb|\w*tokens?|latents|\w*_table)([._]|$)", re.IGNORECASE
+)
 LORA_NAME = re.compile(r"(^|\.)lora_\w+", re.IGNORECASE)
-FUSED_QKV_NAME = re.compile(r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj)([._]|$)", re.I)
+SCALAR_NAME = re.compile(
+    r"(bias|^A_log|^time_(faaaa|decay|first|mix\w*))$"
+)  # of the parameter itself, whatever its shape
+FUSED_NAME = re.compile(
+    r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj_\w+|gate_up_proj)"
+    r"([._]|$)",
+    re.IGNORECASE,
+)
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of checkpointing
 
 
 class NamedParameter(NamedTuple):
@@ -41,22 +53,22 @@ class Routable(NamedTuple):
 
 
 def routable(model: nn.Module) -> Routable:
-    """Every trainable parameter of a model once; DDP's and torch.compile's prefixes are left out.
+    """Every trainable parameter of a model once, under the name it has without wrappers.
 
     Raises if there is none.
     """
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            break
-        model = inner
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
+        model, "_orig_mod"
+    ):
+        model = cast(nn.Module, getattr(model, "_orig_mod", None) or model.module)
     names: dict[Tensor, str] = {}
     owners: dict[Tensor, list[nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for own_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            names.setdefault(param, f"{path}.{own_name}".lstrip(".").replace("_orig_mod.", ""))
+            parts = [
+                part for part in f"{path}.{own_name}".split(".") if part not in ("", *WRAPPERS)
+            ]
+            names.setdefault(param, ".".join(parts))
             owners.setdefault(param, []).append(module)
     found = [
         NamedParameter(name, param, tuple(owners[param]))
@@ -83,22 +95,33 @@ def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]])
     """
     name, param, owners = parameter
     path = name.split(".")
-    module_name = path[-2] if len(path) > 1 else path[-1]
-    in_a_layer = any(part.isdigit() for part in path)
+    is_linear = any(isinstance(owner, nn.Linear) for owner in owners)
     if LORA_NAME.search(name):
         return "lora"
-    if param.ndim < 2 or path[-1].endswith("bias") or any(map(_is_norm, owners)):
+    is_vector = param.ndim < 2 or (param.ndim == 2 and 1 in param.shape)
+    if is_vector or SCALAR_NAME.search(path[-1]) or (any(map(_is_norm, owners)) and not is_linear):
         return "scalar"
     if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
         return "embedding"
-    if any(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners):
+    if any(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners) or param.ndim > 3:
         return "conv"
-    if not in_a_layer and (tuple(param.shape) in vocabularies or module_name in HEAD_NAMES):
+    if _is_head(path) or (tuple(param.shape) in vocabularies and not _in_a_layer(path)):
         return "unembedding"
-    is_linear = any(isinstance(owner, nn.Linear) for owner in owners)
     if not is_linear and EMBEDDING_NAME.search(name):
         return "embedding"
     return "matrix" if param.ndim == 2 else "tensor"
+
+
+def _in_a_layer(path: list[str]) -> bool:
+    """Whether a number stands in the path; a lone one at its top is a place in a Sequential."""
+    return any(part.isdigit() for part in path[1 if len(path) <= 2 else 0 :])
+
+
+def _is_head(path: list[str]) -> bool:
+    """Whether a module on the way, outside the numbered layers, is called like a head."""
+    modules = path[:-1] or path
+    outside = modules[: next((i for i, part in enumerate(modules) if part.isdigit()), None)]
+    return outside[:1] == ["fc"] or any(part in HEAD_NAMES for part in outside)
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -109,49 +132,75 @@ def route(
     given: Routable,
     overrides: Overrides | None = None,
     role_options: Mapping[str, Mapping[str, Any]] | None = None,
+    split_sizes: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
 ) -> list[Group]:
     """Sort parameters into groups by role and overrides, in order of appearance.
 
-    `role_options` holds group keys per role (its learning rate); an override wins over it.
+    `role_options` holds group keys per role (its learning rate); `split_sizes` are by pattern or
+    for every matrix. An override wins over both.
     """
+    patterns = split_sizes if isinstance(split_sizes, Mapping) else {}
+    splits = {
+        p.name: sizes
+        for key, sizes in patterns.items()
+        for p in matching(key, given.parameters, "split_sizes")
+    }
     asked = _resolve_overrides(given.parameters, overrides or {})
     groups: dict[tuple[Any, ...], Group] = {}
-    unmarked, fused = [], []
+    unmarked, fused, transposed = [], [], []
     for parameter in given.parameters:
         role = role_of(parameter, given.vocabularies)
         options = dict(asked[parameter.name])
         if role == "tensor" and "rule" not in options and parameter.param.shape[0] > 1:
             unmarked.append(_describe(parameter))
         rule = options.pop("rule", "muon" if role == "matrix" else "adamw")
-        split = options.pop("split_sizes", None)
-        if rule == "muon" and split is None:
-            split = _known_split(parameter)
-            if split is None and _looks_fused(parameter):
-                fused.append(_describe(parameter))
+        split = options.pop("split_sizes", splits.get(parameter.name))
+        if rule == "muon":
+            if role == "conv" and "flatten" not in options:
+                raise ValueError(
+                    f'parameter {_describe(parameter)} is a convolution: add "flatten": True '
+                    "beside its rule to have it treated as the matrix (out, all the rest)"
+                )
+            if split is None and not isinstance(split_sizes, Mapping) and role == "matrix":
+                split = split_sizes
+            if split is None:
+                split = _known_split(parameter)
+            if split is None and FUSED_NAME.search(parameter.name) and parameter.param.ndim >= 2:
+                rows, cols = parameter.param.shape[-2:]
+                if rows > cols:
+                    fused.append(_describe(parameter))
+                elif cols >= 2 * rows:
+                    transposed.append(_describe(parameter))
         # Tensors by identity: two learning-rate tensors of one value are two schedules.
         values = (id(v) if isinstance(v, Tensor) else repr(v) for _, v in sorted(options.items()))
         key = (rule, role, *sorted(options), *values)
         if key not in groups:
             from_role = (role_options or {}).get(role, {})
-            groups[key] = {"params": [], "rule": rule, "role": role, **from_role, **options}
+            # Copied: schedulers write into learning-rate tensors, group by group.
+            own = deepcopy({**from_role, **options})
+            groups[key] = {"params": [], "rule": rule, "role": role, **own}
         groups[key]["params"].append((parameter.name, parameter.param))
         if split is not None:
             groups[key].setdefault("split_sizes", {})[parameter.name] = split
-    if unmarked:
-        warnings.warn(
-            f"{_some(unmarked)}: more than two dims and no convolution, so left to AdamW. For a "
-            'stack of matrices pass overrides={"<pattern>": {"rule": "muon"}}; to keep AdamW '
-            'without this warning, {"rule": "adamw"}',
-            stacklevel=4,
-        )
-    if fused:
-        warnings.warn(
-            f"{_some(fused)}: looks like a fused query-key-value weight and has no split_sizes; "
-            "orthogonalizing it whole mixes the three and is known to hurt. Pass "
-            'overrides={"<pattern>": {"split_sizes": (q_rows, k_rows, v_rows)}}, or all rows as '
-            "one size if it is one matrix",
-            stacklevel=4,
-        )
+    _warn(
+        unmarked,
+        "more than two dims, so left to AdamW. For a stack of matrices pass "
+        'overrides={"<pattern>": {"rule": "muon"}}; to keep AdamW without this warning, '
+        '{"rule": "adamw"}',
+    )
+    _warn(
+        fused,
+        "looks like a fused weight (query-key-value, gate-up) and has no split_sizes; "
+        "orthogonalizing it whole mixes its parts and is known to hurt. Pass "
+        'overrides={"<pattern>": {"split_sizes": (q_rows, k_rows, v_rows)}}, or all rows as one '
+        "size if it is one matrix",
+    )
+    _warn(
+        transposed,
+        "looks like a fused weight stored as (in, out), whose parts are columns, which "
+        'split_sizes cannot cut. Store it as (out, in), or pass overrides={"<pattern>": '
+        '{"rule": "adamw"}}; all rows as one split size keeps it whole',
+    )
     return list(groups.values())
 
 
@@ -236,18 +285,23 @@ def _resolve_overrides(
 
 
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
-    """Row blocks that are certain, from torch's own module."""
-    fused = parameter.name.rpartition(".")[2] == "in_proj_weight"
-    if fused and any(isinstance(owner, nn.MultiheadAttention) for owner in parameter.owners):
-        return (parameter.param.shape[0] // 3,) * 3
+    """Row blocks that are certain, from torch's own modules."""
+    own_name = parameter.name.rpartition(".")[2]
+    for kind, prefix, parts in (
+        (nn.MultiheadAttention, "in_proj_weight", 3),
+        (nn.LSTM, ("weight_ih", "weight_hh"), 4),
+        (nn.GRU, ("weight_ih", "weight_hh"), 3),
+    ):
+        is_kind = any(isinstance(owner, kind) for owner in parameter.owners)
+        if is_kind and own_name.startswith(prefix):
+            return (parameter.param.shape[0] // parts,) * parts
     return None
 
 
-def _looks_fused(parameter: NamedParameter) -> bool:
-    """Whether name and shape suggest a fused query-key-value weight."""
-    param = parameter.param
-    is_tall = param.ndim >= 2 and param.shape[-2] > param.shape[-1]
-    return is_tall and FUSED_QKV_NAME.search(parameter.name) is not None
+def _warn(parameters: Sequence[str], text: str) -> None:
+    """One warning for all, at the line that built the optimizer."""
+    if parameters:
+        warnings.warn(f"{_some(parameters)}: {text}", stacklevel=5)
 
 
 def _describe(parameter: NamedParameter) -> str:

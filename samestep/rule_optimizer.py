@@ -24,8 +24,11 @@ from samestep.param_groups import (
     check,
     complete,
     decisive_changes,
+    listed,
+    naming_group,
     options_of,
     parameter_names,
+    refuse_repeated,
     rule_of,
     table,
 )
@@ -65,6 +68,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._master_weights = master_weights
         self._compile = compile
         self._reset_derived()
+        self._reset_runner()
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
@@ -92,12 +96,18 @@ class RuleOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             planned = self._planned_options[index]
             if group.get("rule") == planned["rule"]:
-                check(group)
+                with naming_group(index):
+                    check(group)
             changes = decisive_changes(planned, group)
             if changes:
                 raise RuntimeError(
                     f"param_groups[{index}] changed in a way that its state was not made for "
                     f"({changes}): set it back, or build a new optimizer"
+                )
+            if any(param not in self._blocks for param in group["params"]):
+                raise RuntimeError(
+                    f"param_groups[{index}] has a parameter that it was not built with: add it "
+                    "through add_param_group"
                 )
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
                 if param.grad is not None and param.grad.layout != torch.strided:
@@ -149,12 +159,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
-        group = complete({**default_rule, **param_group}, self._rule_options)
+        with naming_group(len(self.param_groups)):
+            group = complete({**default_rule, **param_group}, self._rule_options)
         for key in group.keys() - param_group.keys():
             # Not shared: schedulers write into learning-rate tensors, group by group.
             group[key] = deepcopy(group[key])
         own_keys = {*group, "params", "param_names"}
-        self._refuse_repeated(group)
+        group["params"] = listed(group.get("params"), len(self.param_groups))
+        refuse_repeated(group, self.param_groups)
         super().add_param_group(group)
         index = len(self.param_groups) - 1
         try:
@@ -171,38 +183,14 @@ class RuleOptimizer(torch.optim.Optimizer):
                 rule_of(group), param, self._blocks[param], group, self._master_weights
             )
 
-    def _refuse_repeated(self, group: Group) -> None:
-        """Every parameter and every name once; torch would only warn, or not say which."""
-        index = len(self.param_groups)
-        seen: dict[Any, str] = {}
-        for place, other in enumerate(self.param_groups):
-            for name, param in zip(parameter_names(other, place), other["params"], strict=True):
-                seen[param] = seen[name] = name
-        if isinstance(group["params"], Tensor):
-            group["params"] = [group["params"]]
-        elif not isinstance(group["params"], set):  # torch has its own error for a set
-            group["params"] = list(group["params"])
-        if not group["params"]:
-            raise ValueError(f"param_groups[{index}] has no parameters: leave the group out")
-        for place, item in enumerate(group["params"]):
-            named = isinstance(item, tuple)
-            name, param = item if named else (f"param_groups[{index}][{place}]", item)
-            for key in (param, name):
-                if key in seen:
-                    raise ValueError(
-                        f"some parameters appear in more than one parameter group or twice in one: "
-                        f"{name!r} is there already, as {seen[key]!r}; list each parameter once, "
-                        "under a name of its own"
-                    )
-                seen[key] = name
-
     def _refuse_unsupported(self, index: int, group: Group) -> None:
         """Only real floating parameters."""
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             if not param.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
-                    f"support {'complex' if param.is_complex() else 'integer'} parameters"
+                    f"support {'complex' if param.is_complex() else 'integer or boolean'} "
+                    "parameters; leave it out or freeze it"
                 )
 
     def _plan(self, index: int, group: Group) -> None:
@@ -212,9 +200,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._planned_options[index] = options_of(group)
 
     def _reset_derived(self) -> None:
-        """Forget what is derived from groups and options: it is never saved or copied."""
+        """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._planned_options: dict[int, Group] = {}
+
+    def _reset_runner(self) -> None:
+        """Make what runs rules and holds their graphs; loading a state keeps it."""
         self._scalars = StepScalars()
         backend = "inductor" if self._compile is True else self._compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
@@ -245,5 +236,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_derived()
+        if "_compile" in state:  # a copy; when loading, torch passes only state and groups
+            self._reset_runner()
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

@@ -86,6 +86,13 @@ def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
             if entry:
                 _check_entry(name, optimizer.state[param], entry)
                 state[saved_id] = {"hidden": _Hidden(entry)}
+    known = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    unknown = [key for key in loaded["state"] if key not in known]
+    if unknown:
+        raise ValueError(
+            f"the loaded state has entries for {unknown[:3]!r}, which are in no loaded group "
+            f"(those have {sorted(known, key=str)[:3]!r}, ...): was it saved in another format?"
+        )
     return {**loaded, "param_groups": groups, "state": state}
 
 

@@ -221,8 +221,8 @@ def test_a_bad_learning_rate_set_before_a_step(rule, lr, error, shown):
 
 def test_a_tensor_learning_rate_that_becomes_nan():
     """A scheduler computes in place; the number is looked at every time."""
-    lr = torch.tensor(0.01)
-    training, twin = Training(matrix_lr=lr), Training(matrix_lr=torch.tensor(0.01))
+    training, twin = (Training(matrix_lr=torch.tensor(0.01)) for _ in range(2))
+    lr = training.group("muon")["lr"]
     lr.fill_(NAN)
     with refused(training, ValueError, "learning rate", "nan"):
         training.opt.step()
@@ -533,6 +533,21 @@ def test_a_bare_tensor(kind):
 def test_what_is_no_tensor_or_no_leaf(kind):
     refused_at_construction(lambda m: kind([m.first, "second"]), TypeError, "str")
     refused_at_construction(lambda m: kind([m.first * 2]), ValueError, "non-leaf")
+    # Two lists of parameters that were meant to be joined.
+    refused_at_construction(
+        lambda m: kind([[m.first], [m.second]]), TypeError, "can only optimize Tensors", "list"
+    )
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [lambda p: (p,), lambda p: ("first", p, 1), lambda p: (p, "first"), lambda p: ("first", None)],
+    ids=["one", "three", "swapped", "no tensor"],
+)
+def test_pairs_that_are_no_name_and_parameter(pair):
+    refused_at_construction(
+        lambda m: samestep.MuonAdamW([pair(m.first)]), (TypeError, ValueError), "name|Tensors"
+    )
 
 
 # --- patterns, overrides and explicit groups ------------------------------------------------------
@@ -955,6 +970,11 @@ BAD_FILES: dict[str, tuple[Callable[[], Any], Any, tuple[str, ...]]] = {
     "bad option": (
         lambda: edited(lambda s: s["param_groups"][0].update(orthogonalize="later-version")),
         ValueError, ("orthogonalize", "later-version"),
+    ),
+    # JSON makes strings of the numbers; the state would start afresh without a word.
+    "other ids": (
+        lambda: edited(lambda s: s.update(state={str(k): v for k, v in s["state"].items()})),
+        ValueError, ("state", "'0'"),
     ),
     "another algorithm": (of_sgd, ValueError, ("momentum_buffer", "exp_avg")),
     # Passing the model's state dict is the common slip of a resume script.

@@ -288,7 +288,7 @@ KINDS: dict[str, tuple[str, list[Tensor], dict[str, Any]]] = {
     "empty": ("both", [draw((0, 4), 0), draw((6, 4), 1)], {}),
     "0-D": ("adamw", [draw((), 0)], {}),
     "maximized": ("both", [draw((6, 4), 0)], {"maximize": True}),
-    "large": ("adamw", [draw((1 << 17,), 0)], {}),  # compiled code is not walked in pieces
+    "large": ("adamw", [draw((1 << 17,), 0)], {}),
     "fused and stacked": (
         "muon",
         [draw((6, 4), 0), draw((2, 6, 4), 1)],

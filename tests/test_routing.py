@@ -163,7 +163,7 @@ MODELS: dict[str, dict[str, tuple[Callable[[], nn.Module | nn.Parameter], str]]]
         "decoder.block.0.layer.2.DenseReluDense.wi_0": (lambda: linear(24), "matrix"),
     },
     "vit": {
-        "cls_token": (lambda: raw(1, 1, WIDTH), "tensor"),
+        "cls_token": (lambda: raw(1, 1, WIDTH), "embedding"),
         "pos_embed": (lambda: raw(1, 17, WIDTH), "embedding"),
         "patch_embed.proj": (lambda: nn.Conv2d(3, WIDTH, 4), "conv"),
         "blocks.0.attn.proj": (linear, "matrix"),
@@ -280,6 +280,14 @@ def test_a_norm_over_several_dims_is_no_matrix(kind, shape):
     assert {name: rule for name, rule in rules(opt).items() if rule == "muon"} == {
         "0.weight": "muon"
     }
+
+
+def test_a_linear_layer_with_norm_in_its_name_is_a_matrix():
+    class NormalizedLinear(nn.Linear):
+        """Keeps its rows at norm one, as in nGPT; still multiplies."""
+
+    model = model_of({"blocks.0.up": NormalizedLinear(WIDTH, 32)})
+    assert rules(samestep.MuonAdamW(model))["blocks.0.up.weight"] == "muon"
 
 
 @pytest.mark.parametrize("name", ["experts.bias", "experts.gate_up_proj_bias", "blocks.0.pos_bias"])
@@ -559,9 +567,27 @@ def test_learning_rates_per_role(given_rates, tensors):
     given_rates = {k: torch.tensor(v) if tensors else v for k, v in given_rates.items()}
     opt = samestep.MuonAdamW(gpt(), lr=0.5, **given_rates)
     for name, role in roles(opt).items():
-        # Not a copy: a tensor learning rate is changed in place by whoever made it.
-        expected = given_rates.get(f"{role}_lr", 0.5)
-        assert keys(opt, "lr")[name] is expected
+        assert keys(opt, "lr")[name] == given_rates.get(f"{role}_lr", 0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        lambda lr: {"lr": lr},
+        # Each of these makes several groups that were given one learning rate.
+        lambda lr: {"matrix_lr": lr, "overrides": {"blocks.1.*": {"weight_decay": 0.0}}},
+        lambda lr: {"overrides": {"blocks.1.*": {"lr": lr}}},
+    ],
+    ids=["lr", "matrix_lr", "override"],
+)
+def test_no_two_groups_share_a_learning_rate_tensor(options):
+    """Schedulers write into it, group by group, and may mean different numbers."""
+    opt = samestep.MuonAdamW(gpt(), **options(torch.tensor(0.5)))
+    tensors = [group["lr"] for group in opt.param_groups if isinstance(group["lr"], torch.Tensor)]
+    assert len(tensors) > 1
+    tensors[0].fill_(0.25)
+    assert tensors[0] == 0.25
+    assert all(tensor == 0.5 for tensor in tensors[1:])
 
 
 def test_an_override_wins_over_the_learning_rate_of_the_role():
@@ -647,8 +673,7 @@ def test_two_tensor_learning_rates_stay_apart():
     rates = [torch.tensor(0.123451), torch.tensor(0.123459)]
     model = nn.Sequential(linear(), linear())
     opt = samestep.MuonAdamW(model, overrides={f"{i}.*": {"lr": r} for i, r in enumerate(rates)})
-    assert keys(opt, "lr")["0.weight"] is rates[0]
-    assert keys(opt, "lr")["1.weight"] is rates[1]
+    assert keys(opt, "lr") == {"0.weight": rates[0], "1.weight": rates[1]}
 
 
 def test_explicit_groups():
@@ -711,7 +736,7 @@ def fused(name: str, layers: int = 3) -> nn.Module:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_fused_weight_warns_once_for_all_layers(name):
-    with pytest.warns(UserWarning, match="fused query-key-value") as caught:
+    with pytest.warns(UserWarning, match="fused weight") as caught:
         opt = samestep.MuonAdamW(fused(name))
     assert len(caught) == 1
     for layer in range(3):
@@ -736,7 +761,7 @@ def test_split_sizes_silence_the_warning(name, split, cut):
 
 def test_split_sizes_for_some_layers_leave_the_warning_for_the_others():
     overrides = {"blocks.[01].*": {"split_sizes": (8, 8, 8)}}
-    with pytest.warns(UserWarning, match="fused query-key-value") as caught:
+    with pytest.warns(UserWarning, match="fused weight") as caught:
         samestep.MuonAdamW(fused("blocks.{}.qkv"), overrides=overrides)
     assert "blocks.2.qkv.weight" in str(caught[0].message)
     assert "blocks.1.qkv.weight" not in str(caught[0].message)
@@ -783,6 +808,28 @@ def test_split_sizes_as_a_keyword_need_not_match_in_every_group():
         model, split_sizes={"*.up.weight": (16, 16)}, overrides={"*.down.weight": {"lr": 0.5}}
     )
     assert shapes_of_blocks(opt, "blocks.0.up.weight") == "2 of 16 x 8"
+
+
+def test_split_sizes_as_a_keyword_survive_an_override_of_something_else():
+    """Also one with the same pattern, which is the natural way to write it."""
+    opt = samestep.MuonAdamW(
+        fused("blocks.{}.qkv"),
+        split_sizes={"*.qkv.weight": (8, 8, 8)},
+        overrides={"*.qkv.weight": {"lr": 0.5}},
+    )
+    assert set(keys(opt, "lr").values()) == {0.5, 1e-3}
+    assert shapes_of_blocks(opt, "blocks.0.qkv.weight") == "3 of 8 x 8"
+
+
+@pytest.mark.parametrize("split", [{"*.weight": (8, 8, 8)}, (8, 8, 8)], ids=["mapping", "sizes"])
+@pytest.mark.parametrize("pattern", ["blocks.1.qkv.weight", "blocks.1.*"])
+def test_split_sizes_of_an_override_win_over_the_keyword(split, pattern):
+    """As for every other option."""
+    opt = samestep.MuonAdamW(
+        fused("blocks.{}.qkv"), split_sizes=split, overrides={pattern: {"split_sizes": (16, 4, 4)}}
+    )
+    assert shapes_of_blocks(opt, "blocks.0.qkv.weight") == "3 of 8 x 8"
+    assert shapes_of_blocks(opt, "blocks.1.qkv.weight") == "16 x 8, 2 of 4 x 8"
 
 
 def test_the_split_of_a_parameter_is_found_whatever_its_name():

@@ -1,8 +1,7 @@
 """The step on one device: who is updated, in which stacks, and that layout never matters.
 
 Where two ways of writing the same update are compared, they are compared bit for bit: stacking
-blocks, cutting stacks, walking a tensor in pieces or storing it with other strides must not
-change a single rounding.
+blocks, cutting stacks or storing a tensor with other strides must not change a single rounding.
 """
 
 from __future__ import annotations
@@ -342,7 +341,7 @@ def test_flattened_weights_share_the_stack_of_equal_matrices(orthogonalized):
     assert orthogonalized == [(3, 5, 12)]
 
 
-# --- Memory: strides, pieces, order --------------------------------------------------------
+# --- Memory: strides, order ----------------------------------------------------------------
 
 CANARY = 12345.0
 
@@ -366,10 +365,8 @@ def in_larger_memory(values: Tensor, layout: str) -> tuple[Tensor, Tensor]:
 
 
 @both_rules
-@pytest.mark.parametrize("piece", [64, 1 << 16], ids=["walked", "not walked"])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
-def test_strides_change_no_bit_and_nothing_outside_is_written(monkeypatch, rule, layout, piece):
-    monkeypatch.setattr(samestep.apply, "CPU_PIECE", piece)
+def test_strides_change_no_bit_and_nothing_outside_is_written(rule, layout):
     shape = (24, 10)
     values, gradients = draw(shape, 1), draw_gradients([shape])
     view, outside = in_larger_memory(values, layout)
@@ -388,9 +385,8 @@ def test_strides_change_no_bit_and_nothing_outside_is_written(monkeypatch, rule,
 @pytest.mark.parametrize("maximize", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_gradients_are_read_only(monkeypatch, rule, maximize, layout, dtype):
+def test_gradients_are_read_only(rule, maximize, layout, dtype):
     """Not even scratch space: gradient accumulation and logging read them after the step."""
-    monkeypatch.setattr(samestep.apply, "CPU_PIECE", 64)
     [param] = draw_parameters([(24, 10)], dtype)
     optimizer = OPTIMIZERS[rule]([param], maximize=maximize)
     for step in range(2):
@@ -401,47 +397,6 @@ def test_gradients_are_read_only(monkeypatch, rule, maximize, layout, dtype):
         assert param.grad is gradient
         assert gradient._version == version
         assert same_bits(gradient, before)
-
-
-@pytest.mark.parametrize("amsgrad", [False, True])
-@pytest.mark.parametrize("master_weights", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(1000,), (37, 29), (64,), (65,), (2, 16, 8)], ids=str)
-def test_walking_in_pieces_changes_no_bit(monkeypatch, shape, dtype, master_weights, amsgrad):
-    calls = []
-    original = AdamWRule.update
-
-    def counting(self, param, *args):
-        calls.append(param.numel())
-        return original(self, param, *args)
-
-    monkeypatch.setattr(AdamWRule, "update", counting)
-    runs = []
-    for piece in (1 << 16, 64):
-        monkeypatch.setattr(samestep.apply, "CPU_PIECE", piece)
-        [param] = draw_parameters([shape], dtype)
-        optimizer = samestep.AdamW([param], lr=0.02, amsgrad=amsgrad, master_weights=master_weights)
-        calls.clear()
-        train(optimizer, [param], draw_gradients([shape], dtype=dtype))
-        runs.append((list(calls), snapshot(optimizer, param)))
-    whole, pieces = runs
-    elements = draw(shape, 0).numel()
-    last = [elements % 64] if elements % 64 else []
-    assert whole[0] == [elements] * 3
-    assert pieces[0] == [*[64] * (elements // 64), *last] * 3
-    assert_same(pieces[1], whole[1])
-
-
-def test_the_real_piece_size_changes_no_bit(monkeypatch):
-    shape = (3 * samestep.apply.CPU_PIECE + 1001,)
-    runs = []
-    for piece in (samestep.apply.CPU_PIECE, 1 << 30):
-        monkeypatch.setattr(samestep.apply, "CPU_PIECE", piece)
-        [param] = draw_parameters([shape])
-        optimizer = samestep.AdamW([param], lr=0.02)
-        train(optimizer, [param], draw_gradients([shape], steps=2))
-        runs.append(snapshot(optimizer, param))
-    assert_same(*runs)
 
 
 @pytest.mark.parametrize("order", [[5, 4, 3, 2, 1, 0], [2, 0, 4, 1, 5, 3]], ids=str)
@@ -535,7 +490,6 @@ def test_a_tied_parameter_is_stepped_once():
     assert_same(snapshot(optimizer, model.head.weight), snapshot(reference, expected))
 
 
-@pytest.mark.filterwarnings("ignore:.*duplicate parameters:UserWarning")  # torch's, then our error
 @both_rules
 def test_a_parameter_listed_twice_is_refused(rule):
     [param] = draw_parameters([(4, 6)])
@@ -904,8 +858,7 @@ def test_own_rules_get_their_groups_and_state():
 
 
 @pytest.mark.usefixtures("own_rules")
-def test_own_elementwise_rule_equals_torch_sgd(monkeypatch):
-    monkeypatch.setattr(samestep.apply, "CPU_PIECE", 64)  # (300,) is walked in pieces
+def test_own_elementwise_rule_equals_torch_sgd():
     shapes = OWN_SHAPES[:3]
     params, expected = draw_parameters(shapes), draw_parameters(shapes)
     optimizer = samestep.MuonAdamW([{"params": params, "rule": "test-heavy-ball", "lr": 0.05}])

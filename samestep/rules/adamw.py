@@ -76,7 +76,7 @@ class AdamWRule:
             new_state["max_exp_avg_sq"] = second_moment
         correction1 = 1 - beta1**step
         correction2 = 1 - beta2**step
-        denominator = (second_moment.sqrt() / correction2.sqrt()).add_(scalars["eps"])
+        denominator = second_moment.sqrt().div_(correction2.sqrt()).add_(scalars["eps"])
         step_size = (lr / correction1).to(param.dtype)
         decayed = param * (1 - lr * scalars["weight_decay"])
         return Update(decayed.addcdiv_(exp_avg * -step_size, denominator), new_state)

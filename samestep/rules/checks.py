@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -14,9 +15,12 @@ def _number(name: str, value: Any) -> float:
         if value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
         return float(value) if value.device.type == "cpu" else 0.0
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def learning_rate(value: Any) -> None:
@@ -86,7 +90,9 @@ def coefficients(name: str, value: Any) -> None:
 
     is_list = isinstance(value, Sequence) and len(value) > 0 and all(map(is_triple, value))
     if not (is_triple(value) or is_list):
-        raise ValueError(f"{name} must be (a, b, c) or a list of such triples, got {value!r}")
+        raise ValueError(
+            f"{name} must be finite numbers (a, b, c) or a list of such triples, got {value!r}"
+        )
 
 
 def compute_dtype(name: str, value: Any) -> None:

@@ -180,7 +180,7 @@ def test_the_formula_tells_settings_apart(wrong):
 
 @pytest.mark.parametrize("name", ["default", "amsgrad"])
 def test_large_tensors_equal_torch_bit_for_bit(name):
-    """Walking a tensor in chunks must not show, whatever its length is a multiple of."""
+    """Vector lanes and threads must not show, whatever its length is a multiple of."""
     shapes = [(300_000,), (300_007,), (547, 549)]
     opt, ours, torch_opt, theirs = both(shapes, name=name)
     for step in range(10):

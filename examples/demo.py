@@ -5,6 +5,12 @@
 The text is the source of the standard library of the Python that runs this, so there is nothing
 to download. Both runs start from the same weights, see the same batches for the same number of
 steps under the same schedule, and take turns, so that a busy machine slows both alike.
+
+The default learning rate is the best of both. Powers of two times 0.003 were tried at the default
+size, from 0.003 to 0.096 for AdamW and from 0.006 to 0.048 for MuonAdamW, the best three of each
+with seeds 1 and 2: 0.024 ended with the lowest mean validation loss in either sweep (AdamW: 1.947,
+1.913 and 1.970 nats at 0.012, 0.024 and 0.048; MuonAdamW: 1.688, 1.656 and 1.659). For AdamW,
+betas of (0.9, 0.99) ended higher.
 """
 
 import copy
@@ -64,10 +70,8 @@ class Options:
     """Transformer layers."""
     seed: int = 0
     """Decides the initial weights and the batches."""
-    adamw_lr: float = 3e-3
-    """Peak learning rate of the AdamW run."""
-    muon_lr: float = 3e-3
-    """Peak learning rate of the MuonAdamW run; its two rules share it."""
+    lr: float = 0.024
+    """Peak learning rate of both runs."""
 
     def check(self) -> None:
         """Refuse values that cannot run."""
@@ -76,9 +80,8 @@ class Options:
                 raise ValueError(f"{flag(name)} must be at least 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"--seed must be from 0 to 2**63 - 1, got {self.seed}")
-        for name in ("adamw_lr", "muon_lr"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{flag(name)} must be above 0, got {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"--lr must be above 0, got {self.lr}")
 
     @property
     def model(self) -> GPTConfig:
@@ -157,7 +160,6 @@ class Run:
     """One model with its optimizer, and what was measured while it trained."""
 
     name: str
-    lr: float
     model: GPT
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LambdaLR
@@ -197,10 +199,10 @@ def make_runs(options: Options) -> list[Run]:
     torch.manual_seed(options.seed)
     adamw_model = GPT(options.model)
     muon_model = copy.deepcopy(adamw_model)
-    adamw = samestep.AdamW(adamw_model, lr=options.adamw_lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
+    adamw = samestep.AdamW(adamw_model, lr=options.lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
     muon = samestep.MuonAdamW(
         muon_model,
-        lr=options.muon_lr,
+        lr=options.lr,
         weight_decay=WEIGHT_DECAY,
         betas=BETAS,
         # Queries, keys and values share one weight, but are three matrices to Muon.
@@ -213,8 +215,8 @@ def make_runs(options: Options) -> list[Run]:
         )
 
     return [
-        Run("AdamW", options.adamw_lr, adamw_model, adamw, scheduler(adamw)),
-        Run("MuonAdamW", options.muon_lr, muon_model, muon, scheduler(muon)),
+        Run("AdamW", adamw_model, adamw, scheduler(adamw)),
+        Run("MuonAdamW", muon_model, muon, scheduler(muon)),
     ]
 
 
@@ -273,13 +275,12 @@ def recent(losses: Sequence[float]) -> float:
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """Return the mean around each loss; the window shrinks at the ends, so nothing lags."""
-    radius = len(losses) // 40
-    means = []
-    for index in range(len(losses)):
-        reach = min(radius, index, len(losses) - 1 - index)
-        means.append(statistics.fmean(losses[index - reach : index + reach + 1]))
-    return means
+    """Return the mean around each loss, of as many on either side as there are, up to 1/25."""
+    reach = len(losses) // 25
+    return [
+        statistics.fmean(losses[max(0, index - reach) : index + reach + 1])
+        for index in range(len(losses))
+    ]
 
 
 def first_step_below(target: float, steps: Sequence[int], losses: Sequence[float]) -> int | None:
@@ -321,7 +322,6 @@ def summarize(
     for run in runs:
         step_seconds = statistics.median(run.step_seconds)
         summary["runs"][run.name] = {
-            "lr": run.lr,
             "final_train_loss": recent(run.train_loss),
             "final_validation_loss": run.validation_loss[-1],
             "final_train_bits_per_byte": recent(run.train_loss) / math.log(2),
@@ -351,7 +351,6 @@ def closing_table(summary: dict[str, Any]) -> Table:
         table.add_row(label, *(form.format(*(run[key] for key in keys)) for run in runs.values()))
 
     both_units = "{:.3f} / {:.3f}"
-    row("peak learning rate", "lr", form="{:g}")
     row(
         "train loss, nats / bits per byte",
         "final_train_loss",
@@ -387,7 +386,7 @@ def draw(summary: dict[str, Any]) -> bytes:
     axes = figure.add_subplot()
     for name, run in runs.items():
         color = COLORS[name]
-        axes.plot(steps, run["train_loss"], color=color, alpha=0.15, linewidth=0.8)
+        axes.plot(steps, run["train_loss"], color=color, alpha=0.12, linewidth=0.8)
         axes.plot(steps, smoothed[name], color=color, linewidth=2.2, label=f"{name}, training")
         axes.plot(
             summary["validated_at"],
@@ -402,8 +401,8 @@ def draw(summary: dict[str, Any]) -> bytes:
     # The first steps fall from ln(256) and would flatten all that follows.
     shown_from = len(steps) // 12
     top = max(curve[shown_from] for curve in smoothed.values())
-    bottom = min(min(run["train_loss"] + run["validation_loss"]) for run in runs.values())
-    margin = 0.05 * (top - bottom) + 0.01
+    bottom = min(min(smoothed[name] + run["validation_loss"]) for name, run in runs.items())
+    margin = 0.1 * (top - bottom) + 0.01
     axes.set(xlim=(0, 1.01 * len(steps)), ylim=(bottom - margin, top + margin))
     mark_steps_to_target(axes, summary)
     axes.set_xlabel("step")
@@ -432,23 +431,21 @@ def draw(summary: dict[str, Any]) -> bytes:
 def mark_steps_to_target(axes: Axes, summary: dict[str, Any]) -> None:
     """Show where MuonAdamW passes the validation loss that AdamW ends with."""
     target, done = summary["target_validation_loss"], summary["steps_done"]
-    reached = summary["runs"]["MuonAdamW"]["steps_to_target"]
+    muon = summary["runs"]["MuonAdamW"]
+    reached = muon["steps_to_target"]
     if not reached or reached == done:
         return
+    axes.hlines(target, 0, done, color="#444444", linestyle="dotted", linewidth=1.2)
+    loss = muon["validation_loss"][summary["validated_at"].index(reached)]
+    axes.plot(reached, loss, color=COLORS["MuonAdamW"], marker="o", markersize=8, zorder=3)
     axes.annotate(
-        "",
-        xy=(reached, target),
-        xytext=(done, target),
-        arrowprops={"arrowstyle": "->", "color": "#444444", "shrinkA": 4, "shrinkB": 4},
-    )
-    axes.annotate(
-        f"AdamW's final validation loss, {done - reached} steps earlier",
-        xy=((reached + done) / 2, target),
-        xytext=(0, 30),
+        f"AdamW's final validation loss, {target:.2f} nats:\n"
+        f"MuonAdamW is below it after {reached} of {done} steps",
+        xy=(0, target),
+        xytext=(8, -6),
         textcoords="offset points",
-        ha="center",
+        va="top",
         color="#444444",
-        fontsize=9,
     )
 
 

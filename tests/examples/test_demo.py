@@ -35,7 +35,7 @@ class Result(NamedTuple):
 def result(tmp_path_factory: pytest.TempPathFactory) -> Result:
     out = tmp_path_factory.mktemp("demo") / "made" / "by it"
     with redirect_stdout(StringIO()) as shown:
-        assert run_tiny(out, "--adamw-lr", "0.01", "--muon-lr", "0.02") == 0
+        assert run_tiny(out, "--lr", "0.02") == 0
     summary = json.loads((out / "result.json").read_text())
     return Result(out, summary, shown.getvalue())
 
@@ -57,7 +57,7 @@ def test_result_says_what_was_asked_and_what_ran(result):
     asked = summary["asked"]
     assert (asked["steps"], asked["width"], asked["layers"]) == (12, 32, 1)
     assert (asked["batch_size"], asked["context"], asked["seed"]) == (8, 32, 0)
-    assert (asked["adamw_lr"], asked["muon_lr"], asked["out"]) == (0.01, 0.02, str(result.out))
+    assert (asked["lr"], asked["out"]) == (0.02, str(result.out))
     assert summary["versions"]["torch"] == torch.__version__
     assert summary["versions"]["samestep"] == samestep.__version__
     assert summary["completed"]
@@ -130,7 +130,7 @@ def test_seed_decides_the_losses(result, corpus):
     def losses(seed: int) -> list[float]:
         options = demo.Options(
             steps=12, batch_size=8, context=32, width=32, layers=1,
-            seed=seed, adamw_lr=0.01, muon_lr=0.02,
+            seed=seed, lr=0.02,
         )  # fmt: skip
         runs = demo.make_runs(options)
         demo.train(options, corpus, runs, Console(quiet=True))
@@ -156,8 +156,8 @@ def test_closing_table_shows_the_numbers(result):
         (["--context", "0"], "--context must be at least 1, got 0"),
         (["--layers", "0"], "--layers must be at least 1, got 0"),
         (["--width", "30"], "width must be a multiple of 2 * heads = 8"),
-        (["--adamw-lr", "0"], "--adamw-lr must be above 0, got 0.0"),
-        (["--muon-lr", "nan"], "--muon-lr must be above 0, got nan"),
+        (["--lr", "0"], "--lr must be above 0, got 0.0"),
+        (["--lr", "nan"], "--lr must be above 0, got nan"),
         (["--seed", "-1"], "--seed must be from 0"),
         (["--context", "100000000"], "--context must be below"),
     ],
@@ -273,11 +273,12 @@ def test_schedule_rises_to_the_peak_and_falls_to_almost_zero():
     assert shares[-1] == pytest.approx(1 / 15)
 
 
-def test_smoothing_keeps_a_straight_line_and_its_ends():
+def test_smoothing_keeps_a_straight_line_and_flattens_a_zigzag():
     line = [float(number) for number in range(100)]
-    assert demo.smooth(line) == pytest.approx(line)
+    assert demo.smooth(line)[4:-4] == pytest.approx(line[4:-4])
+    assert demo.smooth(line)[-1] == pytest.approx(97.0)  # the mean of 95 to 99
     zigzag = [float(number % 2) for number in range(200)]
-    assert all(abs(value - 0.5) < 0.1 for value in demo.smooth(zigzag)[10:-10])
+    assert all(abs(value - 0.5) < 0.1 for value in demo.smooth(zigzag))
 
 
 def test_gpt_shapes():

@@ -6,6 +6,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from samestep.distribution import Distribution
 from samestep.param_groups import check_pair, own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
@@ -26,7 +27,20 @@ SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
 ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
 
 
-class MuonOptions(TypedDict, total=False):
+class DistributionOptions(TypedDict, total=False):
+    """Keywords of every optimizer that concern ranks; see `samestep.distribution`."""
+
+    sharding: str
+    reduction: str
+    grads: str
+    process_group: Any
+    crossover: int
+    bucket_size: int
+    owners: str
+    strict: bool
+
+
+class MuonOptions(DistributionOptions, total=False):
     """Group keys of the rule "muon" beside the shared ones; see `samestep.rules.muon`."""
 
     momentum: float
@@ -109,8 +123,8 @@ class MuonAdamW(RuleOptimizer):
         for name in options:
             if name not in MuonAdamWOptions.__annotations__:
                 raise unknown_option(name, MuonAdamWOptions.__annotations__)
+        distribution, given = _split_distribution(params, own_spelling(options))
         params, named = _with_names(params)
-        given: Group = own_spelling(options)
         rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
         if lr is not None:
             given["lr"] = lr
@@ -152,6 +166,7 @@ class MuonAdamW(RuleOptimizer):
             rule_options,
             master_weights=master_weights,
             compile=compile,
+            distribution=distribution,
         )
 
 
@@ -177,16 +192,15 @@ class Muon(RuleOptimizer):
         for name in options:
             if name not in MuonOptions.__annotations__:
                 raise unknown_option(name, MuonOptions.__annotations__)
-        given = {
-            "lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize,
-            **own_spelling(options),
-        }  # fmt: skip
+        distribution, rest = _split_distribution(params, own_spelling(options))
+        given = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize, **rest}
         super().__init__(
             params,
             {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
             {"muon": given},
             master_weights=master_weights,
             compile=compile,
+            distribution=distribution,
         )
 
 
@@ -208,7 +222,12 @@ class AdamW(RuleOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
         compile: bool | str = False,
+        **options: Unpack[DistributionOptions],
     ) -> None:
+        for name in options:
+            if name not in DistributionOptions.__annotations__:
+                raise unknown_option(name, DistributionOptions.__annotations__)
+        distribution, _ = _split_distribution(params, dict(options))
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize,
@@ -219,7 +238,16 @@ class AdamW(RuleOptimizer):
             {"adamw": given},
             master_weights=master_weights,
             compile=compile,
+            distribution=distribution,
         )
+
+
+def _split_distribution(params: Params, options: Group) -> tuple[Distribution, Group]:
+    """The keywords that concern ranks, and the others; DDP has reduced its gradients already."""
+    mine = {k: options[k] for k in DistributionOptions.__annotations__ if k in options}
+    if isinstance(params, nn.parallel.DistributedDataParallel):
+        mine.setdefault("grads", "reduced")
+    return Distribution(**mine), {k: v for k, v in options.items() if k not in mine}
 
 
 def _with_names(params: Params) -> tuple[Params, Routable | None]:

@@ -16,7 +16,9 @@ from samestep.apply import (
     update_blocks,
     update_elementwise,
 )
+from samestep.comm.groups import rank_group
 from samestep.compiled import CompiledRules
+from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.param_groups import (
     Group,
@@ -32,6 +34,8 @@ from samestep.param_groups import (
     rule_of,
     table,
 )
+from samestep.plan.sharding import ParamSpec
+from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.state import MASTER, block_states, initial_state
 from samestep.state_dict import StateDict, load_state
@@ -42,11 +46,11 @@ Params = (
 
 
 class Present(NamedTuple):
-    """A group and those of its parameters that have a gradient this step."""
+    """A group and the parts of its parameters that this rank updates this step."""
 
     group_index: int
     group: Group
-    params: list[Tensor]
+    operands: list[Operand]
 
 
 class RuleOptimizer(torch.optim.Optimizer):
@@ -63,7 +67,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         *,
         master_weights: bool,
         compile: bool | str,
+        distribution: Distribution,
     ) -> None:
+        self._distribution = distribution
+        self._rank_group = rank_group(distribution.process_group)
+        self._replicated: list[ReplicatedParameters] = []
         self._rule_options = rule_options
         self._master_weights = master_weights
         self._compile = compile
@@ -72,6 +80,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
+        self._share(range(len(self.param_groups)))
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -86,13 +95,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_groups()
         for present in self._presence():
             self._update(present)
+        for replicated in self._replicated:
+            replicated.run_gathers()
         return loss
 
-    def _presence(self) -> list[Present]:
-        """Which parameters have a gradient; everything is checked before anything changes."""
-        found = []
+    def _check_groups(self) -> None:
+        """Raise before anything changes if a group or a gradient cannot be used."""
         for index, group in enumerate(self.param_groups):
             planned = self._planned_options[index]
             if group.get("rule") == planned["rule"]:
@@ -115,26 +126,43 @@ class RuleOptimizer(torch.optim.Optimizer):
                         f"parameter {name!r} has a sparse gradient, which no rule supports: build "
                         "its embedding with sparse=False"
                     )
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                found.append(Present(index, group, params))
-        return found
+
+    def _presence(self) -> list[Present]:
+        """The gradients of this step: local ones, or those of owned pieces averaged over ranks."""
+        operands: dict[int, list[Operand]] = {}
+        if self._rank_group is None:
+            for index, group in enumerate(self.param_groups):
+                operands[index] = [o for p in group["params"] for o in self._operands(p, group)]
+        for replicated in self._replicated:
+            present = replicated.agree_on_presence()
+            grads = replicated.run_reductions()
+            for index, (param, spec) in enumerate(
+                zip(replicated.params, replicated.plan.params, strict=True)
+            ):
+                if present[index]:
+                    group = self.param_groups[spec.group]
+                    operands.setdefault(spec.group, []).extend(
+                        replicated.operands(index, grads, rule_of(group), self.state[param], group)
+                    )
+        return [Present(i, self.param_groups[i], found) for i, found in operands.items() if found]
 
     def _update(self, present: Present) -> None:
-        """Run the group's rule on its present parameters, device by device."""
-        index, group, params = present
+        """Run the group's rule on its present operands, device by device."""
+        index, group, operands = present
         rule = rule_of(group)
         options = {key: group[key] for key in rule.defaults if key not in rule.schedulable}
         by_device: dict[torch.device, list[Operand]] = {}
-        for param in params:
-            by_device.setdefault(param.device, []).extend(self._operands(param, group))
-        for device, operands in by_device.items():
+        for operand in operands:
+            if group["maximize"]:
+                operand = operand._replace(grad=-operand.grad)
+            by_device.setdefault(operand.param.device, []).append(operand)
+        for device, members in by_device.items():
             scalars = self._scalars.refill(index, device, rule.scalars(group))
             if rule.kind == "matrix":
-                for stack in stacks(operands):
+                for stack in stacks(members):
                     update_blocks(rule, stack, scalars, options, self._run)
             else:
-                for operand in operands:
+                for operand in members:
                     update_elementwise(rule, operand, scalars, options, self._run)
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:
@@ -142,8 +170,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         grad, state, blocks = param.grad, self.state[param], self._blocks[param]
         if grad is None:
             return []
-        if group["maximize"]:
-            grad = -grad
         if blocks is None:
             if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
                 shapes = rule_of(group).state_shapes((1,), group)
@@ -153,6 +179,28 @@ class RuleOptimizer(torch.optim.Optimizer):
         states = block_states(rule_of(group), state, blocks, group)
         pairs = zip(blocks, states, strict=True)
         return [Operand(block.view(param), block.view(grad), view) for block, view in pairs]
+
+    def _share(self, indices: Iterable[int]) -> None:
+        """Plan how ranks share the parameters of some groups, and make their state."""
+        if self._rank_group is None:
+            return
+        params, specs = [], []
+        for index in indices:
+            group = self.param_groups[index]
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+                blocks = self._blocks[param]
+                cut = None if blocks is None else tuple(blocks)
+                shape, dtype = tuple(param.shape), str(param.dtype)
+                params.append(param)
+                specs.append(ParamSpec(name, shape, dtype, index, group["rule"], cut))
+        replicated = ReplicatedParameters(params, specs, self._rank_group, self._distribution)
+        self._replicated.append(replicated)
+        for place, (param, spec) in enumerate(zip(params, specs, strict=True)):
+            if param not in self.state:
+                group = self.param_groups[spec.group]
+                self.state[param] = replicated.state_of(
+                    place, rule_of(group), group, self._master_weights
+                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
@@ -178,10 +226,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         for key in self.defaults:
             if key not in own_keys:  # torch fills in every default, of either rule
                 del group[key]
-        for param in group["params"]:
-            self.state[param] = initial_state(
-                rule_of(group), param, self._blocks[param], group, self._master_weights
-            )
+        if self._rank_group is None:
+            for param in group["params"]:
+                self.state[param] = initial_state(
+                    rule_of(group), param, self._blocks[param], group, self._master_weights
+                )
+        elif self._replicated:  # a group added later; those of the constructor are shared at once
+            self._share([index])
 
     def _refuse_unsupported(self, index: int, group: Group) -> None:
         """Only real floating parameters."""
@@ -218,19 +269,31 @@ class RuleOptimizer(torch.optim.Optimizer):
         have parameter names, these decide, not the order.
         """
         load_state(self, super().load_state_dict, state_dict)
+        for replicated in self._replicated:
+            replicated.mend_replicas()
 
+    @torch.no_grad()
     def refresh_master_weights(self) -> None:
         """Copy the parameters into their 32-bit masters: call it after editing weights by hand."""
+        shared = {p: (r, i) for r in self._replicated for i, p in enumerate(r.params)}
         for param, state in self.state.items():
-            if MASTER in state:
-                state[MASTER].copy_(param.detach())
+            if MASTER in state and param in shared:
+                replicated, index = shared[param]
+                replicated.refresh_master(index, state)
+            elif MASTER in state:
+                state[MASTER].copy_(param)
 
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
         return table(self.param_groups, self._blocks)
 
     def __getstate__(self) -> dict[str, Any]:
-        mine = ("_rule_options", "_master_weights", "_compile")
+        if self._rank_group is not None:
+            raise TypeError(
+                "an optimizer that shares its work between ranks cannot be copied or pickled: "
+                "build a new one on every rank and load its state_dict"
+            )
+        mine = ("_rule_options", "_master_weights", "_compile", "_distribution")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -238,5 +301,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._reset_derived()
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
             self._reset_runner()
+            self._rank_group, self._replicated = None, []
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

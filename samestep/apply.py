@@ -90,12 +90,19 @@ def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
 
 
 def _read(operand: Operand) -> Operand:
-    """What the rule is given: everything in the math dtype, the master copy for the parameter."""
+    """What the rule is given: everything in the math dtype, the master copy for the parameter.
+
+    Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
+    there the parameter counts.
+    """
     param, grad, state = operand
     dtype = math_dtype(param)
-    value = state.get(MASTER, param)
+    value = param.to(dtype)
+    if MASTER in state:
+        master = state[MASTER].reshape(param.shape)
+        value = torch.where(master.to(param.dtype) == param, master, value)
     rule_state = {key: tensor for key, tensor in state.items() if key != MASTER}
-    return Operand(value.to(dtype), grad.to(dtype), rule_state)
+    return Operand(value, grad.to(dtype), rule_state)
 
 
 def _write(operand: Operand, new: Update) -> None:

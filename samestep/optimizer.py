@@ -17,6 +17,7 @@ from samestep.routing import (
     routable,
     route,
     route_explicit,
+    without_wrappers,
 )
 from samestep.rule_optimizer import Params, RuleOptimizer
 from samestep.rules import RULES
@@ -173,8 +174,8 @@ class MuonAdamW(RuleOptimizer):
 class Muon(RuleOptimizer):
     """Muon for every parameter: 2-D weights and 3-D stacks. Options as in `MuonAdamW`.
 
-    Drop-in for `torch.optim.Muon`; `**samestep.presets.torch()` minus its "rule" gives its
-    numbers too.
+    The arguments of `torch.optim.Muon` with other defaults (Polar Express, `match_rms_adamw`);
+    `samestep.presets.torch()` has torch's. A tensor `lr` is copied for each group.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Muon(RuleOptimizer):
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         *,
-        eps: float = 0.0,
+        eps: float = 1e-7,
         maximize: bool = False,
         master_weights: bool = False,
         compile: bool | str = False,
@@ -207,7 +208,7 @@ class Muon(RuleOptimizer):
 class AdamW(RuleOptimizer):
     """AdamW for every parameter: the numbers of `torch.optim.AdamW`, bit for bit in fp32 on CPU.
 
-    16-bit parameters keep fp32 moments, unlike torch's.
+    16-bit parameters keep fp32 moments, unlike torch's. A tensor `lr` is copied for each group.
     """
 
     def __init__(
@@ -264,7 +265,7 @@ def _with_names(params: Params) -> tuple[Params, Routable | None]:
         trainable = [
             pair for pair in items if pair[1].requires_grad or not pair[1].is_floating_point()
         ]
-        return items, Routable([NamedParameter(name, param) for name, param in trainable])
+        return items, Routable([NamedParameter(without_wrappers(name), p) for name, p in trainable])
     return items, None
 
 

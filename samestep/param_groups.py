@@ -15,6 +15,7 @@ from samestep.rules.muon import lr_factor
 from samestep.rules.rule import Rule
 
 Group = dict[str, Any]
+LAYOUT_KEYS = {"split_sizes", "flatten"}  # how parameters are cut: no business of the math
 ALWAYS_KNOWN = (
     "lr", "weight_decay", "maximize", "preset", "overrides", "groups", "master_weights", "compile"
 )  # fmt: skip

@@ -108,14 +108,7 @@ class ReplicatedParameters:
         if master_weights and param.dtype.itemsize < dtype.itemsize:
             size = sum(piece.size for piece in self.pieces[index])
             state[MASTER] = torch.zeros(size, dtype=dtype, device=param.device)
-            self.refresh_master(index, state)
         return state
-
-    def refresh_master(self, index: int, state: State) -> None:
-        """Copy the owned pieces of a parameter into its master copy."""
-        if self.pieces[index]:
-            parts = [self._view(piece).reshape(-1) for piece in self.pieces[index]]
-            state[MASTER].copy_(torch.cat(parts))
 
     def operands(
         self,

@@ -21,6 +21,7 @@ from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.param_groups import (
+    LAYOUT_KEYS,
     Group,
     blocks_of_group,
     check,
@@ -37,7 +38,7 @@ from samestep.param_groups import (
 from samestep.plan.sharding import ParamSpec
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
-from samestep.state import MASTER, block_states, initial_state
+from samestep.state import MASTER, block_states, initial_state, math_dtype
 from samestep.state_dict import StateDict, load_state
 
 Params = (
@@ -121,11 +122,40 @@ class RuleOptimizer(torch.optim.Optimizer):
                     "through add_param_group"
                 )
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                if param.grad is not None and param.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"parameter {name!r} has a sparse gradient, which no rule supports: build "
-                        "its embedding with sparse=False"
-                    )
+                self._check_parameter(name, param)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._keep_state_beside(param, group)
+
+    def _check_parameter(self, name: str, param: Tensor) -> None:
+        """Raise if the parameter or its gradient is not what state and blocks were made for."""
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
+                "embedding with sparse=False"
+            )
+        shape, dtype = self._made_for[param]
+        if param.shape != shape or math_dtype(param) != dtype:
+            raise RuntimeError(
+                f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
+                f"made for {tuple(shape)} and math in {dtype}: build the optimizer after changing "
+                "the model"
+            )
+
+    def _keep_state_beside(self, param: Tensor, group: Group) -> None:
+        """State follows a parameter to its device; cleared state starts afresh."""
+        state = self.state[param]
+        if self._rank_group is not None:
+            return
+        needs_master = self._master_weights and param.dtype.itemsize < math_dtype(param).itemsize
+        if not state or (needs_master and MASTER not in state):
+            fresh = initial_state(
+                rule_of(group), param, self._blocks[param], group, self._master_weights
+            )
+            self.state[param] = state = {**fresh, **state}
+        for key, tensor in state.items():
+            if tensor.device != param.device:
+                state[key] = tensor.to(param.device)
 
     def _presence(self) -> list[Present]:
         """The gradients of this step: local ones, or those of owned pieces averaged over ranks."""
@@ -150,7 +180,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Run the group's rule on its present operands, device by device."""
         index, group, operands = present
         rule = rule_of(group)
-        options = {key: group[key] for key in rule.defaults if key not in rule.schedulable}
+        keys = rule.defaults.keys() - rule.schedulable - LAYOUT_KEYS
+        options = {key: group[key] for key in sorted(keys)}
         by_device: dict[torch.device, list[Operand]] = {}
         for operand in operands:
             if group["maximize"]:
@@ -237,6 +268,11 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _refuse_unsupported(self, index: int, group: Group) -> None:
         """Only real floating parameters."""
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            if hasattr(param, "device_mesh"):
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor, which is not supported yet: build the "
+                    "optimizer on plain parameters"
+                )
             if not param.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
@@ -249,11 +285,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         cut = blocks_of_group(group, parameter_names(group, index))
         self._blocks.update(zip(group["params"], cut, strict=True))
         self._planned_options[index] = options_of(group)
+        for param in group["params"]:
+            self._made_for[param] = (param.shape, math_dtype(param))
 
     def _reset_derived(self) -> None:
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._planned_options: dict[int, Group] = {}
+        self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
 
     def _reset_runner(self) -> None:
         """Make what runs rules and holds their graphs; loading a state keeps it."""
@@ -271,17 +310,6 @@ class RuleOptimizer(torch.optim.Optimizer):
         load_state(self, super().load_state_dict, state_dict)
         for replicated in self._replicated:
             replicated.mend_replicas()
-
-    @torch.no_grad()
-    def refresh_master_weights(self) -> None:
-        """Copy the parameters into their 32-bit masters: call it after editing weights by hand."""
-        shared = {p: (r, i) for r in self._replicated for i, p in enumerate(r.params)}
-        for param, state in self.state.items():
-            if MASTER in state and param in shared:
-                replicated, index = shared[param]
-                replicated.refresh_master(index, state)
-            elif MASTER in state:
-                state[MASTER].copy_(param)
 
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text."""

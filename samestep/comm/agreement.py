@@ -55,8 +55,11 @@ def checksum(tensor: Tensor) -> Tensor:
     for start in range(0, bits.numel(), 1 << 20):
         piece = bits[start : start + (1 << 20)].to(torch.int64)
         place = torch.arange(start, start + piece.numel(), device=piece.device)
-        # Wraps around: an odd multiplier per place makes swapped values show.
-        result += ((piece + 0x9E3779B9) * (2 * place + 1) * 0x5851F42D4C957F2D).sum()
+        # Mixed like a hash, wrapping around, so that flips and swaps do not cancel in the sum.
+        mixed = piece * 0x2545F4914F6CDD1D
+        mixed = (mixed ^ (mixed >> 32)) + place * 0x1E3779B97F4A7C15
+        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+        result += (mixed ^ (mixed >> 31)).sum()
     return result
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.distribution import Distribution
+from samestep.group_optimizer import Params
 from samestep.param_groups import check_pair, own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
@@ -19,7 +20,7 @@ from samestep.routing import (
     route_explicit,
     without_wrappers,
 )
-from samestep.rule_optimizer import Params, RuleOptimizer
+from samestep.rule_optimizer import RuleOptimizer
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
@@ -106,6 +107,8 @@ class MuonAdamW(RuleOptimizer):
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
         master_weights: keep a 32-bit copy of 16-bit parameters and update that.
+        max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
+            if it is not finite; `metrics()` has the norm.
         compile: run the math through torch.compile (True, or the name of a backend).
     """
 
@@ -118,6 +121,7 @@ class MuonAdamW(RuleOptimizer):
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
         compile: bool | str = False,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
@@ -166,6 +170,7 @@ class MuonAdamW(RuleOptimizer):
             defaults,
             rule_options,
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
             compile=compile,
             distribution=distribution,
         )
@@ -187,6 +192,7 @@ class Muon(RuleOptimizer):
         eps: float = 1e-7,
         maximize: bool = False,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
         compile: bool | str = False,
         **options: Unpack[MuonOptions],
     ) -> None:
@@ -200,6 +206,7 @@ class Muon(RuleOptimizer):
             {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
             {"muon": given},
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
             compile=compile,
             distribution=distribution,
         )
@@ -222,6 +229,7 @@ class AdamW(RuleOptimizer):
         *,
         maximize: bool = False,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
         compile: bool | str = False,
         **options: Unpack[DistributionOptions],
     ) -> None:
@@ -238,6 +246,7 @@ class AdamW(RuleOptimizer):
             {"rule": "adamw", **given},
             {"adamw": given},
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
             compile=compile,
             distribution=distribution,
         )

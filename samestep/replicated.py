@@ -139,10 +139,14 @@ class ReplicatedParameters:
     # --- the step ------------------------------------------------------------------------
 
     def agree_on_presence(self) -> list[bool]:
-        """Per parameter: does any rank have a gradient? One integer all-reduce."""
+        """Per parameter: does any rank have a gradient? One integer all-reduce.
+
+        The host reads the answer only if it does not know it: what is present here is present.
+        """
         here = [param.grad is not None for param in self.params]
         mask = torch.tensor(here, dtype=torch.int32, device=self.device)
-        return [bool(value) for value in maximum("presence", mask, self.group).wait().tolist()]
+        anywhere = maximum("presence", mask, self.group).wait()
+        return here if all(here) else [bool(value) for value in anywhere.tolist()]
 
     def launch_reductions(self) -> list[Pending | None]:
         """Start reducing every bucket; under zero2 each gradient is freed once it is packed."""
@@ -218,6 +222,16 @@ class ReplicatedParameters:
         for bucket, pending in zip(self.plan.buckets, launched, strict=True):
             grads.update(self.averaged(bucket, pending))
         return grads
+
+    def counted(self, grads: Mapping[Piece, Tensor], present: Sequence[bool]) -> list[Tensor]:
+        """The gradients this rank adds to the norm: its own pieces; shared ones are rank 0's."""
+        return [
+            grads[piece]
+            for bucket in self.plan.buckets
+            if not bucket.replicated or self.group.rank == 0
+            for piece in bucket.segments[0 if bucket.replicated else self.group.rank]
+            if present[piece.param]
+        ]
 
     def run_gathers(self) -> None:
         """Send every updated piece to everyone."""

@@ -24,7 +24,6 @@ from samestep.param_groups import (
     parameter_names,
     refuse_repeated,
     rule_of,
-    table,
 )
 from samestep.plan.sharding import ParamSpec
 from samestep.replicated import ReplicatedParameters
@@ -32,6 +31,7 @@ from samestep.routing import routable
 from samestep.rules import checks
 from samestep.state import MASTER, initial_state, math_dtype
 from samestep.state_dict import StateDict, load_state
+from samestep.table import table
 
 Params = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from samestep.distribution import Distribution
 from samestep.group_optimizer import Params
-from samestep.param_groups import check_pair, own_spelling, unknown_option
+from samestep.param_groups import Group, check_pair, own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
-    Group,
     NamedParameter,
     Overrides,
     Routable,

@@ -8,17 +8,16 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from samestep.param_groups import Group, name_matches
 from samestep.rules import RULES
 
 Predicate = Callable[[str, Tensor], bool]
 Matcher = str | Predicate  # a name pattern such as "blocks.*.qkv.weight", or a predicate
 Overrides = Mapping[Matcher, Mapping[str, Any]]
-Group = dict[str, Any]
 
 HEAD_NAMES = {
     "lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score",
@@ -249,11 +248,6 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
             "whose pattern matches them, or freeze them with requires_grad_(False)"
         )
     return filled
-
-
-def name_matches(name: str, pattern: str) -> bool:
-    """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`)."""
-    return name == pattern or fnmatchcase(name, pattern)
 
 
 def matching(

@@ -47,9 +47,10 @@ def update_elementwise(
     scalars: Scalars,
     options: Mapping[str, Any],
     run: UpdateFunction = run_rule,
+    only_if: Tensor | None = None,
 ) -> None:
-    """Apply an elementwise rule to a parameter in place."""
-    _write(operand, run(rule, *_read(operand), scalars, options))
+    """Apply an elementwise rule to a parameter in place; if the flag is False, change nothing."""
+    _write(operand, run(rule, *_read(operand), scalars, options), only_if)
 
 
 def update_blocks(
@@ -58,6 +59,7 @@ def update_blocks(
     scalars: Scalars,
     options: Mapping[str, Any],
     run: UpdateFunction = run_rule,
+    only_if: Tensor | None = None,
 ) -> None:
     """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack."""
     rows = operands[0].param.shape[0]
@@ -73,7 +75,7 @@ def update_blocks(
     )
     for index, operand in enumerate(operands):
         state = {key: tensor[index] for key, tensor in new.state.items()}
-        _write(operand, Update(new.param[index].reshape(operand.param.shape), state))
+        _write(operand, Update(new.param[index].reshape(operand.param.shape), state), only_if)
 
 
 def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
@@ -90,19 +92,30 @@ def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
 
 
 def _read(operand: Operand) -> Operand:
-    """What the rule is given: everything in the math dtype, the master copy for the parameter."""
+    """What the rule is given: everything in the math dtype, the master copy for the parameter.
+
+    Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
+    there the parameter counts.
+    """
     param, grad, state = operand
     dtype = math_dtype(param)
-    value = state.get(MASTER, param)
+    value = param.to(dtype)
+    if MASTER in state:
+        master = state[MASTER].reshape(param.shape)
+        value = torch.where(master.to(param.dtype) == param, master, value)
     rule_state = {key: tensor for key, tensor in state.items() if key != MASTER}
-    return Operand(value.to(dtype), grad.to(dtype), rule_state)
+    return Operand(value, grad.to(dtype), rule_state)
 
 
-def _write(operand: Operand, new: Update) -> None:
+def _write(operand: Operand, new: Update, only_if: Tensor | None) -> None:
     """Copy the new values into place; the parameter is rounded from the master copy."""
-    operand.param.copy_(new.param)
+    param = operand.param
+    pairs = [(param, new.param.to(param.dtype))]
     for key, tensor in operand.state.items():
-        tensor.copy_(new.param.reshape(tensor.shape) if key == MASTER else new.state[key])
+        value = new.param if key == MASTER else new.state[key]
+        pairs.append((tensor, value.reshape(tensor.shape)))
+    for old, value in pairs:
+        old.copy_(value if only_if is None else torch.where(only_if, value, old))
 
 
 class StepScalars:

@@ -6,18 +6,20 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from samestep.param_groups import check_pair, own_spelling, unknown_option
+from samestep.distribution import Distribution
+from samestep.group_optimizer import Params
+from samestep.param_groups import Group, check_pair, own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
-    Group,
     NamedParameter,
     Overrides,
     Routable,
     routable,
     route,
     route_explicit,
+    without_wrappers,
 )
-from samestep.rule_optimizer import Params, RuleOptimizer
+from samestep.rule_optimizer import RuleOptimizer
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
@@ -26,7 +28,20 @@ SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
 ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
 
 
-class MuonOptions(TypedDict, total=False):
+class DistributionOptions(TypedDict, total=False):
+    """Keywords of every optimizer that concern ranks; see `samestep.distribution`."""
+
+    sharding: str
+    reduction: str
+    grads: str
+    process_group: Any
+    crossover: int
+    bucket_size: int
+    owners: str
+    strict: bool
+
+
+class MuonOptions(DistributionOptions, total=False):
     """Group keys of the rule "muon" beside the shared ones; see `samestep.rules.muon`."""
 
     momentum: float
@@ -91,6 +106,8 @@ class MuonAdamW(RuleOptimizer):
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
         master_weights: keep a 32-bit copy of 16-bit parameters and update that.
+        max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
+            if it is not finite; `metrics()` has the norm.
         compile: run the math through torch.compile (True, or the name of a backend).
     """
 
@@ -103,14 +120,15 @@ class MuonAdamW(RuleOptimizer):
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
         compile: bool | str = False,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
         for name in options:
             if name not in MuonAdamWOptions.__annotations__:
                 raise unknown_option(name, MuonAdamWOptions.__annotations__)
+        distribution, given = _split_distribution(params, own_spelling(options))
         params, named = _with_names(params)
-        given: Group = own_spelling(options)
         rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
         if lr is not None:
             given["lr"] = lr
@@ -151,15 +169,17 @@ class MuonAdamW(RuleOptimizer):
             defaults,
             rule_options,
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
             compile=compile,
+            distribution=distribution,
         )
 
 
 class Muon(RuleOptimizer):
     """Muon for every parameter: 2-D weights and 3-D stacks. Options as in `MuonAdamW`.
 
-    Drop-in for `torch.optim.Muon`; `**samestep.presets.torch()` minus its "rule" gives its
-    numbers too.
+    The arguments of `torch.optim.Muon` with other defaults (Polar Express, `match_rms_adamw`);
+    `samestep.presets.torch()` has torch's. A tensor `lr` is copied for each group.
     """
 
     def __init__(
@@ -168,32 +188,33 @@ class Muon(RuleOptimizer):
         lr: float | Tensor = 1e-3,
         weight_decay: float = 0.1,
         *,
-        eps: float = 0.0,
+        eps: float = 1e-7,
         maximize: bool = False,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
         compile: bool | str = False,
         **options: Unpack[MuonOptions],
     ) -> None:
         for name in options:
             if name not in MuonOptions.__annotations__:
                 raise unknown_option(name, MuonOptions.__annotations__)
-        given = {
-            "lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize,
-            **own_spelling(options),
-        }  # fmt: skip
+        distribution, rest = _split_distribution(params, own_spelling(options))
+        given = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize, **rest}
         super().__init__(
             params,
             {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
             {"muon": given},
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
             compile=compile,
+            distribution=distribution,
         )
 
 
 class AdamW(RuleOptimizer):
     """AdamW for every parameter: the numbers of `torch.optim.AdamW`, bit for bit in fp32 on CPU.
 
-    16-bit parameters keep fp32 moments, unlike torch's.
+    16-bit parameters keep fp32 moments, unlike torch's. A tensor `lr` is copied for each group.
     """
 
     def __init__(
@@ -207,8 +228,14 @@ class AdamW(RuleOptimizer):
         *,
         maximize: bool = False,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
         compile: bool | str = False,
+        **options: Unpack[DistributionOptions],
     ) -> None:
+        for name in options:
+            if name not in DistributionOptions.__annotations__:
+                raise unknown_option(name, DistributionOptions.__annotations__)
+        distribution, _ = _split_distribution(params, dict(options))
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "maximize": maximize,
@@ -218,8 +245,18 @@ class AdamW(RuleOptimizer):
             {"rule": "adamw", **given},
             {"adamw": given},
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
             compile=compile,
+            distribution=distribution,
         )
+
+
+def _split_distribution(params: Params, options: Group) -> tuple[Distribution, Group]:
+    """The keywords that concern ranks, and the others; DDP has reduced its gradients already."""
+    mine = {k: options[k] for k in DistributionOptions.__annotations__ if k in options}
+    if isinstance(params, nn.parallel.DistributedDataParallel):
+        mine.setdefault("grads", "reduced")
+    return Distribution(**mine), {k: v for k, v in options.items() if k not in mine}
 
 
 def _with_names(params: Params) -> tuple[Params, Routable | None]:
@@ -236,7 +273,7 @@ def _with_names(params: Params) -> tuple[Params, Routable | None]:
         trainable = [
             pair for pair in items if pair[1].requires_grad or not pair[1].is_floating_point()
         ]
-        return items, Routable([NamedParameter(name, param) for name, param in trainable])
+        return items, Routable([NamedParameter(without_wrappers(name), p) for name, p in trainable])
     return items, None
 
 

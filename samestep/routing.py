@@ -8,29 +8,34 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from samestep.param_groups import Group, name_matches
+from samestep.rules import RULES
+
 Predicate = Callable[[str, Tensor], bool]
 Matcher = str | Predicate  # a name pattern such as "blocks.*.qkv.weight", or a predicate
 Overrides = Mapping[Matcher, Mapping[str, Any]]
-Group = dict[str, Any]
 
 HEAD_NAMES = {
     "lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score",
-    "to_logits", "logits", "proj_out", "qa_outputs", "v_head", "value_head",
+    "to_logits", "logits", "proj_out", "qa_outputs", "v_head", "value_head", "output_layer",
+    "generator",
 }  # fmt: skip
 EMBEDDING_NAME = re.compile(
-    r"(^|[._])(wte|wpe|\w*embed\w*|\w*_emb|emb|\w*tokens?|latents|\w*_table)([._]|$)", re.IGNORECASE
+    r"(^|[._])(wte|wpe|\w*embed\w*|\w*_emb|emb)([._]|$)"
+    r"|(^|\.)(shared|\w*tokens?|latents|\w*_table)(\.|$)",
+    re.IGNORECASE,
 )
 LORA_NAME = re.compile(r"(^|\.)lora_\w+", re.IGNORECASE)
 SCALAR_NAME = re.compile(
     r"(bias|^A_log|^time_(faaaa|decay|first|mix\w*))$"
 )  # of the parameter itself, whatever its shape
 FUSED_NAME = re.compile(
-    r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj_\w+|gate_up_proj)"
+    r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj_\w+|gate_up_proj"
+    r"|gate_and_up_proj|kv_b_proj|w13)"
     r"([._]|$)",
     re.IGNORECASE,
 )
@@ -60,7 +65,9 @@ def routable(model: nn.Module) -> Routable:
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
         model, "_orig_mod"
     ):
-        model = cast(nn.Module, getattr(model, "_orig_mod", None) or model.module)
+        model = cast(
+            nn.Module, getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
+        )
     names: dict[Tensor, str] = {}
     owners: dict[Tensor, list[nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -85,6 +92,11 @@ def routable(model: nn.Module) -> Routable:
         if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
     }
     return Routable(found, frozenset(vocabularies))
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the parts that torch.compile and checkpointing put in."""
+    return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
 
 
 def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> str:
@@ -125,7 +137,7 @@ def _is_head(path: list[str]) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return "norm" in type(module).__name__.lower()
+    return re.search(r"norm(\dd)?$", type(module).__name__.lower()) is not None
 
 
 def route(
@@ -154,6 +166,7 @@ def route(
         if role == "tensor" and "rule" not in options and parameter.param.shape[0] > 1:
             unmarked.append(_describe(parameter))
         rule = options.pop("rule", "muon" if role == "matrix" else "adamw")
+        _refuse_foreign_keys(parameter.name, rule, options)
         split = options.pop("split_sizes", splits.get(parameter.name))
         if rule == "muon":
             if role == "conv" and "flatten" not in options:
@@ -237,11 +250,6 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
     return filled
 
 
-def name_matches(name: str, pattern: str) -> bool:
-    """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`)."""
-    return name == pattern or fnmatchcase(name, pattern)
-
-
 def matching(
     matcher: Matcher, parameters: Sequence[NamedParameter], where: str
 ) -> list[NamedParameter]:
@@ -284,13 +292,27 @@ def _resolve_overrides(
     return asked
 
 
+def _refuse_foreign_keys(name: str, rule: str, options: Mapping[str, Any]) -> None:
+    """An override that the parameter's rule does not read would do nothing, silently."""
+    if rule not in RULES:
+        return  # completing the group has the error for it
+    # A pattern for a fused weight may match its bias too: there is nothing to cut in that.
+    known = {*RULES[rule].defaults, "maximize", "split_sizes", "flatten", "adjust_lr_fn"}
+    for key in options:
+        if key not in known:
+            raise ValueError(
+                f"overrides: {key!r} is no option of rule {rule!r}, which {name!r} follows; its "
+                f"options are {sorted({*RULES[rule].defaults, 'maximize'})}"
+            )
+
+
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
     """Row blocks that are certain, from torch's own modules."""
     own_name = parameter.name.rpartition(".")[2]
     for kind, prefix, parts in (
         (nn.MultiheadAttention, "in_proj_weight", 3),
-        (nn.LSTM, ("weight_ih", "weight_hh"), 4),
-        (nn.GRU, ("weight_ih", "weight_hh"), 3),
+        (nn.LSTM | nn.LSTMCell, ("weight_ih", "weight_hh"), 4),
+        (nn.GRU | nn.GRUCell, ("weight_ih", "weight_hh"), 3),
     ):
         is_kind = any(isinstance(owner, kind) for owner in parameter.owners)
         if is_kind and own_name.startswith(prefix):

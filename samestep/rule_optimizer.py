@@ -1,77 +1,36 @@
-"""The optimizer behind the public names: groups, state and the step, on one device."""
+"""The step of every optimizer here: presence -> reduce -> check, clip -> rule -> gather."""
 
-from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable
+from typing import NamedTuple, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from samestep.apply import (
-    Operand,
-    StepScalars,
-    UpdateFunction,
-    run_rule,
-    stacks,
-    update_blocks,
-    update_elementwise,
-)
-from samestep.compiled import CompiledRules
-from samestep.layout.blocks import Block
-from samestep.param_groups import (
-    Group,
-    blocks_of_group,
-    check,
-    complete,
-    decisive_changes,
-    listed,
-    naming_group,
-    options_of,
-    parameter_names,
-    refuse_repeated,
-    rule_of,
-    table,
-)
-from samestep.routing import routable
-from samestep.state import MASTER, block_states, initial_state
-from samestep.state_dict import StateDict, load_state
-
-Params = (
-    nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
-)  # a model, parameters, named parameters, or groups
+from samestep.apply import Operand, stacks, update_blocks, update_elementwise
+from samestep.comm.collectives import total
+from samestep.gradient_norm import clip_factor, square_sum
+from samestep.group_optimizer import GroupOptimizer
+from samestep.param_groups import LAYOUT_KEYS, Group, rule_of
+from samestep.state import block_states
 
 
 class Present(NamedTuple):
-    """A group and those of its parameters that have a gradient this step."""
+    """A group and the parts of its parameters that this rank updates this step."""
 
     group_index: int
     group: Group
-    params: list[Tensor]
+    operands: list[Operand]
 
 
-class RuleOptimizer(torch.optim.Optimizer):
-    """Applies to each parameter the rule of its group.
+class Gradients(NamedTuple):
+    """The gradients of a step: what this rank updates with them, and what it adds to the norm."""
 
-    `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
-    """
+    present: list[Present]
+    counted: list[Tensor]
 
-    def __init__(
-        self,
-        params: Params,
-        defaults: dict[str, Any],
-        rule_options: Mapping[str, Mapping[str, Any]],
-        *,
-        master_weights: bool,
-        compile: bool | str,
-    ) -> None:
-        self._rule_options = rule_options
-        self._master_weights = master_weights
-        self._compile = compile
-        self._reset_derived()
-        self._reset_runner()
-        if isinstance(params, nn.Module):
-            params = [(name, param) for name, param, _ in routable(params).parameters]
-        super().__init__(params, defaults)
+
+class RuleOptimizer(GroupOptimizer):
+    """Applies to each parameter the rule of its group."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -86,64 +45,89 @@ class RuleOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for present in self._presence():
-            self._update(present)
+        self._check_groups()
+        gradients = self._reduced_gradients()
+        only_if = None
+        if self._max_grad_norm is not None:
+            gradients, only_if = self._clipped(gradients, self._max_grad_norm)
+        for present in gradients.present:
+            self._update(present, only_if)
+        for replicated in self._replicated:
+            replicated.run_gathers()
         return loss
 
-    def _presence(self) -> list[Present]:
-        """Which parameters have a gradient; everything is checked before anything changes."""
-        found = []
-        for index, group in enumerate(self.param_groups):
-            planned = self._planned_options[index]
-            if group.get("rule") == planned["rule"]:
-                with naming_group(index):
-                    check(group)
-            changes = decisive_changes(planned, group)
-            if changes:
-                raise RuntimeError(
-                    f"param_groups[{index}] changed in a way that its state was not made for "
-                    f"({changes}): set it back, or build a new optimizer"
-                )
-            if any(param not in self._blocks for param in group["params"]):
-                raise RuntimeError(
-                    f"param_groups[{index}] has a parameter that it was not built with: add it "
-                    "through add_param_group"
-                )
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                if param.grad is not None and param.grad.layout != torch.strided:
-                    raise RuntimeError(
-                        f"parameter {name!r} has a sparse gradient, which no rule supports: build "
-                        "its embedding with sparse=False"
+    def _reduced_gradients(self) -> Gradients:
+        """The gradients of this step: local ones, or those of owned pieces averaged over ranks."""
+        operands: dict[int, list[Operand]] = {}
+        counted: list[Tensor] = []
+        if self._rank_group is None:
+            for index, group in enumerate(self.param_groups):
+                operands[index] = [o for p in group["params"] for o in self._operands(p, group)]
+                counted += [operand.grad for operand in operands[index]]
+        for replicated in self._replicated:
+            present = replicated.agree_on_presence()
+            grads = replicated.run_reductions()
+            counted += replicated.counted(grads, present)
+            for index, (param, spec) in enumerate(
+                zip(replicated.params, replicated.plan.params, strict=True)
+            ):
+                if present[index]:
+                    group = self.param_groups[spec.group]
+                    operands.setdefault(spec.group, []).extend(
+                        replicated.operands(index, grads, rule_of(group), self.state[param], group)
                     )
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                found.append(Present(index, group, params))
-        return found
+        present_groups = [Present(i, self.param_groups[i], o) for i, o in operands.items() if o]
+        return Gradients(present_groups, counted)
 
-    def _update(self, present: Present) -> None:
-        """Run the group's rule on its present parameters, device by device."""
-        index, group, params = present
+    def _clipped(self, gradients: Gradients, limit: float) -> tuple[Gradients, Tensor | None]:
+        """Gradients scaled to the norm `limit`, and a flag that is False if any is not finite.
+
+        On CPU the step is skipped right here; elsewhere the flag stays on the device, so that
+        nothing waits for it.
+        """
+        square = square_sum(gradients.counted)
+        if self._rank_group is not None:
+            device = self._replicated[0].device
+            own = torch.zeros((), dtype=torch.float64, device=device) if square is None else square
+            square = total("gradient norm", own.reshape(1), self._rank_group).wait()[0]
+        if square is None:
+            return gradients, None
+        norm = self._grad_norm = square.sqrt()
+        on_host = norm.device.type == "cpu"
+        if on_host and not norm.isfinite():
+            return Gradients([], []), None
+        factor = clip_factor(norm, limit)
+        scaled = []
+        for present in gradients.present:
+            operands = [o._replace(grad=o.grad * factor.to(o.grad)) for o in present.operands]
+            scaled.append(present._replace(operands=operands))
+        return Gradients(scaled, []), None if on_host else norm.isfinite()
+
+    def _update(self, present: Present, only_if: Tensor | None) -> None:
+        """Run the group's rule on its present operands, device by device."""
+        index, group, operands = present
         rule = rule_of(group)
-        options = {key: group[key] for key in rule.defaults if key not in rule.schedulable}
+        keys = rule.defaults.keys() - rule.schedulable - LAYOUT_KEYS
+        options = {key: group[key] for key in sorted(keys)}
         by_device: dict[torch.device, list[Operand]] = {}
-        for param in params:
-            by_device.setdefault(param.device, []).extend(self._operands(param, group))
-        for device, operands in by_device.items():
+        for operand in operands:
+            if group["maximize"]:
+                operand = operand._replace(grad=-operand.grad)
+            by_device.setdefault(operand.param.device, []).append(operand)
+        for device, members in by_device.items():
             scalars = self._scalars.refill(index, device, rule.scalars(group))
             if rule.kind == "matrix":
-                for stack in stacks(operands):
-                    update_blocks(rule, stack, scalars, options, self._run)
+                for stack in stacks(members):
+                    update_blocks(rule, stack, scalars, options, self._run, only_if)
             else:
-                for operand in operands:
-                    update_elementwise(rule, operand, scalars, options, self._run)
+                for operand in members:
+                    update_elementwise(rule, operand, scalars, options, self._run, only_if)
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:
         """The parameter's blocks, or the whole of it, with views of gradient and state."""
         grad, state, blocks = param.grad, self.state[param], self._blocks[param]
         if grad is None:
             return []
-        if group["maximize"]:
-            grad = -grad
         if blocks is None:
             if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
                 shapes = rule_of(group).state_shapes((1,), group)
@@ -154,89 +138,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         pairs = zip(blocks, states, strict=True)
         return [Operand(block.view(param), block.view(grad), view) for block, view in pairs]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, complete it and make its state; on an error nothing has changed."""
-        if not isinstance(param_group, dict):
-            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
-        default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
-        with naming_group(len(self.param_groups)):
-            group = complete({**default_rule, **param_group}, self._rule_options)
-        for key in group.keys() - param_group.keys():
-            # Not shared: schedulers write into learning-rate tensors, group by group.
-            group[key] = deepcopy(group[key])
-        own_keys = {*group, "params", "param_names"}
-        group["params"] = listed(group.get("params"), len(self.param_groups))
-        refuse_repeated(group, self.param_groups)
-        super().add_param_group(group)
-        index = len(self.param_groups) - 1
-        try:
-            self._refuse_unsupported(index, group)
-            self._plan(index, group)
-        except Exception:
-            self.param_groups.pop()
-            raise
-        for key in self.defaults:
-            if key not in own_keys:  # torch fills in every default, of either rule
-                del group[key]
-        for param in group["params"]:
-            self.state[param] = initial_state(
-                rule_of(group), param, self._blocks[param], group, self._master_weights
-            )
+    def metrics(self) -> dict[str, Tensor]:
+        """Numbers of the last step, as tensors that nobody has waited for.
 
-    def _refuse_unsupported(self, index: int, group: Group) -> None:
-        """Only real floating parameters."""
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            if not param.is_floating_point():
-                raise ValueError(
-                    f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
-                    f"support {'complex' if param.is_complex() else 'integer or boolean'} "
-                    "parameters; leave it out or freeze it"
-                )
-
-    def _plan(self, index: int, group: Group) -> None:
-        """Cut the parameters of a group into blocks and remember what that depended on."""
-        cut = blocks_of_group(group, parameter_names(group, index))
-        self._blocks.update(zip(group["params"], cut, strict=True))
-        self._planned_options[index] = options_of(group)
-
-    def _reset_derived(self) -> None:
-        """Forget what is derived from the groups: it is never saved or copied."""
-        self._blocks: dict[Tensor, list[Block] | None] = {}
-        self._planned_options: dict[int, Group] = {}
-
-    def _reset_runner(self) -> None:
-        """Make what runs rules and holds their graphs; loading a state keeps it."""
-        self._scalars = StepScalars()
-        backend = "inductor" if self._compile is True else self._compile
-        self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load state without changing its dtype; on an error nothing has changed.
-
-        Takes what `state_dict()` gave here, also before a first step, and the files of
-        torch.optim.AdamW and torch.optim.Muon for groups of the same rule. Where both sides
-        have parameter names, these decide, not the order.
+        grad_norm: the joint norm before clipping, where `max_grad_norm` is set. A step whose
+        norm is not finite has changed nothing.
         """
-        load_state(self, super().load_state_dict, state_dict)
-
-    def refresh_master_weights(self) -> None:
-        """Copy the parameters into their 32-bit masters: call it after editing weights by hand."""
-        for param, state in self.state.items():
-            if MASTER in state:
-                state[MASTER].copy_(param.detach())
-
-    def table(self) -> str:
-        """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
-        return table(self.param_groups, self._blocks)
-
-    def __getstate__(self) -> dict[str, Any]:
-        mine = ("_rule_options", "_master_weights", "_compile")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset_derived()
-        if "_compile" in state:  # a copy; when loading, torch passes only state and groups
-            self._reset_runner()
-        for index, group in enumerate(self.param_groups):
-            self._plan(index, group)
+        return {} if self._grad_norm is None else {"grad_norm": self._grad_norm}

@@ -62,10 +62,10 @@ def _fill(param: Tensor, state: State, saved: Mapping[str, Any] | None) -> None:
     for key, tensor in state.items():
         if saved is not None and key in saved:
             tensor.copy_(torch.as_tensor(saved[key]))
-        elif key == MASTER:
+        elif key == MASTER and tensor.shape == param.shape:
             tensor.copy_(param)
         else:
-            tensor.zero_()
+            tensor.zero_()  # pieces of a master that are not the parameter's take its value later
 
 
 def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
@@ -99,29 +99,35 @@ def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
 def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
     """The saved ids of the group's parameters: matched by name if both have names."""
     ids: list[Any] = saved["params"]
+    names, saved_names = group.get("param_names"), saved.get("param_names")
+    if names is not None and saved_names is not None and len(saved_names) == len(ids):
+        missing, extra = (
+            sorted(set(names) - set(saved_names)),
+            sorted(set(saved_names) - set(names)),
+        )
+        if missing or extra:
+            lacks = f"{missing[0]!r} is not in the loaded group" if missing else "the loaded group"
+            has = f"{', which' if missing else ''} has {extra[0]!r}" if extra else ""
+            raise ValueError(
+                f"param_groups[{index}]: {lacks}{has}; load into the same model, grouped in the "
+                "same way, with the same parameters frozen"
+            )
+        by_name = dict(zip(saved_names, ids, strict=True))
+        return [by_name[name] for name in names]
     if len(ids) != len(group["params"]):
         raise ValueError(
             f"loaded state dict contains a parameter group that doesn't match the size of "
             f"optimizer's group: param_groups[{index}] was saved with {len(ids)} parameters "
             f"and has {len(group['params'])} here"
         )
-    names, saved_names = group.get("param_names"), saved.get("param_names")
-    if names is None or saved_names is None:
-        return ids
-    missing = sorted(set(names) - set(saved_names))
-    if missing:
-        raise ValueError(
-            f"param_groups[{index}]: {missing[0]!r} is not in the loaded group, which has "
-            f"{sorted(set(saved_names) - set(names))[0]!r} instead; load into the same model, "
-            "grouped in the same way"
-        )
-    by_name = dict(zip(saved_names, ids, strict=True))
-    return [by_name[name] for name in names]
+    return ids
 
 
 def _merged(index: int, group: Group, saved: Group) -> Group:
     """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
     saved = own_spelling(saved)
+    if group["rule"] == "muon" and "rule" not in saved:  # from torch.optim.Muon
+        saved = {"orthogonalize": "newton-schulz", **saved}
     if saved.get("rule", group["rule"]) != group["rule"]:
         raise ValueError(
             f"param_groups[{index}] was saved with rule {saved['rule']!r} and has "

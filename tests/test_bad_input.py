@@ -933,7 +933,7 @@ def of_sgd() -> SavedDict:
 
 BAD_FILES: dict[str, tuple[Callable[[], Any], Any, tuple[str, ...]]] = {
     "group count": (one_group_less, ValueError, ("number of parameter groups", "2", "3")),
-    "group size": (one_parameter_less, ValueError, (r"param_groups\[0\]", "1 param", "2 here")),
+    "group size": (one_parameter_less, ValueError, (r"param_groups\[0\]", "'second' is not in")),
     "names": (lambda: edited(renamed), ValueError, (r"param_groups\[0\]", "'second'", "'third'")),
     "rule": (
         lambda: edited(lambda s: s["param_groups"][2].update(rule="muon")),

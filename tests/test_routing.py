@@ -551,7 +551,7 @@ def test_keywords_reach_the_rule_they_are_for():
     for group in opt.param_groups:
         assert (group["lr"], group["weight_decay"], group["maximize"]) == (0.5, 0.25, True)
         if group["rule"] == "muon":
-            assert (group["momentum"], group["ns_steps"], group["eps"]) == (0.75, 3, 0.0)
+            assert (group["momentum"], group["ns_steps"], group["eps"]) == (0.75, 3, 1e-7)
         else:
             assert group["eps"] == 1e-5
 

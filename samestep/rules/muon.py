@@ -1,6 +1,7 @@
 """Muon: momentum, orthogonalized block by block (Keller Jordan, kellerjordan.github.io/posts/muon).
 
-    momentum -> orthogonalize -> variance reduction -> scale -> weight decay -> update
+    momentum -> [equilibrate] -> orthogonalize -> [renormalize] -> [variance reduction]
+             -> scale -> (cautious) weight decay -> update
 
 Each stage is one small pure function below, on stacks of blocks (B, rows, cols).
 """
@@ -34,7 +35,7 @@ class MuonRule:
         "ns_steps": 5,
         "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
         "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
-        "eps": 0.0,
+        "eps": 1e-7,  # 0: no matter how small the momentum, the update has full size
         "eps_form": "clamp",
         "renormalize": False,  # to Frobenius norm sqrt(min(rows, cols)) afterwards
         "variance_beta2": None,  # None: no variance reduction

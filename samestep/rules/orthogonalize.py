@@ -69,14 +69,18 @@ def orthogonalize(
     The result has the shape and dtype of `blocks`. With `eps=0` it does not depend on the
     scale of a block, as long as its norm fits `compute_dtype` (a larger one is an overflow, and
     gives zero). `execution=None` takes the one with fewer FLOPs, which depends
-    on the shape of a block alone, never on the batch.
+    on the shape of a block alone, never on the batch. `coefficients` replace the table
+    of `method`, but not its factor on the norm.
     """
     table = step_coefficients(method, steps, coefficients)
     rows, cols = blocks.shape[-2:]
     if blocks.numel() == 0:
         return blocks.clone()
-    X = blocks.reshape(-1, rows, cols).to(compute_dtype or default_compute_dtype(blocks))
-    X = scale_to_unit_norm(X, POLYNOMIALS[method].norm_factor, eps, eps_form)
+    dtype = compute_dtype or default_compute_dtype(blocks)
+    X = blocks.reshape(-1, rows, cols)
+    if dtype != torch.float16:  # whose range is too small for gradients: scaled before the cast
+        X = X.to(dtype)
+    X = scale_to_unit_norm(X, POLYNOMIALS[method].norm_factor, eps, eps_form).to(dtype)
     if rows > cols:
         X = X.mT
     X = X.contiguous()

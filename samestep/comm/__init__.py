@@ -1,0 +1,1 @@
+"""The only place that issues a collective."""

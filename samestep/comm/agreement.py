@@ -1,0 +1,82 @@
+"""Finding out whether all ranks have the same, and who differs."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.groups import RankGroup
+
+
+class RanksDisagreeError(RuntimeError):
+    """Ranks that must have the same have not. Raised on every rank, with the first difference."""
+
+
+def require_same_lines(what: str, lines: list[str], group: RankGroup, device: torch.device) -> None:
+    """Raise on every rank, naming the first difference, unless all ranks give the same lines.
+
+    A digest is compared first; the lines travel only if digests differ.
+    """
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
+    digests = [bytes(row.tolist()) for row in _all_rows(mine, group)]
+    if len(set(digests)) == 1:
+        return
+    texts = [text.split("\n") for text in _all_texts("\n".join(lines), group, device)]
+    for index in range(max(map(len, texts))):
+        entries = [text[index] if index < len(text) else "(nothing)" for text in texts]
+        if len(set(entries)) > 1:
+            other = next(rank for rank, entry in enumerate(entries) if entry != entries[0])
+            raise RanksDisagreeError(
+                f"the {what} differs between ranks: rank {group.members[0]} has "
+                f"{entries[0]!r}, rank {group.members[other]} has {entries[other]!r}. Build the "
+                "same model and optimizer, in the same order, on every rank"
+            )
+
+
+def differing(values: Tensor, group: RankGroup) -> list[int]:
+    """The places of an int64 vector at which ranks have different values."""
+    low, high = values.clone(), values.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN, group=group.handle)
+    dist.all_reduce(high, dist.ReduceOp.MAX, group=group.handle)
+    return torch.nonzero(low != high).flatten().tolist()
+
+
+def broadcast_from_first(tensor: Tensor, group: RankGroup) -> None:
+    """Give every rank the values that the first rank of the group has."""
+    dist.broadcast(tensor, src=group.members[0], group=group.handle)
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A 64-bit checksum of a tensor's bits, position included, computed where it lives. ()."""
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), 1 << 20):
+        piece = bits[start : start + (1 << 20)].to(torch.int64)
+        place = torch.arange(start, start + piece.numel(), device=piece.device)
+        # Mixed like a hash, wrapping around, so that flips and swaps do not cancel in the sum.
+        mixed = piece * 0x2545F4914F6CDD1D
+        mixed = (mixed ^ (mixed >> 32)) + place * 0x1E3779B97F4A7C15
+        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
+        result += (mixed ^ (mixed >> 31)).sum()
+    return result
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _all_rows(row: Tensor, group: RankGroup) -> list[Tensor]:
+    rows = [torch.empty_like(row) for _ in range(group.size)]
+    dist.all_gather(rows, row, group=group.handle)
+    return rows
+
+
+def _all_texts(text: str, group: RankGroup, device: torch.device) -> list[str]:
+    encoded = text.encode()
+    length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
+    lengths = [int(row) for row in _all_rows(length, group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    rows = zip(_all_rows(padded, group), lengths, strict=True)
+    return [bytes(row[:size].tolist()).decode() for row, size in rows]

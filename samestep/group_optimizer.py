@@ -1,0 +1,249 @@
+"""Groups, state and plans of an optimizer: everything but the step."""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.apply import StepScalars, UpdateFunction, run_rule
+from samestep.comm.groups import rank_group
+from samestep.compiled import CompiledRules
+from samestep.distribution import Distribution
+from samestep.layout.blocks import Block
+from samestep.param_groups import (
+    Group,
+    blocks_of_group,
+    check,
+    complete,
+    decisive_changes,
+    listed,
+    naming_group,
+    options_of,
+    parameter_names,
+    refuse_repeated,
+    rule_of,
+)
+from samestep.plan.sharding import ParamSpec
+from samestep.replicated import ReplicatedParameters
+from samestep.routing import routable
+from samestep.rules import checks
+from samestep.state import MASTER, initial_state, math_dtype
+from samestep.state_dict import StateDict, load_state
+from samestep.table import table
+
+Params = (
+    nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
+)  # a model, parameters, named parameters, or groups
+
+
+class GroupOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose groups each follow a rule; `RuleOptimizer` adds the step.
+
+    `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        defaults: dict[str, Any],
+        rule_options: Mapping[str, Mapping[str, Any]],
+        *,
+        master_weights: bool,
+        compile: bool | str,
+        max_grad_norm: float | None,
+        distribution: Distribution,
+    ) -> None:
+        if max_grad_norm is not None:
+            checks.not_negative("max_grad_norm", max_grad_norm)
+        self._max_grad_norm = max_grad_norm
+        self._distribution = distribution
+        self._rank_group = rank_group(distribution.process_group)
+        self._replicated: list[ReplicatedParameters] = []
+        self._rule_options = rule_options
+        self._master_weights = master_weights
+        self._compile = compile
+        self._reset_derived()
+        self._reset_runner()
+        if isinstance(params, nn.Module):
+            params = [(name, param) for name, param, _ in routable(params).parameters]
+        super().__init__(params, defaults)
+        self._share(range(len(self.param_groups)))
+
+    def _check_groups(self) -> None:
+        """Raise before anything changes if a group or a gradient cannot be used."""
+        for index, group in enumerate(self.param_groups):
+            planned = self._planned_options[index]
+            if group.get("rule") == planned["rule"]:
+                with naming_group(index):
+                    check(group)
+            changes = decisive_changes(planned, group)
+            if changes:
+                raise RuntimeError(
+                    f"param_groups[{index}] changed in a way that its state was not made for "
+                    f"({changes}): set it back, or build a new optimizer"
+                )
+            if any(param not in self._blocks for param in group["params"]):
+                raise RuntimeError(
+                    f"param_groups[{index}] has a parameter that it was not built with: add it "
+                    "through add_param_group"
+                )
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+                self._check_parameter(name, param)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self._keep_state_beside(param, group)
+
+    def _check_parameter(self, name: str, param: Tensor) -> None:
+        """Raise if the parameter or its gradient is not what state and blocks were made for."""
+        if param.grad is not None and param.grad.layout != torch.strided:
+            raise RuntimeError(
+                f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
+                "embedding with sparse=False"
+            )
+        shape, dtype = self._made_for[param]
+        if param.shape != shape or math_dtype(param) != dtype:
+            raise RuntimeError(
+                f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
+                f"made for {tuple(shape)} and math in {dtype}: build the optimizer after changing "
+                "the model"
+            )
+
+    def _keep_state_beside(self, param: Tensor, group: Group) -> None:
+        """State follows a parameter to its device; cleared state starts afresh."""
+        state = self.state[param]
+        if self._rank_group is not None:
+            return
+        needs_master = self._master_weights and param.dtype.itemsize < math_dtype(param).itemsize
+        if not state or (needs_master and MASTER not in state):
+            fresh = initial_state(
+                rule_of(group), param, self._blocks[param], group, self._master_weights
+            )
+            self.state[param] = state = {**fresh, **state}
+        for key, tensor in state.items():
+            if tensor.device != param.device:
+                state[key] = tensor.to(param.device)
+
+    def _share(self, indices: Iterable[int]) -> None:
+        """Plan how ranks share the parameters of some groups, and make their state."""
+        if self._rank_group is None:
+            return
+        params, specs = [], []
+        for index in indices:
+            group = self.param_groups[index]
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+                blocks = self._blocks[param]
+                cut = None if blocks is None else tuple(blocks)
+                shape, dtype = tuple(param.shape), str(param.dtype)
+                params.append(param)
+                specs.append(ParamSpec(name, shape, dtype, index, group["rule"], cut))
+        replicated = ReplicatedParameters(params, specs, self._rank_group, self._distribution)
+        self._replicated.append(replicated)
+        for place, (param, spec) in enumerate(zip(params, specs, strict=True)):
+            if param not in self.state:
+                group = self.param_groups[spec.group]
+                self.state[param] = replicated.state_of(
+                    place, rule_of(group), group, self._master_weights
+                )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, complete it and make its state; on an error nothing has changed."""
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
+        default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
+        with naming_group(len(self.param_groups)):
+            group = complete({**default_rule, **param_group}, self._rule_options)
+        for key in group.keys() - param_group.keys():
+            # Not shared: schedulers write into learning-rate tensors, group by group.
+            group[key] = deepcopy(group[key])
+        own_keys = {*group, "params", "param_names"}
+        group["params"] = listed(group.get("params"), len(self.param_groups))
+        refuse_repeated(group, self.param_groups)
+        super().add_param_group(group)
+        index = len(self.param_groups) - 1
+        try:
+            self._refuse_unsupported(index, group)
+            self._plan(index, group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for key in self.defaults:
+            if key not in own_keys:  # torch fills in every default, of either rule
+                del group[key]
+        if self._rank_group is None:
+            for param in group["params"]:
+                self.state[param] = initial_state(
+                    rule_of(group), param, self._blocks[param], group, self._master_weights
+                )
+        elif self._replicated:  # a group added later; those of the constructor are shared at once
+            self._share([index])
+
+    def _refuse_unsupported(self, index: int, group: Group) -> None:
+        """Only real floating parameters."""
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            if hasattr(param, "device_mesh"):
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor, which is not supported yet: build the "
+                    "optimizer on plain parameters"
+                )
+            if not param.is_floating_point():
+                raise ValueError(
+                    f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
+                    f"support {'complex' if param.is_complex() else 'integer or boolean'} "
+                    "parameters; leave it out or freeze it"
+                )
+
+    def _plan(self, index: int, group: Group) -> None:
+        """Cut the parameters of a group into blocks and remember what that depended on."""
+        cut = blocks_of_group(group, parameter_names(group, index))
+        self._blocks.update(zip(group["params"], cut, strict=True))
+        self._planned_options[index] = options_of(group)
+        for param in group["params"]:
+            self._made_for[param] = (param.shape, math_dtype(param))
+
+    def _reset_derived(self) -> None:
+        """Forget what is derived from the groups: it is never saved or copied."""
+        self._blocks: dict[Tensor, list[Block] | None] = {}
+        self._planned_options: dict[int, Group] = {}
+        self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
+
+    def _reset_runner(self) -> None:
+        """Make what runs rules and holds their graphs; loading a state keeps it."""
+        self._scalars = StepScalars()
+        self._grad_norm: Tensor | None = None
+        backend = "inductor" if self._compile is True else self._compile
+        self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
+
+    def load_state_dict(self, state_dict: StateDict) -> None:
+        """Load state without changing its dtype; on an error nothing has changed.
+
+        Takes what `state_dict()` gave here, also before a first step, and the files of
+        torch.optim.AdamW and torch.optim.Muon for groups of the same rule. Where both sides
+        have parameter names, these decide, not the order.
+        """
+        load_state(self, super().load_state_dict, state_dict)
+        for replicated in self._replicated:
+            replicated.mend_replicas()
+
+    def table(self) -> str:
+        """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
+        return table(self.param_groups, self._blocks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._rank_group is not None:
+            raise TypeError(
+                "an optimizer that shares its work between ranks cannot be copied or pickled: "
+                "build a new one on every rank and load its state_dict"
+            )
+        mine = ("_rule_options", "_master_weights", "_compile", "_max_grad_norm", "_distribution")
+        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_derived()
+        if "_compile" in state:  # a copy; when loading, torch passes only state and groups
+            self._reset_runner()
+            self._rank_group, self._replicated = None, []
+        for index, group in enumerate(self.param_groups):
+            self._plan(index, group)

@@ -1,0 +1,212 @@
+"""Who reduces, updates and sends which part of each replicated parameter.
+
+Every part is a flat range of a contiguous parameter: a slice for an elementwise rule, a
+whole block for a matrix rule. Parameters are cut into buckets in reverse order of use, the
+order in which backward finishes them; in each bucket every rank has one segment, the parts
+it owns. A reduction gives each rank the sum of its segment, a gather gives everyone all
+segments. Segments may differ in length and may be empty.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Literal, NamedTuple
+
+from samestep.layout.blocks import Block, Shape
+from samestep.layout.owners import balanced_owners, cyclic_owners
+from samestep.rules.orthogonalize import orthogonalize_flops
+
+OwnerStrategy = Literal["balanced", "cyclic"]
+
+
+class ParamSpec(NamedTuple):
+    """What the plan needs to know of one parameter."""
+
+    name: str
+    shape: Shape
+    dtype: str
+    group: int  # index of its parameter group
+    rule: str
+    blocks: tuple[Block, ...] | None  # None: an elementwise rule
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+
+class Piece(NamedTuple):
+    """The flat range [start, stop) of a parameter, and the block it is, if it is one."""
+
+    param: int  # index in the plan's parameters
+    start: int
+    stop: int
+    block: Block | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+
+class Bucket(NamedTuple):
+    """Pieces that travel together; `segments[rank]` are those that the rank owns.
+
+    A replicated bucket has one segment that all ranks own: it is all-reduced.
+    """
+
+    dtype: str
+    segments: tuple[tuple[Piece, ...], ...]
+    replicated: bool = False
+
+    @property
+    def segment_sizes(self) -> list[int]:
+        """Elements per segment."""
+        return [sum(piece.size for piece in segment) for segment in self.segments]
+
+    @property
+    def size(self) -> int:
+        """Elements in all."""
+        return sum(self.segment_sizes)
+
+    @property
+    def params(self) -> list[int]:
+        """The parameters with a piece in the bucket, each once."""
+        return sorted({piece.param for segment in self.segments for piece in segment})
+
+
+class ShardingPlan(NamedTuple):
+    """Parameters, ranks and buckets in launch order."""
+
+    params: tuple[ParamSpec, ...]
+    ranks: int
+    buckets: tuple[Bucket, ...]
+
+    def lines(self) -> list[str]:
+        """The plan as text, for comparing it between ranks."""
+        lines = [f"{self.ranks} ranks"]
+        lines += [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
+        for number, bucket in enumerate(self.buckets):
+            for owner, segment in enumerate(bucket.segments):
+                who = "all ranks" if bucket.replicated else f"rank {owner}"
+                pieces = [f"{self.params[p.param].name}[{p.start}:{p.stop}]" for p in segment]
+                lines.append(f"bucket {number}, {who}: {', '.join(pieces)}")
+        return lines
+
+    def owned(self, rank: int) -> list[Piece]:
+        """Every piece that a rank updates, in launch order."""
+        return [
+            piece
+            for bucket in self.buckets
+            for piece in bucket.segments[0 if bucket.replicated else rank]
+        ]
+
+
+def plan_sharding(
+    params: Sequence[ParamSpec],
+    ranks: int,
+    *,
+    shard: bool = True,
+    crossover: int = 1024,
+    bucket_elements: int = 1 << 22,
+    owners: OwnerStrategy = "balanced",
+    max_size_ratio: float | None = None,
+) -> ShardingPlan:
+    """Cut `params` (in order of use) into buckets for `ranks` ranks.
+
+    Parameters below `crossover` elements are replicated, all of one dtype in one bucket.
+    With `shard=False` everything is.
+    """
+    order = range(len(params) - 1, -1, -1)
+    small = {i for i in order if not shard or ranks == 1 or params[i].numel < crossover}
+    owner_of = _block_owners(
+        params, [i for i in order if i not in small], ranks, owners, max_size_ratio
+    )
+    buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(params[i].dtype for i in order):
+        alike = [i for i in order if params[i].dtype == dtype]
+        parts = [
+            part
+            for i in alike
+            if i not in small
+            for part in _owned_parts(i, params[i], ranks, owner_of, bucket_elements)
+        ]
+        for part_list in _fill(parts, bucket_elements):
+            segments: list[list[Piece]] = [[] for _ in range(ranks)]
+            for owner, piece in part_list:
+                segments[owner].append(piece)
+            buckets.append(Bucket(dtype, tuple(map(tuple, segments))))
+        shared = [piece for i in alike if i in small for piece in whole_pieces(i, params[i])]
+        if shared:
+            buckets.append(Bucket(dtype, (tuple(shared),), replicated=True))
+    return ShardingPlan(tuple(params), ranks, tuple(buckets))
+
+
+def whole_pieces(index: int, param: ParamSpec) -> list[Piece]:
+    """All of a parameter: its blocks for a matrix rule, else one piece."""
+    if param.blocks is None:
+        return [Piece(index, 0, param.numel)]
+    pieces = []
+    for block in param.blocks:
+        stack_rows = param.shape[-2] if block.matrix is not None else 0
+        start = ((block.matrix or 0) * stack_rows + block.row) * block.cols
+        pieces.append(Piece(index, start, start + block.rows * block.cols, block))
+    return pieces
+
+
+def _block_owners(
+    params: Sequence[ParamSpec],
+    indices: Sequence[int],
+    ranks: int,
+    strategy: OwnerStrategy,
+    max_size_ratio: float | None,
+) -> dict[tuple[int, int], int]:
+    """The owner of each block, by (parameter, place among its blocks), over all shapes at once."""
+    keys = [(i, j) for i in indices for j in range(len(params[i].blocks or ()))]
+    blocks = [(params[i].blocks or ())[j] for i, j in keys]
+    if strategy == "cyclic":
+        return dict(zip(keys, cyclic_owners(len(keys), ranks), strict=True))
+    flops = [orthogonalize_flops(block.rows, block.cols) for block in blocks]
+    sizes = [block.rows * block.cols for block in blocks]
+    chosen = balanced_owners(flops, sizes, ranks, max_size_ratio=max_size_ratio)
+    return dict(zip(keys, chosen, strict=True))
+
+
+def _owned_parts(
+    index: int,
+    param: ParamSpec,
+    ranks: int,
+    owner_of: dict[tuple[int, int], int],
+    bucket_elements: int,
+) -> list[list[tuple[int, Piece]]]:
+    """What must stay in one bucket: a block with its owner, or a range cut into even slices."""
+    if param.blocks is not None:
+        pieces = whole_pieces(index, param)
+        return [[(owner_of[index, j], piece)] for j, piece in enumerate(pieces)]
+    parts = []
+    for start in range(0, param.numel, bucket_elements):
+        size = min(bucket_elements, param.numel - start)
+        bounds = [start + size * rank // ranks for rank in range(ranks + 1)]
+        parts.append(
+            [
+                (r, Piece(index, bounds[r], bounds[r + 1]))
+                for r in range(ranks)
+                if bounds[r] < bounds[r + 1]
+            ]
+        )
+    return parts
+
+
+def _fill(
+    parts: Sequence[list[tuple[int, Piece]]], bucket_elements: int
+) -> list[list[tuple[int, Piece]]]:
+    """Parts put into buckets in order; a bucket is closed before it would grow past the limit."""
+    buckets: list[list[tuple[int, Piece]]] = []
+    room = 0
+    for part in parts:
+        size = sum(piece.size for _, piece in part)
+        if not buckets or size > room:
+            buckets.append([])
+            room = bucket_elements
+        buckets[-1].extend(part)
+        room -= size
+    return buckets

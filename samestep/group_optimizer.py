@@ -130,15 +130,22 @@ class GroupOptimizer(torch.optim.Optimizer):
         if self._rank_group is None:
             return
         params, specs = [], []
+        lines = [
+            f"master_weights = {self._master_weights}",
+            f"max_grad_norm = {self._max_grad_norm}",
+        ]
         for index in indices:
             group = self.param_groups[index]
+            lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
                 blocks = self._blocks[param]
                 cut = None if blocks is None else tuple(blocks)
                 shape, dtype = tuple(param.shape), str(param.dtype)
                 params.append(param)
                 specs.append(ParamSpec(name, shape, dtype, index, group["rule"], cut))
-        replicated = ReplicatedParameters(params, specs, self._rank_group, self._distribution)
+        replicated = ReplicatedParameters(
+            params, specs, lines, self._rank_group, self._distribution
+        )
         self._replicated.append(replicated)
         for place, (param, spec) in enumerate(zip(params, specs, strict=True)):
             if param not in self.state:
@@ -162,22 +169,26 @@ class GroupOptimizer(torch.optim.Optimizer):
         refuse_repeated(group, self.param_groups)
         super().add_param_group(group)
         index = len(self.param_groups) - 1
-        try:
-            self._refuse_unsupported(index, group)
-            self._plan(index, group)
-        except Exception:
-            self.param_groups.pop()
-            raise
         for key in self.defaults:
             if key not in own_keys:  # torch fills in every default, of either rule
                 del group[key]
+        try:
+            self._refuse_unsupported(index, group)
+            self._plan(index, group)
+            if self._replicated:  # a group added later; those of the constructor go together
+                self._share([index])
+        except Exception:
+            self.param_groups.pop()
+            self._planned_options.pop(index, None)
+            for param in group["params"]:
+                self._blocks.pop(param, None)
+                self._made_for.pop(param, None)
+            raise
         if self._rank_group is None:
             for param in group["params"]:
                 self.state[param] = initial_state(
                     rule_of(group), param, self._blocks[param], group, self._master_weights
                 )
-        elif self._replicated:  # a group added later; those of the constructor are shared at once
-            self._share([index])
 
     def _refuse_unsupported(self, index: int, group: Group) -> None:
         """Only real floating parameters."""

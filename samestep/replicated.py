@@ -37,6 +37,7 @@ class ReplicatedParameters:
         self,
         params: Sequence[Tensor],
         specs: Sequence[ParamSpec],
+        option_lines: Sequence[str],
         group: RankGroup,
         distribution: Distribution,
     ) -> None:
@@ -44,12 +45,6 @@ class ReplicatedParameters:
         self.group = group
         self.distribution = distribution
         self.sharded = distribution.sharding != "none"
-        for spec, param in zip(specs, params, strict=True):
-            if not param.is_contiguous():
-                raise ValueError(
-                    f"parameter {spec.name!r} is not contiguous, and only contiguous parameters "
-                    "can be shared between ranks: replace its data by .contiguous()"
-                )
         self.plan: ShardingPlan = plan_sharding(
             specs,
             group.size,
@@ -59,7 +54,14 @@ class ReplicatedParameters:
             owners=distribution.owners,
         )
         self.device = self.params[0].device
-        require_same_lines("plan", [*self._policy_lines(), *self.plan.lines()], group, self.device)
+        strided = [s.name for s, p in zip(specs, params, strict=True) if not p.is_contiguous()]
+        lines = [*self._policy_lines(), *self.plan.lines(), *option_lines]
+        require_same_lines("plan", [*lines, f"not contiguous: {strided}"], group, self.device)
+        if strided:  # raised by all ranks or by none
+            raise ValueError(
+                f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
+                "be shared between ranks: replace its data by .contiguous()"
+            )
         self.mend_replicas()
         self.pieces: dict[int, list[Piece]] = {index: [] for index in range(len(params))}
         for piece in self.plan.owned(group.rank):

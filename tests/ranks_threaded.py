@@ -1,6 +1,5 @@
 """Run a function on several ranks that are threads of this process."""
 
-import ctypes
 import queue
 import sys
 import threading
@@ -134,7 +133,3 @@ class _ThreadedRun:
             self.report_running(f"was still running {GRACE:g} s after the first failure, here:\n")
             with self.closing:
                 self.abandoned = True
-            for thread in self.running().values():  # ends it as soon as it runs Python code again
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit)
-                )

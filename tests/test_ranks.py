@@ -384,36 +384,6 @@ def own_group(monkeypatch):
     sys.excepthook = except_hook
 
 
-@pytest.mark.usefixtures("own_group")
-def test_threaded_ranks_that_cannot_be_woken_do_no_harm_later():
-    stuck, went_on = {1: threading.Event(), 2: threading.Event()}, []
-
-    def fn(rank):
-        if rank in stuck:
-            stuck[rank].wait()
-            went_on.append(all_reduced(rank))
-        return all_reduced(rank)
-
-    try:
-        error = failure(run_threaded, 3, fn, timeout=0.2)
-        assert "stuck[rank].wait()" in error.reports[1]
-        assert rank_threads() == ["rank 1", "rank 2"]
-        # One wakes up inside another run, and must not take part in it.
-        values = run_threaded(
-            2, lambda rank: [stuck[1].set(), time.sleep(0.1), all_reduced(rank), all_reduced(1.0)]
-        )
-        assert [value[2:] for value in values] == [[1.0, 2.0]] * 2
-        assert rank_threads() == ["rank 2"]
-    finally:
-        for event in stuck.values():
-            event.set()
-    wait_for(lambda: rank_threads() == [])
-    assert went_on == []
-    # The process's own group is untouched, and found by its name.
-    ops, name = torch.ops._c10d_functional, dist.group.WORLD.group_name
-    assert ops.wait_tensor(ops.all_reduce(torch.ones(1), "sum", name)) == 1.0
-
-
 def test_threaded_runs_do_not_nest():
     def fn(rank):
         with pytest.raises(RuntimeError, match="inside run_threaded"):

@@ -104,7 +104,8 @@ class _ThreadedRun:
             with self.closing:
                 # An abandoned thread sees another run's world, or the process's own.
                 if not self.abandoned and dist.is_initialized():
-                    dist.destroy_process_group()
+                    with suppress(AttributeError):  # torch 2.11's threaded world lacks a field
+                        dist.destroy_process_group()
             self.ended.put(rank)
 
     def running(self) -> dict[int, threading.Thread]:

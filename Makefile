@@ -30,7 +30,7 @@ types: venv
 unit: venv
 	$(PY) -m pytest --cov --cov-report=term
 
-# Longer batteries, too slow for every commit: more examples per property, the slow marker.
+# Longer batteries, too slow for every commit: many more examples per property.
 soak: venv
 	SAMESTEP_SOAK=1 $(PY) -m pytest --timeout 1800
 

@@ -117,7 +117,7 @@ def _run_rank(job: _Job, rank: int) -> None:
         faulthandler.register(signal.SIGUSR1, stack_file)
         # The host's own name may not resolve to an address that gloo can use.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        # On aarch64 oneDNN otherwise leaves /tmp/perf-<pid>.map behind.
+        # On aarch64 oneDNN otherwise leaves a perf map of each process behind.
         os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
         store = dist.FileStore(str(job.directory / "store"), job.world_size)
         timeout = timedelta(seconds=job.collective_timeout)

@@ -3,8 +3,7 @@
 ``run_forked`` has real processes and gloo; ``run_threaded`` takes a few milliseconds.
 """
 
-from tests.ranks_failed import RanksFailed
-from tests.ranks_forked import run_forked
+from samestep.launch import RanksFailed, run_forked
 from tests.ranks_threaded import run_threaded
 
 __all__ = ["RanksFailed", "run_forked", "run_threaded"]

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 # Private, and used nowhere else: torch has no public process group whose ranks are threads.
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from tests.ranks_failed import GRACE, RanksFailed
+from samestep.launch.failed import GRACE, RanksFailed
 
 
 def run_threaded(

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks_forked
+from samestep.launch import forked
 from tests.ranks import RanksFailed, run_forked, run_threaded
 
 both_ways = pytest.mark.parametrize("run", [run_forked, run_threaded])
@@ -422,7 +422,7 @@ def test_keyboard_interrupt_while_forking(monkeypatch):
         time.sleep(0.2)
         processes[1].start()
 
-    monkeypatch.setattr(ranks_forked, "_fork_all", fork_slowly)
+    monkeypatch.setattr(forked, "_fork_all", fork_slowly)
     with pytest.raises(KeyboardInterrupt):
         run_forked(2, all_reduced)
 

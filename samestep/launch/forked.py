@@ -1,0 +1,236 @@
+"""Run a function on several ranks that are forked processes."""
+
+import ctypes
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.launch.failed import GRACE, RanksFailed
+
+POLL = 0.002
+
+# Loaded before forking, since loading takes locks.
+_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a forked rank needs; each rank leaves its value, error or stack in a file."""
+
+    world_size: int
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    collective_timeout: float
+    directory: Path
+    parent: int
+    release_read: int
+    release_write: int
+
+    def file(self, kind: str, rank: int) -> Path:
+        return self.directory / f"{kind}_{rank}"
+
+    def text(self, kind: str, rank: int) -> str:
+        path = self.file(kind, rank)
+        return path.read_text(errors="replace") if path.exists() else ""
+
+
+def run_forked(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 30.0,
+    collective_timeout: float = 10.0,
+) -> list[Any]:
+    """Return ``[fn(rank, *args) for each rank]``, run in forked processes joined by gloo.
+
+    Args:
+        world_size: The number of ranks.
+        fn: Called with the rank and ``args``; may be a closure. Its value must be picklable.
+        *args: Passed on to ``fn``.
+        timeout: Seconds after which ranks that have not returned are ended.
+        collective_timeout: The timeout of the default process group, in seconds.
+
+    Raises:
+        RanksFailed: If any rank raised, died, or did not return in time.
+    """
+    if _libc is None:
+        raise RuntimeError("ranks can be forked on Linux only; start them with torchrun")
+    fork = multiprocessing.get_context("fork")
+    # OpenMP keeps a pool of workers per thread, and a fork does not copy the workers: the child
+    # of a thread that has used OpenMP can hang in a matrix product, even with one thread. So a
+    # new thread forks. It outlives the ranks, since its end would count as the parent's death.
+    with tempfile.TemporaryDirectory(prefix="ranks_") as directory, ThreadPoolExecutor(1) as forker:
+        release = os.pipe()
+        job = _Job(world_size, fn, args, collective_timeout, Path(directory), os.getpid(), *release)
+        processes = [fork.Process(target=_run_rank, args=(job, r)) for r in range(world_size)]
+        forking = forker.submit(_fork_all, processes)
+        try:
+            forking.result()
+            reports = _watch(job, processes, timeout)
+            if not reports:
+                return _load_values(job)
+        finally:
+            wait([forking])
+            for end in release:  # ranks that have returned now exit
+                os.close(end)
+            _end_processes(job, processes)
+        raise RanksFailed(world_size, reports)
+
+
+def _fork_all(processes: Sequence[BaseProcess]) -> None:
+    with warnings.catch_warnings():
+        # From Python 3.12 on forking warns about the parent's threads.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for process in processes:
+            process.start()
+
+
+def _run_rank(job: _Job, rank: int) -> None:
+    """Be one rank; never returns, and runs no exit handlers of the parent."""
+    error = "raised:\n"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch may warn that it leaks the parent's pool
+            torch.set_num_threads(1)  # first, before anything can compute
+        os.setpgid(0, 0)  # so that the rank and its own children can be ended together
+        assert _libc is not None
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != job.parent:
+            raise RuntimeError("the parent has died")
+        os.close(job.release_write)
+        stack_file = job.file("stack", rank).open("w")
+        faulthandler.enable(stack_file)
+        faulthandler.register(signal.SIGUSR1, stack_file)
+        # The host's own name may not resolve to an address that gloo can use.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # On aarch64 oneDNN otherwise leaves a perf map of each process behind.
+        os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
+        store = dist.FileStore(str(job.directory / "store"), job.world_size)
+        timeout = timedelta(seconds=job.collective_timeout)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout
+        )
+        # A rank that fails at once must not break the connections that others still set up.
+        store.set(f"connected_{rank}", "")
+        store.wait([f"connected_{other}" for other in range(job.world_size)], timeout)
+        value = job.fn(rank, *job.args)
+        error = f"returned a value ({type(value).__name__}) that cannot be pickled:\n"
+        # In a file, since a queue would pass tensors as shared-memory file descriptors.
+        torch.save(value, job.file("partial", rank))
+        _flush()
+        job.file("partial", rank).rename(job.file("value", rank))
+        # Exiting now would close connections that other ranks may still be setting up or using.
+        os.read(job.release_read, 1)
+        os._exit(0)
+    except BaseException:
+        job.file("error", rank).write_text(error + traceback.format_exc())
+    finally:
+        _flush()
+        os._exit(1)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+
+
+def _pid(process: BaseProcess) -> int:
+    assert process.pid is not None  # it was started
+    return process.pid
+
+
+def _exit_info(process: BaseProcess) -> os.waitid_result | None:
+    # Without reaping, so that the pid (and group id) cannot be reused before it is killed.
+    return os.waitid(os.P_PID, _pid(process), os.WEXITED | os.WNOHANG | os.WNOWAIT)
+
+
+def _watch(job: _Job, processes: Sequence[BaseProcess], timeout: float) -> dict[int, str]:
+    """Wait until all ranks have returned; otherwise report the ranks that have not."""
+    reports: dict[int, str] = {}
+    running = dict(enumerate(processes))
+    late = f"had not finished after {timeout:g} s; it was here:\n"
+    deadline = time.monotonic() + timeout
+    while running and time.monotonic() < deadline:
+        time.sleep(POLL)
+        for rank, process in list(running.items()):
+            info = _exit_info(process)
+            if info is not None:
+                if not reports:
+                    late = f"was still running {GRACE:g} s after the first failure, here:\n"
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                reports[rank] = _describe_exit(job, rank, info)
+            if info is not None or job.file("value", rank).exists():
+                del running[rank]
+    for process in running.values():
+        os.kill(_pid(process), signal.SIGUSR1)  # dump the stack
+    patience = time.monotonic() + 0.5
+    while time.monotonic() < patience and not all(job.text("stack", rank) for rank in running):
+        time.sleep(POLL)
+    time.sleep(0.02 if running else 0.0)  # a dump that has begun is done within this
+    return reports | {rank: late + _stack(job, rank) for rank in running}
+
+
+def _describe_exit(job: _Job, rank: int, info: os.waitid_result) -> str:
+    if info.si_code != os.CLD_EXITED:
+        return f"died of {signal.Signals(info.si_status).name}\n{_stack(job, rank)}"
+    return job.text("error", rank) or f"exited with status {info.si_status} before it returned"
+
+
+def _stack(job: _Job, rank: int) -> str:
+    """Return the dumped stack without the frames below ``_run_rank``, which are the parent's."""
+    lines, inside = [], True
+    for line in job.text("stack", rank).splitlines():
+        inside = inside or not line.startswith("  File ")
+        if inside and not line.startswith("Extension modules: "):
+            lines.append(line)
+        inside = inside and not line.endswith(" in _run_rank")
+    return "\n".join(lines)
+
+
+def _load_values(job: _Job) -> list[Any]:
+    values = []
+    for rank in range(job.world_size):
+        try:
+            values.append(torch.load(job.file("value", rank), weights_only=False))
+        except Exception as error:
+            report = f"returned a value that cannot be unpickled:\n{traceback.format_exc()}"
+            raise RanksFailed(job.world_size, {rank: report}) from error
+    return values
+
+
+def _end_processes(job: _Job, processes: Sequence[BaseProcess]) -> None:
+    patience = time.monotonic() + GRACE
+    for rank, process in enumerate(processes):
+        if process.pid is None:  # never started
+            continue
+        # A rank that has returned exits by itself, which lets a coverage tool save its data.
+        while job.file("value", rank).exists() and time.monotonic() < patience:
+            if _exit_info(process) is not None:
+                break
+            time.sleep(POLL)
+        for kill in (os.kill, os.killpg):  # it may have died before it had its own group
+            with suppress(ProcessLookupError):
+                kill(process.pid, signal.SIGKILL)
+    for process in processes:
+        if process.pid is not None:
+            process.join()
+            process.close()

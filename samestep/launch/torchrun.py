@@ -1,0 +1,31 @@
+"""The place that torchrun has given this process, if it has."""
+
+import os
+from typing import NamedTuple
+
+
+class TorchrunRank(NamedTuple):
+    """What torchrun says in the environment; the local numbers count one machine's ranks."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def torchrun_rank() -> TorchrunRank | None:
+    """This process's place among torchrun's ranks; None if torchrun did not start it."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world_size = _number("RANK"), _number("WORLD_SIZE")
+    if rank >= world_size:
+        raise ValueError(f"RANK={rank} in the environment is not below WORLD_SIZE={world_size}")
+    local_rank = _number("LOCAL_RANK", rank)
+    return TorchrunRank(rank, world_size, local_rank, _number("LOCAL_WORLD_SIZE", world_size))
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ValueError(f"{name}={text!r} in the environment is not a whole number")
+    return int(text)

@@ -3,9 +3,9 @@
 import hashlib
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.collectives import from_first, gather_segments, maximum, minimum
 from samestep.comm.groups import RankGroup
 
 
@@ -18,12 +18,13 @@ def require_same_lines(what: str, lines: list[str], group: RankGroup, device: to
 
     A digest is compared first; the lines travel only if digests differ.
     """
+    name = f"comparison of the {what}"
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    digests = [bytes(row.tolist()) for row in _all_rows(mine, group)]
+    digests = [bytes(row.tolist()) for row in _all_rows(name, mine, group)]
     if len(set(digests)) == 1:
         return
-    texts = [text.split("\n") for text in _all_texts("\n".join(lines), group, device)]
+    texts = [text.split("\n") for text in _all_texts(name, "\n".join(lines), group, device)]
     for index in range(max(map(len, texts))):
         entries = [text[index] if index < len(text) else "(nothing)" for text in texts]
         if len(set(entries)) > 1:
@@ -35,17 +36,18 @@ def require_same_lines(what: str, lines: list[str], group: RankGroup, device: to
             )
 
 
-def differing(values: Tensor, group: RankGroup) -> list[int]:
+def differing(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> list[int]:
     """The places of an int64 vector at which ranks have different values."""
-    low, high = values.clone(), values.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN, group=group.handle)
-    dist.all_reduce(high, dist.ReduceOp.MAX, group=group.handle)
-    return torch.nonzero(low != high).flatten().tolist()
+    low = minimum(name, values.clone(), group)
+    high = maximum(name, values.clone(), group)
+    return torch.nonzero(low.wait() != high.wait()).flatten().tolist()
 
 
-def broadcast_from_first(tensor: Tensor, group: RankGroup) -> None:
+def broadcast_from_first(
+    tensor: Tensor, group: RankGroup, name: str = "broadcast of replicas"
+) -> None:
     """Give every rank the values that the first rank of the group has."""
-    dist.broadcast(tensor, src=group.members[0], group=group.handle)
+    from_first(name, tensor, group).wait()
 
 
 def checksum(tensor: Tensor) -> Tensor:
@@ -66,17 +68,16 @@ def checksum(tensor: Tensor) -> Tensor:
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _all_rows(row: Tensor, group: RankGroup) -> list[Tensor]:
-    rows = [torch.empty_like(row) for _ in range(group.size)]
-    dist.all_gather(rows, row, group=group.handle)
-    return rows
+def _all_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
+    sizes = [row.numel()] * group.size
+    return list(gather_segments(name, row, sizes, group).wait().view(group.size, -1))
 
 
-def _all_texts(text: str, group: RankGroup, device: torch.device) -> list[str]:
+def _all_texts(name: str, text: str, group: RankGroup, device: torch.device) -> list[str]:
     encoded = text.encode()
     length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
-    lengths = [int(row) for row in _all_rows(length, group)]
+    lengths = [int(row) for row in _all_rows(name, length, group)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    rows = zip(_all_rows(padded, group), lengths, strict=True)
+    rows = zip(_all_rows(name, padded, group), lengths, strict=True)
     return [bytes(row[:size].tolist()).decode() for row, size in rows]

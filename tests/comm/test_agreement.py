@@ -14,6 +14,7 @@ from samestep.comm.agreement import (
     differing,
     require_same_lines,
 )
+from samestep.comm.groups import RankGroup
 from tests.comm.test_collectives import whole_group
 from tests.ranks import run_forked, run_threaded
 
@@ -185,3 +186,12 @@ def test_broadcast_gives_the_values_of_the_first_rank():
         return tensor.tolist()
 
     assert run_threaded(3, job) == [[1.0, 1.0, 1.0]] * 3
+
+
+def test_one_rank_agrees_with_itself_without_communication():
+    group = RankGroup(None, 0, 1, (0,))
+    require_same_lines("plan", ["a"], group, CPU)
+    assert differing(torch.tensor([1, 2]), group) == []
+    tensor = torch.ones(2)
+    broadcast_from_first(tensor, group)
+    assert tensor.tolist() == [1.0, 1.0]

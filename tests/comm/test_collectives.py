@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 
 from samestep.comm.collectives import (
     CollectiveError,
+    from_first,
     gather_segments,
     maximum,
+    minimum,
     reduce_segments,
-    reduce_whole,
     sum_in_rank_order,
     total,
 )
@@ -73,9 +74,8 @@ def every_collective(rank, world, dtype):
             values = contribution(rank, size, dtype)
             segment = reduce_segments("s", values, sizes, group, ordered=ordered).wait()
             found["segments", *key] = segment, exact[mine]
-            values = contribution(rank, size, dtype)
-            whole = reduce_whole("w", values, group, ordered=ordered).wait()
-            found["whole", *key] = whole, exact
+        whole = total("w", contribution(rank, size, dtype), group).wait()
+        found["whole", make_sizes.__name__, "fast"] = whole, exact
         part = contribution(99, size, dtype)[mine].clone()
         gathered = gather_segments("g", part, sizes, group).wait()
         found["gather", make_sizes.__name__, "exact"] = gathered, contribution(99, size, dtype)
@@ -86,8 +86,7 @@ def every_collective(rank, world, dtype):
     expected = torch.tensor([float(world), float(sum(range(world)))])
     found["total", "", "exact"] = total("t", number, group).wait(), expected
     nothing = torch.zeros(0, dtype=dtype)
-    empty = [reduce_whole("e", nothing, group, ordered=o).wait() for o in (True, False)]
-    found["nothing", "", "exact"] = torch.cat([e.to(dtype) for e in empty]), nothing
+    found["nothing", "", "exact"] = total("e", nothing, group).wait(), nothing
     return found
 
 
@@ -181,6 +180,28 @@ def test_a_failing_launch_names_the_operation():
         return True
 
     assert run_forked(2, job) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_group_of_one_does_not_communicate(dtype):
+    """It has no process group to do so."""
+    group = RankGroup(None, 0, 1, (0,))
+    values = contribution(0, 5, dtype)
+    wide = values.to(torch.promote_types(dtype, torch.float32))
+    result = reduce_segments("s", values, [5], group, ordered=True).wait()
+    assert result.dtype == wide.dtype
+    assert torch.equal(result, wide)
+    assert result.data_ptr() != values.data_ptr()
+    for result in (
+        reduce_segments("s", values, [5], group, ordered=False).wait(),
+        gather_segments("g", values, [5], group).wait(),
+        maximum("m", values, group).wait(),
+        minimum("m", values, group).wait(),
+        total("t", values, group).wait(),
+        from_first("f", values, group).wait(),
+    ):
+        assert result.dtype == dtype
+        assert torch.equal(result, contribution(0, 5, dtype))
 
 
 # --- groups ----------------------------------------------------------------------------------

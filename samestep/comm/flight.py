@@ -1,0 +1,112 @@
+"""A collective with a name, launched, waited for, and explained when it fails."""
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from samestep.comm.roll_call import Answer, RollCall, roll_call
+from samestep.comm.verdict import verdict
+
+if TYPE_CHECKING:
+    from samestep.comm.groups import RankGroup
+
+T = TypeVar("T")
+
+SLICE = timedelta(seconds=0.25)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, never arrived, or sent something else."""
+
+
+class Flight:
+    """A collective in flight.
+
+    Args:
+        name: Of the operation, for whoever reads of its failure.
+        group: The ranks that take part.
+        call: Launches it, without waiting.
+        on_host: Whether the host waits for it. It then looks now and then whether another rank
+            has failed; a GPU's stream waits by itself.
+    """
+
+    def __init__(
+        self, name: str, group: "RankGroup", call: Callable[[], dist.Work | None], *, on_host: bool
+    ) -> None:
+        self._name = name
+        self._group = group
+        self._on_host = on_host
+        self._since = time.monotonic()
+        self._work = attempt(name, group, call)
+
+    def wait(self) -> None:
+        """Wait until it has arrived; raises a CollectiveError that names who is missing."""
+        if self._work is None:
+            return
+        calls = _roll_call(self._group)
+        joined = False
+        try:
+            if self._on_host and calls is not None:
+                joined = _wait_or_join(self._work, calls)
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            _fail(self._name, self._group, error, self._since)
+        if joined:
+            _fail(self._name, self._group, None, self._since)
+
+
+def attempt(
+    name: str, group: "RankGroup", call: Callable[[], T], expected: Sequence[int] | None = None
+) -> T:
+    """What `call` gives; a CollectiveError that names who is missing if it raises.
+
+    `expected` are the places in the group that take part, if not all do.
+    """
+    since = time.monotonic()
+    _roll_call(group)  # so that this process is known to the others before it can fail
+    try:
+        return call()
+    except RuntimeError as error:
+        _fail(name, group, error, since, expected)
+
+
+def _roll_call(group: "RankGroup") -> RollCall | None:
+    return roll_call(group.handle, group.rank)
+
+
+def _wait_or_join(work: dist.Work, calls: RollCall) -> bool:
+    """Wait in slices; True if another rank has failed meanwhile."""
+    while not work.is_completed():
+        start = time.monotonic()
+        try:
+            work.wait(SLICE)
+            return False
+        except RuntimeError:
+            if work.is_completed():
+                break
+        if time.monotonic() - start < SLICE.total_seconds() / 2:
+            break  # this backend does not wait for a limited time
+        if calls.has_begun():
+            return True
+    work.wait()  # gives the work's own error, if it has one
+    return False
+
+
+def _fail(
+    name: str,
+    group: "RankGroup",
+    error: RuntimeError | None,
+    since: float,
+    expected: Sequence[int] | None = None,
+) -> NoReturn:
+    calls = _roll_call(group)
+    if calls is None:
+        raise CollectiveError(f"{name} failed: {error}") from error
+    line = None if error is None else str(error).strip().split("\n")[0]
+    attendance = calls.hold(Answer(name, line), since, expected or range(group.size))
+    text = verdict(attendance, group.rank, group.members)
+    raise CollectiveError(f"{name} failed: {text}") from error

@@ -1,0 +1,81 @@
+"""Presence: which parameters have a gradient on any rank, and whether any rank has a problem.
+
+One integer all-reduce of the largest value carries both.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.comm.collectives import maximum
+from samestep.comm.groups import RankGroup
+
+
+class Problem(NamedTuple):
+    """Why a rank cannot take the step: its error, and the parameter it is about, if it is one."""
+
+    error: Exception
+    param: int | None = None
+
+
+class RankProblemError(RuntimeError):
+    """Another rank could not take the step, so no rank takes it."""
+
+
+class PresenceAgreement:
+    """The answers of all ranks, step after step."""
+
+    def __init__(self, names: Sequence[str], group: RankGroup, device: torch.device) -> None:
+        self._names = names
+        self._group = group
+        self._device = device
+        self._last: tuple[Tensor, torch.cuda.Event] | None = None  # a verdict on its way
+
+    def agree(self, here: Sequence[bool], problem: Problem | None) -> list[bool | Tensor]:
+        """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
+
+        Raises on every rank if any rank has a problem. The host never waits for a GPU: what is
+        present here is present anywhere, the rest stays on the device, and another rank's
+        problem is read at the next step.
+        """
+        if self._last is not None:
+            verdict, arrived = self._last
+            arrived.synchronize()  # of a step ago
+            self._raise_for(int(verdict))
+        code = 0
+        if problem is not None:
+            code = (self._group.rank + 1) << 32 | (
+                0 if problem.param is None else problem.param + 1
+            )
+        on_gpu = self._device.type == "cuda"
+        votes = torch.tensor([*here, code], dtype=torch.int64, pin_memory=on_gpu)
+        votes = votes.to(self._device, non_blocking=True)
+        anywhere = maximum("presence", votes, self._group).wait()
+        if problem is not None:
+            raise problem.error
+        if self._device.type == "cpu":
+            *present, code = anywhere.tolist()
+            self._raise_for(code)
+            return [bool(value) for value in present]
+        if on_gpu:
+            verdict = torch.empty((), dtype=torch.int64, pin_memory=True)
+            verdict.copy_(anywhere[-1], non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            self._last = verdict, event
+        if all(here):
+            return [True] * len(here)
+        flags = anywhere.bool().unbind()
+        return [known or flag for known, flag in zip(here, flags, strict=False)]
+
+    def _raise_for(self, code: int) -> None:
+        if not code:
+            return
+        rank, param = self._group.members[(code >> 32) - 1], code & 0xFFFFFFFF
+        about = f" because of parameter {self._names[param - 1]!r}" if param else ""
+        raise RankProblemError(
+            f"rank {rank} could not take the step{about}, so no rank took it; its own error says "
+            "why"
+        )

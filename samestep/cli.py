@@ -1,0 +1,112 @@
+"""The command `samestep`: finds the command that was asked for and runs it.
+
+Exit status: 0, it worked; 1, a rank failed; 2, it was asked for what cannot be done; 130, Ctrl-C.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import NamedTuple, TextIO
+
+from samestep.bench.request import BadRequestError
+from samestep.launch import RanksFailed, torchrun_rank
+from samestep.version import __version__
+
+
+class Command(NamedTuple):
+    """What a command is for, and the module with its `Options` and `run(options)`."""
+
+    help: str
+    module: str  # imported when the command runs, since it needs the packages of samestep[cli]
+
+
+GROUPS = {
+    "": "samestep: optimizers that keep every rank in step.",
+    "bench": "Measurements on this machine.",
+}
+COMMANDS = {
+    "bench crossover": Command(
+        "from which size on is sharding a parameter faster than an all-reduce?",
+        "samestep.bench.crossover.command",
+    ),
+}
+EXTRAS = ("matplotlib", "rich", "tyro")  # what samestep[cli] brings and a command may import
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return the exit status."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    asked: list[str] = []
+    while words and not words[0].startswith("-") and " ".join(asked) not in COMMANDS:
+        asked.append(words.pop(0))
+    name = " ".join(asked)
+    try:
+        if name in COMMANDS:
+            return _run(name, words)
+        return _describe(name, words)
+    except ImportError as error:
+        if error.name is None or error.name.partition(".")[0] not in EXTRAS:
+            raise
+        return _fail(2, f'"samestep {name}" needs {error.name}: pip install "samestep[cli]"')
+    except BadRequestError as error:
+        return _fail(2, str(error)) if _speaks() else 2
+    except RanksFailed as error:
+        return _fail(1, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "stopped; nothing was written")
+
+
+def _run(name: str, words: list[str]) -> int:
+    import tyro
+
+    module = import_module(COMMANDS[name].module)
+    run: Callable[[object], None] = module.run
+    try:
+        torchrun_rank()
+    except ValueError as error:
+        raise BadRequestError(str(error)) from error
+    try:
+        options = tyro.cli(
+            module.Options, prog=f"samestep {name}", args=words, console_outputs=_speaks()
+        )
+    except SystemExit as shown:  # help, or an error that tyro has explained
+        return shown.code if isinstance(shown.code, int) else 2
+    run(options)
+    return 0
+
+
+def _describe(name: str, words: list[str]) -> int:
+    """Help on a group of commands; an error if it was not help that was asked for."""
+    if name == "" and words == ["--version"]:
+        return _say(0, f"samestep {__version__}\n", sys.stdout)
+    if name not in GROUPS:
+        known = ", ".join(COMMANDS)
+        return _fail(2, f"there is no command {name!r}; there is: {known}")
+    lines = [GROUPS[name], "", f"usage: samestep {name}{' ' * bool(name)}COMMAND ...", ""]
+    inside = {key: command for key, command in COMMANDS.items() if key.startswith(name)}
+    width = max(map(len, inside))
+    lines += [f"  samestep {key:{width}}  {command.help}" for key, command in inside.items()]
+    lines += ["", "Every command explains its options with --help.", ""]
+    if words in (["--help"], ["-h"]):
+        return _say(0, "\n".join(lines), sys.stdout)
+    if words:
+        return _fail(2, f"unknown option {words[0]!r}; `samestep --help` lists the commands")
+    return _say(2, "\n".join(lines), sys.stderr)
+
+
+def _speaks() -> bool:
+    """Under torchrun one process says for all what is wrong."""
+    try:
+        place = torchrun_rank()
+    except ValueError:
+        return True
+    return place is None or place.rank == 0
+
+
+def _fail(status: int, message: str) -> int:
+    return _say(status, f"error: {message}\n", sys.stderr)
+
+
+def _say(status: int, text: str, stream: TextIO) -> int:
+    stream.write(text)
+    return status

@@ -1,12 +1,14 @@
 """samestep: optimizers that keep every rank in step."""
 
 from samestep import presets
+from samestep.grad_scaler import GradScaler
 from samestep.optimizer import AdamW, Muon, MuonAdamW
 from samestep.rules import Rule, Update, register_rule
 from samestep.version import __version__
 
 __all__ = [
     "AdamW",
+    "GradScaler",
     "Muon",
     "MuonAdamW",
     "Rule",

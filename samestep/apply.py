@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.rules.rule import Rule, Update
+from samestep.rules.rule import Rule
 from samestep.state import MASTER, State, math_dtype
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
 
 Scalars = Mapping[str, Tensor]
-UpdateFunction = Callable[[Rule, Tensor, Tensor, State, Scalars, Mapping[str, Any]], Update]
 
 
 class Operand(NamedTuple):
@@ -27,6 +26,19 @@ class Operand(NamedTuple):
     param: Tensor
     grad: Tensor
     state: State
+    present: Tensor | None = None  # a flag on the device: False leaves all as it is
+    counted: bool = True  # whether this rank answers for it in sums over ranks
+
+
+class Result(NamedTuple):
+    """New values, and the sum of squares of the direction if it was asked for."""
+
+    param: Tensor
+    state: State
+    square: Tensor | None = None  # (), or (B,) for a stack
+
+
+UpdateFunction = Callable[[Rule, Tensor, Tensor, State, Scalars, Mapping[str, Any], bool], Result]
 
 
 def run_rule(
@@ -36,9 +48,19 @@ def run_rule(
     state: State,
     scalars: Scalars,
     options: Mapping[str, Any],
-) -> Update:
+    measure: bool = False,
+) -> Result:
     """Plain `rule.update`; `samestep.compiled` offers the same function compiled."""
-    return rule.update(param, grad, state, scalars, options)
+    new = rule.update(param, grad, state, scalars, options)
+    if not measure:
+        return Result(new.param, new.state)
+    if new.direction is None:
+        raise NotImplementedError(
+            f"rule {rule.name!r} does not tell its direction, so update_rms cannot be measured"
+        )
+    direction = new.direction()
+    dims = (-2, -1) if rule.kind == "matrix" else None
+    return Result(new.param, new.state, direction.square().sum(dim=dims, dtype=torch.float64))
 
 
 def update_elementwise(
@@ -48,9 +70,16 @@ def update_elementwise(
     options: Mapping[str, Any],
     run: UpdateFunction = run_rule,
     only_if: Tensor | None = None,
-) -> None:
-    """Apply an elementwise rule to a parameter in place; if the flag is False, change nothing."""
-    _write(operand, run(rule, *_read(operand), scalars, options), only_if)
+    measure: bool = False,
+) -> Tensor | None:
+    """Apply an elementwise rule to a parameter in place; if the flag is False, change nothing.
+
+    Gives the sum of squares of the direction, (1,), if it is to be measured.
+    """
+    param, grad, state = _read(operand)
+    new = run(rule, param, grad, state, scalars, options, measure)
+    _write(operand, new, only_if)
+    return None if new.square is None else new.square.reshape(1)
 
 
 def update_blocks(
@@ -60,22 +89,28 @@ def update_blocks(
     options: Mapping[str, Any],
     run: UpdateFunction = run_rule,
     only_if: Tensor | None = None,
-) -> None:
-    """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack."""
+    measure: bool = False,
+) -> Tensor | None:
+    """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack.
+
+    Gives the sums of squares of their directions, (B,), if they are to be measured.
+    """
     rows = operands[0].param.shape[0]
-    values = [_read(operand) for operand in operands]
+    params, grads, states = zip(*map(_read, operands), strict=True)
     # (rows, ...) may be a flattened convolution weight: the rule sees (B, rows, cols).
     new = run(
         rule,
-        torch.stack([param.reshape(rows, -1) for param, _, _ in values]),
-        torch.stack([grad.reshape(rows, -1) for _, grad, _ in values]),
-        {key: torch.stack([state[key] for _, _, state in values]) for key in values[0].state},
+        torch.stack([param.reshape(rows, -1) for param in params]),
+        torch.stack([grad.reshape(rows, -1) for grad in grads]),
+        {key: torch.stack([state[key] for state in states]) for key in states[0]},
         scalars,
         options,
+        measure,
     )
     for index, operand in enumerate(operands):
         state = {key: tensor[index] for key, tensor in new.state.items()}
-        _write(operand, Update(new.param[index].reshape(operand.param.shape), state), only_if)
+        _write(operand, Result(new.param[index].reshape(operand.param.shape), state), only_if)
+    return new.square
 
 
 def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
@@ -91,25 +126,27 @@ def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
             yield members[start : start + count]
 
 
-def _read(operand: Operand) -> Operand:
+def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
     """What the rule is given: everything in the math dtype, the master copy for the parameter.
 
     Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
     there the parameter counts.
     """
-    param, grad, state = operand
+    param, grad, state = operand.param, operand.grad, operand.state
     dtype = math_dtype(param)
     value = param.to(dtype)
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
         value = torch.where(master.to(param.dtype) == param, master, value)
     rule_state = {key: tensor for key, tensor in state.items() if key != MASTER}
-    return Operand(value, grad.to(dtype), rule_state)
+    return value, grad.to(dtype), rule_state
 
 
-def _write(operand: Operand, new: Update, only_if: Tensor | None) -> None:
+def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
     """Copy the new values into place; the parameter is rounded from the master copy."""
-    param = operand.param
+    param, present = operand.param, operand.present
+    if present is not None:
+        only_if = present if only_if is None else only_if & present
     pairs = [(param, new.param.to(param.dtype))]
     for key, tensor in operand.state.items():
         value = new.param if key == MASTER else new.state[key]

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.apply import Scalars, run_rule
-from samestep.rules.rule import Rule, Update
+from samestep.apply import Result, Scalars, run_rule
+from samestep.rules.rule import Rule
 from samestep.state import State
 
 
@@ -23,7 +23,7 @@ class CompiledRules:
         if backend not in known:
             raise ValueError(f"compile: torch has no backend {backend!r}; it has {known}")
         self.backend = backend
-        self._graphs: dict[tuple[object, ...], Callable[..., Update]] = {}
+        self._graphs: dict[tuple[object, ...], Callable[..., Result]] = {}
 
     def __call__(
         self,
@@ -33,7 +33,8 @@ class CompiledRules:
         state: State,
         scalars: Scalars,
         options: Mapping[str, Any],
-    ) -> Update:
+        measure: bool = False,
+    ) -> Result:
         """Run `rule.update` compiled."""
         signature = (
             rule.name,
@@ -42,12 +43,15 @@ class CompiledRules:
             param.device,
             tuple(state),
             repr(sorted(options.items())),
+            measure,
         )
         if signature not in self._graphs:
             # torch limits the number of graphs per code object, and a model may have more
             # shapes than that: each signature gets a code object of its own.
-            own = FunctionType(run_rule.__code__.replace(), run_rule.__globals__)
+            own = FunctionType(
+                run_rule.__code__.replace(), run_rule.__globals__, argdefs=run_rule.__defaults__
+            )
             self._graphs[signature] = torch.compile(
                 own, backend=self.backend, dynamic=False, fullgraph=True
             )
-        return self._graphs[signature](rule, param, grad, state, scalars, dict(options))
+        return self._graphs[signature](rule, param, grad, state, scalars, dict(options), measure)

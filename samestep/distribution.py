@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+import torch
 import torch.distributed as dist
 
 from samestep.plan.sharding import OwnerStrategy
@@ -21,21 +22,34 @@ class Distribution:
         zero2 where there are ranks to share with.
     reduction: "ordered" adds gradients in rank order in fp32, so that the result does not
         depend on the layout; "fast" leaves the order to the backend.
+    reduce_dtype: the dtype in which gradients travel; default: that of the parameter.
+    overlap_grad_reduce: reduce inside backward, as buckets become complete.
     grads: "local" gradients are averaged here; "reduced" ones already were, by DDP.
-    process_group: the ranks that hold a replica; default: all.
-    crossover: parameters with fewer elements are updated by every rank.
+    process_group: the ranks that hold a replica; default: all. A group dict may have its own,
+        and a "divisor" beside it.
+    crossover: parameters with fewer elements are updated by every rank. A number, or the
+        receipt that `samestep bench crossover` wrote.
     bucket_size: elements that travel together.
+    waves: parts of a step; the parameters of one travel while the next is computed.
     owners: how Muon's blocks are given to ranks.
+    max_state_ratio: how much more state than the mean a rank may own to balance the work.
+    check_gradients: report a gradient that is not finite, with parameter and rank, before it is
+        averaged with others. Reads every gradient on the host: for finding a fault.
     strict: replicas that differ at construction are an error instead of being mended.
     """
 
     sharding: Sharding = "auto"
     reduction: Reduction = "fast"
+    reduce_dtype: torch.dtype | None = None
+    overlap_grad_reduce: bool = False
     grads: Grads = "local"
     process_group: dist.ProcessGroup | None = None
     crossover: int = 1024
     bucket_size: int = 1 << 24
+    waves: int = 4
     owners: OwnerStrategy = "balanced"
+    max_state_ratio: float | None = None
+    check_gradients: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -48,7 +62,27 @@ class Distribution:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"{key} {value!r} is not supported; choose one of {list(allowed)}")
-        for key in ("crossover", "bucket_size"):
+        for key in ("crossover", "bucket_size", "waves"):
             value = getattr(self, key)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{key} must be a whole number above 0, got {value!r}")
+        for key in ("overlap_grad_reduce", "check_gradients", "strict"):
+            value = getattr(self, key)
+            if type(value) is not bool:
+                raise TypeError(f"{key} must be True or False, got {value!r}")
+        dtype, ratio = self.reduce_dtype, self.max_state_ratio
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"reduce_dtype must be a floating torch.dtype, got {dtype!r}")
+        if ratio is not None and not (isinstance(ratio, int | float) and ratio >= 1):
+            raise ValueError(f"max_state_ratio must be a number from 1 on, got {ratio!r}")
+        if self.grads == "reduced" and (self.overlap_grad_reduce or dtype is not None):
+            raise ValueError(
+                "overlap_grad_reduce and reduce_dtype concern gradients that are averaged here, "
+                'and grads="reduced" says (or a DistributedDataParallel model implies) that they '
+                "already were: leave them out, or unwrap the model"
+            )
+
+    def lines(self) -> list[str]:
+        """What all ranks must have alike, as text."""
+        own = ("process_group",)  # each rank has its handle
+        return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]

@@ -1,17 +1,20 @@
 """Groups, state and plans of an optimizer: everything but the step."""
 
-from collections.abc import Iterable, Mapping
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from samestep.apply import StepScalars, UpdateFunction, run_rule
-from samestep.comm.groups import rank_group
+from samestep.comm.groups import RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
+from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
     blocks_of_group,
@@ -25,12 +28,13 @@ from samestep.param_groups import (
     refuse_repeated,
     rule_of,
 )
+from samestep.placement import Placement
 from samestep.plan.sharding import ParamSpec
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
 from samestep.state import MASTER, initial_state, math_dtype
-from samestep.state_dict import StateDict, load_state
+from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
 Params = (
@@ -38,10 +42,22 @@ Params = (
 )  # a model, parameters, named parameters, or groups
 
 
+class GroupReduction(NamedTuple):
+    """The ranks that hold a group's parameters, and what the sum of their gradients is divided by.
+
+    Experts live on some ranks and see the tokens of more: the divisor is the number of ranks
+    whose losses are averaged. None: the number of ranks that hold them.
+    """
+
+    ranks: RankGroup
+    divisor: float | None = None
+
+
 class GroupOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose groups each follow a rule; `RuleOptimizer` adds the step.
 
     `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
+    `order_of_use` are parameters in the order in which forward uses them, where that is known.
     """
 
     def __init__(
@@ -53,14 +69,20 @@ class GroupOptimizer(torch.optim.Optimizer):
         master_weights: bool,
         compile: bool | str,
         max_grad_norm: float | None,
+        update_rms: bool,
         distribution: Distribution,
+        order_of_use: Iterable[Tensor] = (),
     ) -> None:
         if max_grad_norm is not None:
-            checks.not_negative("max_grad_norm", max_grad_norm)
+            checks.limit("max_grad_norm", max_grad_norm)
+        checks.boolean("update_rms", update_rms)
         self._max_grad_norm = max_grad_norm
+        self._update_rms = update_rms
         self._distribution = distribution
         self._rank_group = rank_group(distribution.process_group)
         self._replicated: list[ReplicatedParameters] = []
+        self._reductions: dict[int, GroupReduction] = {}
+        self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
         self._rule_options = rule_options
         self._master_weights = master_weights
         self._compile = compile
@@ -70,6 +92,11 @@ class GroupOptimizer(torch.optim.Optimizer):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
         self._share(range(len(self.param_groups)))
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self.param_groups[0]["params"][0].device
+        return device
 
     def _check_groups(self) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
@@ -115,8 +142,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if self._rank_group is not None:
             return
-        needs_master = self._master_weights and param.dtype.itemsize < math_dtype(param).itemsize
-        if not state or (needs_master and MASTER not in state):
+        if not state or (self._needs_master(param) and MASTER not in state):
             fresh = initial_state(
                 rule_of(group), param, self._blocks[param], group, self._master_weights
             )
@@ -125,14 +151,33 @@ class GroupOptimizer(torch.optim.Optimizer):
             if tensor.device != param.device:
                 state[key] = tensor.to(param.device)
 
+    def _needs_master(self, param: Tensor) -> bool:
+        return self._master_weights and param.dtype.itemsize < math_dtype(param).itemsize
+
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
         if self._rank_group is None:
             return
-        params, specs = [], []
+        together: dict[GroupReduction, list[int]] = {GroupReduction(self._rank_group): []}
+        for index in indices:
+            reduction = self._reductions.get(index, GroupReduction(self._rank_group))
+            together.setdefault(reduction, []).append(index)
+        rules = [rule_of(group) for group in self.param_groups]
+        planned = []
+        for reduction, alike in together.items():
+            if alike:
+                planned.append(self._planned(reduction, alike))
+        for replicated in planned:  # nothing was made before all were agreed on
+            self.state.update(replicated.make_state(self.param_groups, rules, self._master_weights))
+        self._replicated += planned
+
+    def _planned(self, reduction: GroupReduction, indices: Sequence[int]) -> ReplicatedParameters:
+        """The plan of groups that are reduced alike, compared over the ranks they live on."""
+        members: list[tuple[Tensor, ParamSpec]] = []
         lines = [
             f"master_weights = {self._master_weights}",
             f"max_grad_norm = {self._max_grad_norm}",
+            f"update_rms = {self._update_rms}",
         ]
         for index in indices:
             group = self.param_groups[index]
@@ -141,18 +186,16 @@ class GroupOptimizer(torch.optim.Optimizer):
                 blocks = self._blocks[param]
                 cut = None if blocks is None else tuple(blocks)
                 shape, dtype = tuple(param.shape), str(param.dtype)
-                params.append(param)
-                specs.append(ParamSpec(name, shape, dtype, index, group["rule"], cut))
-        replicated = ReplicatedParameters(
-            params, specs, lines, self._rank_group, self._distribution
+                kept = rule_of(group).state_shapes((64, 64), group).values()
+                per_element = sum(map(prod, kept)) / 64**2 + self._needs_master(param)
+                spec = ParamSpec(name, shape, dtype, index, group["rule"], cut, per_element)
+                members.append((param, spec))
+        last = len(self._place_of_use)
+        members.sort(key=lambda member: self._place_of_use.get(member[0], last))
+        params, specs = zip(*members, strict=True)
+        return ReplicatedParameters(
+            params, specs, lines, reduction.ranks, self._distribution, reduction.divisor
         )
-        self._replicated.append(replicated)
-        for place, (param, spec) in enumerate(zip(params, specs, strict=True)):
-            if param not in self.state:
-                group = self.param_groups[spec.group]
-                self.state[param] = replicated.state_of(
-                    place, rule_of(group), group, self._master_weights
-                )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
@@ -167,19 +210,23 @@ class GroupOptimizer(torch.optim.Optimizer):
         own_keys = {*group, "params", "param_names"}
         group["params"] = listed(group.get("params"), len(self.param_groups))
         refuse_repeated(group, self.param_groups)
+        index = len(self.param_groups)
+        reduction = self._own_reduction(index, group)
         super().add_param_group(group)
-        index = len(self.param_groups) - 1
         for key in self.defaults:
             if key not in own_keys:  # torch fills in every default, of either rule
                 del group[key]
         try:
             self._refuse_unsupported(index, group)
             self._plan(index, group)
+            if reduction is not None:
+                self._reductions[index] = reduction
             if self._replicated:  # a group added later; those of the constructor go together
                 self._share([index])
         except Exception:
             self.param_groups.pop()
             self._planned_options.pop(index, None)
+            self._reductions.pop(index, None)
             for param in group["params"]:
                 self._blocks.pop(param, None)
                 self._made_for.pop(param, None)
@@ -189,6 +236,21 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self.state[param] = initial_state(
                     rule_of(group), param, self._blocks[param], group, self._master_weights
                 )
+
+    def _own_reduction(self, index: int, group: Group) -> GroupReduction | None:
+        """Take a process group and divisor of its own out of a group: they are not saved."""
+        process_group, divisor = group.pop("process_group", None), group.pop("divisor", None)
+        if process_group is None and divisor is None:
+            return None
+        with naming_group(index):
+            if self._rank_group is None:
+                raise ValueError("process_group and divisor need other ranks, and there are none")
+            if divisor is not None:
+                checks.positive("divisor", divisor)
+            if self._distribution.grads == "reduced":
+                raise ValueError('process_group and divisor do nothing with grads="reduced"')
+            own = self._rank_group if process_group is None else registry.of(process_group)
+        return GroupReduction(own, divisor)
 
     def _refuse_unsupported(self, index: int, group: Group) -> None:
         """Only real floating parameters."""
@@ -223,8 +285,27 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Make what runs rules and holds their graphs; loading a state keeps it."""
         self._scalars = StepScalars()
         self._grad_norm: Tensor | None = None
+        self._sizes: UpdateSizes | None = None
+        self._placements: list[Placement] = []
         backend = "inductor" if self._compile is True else self._compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
+
+    def state_dict(self) -> StateDict:
+        """What torch's optimizers give. Of an optimizer on several ranks it is this rank's part.
+
+        Such a part says whose it is, and loads only there.
+        """
+        saved = super().state_dict()
+        part = self._part()
+        return saved if part is None else {**saved, PART: part}
+
+    def _part(self) -> dict[str, Any] | None:
+        """Which part of the whole state this rank has; None: all of it."""
+        if self._rank_group is None:
+            return None
+        text = "\n".join(line for shared in self._replicated for line in shared.plan.lines())
+        plan = hashlib.sha256(text.encode()).hexdigest()
+        return {"rank": self._rank_group.rank, "ranks": self._rank_group.size, "plan": plan}
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load state without changing its dtype; on an error nothing has changed.
@@ -233,6 +314,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         torch.optim.AdamW and torch.optim.Muon for groups of the same rule. Where both sides
         have parameter names, these decide, not the order.
         """
+        check_part(state_dict, self._part())
         load_state(self, super().load_state_dict, state_dict)
         for replicated in self._replicated:
             replicated.mend_replicas()
@@ -247,7 +329,10 @@ class GroupOptimizer(torch.optim.Optimizer):
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
             )
-        mine = ("_rule_options", "_master_weights", "_compile", "_max_grad_norm", "_distribution")
+        mine = (
+            "_rule_options", "_master_weights", "_compile", "_max_grad_norm", "_update_rms",
+            "_distribution",
+        )  # fmt: skip
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -255,6 +340,6 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._reset_derived()
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
             self._reset_runner()
-            self._rank_group, self._replicated = None, []
+            self._rank_group, self._replicated, self._reductions = None, [], {}
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

@@ -1,11 +1,13 @@
 """The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from samestep.bench.crossover import read_crossover
 from samestep.distribution import Distribution
 from samestep.group_optimizer import Params
 from samestep.param_groups import Group, check_pair, own_spelling, unknown_option
@@ -33,11 +35,16 @@ class DistributionOptions(TypedDict, total=False):
 
     sharding: str
     reduction: str
+    reduce_dtype: torch.dtype | None
+    overlap_grad_reduce: bool
     grads: str
     process_group: Any
-    crossover: int
+    crossover: int | str | Path
     bucket_size: int
+    waves: int
     owners: str
+    max_state_ratio: float | None
+    check_gradients: bool
     strict: bool
 
 
@@ -107,7 +114,8 @@ class MuonAdamW(RuleOptimizer):
             predicates; every parameter must be in exactly one.
         master_weights: keep a 32-bit copy of 16-bit parameters and update that.
         max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
-            if it is not finite; `metrics()` has the norm.
+            if it is not finite; `metrics()` has the norm. math.inf: only that check.
+        update_rms: `metrics()` tells the size of the updates.
         compile: run the math through torch.compile (True, or the name of a backend).
     """
 
@@ -121,6 +129,7 @@ class MuonAdamW(RuleOptimizer):
         groups: Iterable[Mapping[str, Any]] | None = None,
         master_weights: bool = False,
         max_grad_norm: float | None = None,
+        update_rms: bool = False,
         compile: bool | str = False,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
@@ -151,6 +160,7 @@ class MuonAdamW(RuleOptimizer):
             if rule.name not in rule_options:
                 shared = {key: given[key] for key in SHARED if key in given}
                 rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
+        order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
         if named is not None:
             params = _routed(named, overrides, groups, rates, rule_options["muon"])
         else:
@@ -170,8 +180,10 @@ class MuonAdamW(RuleOptimizer):
             rule_options,
             master_weights=master_weights,
             max_grad_norm=max_grad_norm,
+            update_rms=update_rms,
             compile=compile,
             distribution=distribution,
+            order_of_use=order_of_use,
         )
 
 
@@ -192,6 +204,7 @@ class Muon(RuleOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
         max_grad_norm: float | None = None,
+        update_rms: bool = False,
         compile: bool | str = False,
         **options: Unpack[MuonOptions],
     ) -> None:
@@ -206,6 +219,7 @@ class Muon(RuleOptimizer):
             {"muon": given},
             master_weights=master_weights,
             max_grad_norm=max_grad_norm,
+            update_rms=update_rms,
             compile=compile,
             distribution=distribution,
         )
@@ -229,6 +243,7 @@ class AdamW(RuleOptimizer):
         maximize: bool = False,
         master_weights: bool = False,
         max_grad_norm: float | None = None,
+        update_rms: bool = False,
         compile: bool | str = False,
         **options: Unpack[DistributionOptions],
     ) -> None:
@@ -246,6 +261,7 @@ class AdamW(RuleOptimizer):
             {"adamw": given},
             master_weights=master_weights,
             max_grad_norm=max_grad_norm,
+            update_rms=update_rms,
             compile=compile,
             distribution=distribution,
         )
@@ -256,6 +272,8 @@ def _split_distribution(params: Params, options: Group) -> tuple[Distribution, G
     mine = {k: options[k] for k in DistributionOptions.__annotations__ if k in options}
     if isinstance(params, nn.parallel.DistributedDataParallel):
         mine.setdefault("grads", "reduced")
+    if isinstance(mine.get("crossover"), str | Path):
+        mine["crossover"] = read_crossover(mine["crossover"])
     return Distribution(**mine), {k: v for k, v in options.items() if k not in mine}
 
 

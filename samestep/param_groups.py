@@ -17,7 +17,7 @@ Group = dict[str, Any]
 LAYOUT_KEYS = {"split_sizes", "flatten"}  # how parameters are cut: no business of the math
 ALWAYS_KNOWN = (
     "lr", "weight_decay", "maximize", "preset", "overrides", "groups", "master_weights", "compile",
-    "max_grad_norm",
+    "max_grad_norm", "update_rms",
 )  # fmt: skip
 
 

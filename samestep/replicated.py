@@ -1,13 +1,11 @@
 """Parameters that every rank holds whole: reduced, updated in parts, and gathered.
 
-    presence -> reduce -> rule -> gather
-
 All ranks run the same collectives with the same sizes, whatever gradients they have and
 whatever they own.
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -15,22 +13,21 @@ import torch
 from torch import Tensor
 
 from samestep.apply import Operand
+from samestep.buffers.reduction import GradientReducer
 from samestep.comm.agreement import broadcast_from_first, checksum, differing, require_same_lines
-from samestep.comm.collectives import (
-    Pending,
-    gather_segments,
-    maximum,
-    reduce_segments,
-    reduce_whole,
-)
+from samestep.comm.collectives import Pending, gather_segments
 from samestep.comm.groups import RankGroup
+from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
+from samestep.layout.blocks import Shape
+from samestep.placement import Placement
+from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, ShardingPlan, plan_sharding
 from samestep.rules.rule import Rule
 from samestep.state import MASTER, State, math_dtype
 
 
-class ReplicatedParameters:
+class ReplicatedParameters(Placement):
     """One plan at work: the parameters of a construction or of one added group."""
 
     def __init__(
@@ -40,37 +37,54 @@ class ReplicatedParameters:
         option_lines: Sequence[str],
         group: RankGroup,
         distribution: Distribution,
+        divisor: float | None = None,
     ) -> None:
         self.params = list(params)
         self.group = group
         self.distribution = distribution
-        self.sharded = distribution.sharding != "none"
         self.plan: ShardingPlan = plan_sharding(
             specs,
             group.size,
-            shard=self.sharded,
+            shard=distribution.sharding != "none",
             crossover=distribution.crossover,
             bucket_elements=distribution.bucket_size,
             owners=distribution.owners,
+            max_size_ratio=distribution.max_state_ratio,
         )
         self.device = self.params[0].device
         strided = [s.name for s, p in zip(specs, params, strict=True) if not p.is_contiguous()]
-        lines = [*self._policy_lines(), *self.plan.lines(), *option_lines]
-        require_same_lines("plan", [*lines, f"not contiguous: {strided}"], group, self.device)
+        elsewhere = [
+            f"{s.name} on {p.device.type}"
+            for s, p in zip(specs, params, strict=True)
+            if p.device != self.device
+        ]
+        lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *option_lines]
+        lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
+        require_same_lines("plan", lines, group, self.device)
         if strided:  # raised by all ranks or by none
             raise ValueError(
                 f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
                 "be shared between ranks: replace its data by .contiguous()"
             )
+        if elsewhere:
+            raise ValueError(
+                f"parameter {elsewhere[0]}, others on {self.device.type}: parameters that ranks "
+                "share must be on one device"
+            )
         self.mend_replicas()
-        self.pieces: dict[int, list[Piece]] = {index: [] for index in range(len(params))}
-        for piece in self.plan.owned(group.rank):
-            self.pieces[piece.param].append(piece)
-
-    def _policy_lines(self) -> list[str]:
-        policy = self.distribution
-        keys = ("sharding", "reduction", "grads", "crossover", "bucket_size", "owners")
-        return [f"{key} = {getattr(policy, key)}" for key in keys]
+        self.reducer = GradientReducer(
+            params, self.plan, group, distribution, group.size if divisor is None else divisor
+        )
+        self.shape = PlacementShape(
+            bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
+            agrees=True,
+            reduces=distribution.grads == "local",
+        )
+        self._presence = PresenceAgreement([spec.name for spec in specs], group, self.device)
+        self._present: list[bool | Tensor] = []
+        self._grads: dict[int, list[Tensor]] = {}
+        self._gathers: dict[int, Pending] = {}
+        self._spans: dict[Piece, _Spans] = {}
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
@@ -88,7 +102,7 @@ class ReplicatedParameters:
         warnings.warn(
             f"replicas differ between ranks and were set to rank {self.group.members[0]}'s: "
             f"{names}{more}",
-            stacklevel=6,
+            stacklevel=7,
         )
         with torch.no_grad():
             for index in different:
@@ -96,160 +110,149 @@ class ReplicatedParameters:
 
     # --- state ---------------------------------------------------------------------------
 
-    def state_of(
-        self, index: int, rule: Rule, options: Mapping[str, Any], master_weights: bool
-    ) -> State:
-        """State of the owned pieces of a parameter: one 1-D tensor per key, piece after piece."""
-        param = self.params[index]
-        dtype = math_dtype(param)
-        shapes = [rule.state_shapes(_shape(piece), options) for piece in self.pieces[index]]
-        state = {
-            key: torch.zeros(sum(prod(s[key]) for s in shapes), dtype=dtype, device=param.device)
-            for key in rule.state_shapes((0, 0), options)
-        }
-        if master_weights and param.dtype.itemsize < dtype.itemsize:
-            size = sum(piece.size for piece in self.pieces[index])
-            state[MASTER] = torch.zeros(size, dtype=dtype, device=param.device)
-        return state
-
-    def operands(
+    def make_state(
         self,
-        index: int,
-        grads: Mapping[Piece, Tensor],
-        rule: Rule,
-        state: State,
-        options: Mapping[str, Any],
-    ) -> list[Operand]:
-        """The owned pieces of a parameter, with views of their gradients and state."""
-        operands = []
-        offsets = dict.fromkeys(state, 0)
-        for piece in self.pieces[index]:
-            shapes = {**rule.state_shapes(_shape(piece), options), MASTER: _shape(piece)}
+        groups: Sequence[Mapping[str, Any]],
+        rules: Sequence[Rule],
+        master_weights: bool,
+    ) -> dict[Tensor, State]:
+        """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
+        sizes: list[dict[str, int]] = []
+        for param, spec in zip(self.params, self.plan.params, strict=True):
+            keys = dict.fromkeys(rules[spec.group].state_shapes((0, 0), groups[spec.group]), 0)
+            if master_weights and param.dtype.itemsize < math_dtype(param).itemsize:
+                keys[MASTER] = 0
+            sizes.append(keys)
+        for piece in self.plan.owned(self.group.rank):
+            index = self.plan.params[piece.param].group
+            shapes = {**rules[index].state_shapes(_shape(piece), groups[index])}
+            shapes[MASTER] = _shape(piece)
+            spans: _Spans = {}
+            for key, start in sizes[piece.param].items():
+                spans[key] = (start, shapes[key])
+                sizes[piece.param][key] = start + prod(shapes[key])
+            self._spans[piece] = spans
+        return {
+            param: {
+                key: torch.zeros(size, dtype=math_dtype(param), device=param.device)
+                for key, size in by_key.items()
+            }
+            for param, by_key in zip(self.params, sizes, strict=True)
+        }
+
+    def owned(self, index: int) -> list[Piece]:
+        """The pieces of a parameter that this rank updates, in the order of their state."""
+        return [piece for piece in self.plan.owned(self.group.rank) if piece.param == index]
+
+    # --- the step, operation by operation ------------------------------------------------
+
+    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+        """No gradient comes any more."""
+        super().begin_step(state, problem)
+        self.reducer.end_round(problem)
+        self.problem = self.reducer.problem
+
+    def finish_step(self) -> None:
+        """Everything was taken and placed."""
+        self.reducer.begin_step()
+
+    def abandon_step(self) -> None:
+        """The step failed on all ranks: forget its gradients."""
+        self._grads.clear()
+        self.reducer.abandon()
+        self.problem = None
+
+    def synchronize(self) -> None:
+        """Reduce what has arrived, and keep this rank's part."""
+        if self.distribution.grads == "local":
+            self.reducer.accumulate()
+
+    def reduce(self, number: int) -> None:
+        """Start a reduction, unless backward has."""
+        self.reducer.launch_through(number)
+        self.problem = self.reducer.problem
+
+    def agree(self, problem: Problem | None) -> None:
+        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+        here = self.reducer.here
+        if self.distribution.grads == "reduced":
+            here = [param.grad is not None for param in self.params]
+        self._present = self._presence.agree(here, problem)
+
+    def average(self, number: int) -> None:
+        """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
+        owned = self._owned(self.plan.buckets[number])
+        if self.distribution.grads == "local":
+            mean = self.reducer.take(number)
+            self._grads[number] = list(torch.split(mean, [piece.size for piece in owned]))
+            return
+        self._grads[number] = []
+        for piece in owned:
+            grad = self.params[piece.param].grad
+            flat = self._view(piece).new_zeros(piece.size) if grad is None else grad.detach()
+            part = flat if grad is None else flat.reshape(-1)[piece.start : piece.stop]
+            self._grads[number].append(part)
+
+    def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
+        """What this rank updates in a bucket, with the index of its group."""
+        bucket = self.plan.buckets[number]
+        counted = not bucket.replicated or self.group.rank == 0
+        for piece, grad in zip(self._owned(bucket), self._grads[number], strict=True):
+            present = self._present[piece.param]
+            if present is False:
+                continue
             views = {}
-            for key, tensor in state.items():
-                size = prod(shapes[key])
-                views[key] = tensor[offsets[key] : offsets[key] + size].view(shapes[key])
-                offsets[key] += size
-            operands.append(Operand(self._view(piece), grads[piece].view(_shape(piece)), views))
-        return operands
+            for key, (start, shape) in self._spans[piece].items():
+                flat = self._state[self.params[piece.param]][key]
+                views[key] = flat[start : start + prod(shape)].view(shape)
+            flag = present if isinstance(present, Tensor) else None
+            gradient = grad.view(_shape(piece))
+            operand = Operand(self._view(piece), gradient, views, flag, counted)
+            yield self.plan.params[piece.param].group, operand
+
+    def drop_gradients(self, number: int) -> None:
+        """They are not needed any longer."""
+        del self._grads[number]
+
+    def gather(self, number: int) -> None:
+        """Start sending the updated pieces of a bucket to everyone."""
+        bucket = self.plan.buckets[number]
+        if bucket.replicated:
+            return
+        mine = [self._view(piece).reshape(-1) for piece in bucket.segments[self.group.rank]]
+        empty = torch.zeros(0, dtype=self.params[bucket.params[0]].dtype, device=self.device)
+        segment = torch.cat([*mine, empty])
+        name = f"gather of bucket {number}"
+        self._gathers[number] = gather_segments(name, segment, bucket.segment_sizes, self.group)
+
+    def place(self, number: int) -> None:
+        """Copy what the others updated into place."""
+        if number not in self._gathers:
+            return
+        segments = self.plan.buckets[number].segments
+        pieces = [(rank, piece) for rank, segment in enumerate(segments) for piece in segment]
+        arrived = self._gathers.pop(number).wait()
+        parts = torch.split(arrived, [piece.size for _, piece in pieces])
+        for (rank, piece), part in zip(pieces, parts, strict=True):
+            if rank != self.group.rank:
+                self._view(piece).copy_(part.view(_shape(piece)))
+
+    def present(self) -> list[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it was present in the last step."""
+        flags = self._present or [False] * len(self.params)
+        return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
+
+    def _owned(self, bucket: Bucket) -> tuple[Piece, ...]:
+        return bucket.segments[0 if bucket.replicated else self.group.rank]
 
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
         flat = self.params[piece.param].detach().view(-1)
         return flat[piece.start : piece.stop].view(_shape(piece))
 
-    # --- the step ------------------------------------------------------------------------
 
-    def agree_on_presence(self) -> list[bool]:
-        """Per parameter: does any rank have a gradient? One integer all-reduce.
-
-        The host reads the answer only if it does not know it: what is present here is present.
-        """
-        here = [param.grad is not None for param in self.params]
-        mask = torch.tensor(here, dtype=torch.int32, device=self.device)
-        anywhere = maximum("presence", mask, self.group).wait()
-        return here if all(here) else [bool(value) for value in anywhere.tolist()]
-
-    def launch_reductions(self) -> list[Pending | None]:
-        """Start reducing every bucket; under zero2 each gradient is freed once it is packed."""
-        pending: list[Pending | None] = []
-        left = [
-            sum(i in bucket.params for bucket in self.plan.buckets) for i in range(len(self.params))
-        ]
-        for number, bucket in enumerate(self.plan.buckets):
-            if self.distribution.grads == "reduced":
-                pending.append(None)
-                continue
-            buffer = self._packed(bucket)
-            ordered = self.distribution.reduction == "ordered"
-            name = f"reduction of bucket {number} ({self.plan.params[bucket.params[0]].name}, ...)"
-            if bucket.replicated:
-                pending.append(reduce_whole(name, buffer, self.group, ordered=ordered))
-            else:
-                pending.append(
-                    reduce_segments(name, buffer, bucket.segment_sizes, self.group, ordered=ordered)
-                )
-            for index in bucket.params:
-                left[index] -= 1
-                if left[index] == 0 and self.distribution.sharding in ("auto", "zero2"):
-                    self.params[index].grad = None
-        return pending
-
-    def _packed(self, bucket: Bucket) -> Tensor:
-        """The local gradients in the order of the segments; zeros where there is none."""
-        parts = []
-        for segment in bucket.segments:
-            for piece in segment:
-                grad = self.params[piece.param].grad
-                if grad is None:
-                    parts.append(self.params[piece.param].new_zeros(piece.size))
-                else:
-                    parts.append(grad.detach().reshape(-1)[piece.start : piece.stop])
-        return torch.cat(parts)
-
-    def averaged(self, bucket: Bucket, pending: Pending | None) -> dict[Piece, Tensor]:
-        """The mean gradient of each piece that this rank owns in the bucket, in fp32 or wider."""
-        owned = bucket.segments[0 if bucket.replicated else self.group.rank]
-        if pending is None:
-            grads = [self.params[piece.param].grad for piece in owned]
-            return {
-                piece: self._view(piece).new_zeros(piece.size)
-                if grad is None
-                else grad.detach().reshape(-1)[piece.start : piece.stop]
-                for piece, grad in zip(owned, grads, strict=True)
-            }
-        total = pending.wait()
-        total = total.to(torch.promote_types(total.dtype, torch.float32)).div_(self.group.size)
-        parts = torch.split(total, [piece.size for piece in owned])
-        return dict(zip(owned, parts, strict=True))
-
-    def launch_gather(self, number: int) -> Pending | None:
-        """Start sending the updated pieces of a bucket to everyone."""
-        bucket = self.plan.buckets[number]
-        if bucket.replicated:
-            return None
-        mine = [self._view(piece).reshape(-1) for piece in bucket.segments[self.group.rank]]
-        empty = torch.zeros(0, dtype=self.params[bucket.params[0]].dtype, device=self.device)
-        return gather_segments(
-            f"gather of bucket {number}",
-            torch.cat([*mine, empty]),
-            bucket.segment_sizes,
-            self.group,
-        )
-
-    def run_reductions(self) -> dict[Piece, Tensor]:
-        """Reduce all buckets and give the mean gradient of every owned piece."""
-        launched = self.launch_reductions()
-        grads: dict[Piece, Tensor] = {}
-        for bucket, pending in zip(self.plan.buckets, launched, strict=True):
-            grads.update(self.averaged(bucket, pending))
-        return grads
-
-    def counted(self, grads: Mapping[Piece, Tensor], present: Sequence[bool]) -> list[Tensor]:
-        """The gradients this rank adds to the norm: its own pieces; shared ones are rank 0's."""
-        return [
-            grads[piece]
-            for bucket in self.plan.buckets
-            if not bucket.replicated or self.group.rank == 0
-            for piece in bucket.segments[0 if bucket.replicated else self.group.rank]
-            if present[piece.param]
-        ]
-
-    def run_gathers(self) -> None:
-        """Send every updated piece to everyone."""
-        launched = [self.launch_gather(number) for number in range(len(self.plan.buckets))]
-        for number, pending in enumerate(launched):
-            self.finish_gather(number, pending)
-
-    def finish_gather(self, number: int, pending: Pending | None) -> None:
-        """Copy what the others updated into place."""
-        if pending is None:
-            return
-        pieces = [piece for segment in self.plan.buckets[number].segments for piece in segment]
-        parts = torch.split(pending.wait(), [piece.size for piece in pieces])
-        for piece, part in zip(pieces, parts, strict=True):
-            self._view(piece).copy_(part.view(_shape(piece)))
+_Spans = dict[str, tuple[int, Shape]]  # per key: where it starts in the 1-D state, its shape
 
 
-def _shape(piece: Piece) -> tuple[int, ...]:
+def _shape(piece: Piece) -> Shape:
     return (piece.size,) if piece.block is None else piece.block.shape

@@ -1,32 +1,42 @@
 """The step of every optimizer here: presence -> reduce -> check, clip -> rule -> gather."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from samestep.apply import Operand, stacks, update_blocks, update_elementwise
-from samestep.comm.collectives import total
+from samestep.comm.collectives import CollectiveError, total
+from samestep.comm.executor import execute
+from samestep.comm.presence import Problem
 from samestep.gradient_norm import clip_factor, square_sum
 from samestep.group_optimizer import GroupOptimizer
-from samestep.param_groups import LAYOUT_KEYS, Group, rule_of
-from samestep.state import block_states
+from samestep.local import LocalParameters
+from samestep.metrics import UpdateSizes, present_counts
+from samestep.param_groups import LAYOUT_KEYS, rule_of
+from samestep.placement import Placement
+from samestep.plan.schedule import (
+    Agree,
+    Average,
+    Clip,
+    Gather,
+    Measure,
+    Place,
+    Reduce,
+    Schedule,
+    Update,
+    step_schedule,
+)
 
 
-class Present(NamedTuple):
-    """A group and the parts of its parameters that this rank updates this step."""
+class Verdict(NamedTuple):
+    """What the norm of a step has decided."""
 
-    group_index: int
-    group: Group
-    operands: list[Operand]
-
-
-class Gradients(NamedTuple):
-    """The gradients of a step: what this rank updates with them, and what it adds to the norm."""
-
-    present: list[Present]
-    counted: list[Tensor]
+    factor: Tensor | None = None  # gradients are multiplied with it
+    only_if: Tensor | None = None  # a flag on the device: False leaves all as it is
+    skip: bool = False
 
 
 class RuleOptimizer(GroupOptimizer):
@@ -45,103 +55,216 @@ class RuleOptimizer(GroupOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_groups()
-        gradients = self._reduced_gradients()
-        only_if = None
-        if self._max_grad_norm is not None:
-            gradients, only_if = self._clipped(gradients, self._max_grad_norm)
-        for present in gradients.present:
-            self._update(present, only_if)
-        for replicated in self._replicated:
-            replicated.run_gathers()
+        self._refuse_torch_scaler()
+        self._run_step()
         return loss
 
-    def _reduced_gradients(self) -> Gradients:
-        """The gradients of this step: local ones, or those of owned pieces averaged over ranks."""
-        operands: dict[int, list[Operand]] = {}
-        counted: list[Tensor] = []
-        if self._rank_group is None:
-            for index, group in enumerate(self.param_groups):
-                operands[index] = [o for p in group["params"] for o in self._operands(p, group)]
-                counted += [operand.grad for operand in operands[index]]
-        for replicated in self._replicated:
-            present = replicated.agree_on_presence()
-            grads = replicated.run_reductions()
-            counted += replicated.counted(grads, present)
-            for index, (param, spec) in enumerate(
-                zip(replicated.params, replicated.plan.params, strict=True)
-            ):
-                if present[index]:
-                    group = self.param_groups[spec.group]
-                    operands.setdefault(spec.group, []).extend(
-                        replicated.operands(index, grads, rule_of(group), self.state[param], group)
-                    )
-        present_groups = [Present(i, self.param_groups[i], o) for i, o in operands.items() if o]
-        return Gradients(present_groups, counted)
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients are averaged over ranks inside the step."""
+        return self._rank_group is not None and self._distribution.grads == "local"
 
-    def _clipped(self, gradients: Gradients, limit: float) -> tuple[Gradients, Tensor | None]:
-        """Gradients scaled to the norm `limit`, and a flag that is False if any is not finite.
+    @torch.no_grad()
+    def scaled_step(self, inverse_scale: Tensor) -> Tensor:
+        """The step of a GradScaler: (), whether the gradients of all ranks were finite."""
+        self._run_step(inverse_scale)
+        assert self._grad_norm is not None
+        return self._grad_norm.isfinite()
 
-        On CPU the step is skipped right here; elsewhere the flag stays on the device, so that
+    def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+        """One step; `inverse_scale` undoes the scale of a GradScaler."""
+        self._inverse_scale = inverse_scale
+        self._verdict = Verdict()
+        self._sizes = UpdateSizes(len(self.param_groups)) if self._update_rms else None
+        problem = self._find_problem()
+        self._placements = [*self._replicated] or [LocalParameters(self.param_groups, self._blocks)]
+        for placement in self._placements:
+            placement.begin_step(self.state, problem)
+        try:
+            execute(
+                self._schedule(),
+                {
+                    Reduce: lambda op: self._placement(op).reduce(op.bucket.bucket),
+                    Agree: self._agree,
+                    Average: lambda op: self._placement(op).average(op.bucket.bucket),
+                    Clip: self._clip,
+                    Update: self._update,
+                    Gather: lambda op: self._placement(op).gather(op.bucket.bucket),
+                    Place: lambda op: self._placement(op).place(op.bucket.bucket),
+                    Measure: self._measure,
+                },
+            )
+        except CollectiveError:
+            raise  # ranks are gone: there is nobody to start afresh with
+        except BaseException:
+            for placement in self._placements:
+                placement.abandon_step()
+            raise
+        for placement in self._placements:
+            placement.finish_step()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch's GradScaler, which then hands over its scale instead of unscaling."""
+        return self.averages_gradients
+
+    def _refuse_torch_scaler(self) -> None:
+        handed_over = [self.__dict__.pop(key, None) for key in ("grad_scale", "found_inf")]
+        if any(value is not None for value in handed_over):
+            raise RuntimeError(
+                "torch.amp.GradScaler looks at each rank's own gradients, so that its scale would "
+                "differ between ranks: use samestep.GradScaler, which takes the same arguments"
+            )
+
+    def _schedule(self) -> Schedule:
+        return step_schedule(
+            [placement.shape for placement in self._placements],
+            waves=self._distribution.waves,
+            clip=self._max_grad_norm is not None or self._inverse_scale is not None,
+            measure=self._sizes is not None,
+        )
+
+    def _placement(self, operation: Reduce | Average | Gather | Place) -> Placement:
+        return self._placements[operation.bucket.placement]
+
+    def _find_problem(self) -> Problem | None:
+        """What keeps this rank from the step: an error here, or something to tell all ranks."""
+        try:
+            self._check_groups()
+        except Exception as error:
+            if self._rank_group is None:
+                raise
+            return Problem(error)
+        return None
+
+    def _agree(self, operation: Agree) -> None:
+        """Presence, and the problems of any placement: the first one reaches every rank."""
+        own = self._placements[operation.placement]
+        problems = [placement.problem for placement in self._placements]
+        other = next((Problem(p.error) for p in problems if p is not None), None)
+        own.agree(own.problem or other)
+
+    def _clip(self, _: Clip) -> None:
+        """Decide by the joint norm: how gradients are scaled, and whether the step is skipped.
+
+        On CPU the step is skipped right here; elsewhere a flag stays on the device, so that
         nothing waits for it.
         """
-        square = square_sum(gradients.counted)
+        counted = [operand.grad for _, operand in self._operands() if operand.counted]
+        square = square_sum(counted)
         if self._rank_group is not None:
-            device = self._replicated[0].device
-            own = torch.zeros((), dtype=torch.float64, device=device) if square is None else square
+            own = torch.zeros((), dtype=torch.float64, device=self._device)
+            own = own if square is None else square
             square = total("gradient norm", own.reshape(1), self._rank_group).wait()[0]
         if square is None:
-            return gradients, None
-        norm = self._grad_norm = square.sqrt()
-        on_host = norm.device.type == "cpu"
-        if on_host and not norm.isfinite():
-            return Gradients([], []), None
-        factor = clip_factor(norm, limit)
-        scaled = []
-        for present in gradients.present:
-            operands = [o._replace(grad=o.grad * factor.to(o.grad)) for o in present.operands]
-            scaled.append(present._replace(operands=operands))
-        return Gradients(scaled, []), None if on_host else norm.isfinite()
+            return
+        norm = square.sqrt()
+        scale = self._inverse_scale
+        if scale is not None:
+            norm = norm * scale.to(norm)
+        self._grad_norm = norm
+        factor = None if scale is None else scale.to(norm)
+        if self._max_grad_norm is not None:
+            clip = clip_factor(norm, self._max_grad_norm)
+            factor = clip if factor is None else factor * clip
+        if norm.device.type == "cpu":
+            unchanged = factor is not None and float(factor) == 1.0
+            skip = not norm.isfinite()
+            self._verdict = Verdict(factor=None if unchanged else factor, skip=skip)
+        else:
+            self._verdict = Verdict(factor=factor, only_if=norm.isfinite())
 
-    def _update(self, present: Present, only_if: Tensor | None) -> None:
+    def _operands(self) -> Iterator[tuple[int, Operand]]:
+        """Everything this rank updates in this step."""
+        for placement in self._placements:
+            for bucket in range(len(placement.shape.bucket_sizes)):
+                yield from placement.operands(bucket)
+
+    def _update(self, operation: Update) -> None:
+        """Run the rules on a wave, group by group."""
+        by_group: dict[int, list[Operand]] = {}
+        for placement, bucket in operation.buckets:
+            for index, operand in self._placements[placement].operands(bucket):
+                by_group.setdefault(index, []).append(operand)
+            self._placements[placement].drop_gradients(bucket)
+        if not self._verdict.skip:
+            for index, operands in by_group.items():
+                self._update_group(index, operands)
+
+    def _update_group(self, index: int, operands: list[Operand]) -> None:
         """Run the group's rule on its present operands, device by device."""
-        index, group, operands = present
+        group = self.param_groups[index]
         rule = rule_of(group)
         keys = rule.defaults.keys() - rule.schedulable - LAYOUT_KEYS
         options = {key: group[key] for key in sorted(keys)}
+        factor, only_if, _ = self._verdict
         by_device: dict[torch.device, list[Operand]] = {}
         for operand in operands:
+            if factor is not None:
+                operand = operand._replace(grad=operand.grad * factor.to(operand.grad))
             if group["maximize"]:
                 operand = operand._replace(grad=-operand.grad)
             by_device.setdefault(operand.param.device, []).append(operand)
         for device, members in by_device.items():
             scalars = self._scalars.refill(index, device, rule.scalars(group))
+            arguments = scalars, options, self._run, only_if, self._sizes is not None
             if rule.kind == "matrix":
                 for stack in stacks(members):
-                    update_blocks(rule, stack, scalars, options, self._run, only_if)
+                    self._count(index, stack, update_blocks(rule, stack, *arguments))
             else:
                 for operand in members:
-                    update_elementwise(rule, operand, scalars, options, self._run, only_if)
+                    self._count(index, [operand], update_elementwise(rule, operand, *arguments))
 
-    def _operands(self, param: Tensor, group: Group) -> list[Operand]:
-        """The parameter's blocks, or the whole of it, with views of gradient and state."""
-        grad, state, blocks = param.grad, self.state[param], self._blocks[param]
-        if grad is None:
-            return []
-        if blocks is None:
-            if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
-                shapes = rule_of(group).state_shapes((1,), group)
-                state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
-                param, grad = param.view(1), grad.view(1)
-            return [Operand(param, grad, state)]
-        states = block_states(rule_of(group), state, blocks, group)
-        pairs = zip(blocks, states, strict=True)
-        return [Operand(block.view(param), block.view(grad), view) for block, view in pairs]
+    def _count(self, index: int, operands: list[Operand], squares: Tensor | None) -> None:
+        if self._sizes is not None and squares is not None:
+            self._sizes.add(index, operands, squares)
+
+    def _measure(self, _: Measure) -> None:
+        assert self._sizes is not None
+        self._sizes.combine(self._rank_group, self._device)
 
     def metrics(self) -> dict[str, Tensor]:
         """Numbers of the last step, as tensors that nobody has waited for.
 
-        grad_norm: the joint norm before clipping, where `max_grad_norm` is set. A step whose
-        norm is not finite has changed nothing.
+        grad_norm: (), the joint norm of the averaged gradients before clipping, where
+            `max_grad_norm` or a GradScaler is in use. If it is not finite, the step has changed
+            nothing.
+        present: (groups,), how many parameters of each group had a gradient on any rank.
+        update_rms: (groups,), sqrt(mean(u^2)) of what the learning rate was multiplied with, over
+            all ranks, where `update_rms=True`. NaN for a group without gradients.
         """
-        return {} if self._grad_norm is None else {"grad_norm": self._grad_norm}
+        found = {}
+        if self._grad_norm is not None:
+            found["grad_norm"] = self._grad_norm
+        flags = [flag for placement in self._placements for flag in placement.present()]
+        found["present"] = present_counts(len(self.param_groups), flags)
+        rms = None if self._sizes is None else self._sizes.rms()
+        return found if rms is None else {**found, "update_rms": rms}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local: for all micro-batches of a step but the last.
+
+        With `overlap_grad_reduce` a backward pass outside of it reduces; gradients that were
+        accumulated inside are part of that.
+        """
+        self._pause_reductions(True)
+        try:
+            yield
+        finally:
+            self._pause_reductions(False)
+
+    def _pause_reductions(self, paused: bool) -> None:
+        for replicated in self._replicated:
+            replicated.reducer.paused = paused
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Reduce the gradients so far, and keep only this rank's part of their sum.
+
+        For accumulating without full gradients: call it on every rank after each micro-batch
+        but the last, of which `step()` takes care. It costs the bytes of a reduction each time.
+        Gradients are then gone from `.grad`. Without other ranks it does nothing.
+        """
+        for replicated in self._replicated:
+            replicated.synchronize()

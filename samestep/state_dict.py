@@ -10,6 +10,7 @@ from samestep.param_groups import Group, complete, decisive_changes, own_spellin
 from samestep.state import MASTER, State
 
 StateDict = dict[str, Any]
+PART = "part"  # in a state dict: which rank's part of a plan it is
 
 
 class _Hidden:
@@ -54,6 +55,32 @@ def load_state(
     finally:
         pre.remove()
         post.remove()
+
+
+def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None) -> None:
+    """Raise unless a state is whole and wanted whole, or is this rank's part of the same plan."""
+    saved = state_dict.get(PART) if isinstance(state_dict, Mapping) else None
+    if saved == mine or not isinstance(state_dict, Mapping):
+        return
+    if saved is None or mine is None or saved["ranks"] != mine["ranks"]:
+        what, wanted = (_whole_or_part(part) for part in (saved, mine))
+        raise ValueError(
+            f"the loaded state is {what}, and {wanted} is needed: every rank loads the file it "
+            "has saved, on as many ranks"
+        )
+    if saved["rank"] != mine["rank"]:
+        raise ValueError(
+            f"the loaded state is that of rank {saved['rank']}, and this is rank {mine['rank']}: "
+            "every rank loads the file it has saved"
+        )
+    raise ValueError(
+        "the loaded state was saved with another plan of who owns what: build the optimizer with "
+        "the same model, sharding, bucket_size, crossover and owners as when it was saved"
+    )
+
+
+def _whole_or_part(part: Mapping[str, Any] | None) -> str:
+    return "that of one process" if part is None else f"one of {part['ranks']} ranks' parts"
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ segments. Segments may differ in length and may be empty.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -27,6 +28,7 @@ class ParamSpec(NamedTuple):
     group: int  # index of its parameter group
     rule: str
     blocks: tuple[Block, ...] | None  # None: an elementwise rule
+    state_per_element: float = 1.0  # tensors of its shape that the rule keeps
 
     @property
     def numel(self) -> int:
@@ -114,30 +116,35 @@ def plan_sharding(
     """Cut `params` (in order of use) into buckets for `ranks` ranks.
 
     Parameters below `crossover` elements are replicated, all of one dtype in one bucket.
-    With `shard=False` everything is.
+    With `shard=False` everything is, in buckets as well.
     """
     order = range(len(params) - 1, -1, -1)
     small = {i for i in order if not shard or ranks == 1 or params[i].numel < crossover}
     owner_of = _block_owners(
         params, [i for i in order if i not in small], ranks, owners, max_size_ratio
     )
+    weights = _slice_weights(params, [i for i in order if i not in small], ranks, owner_of)
     buckets: list[Bucket] = []
+    # Small parameters travel in one collective; whole models do not.
+    limit = bucket_elements if not shard or ranks == 1 else None
     for dtype in dict.fromkeys(params[i].dtype for i in order):
         alike = [i for i in order if params[i].dtype == dtype]
         parts = [
             part
             for i in alike
             if i not in small
-            for part in _owned_parts(i, params[i], ranks, owner_of, bucket_elements)
+            for part in _owned_parts(i, params[i], weights, owner_of, bucket_elements)
         ]
         for part_list in _fill(parts, bucket_elements):
             segments: list[list[Piece]] = [[] for _ in range(ranks)]
             for owner, piece in part_list:
                 segments[owner].append(piece)
             buckets.append(Bucket(dtype, tuple(map(tuple, segments))))
-        shared = [piece for i in alike if i in small for piece in whole_pieces(i, params[i])]
-        if shared:
-            buckets.append(Bucket(dtype, (tuple(shared),), replicated=True))
+        shared = [[(0, p)] for i in alike if i in small for p in whole_pieces(i, params[i])]
+        for part_list in _fill(shared, limit):
+            buckets.append(Bucket(dtype, (tuple(p for _, p in part_list),), replicated=True))
+    # Backward goes from the last parameter to the first: a bucket is complete with its first.
+    buckets.sort(key=lambda bucket: -bucket.params[0])
     return ShardingPlan(tuple(params), ranks, tuple(buckets))
 
 
@@ -171,42 +178,60 @@ def _block_owners(
     return dict(zip(keys, chosen, strict=True))
 
 
+def _slice_weights(
+    params: Sequence[ParamSpec],
+    indices: Sequence[int],
+    ranks: int,
+    owner_of: dict[tuple[int, int], int],
+) -> list[int]:
+    """How much of each sliced parameter a rank gets: so much that all ranks keep equal state.
+
+    Whole blocks are given out by FLOPs, so their state is uneven; slices can be of any size and
+    make up for it.
+    """
+    of_blocks = [0.0] * ranks
+    for (i, j), owner in owner_of.items():
+        of_blocks[owner] += whole_pieces(i, params[i])[j].size * params[i].state_per_element
+    of_slices = sum(
+        params[i].numel * params[i].state_per_element for i in indices if params[i].blocks is None
+    )
+    mean = (sum(of_blocks) + of_slices) / ranks
+    weights = [max(0, round(mean - owned)) for owned in of_blocks]
+    return weights if any(weights) else [1] * ranks
+
+
 def _owned_parts(
     index: int,
     param: ParamSpec,
-    ranks: int,
+    weights: Sequence[int],
     owner_of: dict[tuple[int, int], int],
     bucket_elements: int,
 ) -> list[list[tuple[int, Piece]]]:
-    """What must stay in one bucket: a block with its owner, or a range cut into even slices."""
+    """What must stay in one bucket: a block with its owner, or a range cut by weight."""
     if param.blocks is not None:
         pieces = whole_pieces(index, param)
         return [[(owner_of[index, j], piece)] for j, piece in enumerate(pieces)]
     parts = []
+    shares = list(accumulate(weights, initial=0))
     for start in range(0, param.numel, bucket_elements):
         size = min(bucket_elements, param.numel - start)
-        bounds = [start + size * rank // ranks for rank in range(ranks + 1)]
-        parts.append(
-            [
-                (r, Piece(index, bounds[r], bounds[r + 1]))
-                for r in range(ranks)
-                if bounds[r] < bounds[r + 1]
-            ]
-        )
+        bounds = [start + size * share // shares[-1] for share in shares]
+        slices = enumerate(pairwise(bounds))
+        parts.append([(rank, Piece(index, a, b)) for rank, (a, b) in slices if a < b])
     return parts
 
 
 def _fill(
-    parts: Sequence[list[tuple[int, Piece]]], bucket_elements: int
+    parts: Sequence[list[tuple[int, Piece]]], bucket_elements: int | None
 ) -> list[list[tuple[int, Piece]]]:
     """Parts put into buckets in order; a bucket is closed before it would grow past the limit."""
     buckets: list[list[tuple[int, Piece]]] = []
     room = 0
     for part in parts:
         size = sum(piece.size for _, piece in part)
-        if not buckets or size > room:
+        if not buckets or (bucket_elements is not None and size > room):
             buckets.append([])
-            room = bucket_elements
+            room = bucket_elements or 0
         buckets[-1].extend(part)
         room -= size
     return buckets

@@ -79,4 +79,8 @@ class AdamWRule:
         denominator = second_moment.sqrt().div_(correction2.sqrt()).add_(scalars["eps"])
         step_size = (lr / correction1).to(param.dtype)
         decayed = param * (1 - lr * scalars["weight_decay"])
-        return Update(decayed.addcdiv_(exp_avg * -step_size, denominator), new_state)
+        return Update(
+            decayed.addcdiv_(exp_avg * -step_size, denominator),
+            new_state,
+            lambda: exp_avg / (denominator * correction1),
+        )

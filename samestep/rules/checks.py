@@ -37,6 +37,19 @@ def not_negative(name: str, value: Any) -> None:
         raise ValueError(f"Invalid {name} value: {value}; give a finite number >= 0")
 
 
+def positive(name: str, value: Any) -> None:
+    """A finite number above 0."""
+    number = _number(name, value)
+    if not (math.isfinite(number) and number > 0):
+        raise ValueError(f"Invalid {name} value: {value}; give a finite number > 0")
+
+
+def limit(name: str, value: Any) -> None:
+    """A number that is not negative, or infinity."""
+    if not _number(name, value) >= 0:
+        raise ValueError(f"Invalid {name} value: {value}; give a number >= 0, or math.inf")
+
+
 def fraction(name: str, value: Any) -> None:
     """A number in [0, 1)."""
     if not 0 <= _number(name, value) < 1:

@@ -122,7 +122,8 @@ class MuonRule:
         adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"])
         decay = (adjusted_lr if options["scale_decay"] else lr) * scalars["weight_decay"]
         decayed = decay_weights(param, direction, decay, cautious=options["cautious"])
-        return Update(decayed.addcmul_(direction, -adjusted_lr.to(param.dtype)), new_state)
+        new_param = decayed.addcmul_(direction, -adjusted_lr.to(param.dtype))
+        return Update(new_param, new_state, lambda: direction)
 
 
 def accumulate_momentum(

@@ -6,7 +6,7 @@ runs it may hand it slices, stacks of blocks, or copies on another device, and m
 select between old and new values afterwards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -20,6 +20,8 @@ class Update(NamedTuple):
 
     param: Tensor
     state: dict[str, Tensor]
+    direction: Callable[[], Tensor] | None = None
+    """What is multiplied with the learning rate, before any factor; computed if asked for."""
 
 
 class Rule(Protocol):

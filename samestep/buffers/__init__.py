@@ -1,0 +1,1 @@
+"""Buckets at work: gradients packed, reduced and kept as shards."""

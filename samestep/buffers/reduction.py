@@ -1,0 +1,240 @@
+"""Averaging gradients over ranks, bucket by bucket, in the same order on every rank.
+
+A *round* is what one reduction covers: the gradients since the last one. With overlap, a bucket
+is reduced inside backward once all its gradients have arrived and every bucket before it was
+launched; what never came is launched as zeros when the round ends. So all ranks launch the same
+buckets in the same order, whatever order autograd has and whatever it leaves out.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.comm.collectives import Pending, gather_segments, reduce_segments, total
+from samestep.comm.groups import RankGroup
+from samestep.comm.presence import Problem
+from samestep.distribution import Distribution
+from samestep.plan.sharding import Bucket, ShardingPlan
+
+
+class GradientReducer:
+    """Turns local gradients into this rank's part of their mean.
+
+    `here[i]` tells whether parameter i had a gradient on this rank since the last step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        plan: ShardingPlan,
+        group: RankGroup,
+        distribution: Distribution,
+        divisor: float,
+    ) -> None:
+        self._params = list(params)
+        self._plan = plan
+        self._group = group
+        self._policy = distribution
+        self._divisor = divisor
+        self._frees = distribution.sharding in ("auto", "zero2")
+        self._members = [bucket.params for bucket in plan.buckets]
+        self._first_bucket = [len(plan.buckets)] * len(params)
+        self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
+        for number, members in enumerate(self._members):
+            for index in members:
+                self._first_bucket[index] = min(self._first_bucket[index], number)
+                self._last_bucket[index] = number
+        self._sums: list[Tensor | None] = [None] * len(plan.buckets)  # of the rounds so far
+        self._flying: dict[int, Pending] = {}
+        self._hooked: set[int] = set()
+        self.paused = False
+        self.problem: Problem | None = None
+        self.here = [False] * len(params)
+        self._begin_round()
+
+    # --- one round ---------------------------------------------------------------------------
+
+    def _begin_round(self) -> None:
+        self._next = 0  # the first bucket not yet launched
+        self._taken: dict[int, tuple[int, int] | None] = {}  # gradients packed in this round
+        trainable = {i for i, param in enumerate(self._params) if param.requires_grad}
+        self._awaited = [trainable.intersection(members) for members in self._members]
+        if self._policy.overlap_grad_reduce:
+            for index in sorted(trainable - self._hooked):
+                self._hook(index)
+
+    def _hook(self, index: int) -> None:
+        reducer = weakref.ref(self)  # a dropped optimizer must not go on reducing
+
+        def arrived(_: Tensor) -> None:
+            alive = reducer()
+            if alive is not None and not alive.paused:
+                alive.arrived(index)
+
+        self._params[index].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._hooked.add(index)
+
+    def arrived(self, index: int) -> None:
+        """Backward has finished a gradient: launch what is complete, in order."""
+        if self._first_bucket[index] < self._next:
+            raise RuntimeError(
+                f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
+                "bucket was reduced: run all backward passes of a step but the last inside "
+                "no_sync(), or call synchronize() after each"
+            )
+        for awaited in self._awaited:
+            awaited.discard(index)
+        while self._next < len(self._awaited) and not self._awaited[self._next]:
+            if self._frees:  # one bucket in flight: its buffer goes before the next is made
+                self._land_all()
+            self._launch()
+
+    def launch_through(self, number: int) -> None:
+        """Launch every bucket up to this one that was not launched yet."""
+        while self._next <= number:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
+        number = self._next
+        bucket = self._plan.buckets[number]
+        buffer = self._packed(number)
+        self._next += 1
+        for index in self._members[number]:
+            if self._last_bucket[index] == number:
+                self._take(index)
+        name = f"reduction of bucket {number} ({self._name(self._members[number][0])}, ...)"
+        ordered = self._policy.reduction == "ordered"
+        if bucket.replicated and not ordered:
+            self._flying[number] = total(name, buffer, self._group)
+        else:
+            sizes = self._segment_sizes(bucket)
+            self._flying[number] = reduce_segments(
+                name, buffer, sizes, self._group, ordered=ordered
+            )
+
+    def _take(self, index: int) -> None:
+        param = self._params[index]
+        grad = param.grad
+        self.here[index] |= grad is not None
+        if self._frees:
+            param.grad = grad = None
+        self._taken[index] = None if grad is None else (grad.data_ptr(), grad._version)
+
+    def _packed(self, number: int) -> Tensor:
+        """The local gradients in the order of the segments; zeros where there is none."""
+        bucket = self._plan.buckets[number]
+        like = self._params[self._members[number][0]]
+        buffer = like.new_empty(bucket.size, dtype=self._policy.reduce_dtype or like.dtype)
+        pieces = [piece for segment in bucket.segments for piece in segment]
+        for piece, part in zip(pieces, torch.split(buffer, [p.size for p in pieces]), strict=True):
+            grad = self._params[piece.param].grad
+            if grad is None or self.problem is not None:
+                part.zero_()
+            else:
+                part.copy_(grad.detach().reshape(-1)[piece.start : piece.stop])
+        if self._policy.check_gradients and not buffer.isfinite().all():
+            self._report_not_finite(bucket, buffer)
+        return buffer
+
+    def _report_not_finite(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Remember the culprit, and send zeros in place of the bucket."""
+        for index in bucket.params:
+            grad = self._params[index].grad
+            if grad is not None and not grad.isfinite().all():
+                kind = "NaN" if grad.isnan().any() else "inf"
+                count = int((~grad.isfinite()).sum())
+                message = (
+                    f"the gradient of {self._name(index)!r} on rank {self._rank} has {count} "
+                    f"values that are not finite ({kind}), before it was averaged with those of "
+                    "other ranks"
+                )
+                self.problem = self.problem or Problem(FloatingPointError(message), index)
+        buffer.zero_()
+
+    # --- the end of a round ------------------------------------------------------------------
+
+    def end_round(self, problem: Problem | None) -> None:
+        """No gradient comes any more: see whether this rank can use those it has."""
+        self.problem = self.problem or problem or self._changed_gradient()
+        for index, last in enumerate(self._last_bucket):
+            if last < 0:
+                self._take(index)
+
+    def _changed_gradient(self) -> Problem | None:
+        """A gradient that was set or edited after it was packed would be lost in silence."""
+        for index, taken in self._taken.items():
+            grad = self._params[index].grad
+            found = None if grad is None else (grad.data_ptr(), grad._version)
+            if found is not None and found != taken:
+                message = (
+                    f"the gradient of {self._name(index)!r} was changed on rank {self._rank} after "
+                    "it was reduced inside backward: use max_grad_norm to clip, or build the "
+                    "optimizer with overlap_grad_reduce=False to edit gradients"
+                )
+                return Problem(RuntimeError(message), index)
+        return None
+
+    def accumulate(self) -> None:
+        """End the round before the step does: keep the sums, and free the gradients."""
+        self.end_round(None)
+        self.launch_through(len(self._plan.buckets) - 1)
+        self._land_all()
+        for index in self._taken:
+            self._params[index].grad = None
+        self._begin_round()
+
+    def take(self, number: int) -> Tensor:
+        """Wait for a bucket and give the mean of this rank's segment, in fp32 or wider."""
+        self._land(number)
+        result = self._sums[number]
+        assert result is not None
+        self._sums[number] = None
+        bucket = self._plan.buckets[number]
+        if bucket.replicated and self._policy.reduction == "ordered":
+            # Not sooner: ranks wait for their reductions at different times, and collectives
+            # must be launched in one order.
+            sizes = self._segment_sizes(bucket)
+            result = gather_segments(f"sums of bucket {number}", result, sizes, self._group).wait()
+        return result.div_(self._divisor)
+
+    def _segment_sizes(self, bucket: Bucket) -> list[int]:
+        """Elements each rank adds up; a replicated bucket is spread evenly for that."""
+        if not bucket.replicated:
+            return bucket.segment_sizes
+        bounds = [bucket.size * rank // self._group.size for rank in range(self._group.size + 1)]
+        return [stop - start for start, stop in itertools.pairwise(bounds)]
+
+    def begin_step(self) -> None:
+        """The last step has taken everything: start afresh."""
+        self.here = [False] * len(self._params)
+        self._begin_round()
+
+    def abandon(self) -> None:
+        """The step failed on all ranks: drop what was reduced for it."""
+        self._land_all()
+        self._sums = [None] * len(self._plan.buckets)
+        self.problem = None
+        self.begin_step()
+
+    def _land_all(self) -> None:
+        for number in list(self._flying):
+            self._land(number)
+
+    def _land(self, number: int) -> None:
+        """Wait for a reduction, and add it to the rounds before it."""
+        if number in self._flying:
+            arrived = self._flying.pop(number).wait()
+            arrived = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+            before = self._sums[number]
+            self._sums[number] = arrived if before is None else before.add_(arrived)
+
+    @property
+    def _rank(self) -> int:
+        return self._group.members[self._group.rank]
+
+    def _name(self, index: int) -> str:
+        return self._plan.params[index].name

@@ -1,0 +1,61 @@
+"""What `opt.metrics()` tells of a step, gathered without waiting for the device."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.apply import Operand
+from samestep.comm.collectives import Pending, total
+from samestep.comm.groups import RankGroup
+
+
+class UpdateSizes:
+    """Root mean squares of the directions of a step, per group, over all ranks."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._sums: list[tuple[int, Tensor, Tensor]] = []  # group, squares, elements
+        self._pending: Pending | None = None
+        self._totals: Tensor | None = None
+
+    def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
+        """Count the squares, (B,), of what this rank answers for and what is present."""
+        for operand, square in zip(operands, squares, strict=True):
+            if operand.counted:
+                size = torch.full_like(square, operand.param.numel())
+                if operand.present is not None:
+                    square, size = (torch.where(operand.present, x, 0.0) for x in (square, size))
+                self._sums.append((group, square, size))
+
+    def combine(self, group: RankGroup | None, device: torch.device) -> None:
+        """Start adding up over ranks."""
+        totals = torch.zeros(2, self._groups, dtype=torch.float64, device=device)
+        for index, square, size in self._sums:
+            totals[0, index] += square.to(device)
+            totals[1, index] += size.to(device)
+        self._sums, self._totals = [], totals
+        if group is not None:
+            self._pending = total("update sizes", totals.view(-1), group)
+
+    def rms(self) -> Tensor | None:
+        """(groups,): NaN for a group in which nothing was present."""
+        if self._pending is not None:
+            self._totals, self._pending = self._pending.wait().view(2, -1), None
+        return None if self._totals is None else (self._totals[0] / self._totals[1]).sqrt()
+
+
+def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) -> Tensor:
+    """(groups,): how many parameters of each group have a gradient on any rank."""
+    known, flags = [0] * groups, []
+    for index, flag in present:
+        if isinstance(flag, Tensor):
+            flags.append((index, flag))
+        else:
+            known[index] += flag
+    if not flags:
+        return torch.tensor(known)
+    counts = torch.tensor(known, device=flags[0][1].device)
+    for index, flag in flags:
+        counts[index] += flag
+    return counts

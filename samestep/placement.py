@@ -1,0 +1,53 @@
+"""Where parameters live: what the step asks of every placement."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from samestep.apply import Operand
+from samestep.comm.presence import Problem
+from samestep.plan.schedule import PlacementShape
+from samestep.state import State
+
+
+class Placement:
+    """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing."""
+
+    shape: PlacementShape
+    problem: Problem | None = None  # what keeps this rank from taking the step
+
+    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+        """No gradient comes any more."""
+        self._state = state
+
+    def reduce(self, number: int) -> None:
+        """Start adding up the gradients of a bucket over ranks."""
+
+    def agree(self, problem: Problem | None) -> None:
+        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+
+    def average(self, number: int) -> None:
+        """Wait for the gradients of a bucket."""
+
+    def operands(self, number: int) -> Iterable[tuple[int, Operand]]:
+        """What this rank updates in a bucket, with the index of its group."""
+        raise NotImplementedError
+
+    def drop_gradients(self, number: int) -> None:
+        """The bucket is updated."""
+
+    def gather(self, number: int) -> None:
+        """Start sending what was updated in a bucket."""
+
+    def place(self, number: int) -> None:
+        """Copy what others updated into place."""
+
+    def present(self) -> Iterable[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it was present in the last step."""
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """Everything was taken and placed."""
+
+    def abandon_step(self) -> None:
+        """The step failed on all ranks: forget its gradients."""

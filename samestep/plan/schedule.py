@@ -1,0 +1,114 @@
+"""What a step does, in order, as data: the executor runs it, and anyone may read it.
+
+    Reduce ... Agree ... Average ... Clip   Update Gather Place   Update Gather Place ...
+
+Reductions are started first, all of them (or by backward, where they overlap with it). Updates
+go in waves: while a wave is computed, the parameters of the wave before are on their way.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class BucketId(NamedTuple):
+    """One bucket of one set of parameters that share a plan."""
+
+    placement: int
+    bucket: int
+
+
+class Reduce(NamedTuple):
+    """Start adding up the gradients of a bucket over ranks."""
+
+    bucket: BucketId
+
+
+class Agree(NamedTuple):
+    """Find out which parameters have a gradient on any rank."""
+
+    placement: int
+
+
+class Average(NamedTuple):
+    """Wait for a reduction, and divide."""
+
+    bucket: BucketId
+
+
+class Clip(NamedTuple):
+    """Combine the joint norm of all gradients, and decide by it."""
+
+
+class Update(NamedTuple):
+    """Run the rules on what this rank owns in some buckets: one wave."""
+
+    buckets: tuple[BucketId, ...]
+
+
+class Gather(NamedTuple):
+    """Start sending the updated parts of a bucket to everyone."""
+
+    bucket: BucketId
+
+
+class Place(NamedTuple):
+    """Wait for a gather, and copy what arrived into the parameters."""
+
+    bucket: BucketId
+
+
+class Measure(NamedTuple):
+    """Combine what `metrics()` tells of the updates."""
+
+
+Operation = Reduce | Agree | Average | Clip | Update | Gather | Place | Measure
+Schedule = tuple[Operation, ...]
+
+
+class PlacementShape(NamedTuple):
+    """What a schedule depends on: elements per bucket, and which collectives there are."""
+
+    bucket_sizes: tuple[int, ...]
+    agrees: bool  # on presence, with other ranks
+    reduces: bool
+
+
+def step_schedule(
+    placements: Sequence[PlacementShape], *, waves: int, clip: bool, measure: bool
+) -> Schedule:
+    """The operations of one step over all placements."""
+    buckets = [
+        BucketId(number, bucket)
+        for number, placement in enumerate(placements)
+        for bucket in range(len(placement.bucket_sizes))
+    ]
+    operations: list[Operation] = [Reduce(b) for b in buckets if placements[b.placement].reduces]
+    operations += [Agree(number) for number, placement in enumerate(placements) if placement.agrees]
+    if clip:  # the norm needs every gradient
+        operations += [Average(bucket) for bucket in buckets] + [Clip()]
+    before: tuple[BucketId, ...] = ()
+    for wave in _waves(placements, buckets, waves):
+        operations += [Average(bucket) for bucket in wave if not clip]
+        operations.append(Update(wave))
+        shared = tuple(bucket for bucket in wave if placements[bucket.placement].agrees)
+        operations += [Gather(bucket) for bucket in shared]
+        operations += [Place(bucket) for bucket in before]
+        before = shared
+    if measure:
+        operations.append(Measure())
+    return (*operations, *(Place(bucket) for bucket in before))
+
+
+def _waves(
+    placements: Sequence[PlacementShape], buckets: Sequence[BucketId], waves: int
+) -> list[tuple[BucketId, ...]]:
+    """Neighbouring buckets in at most `waves` runs of about equal size."""
+    total = sum(sum(placement.bucket_sizes) for placement in placements)
+    runs: list[list[BucketId]] = [[] for _ in range(waves)]
+    done = 0
+    for bucket in buckets:
+        size = placements[bucket.placement].bucket_sizes[bucket.bucket]
+        middle = done + size / 2
+        runs[min(waves - 1, int(waves * middle / max(total, 1)))].append(bucket)
+        done += size
+    return [tuple(run) for run in runs if run]

@@ -55,7 +55,9 @@ def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) ->
             known[index] += flag
     if not flags:
         return torch.tensor(known)
-    counts = torch.tensor(known, device=flags[0][1].device)
+    counts = torch.zeros(groups, dtype=torch.int64, device=flags[0][1].device)
+    for index, count in enumerate(known):
+        counts[index] += count
     for index, flag in flags:
         counts[index] += flag
     return counts

@@ -33,7 +33,7 @@ from samestep.plan.sharding import ParamSpec
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
-from samestep.state import MASTER, initial_state, math_dtype
+from samestep.state import MASTER, State, initial_state, math_dtype
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
@@ -167,8 +167,12 @@ class GroupOptimizer(torch.optim.Optimizer):
         for reduction, alike in together.items():
             if alike:
                 planned.append(self._planned(reduction, alike))
-        for replicated in planned:  # nothing was made before all were agreed on
-            self.state.update(replicated.make_state(self.param_groups, rules, self._master_weights))
+        made: dict[Tensor, State] = {}
+        for replicated in planned:  # nothing is made before all are agreed on
+            made |= replicated.make_state(self.param_groups, rules, self._master_weights)
+        for index in sorted(i for alike in together.values() for i in alike):
+            for param in self.param_groups[index]["params"]:
+                self.state[param] = made[param]
         self._replicated += planned
 
     def _planned(self, reduction: GroupReduction, indices: Sequence[int]) -> ReplicatedParameters:

@@ -7,6 +7,7 @@ go in waves: while a wave is computed, the parameters of the wave before are on 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -17,47 +18,55 @@ class BucketId(NamedTuple):
     bucket: int
 
 
-class Reduce(NamedTuple):
+@dataclass(frozen=True)
+class Reduce:
     """Start adding up the gradients of a bucket over ranks."""
 
     bucket: BucketId
 
 
-class Agree(NamedTuple):
+@dataclass(frozen=True)
+class Agree:
     """Find out which parameters have a gradient on any rank."""
 
     placement: int
 
 
-class Average(NamedTuple):
+@dataclass(frozen=True)
+class Average:
     """Wait for a reduction, and divide."""
 
     bucket: BucketId
 
 
-class Clip(NamedTuple):
+@dataclass(frozen=True)
+class Clip:
     """Combine the joint norm of all gradients, and decide by it."""
 
 
-class Update(NamedTuple):
+@dataclass(frozen=True)
+class Update:
     """Run the rules on what this rank owns in some buckets: one wave."""
 
     buckets: tuple[BucketId, ...]
 
 
-class Gather(NamedTuple):
+@dataclass(frozen=True)
+class Gather:
     """Start sending the updated parts of a bucket to everyone."""
 
     bucket: BucketId
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """Wait for a gather, and copy what arrived into the parameters."""
 
     bucket: BucketId
 
 
-class Measure(NamedTuple):
+@dataclass(frozen=True)
+class Measure:
     """Combine what `metrics()` tells of the updates."""
 
 

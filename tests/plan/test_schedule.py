@@ -1,0 +1,101 @@
+"""The schedule of a step: every bucket once, in an order that data and ranks can follow."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.comm.executor import execute
+from samestep.plan.schedule import (
+    Agree,
+    Average,
+    BucketId,
+    Clip,
+    Gather,
+    Measure,
+    Place,
+    PlacementShape,
+    Reduce,
+    Update,
+    step_schedule,
+)
+
+sizes = st.lists(st.integers(0, 50), min_size=1, max_size=12).map(tuple)
+shapes = st.builds(PlacementShape, sizes, st.booleans(), st.booleans())
+schedules = st.tuples(
+    st.lists(shapes, min_size=1, max_size=4), st.integers(1, 6), st.booleans(), st.booleans()
+)
+
+
+def build(case):
+    placements, waves, clip, measure = case
+    return placements, step_schedule(placements, waves=waves, clip=clip, measure=measure)
+
+
+@given(schedules)
+def test_every_bucket_goes_through_every_operation_once_and_in_order(case):
+    placements, schedule = build(case)
+    where = {}
+    for place, operation in enumerate(schedule):
+        keys = getattr(operation, "buckets", [getattr(operation, "bucket", None)])
+        for key in keys:
+            if isinstance(key, BucketId):
+                assert (type(operation), key) not in where
+                where[type(operation), key] = place
+    for number, placement in enumerate(placements):
+        for bucket in range(len(placement.bucket_sizes)):
+            key = BucketId(number, bucket)
+            found = [
+                kind for kind in (Reduce, Average, Update, Gather, Place) if (kind, key) in where
+            ]
+            expected = [Reduce] * placement.reduces + [Average, Update]
+            expected += [Gather, Place] * placement.agrees
+            assert found == expected
+            order = [where[kind, key] for kind in found]
+            assert order == sorted(order)
+
+
+@given(schedules)
+def test_reductions_come_first_in_order_then_presence_then_the_norm(case):
+    placements, schedule = build(case)
+    reduced = [op.bucket for op in schedule if isinstance(op, Reduce)]
+    assert reduced == sorted(reduced)
+    assert list(schedule[: len(reduced)]) == [Reduce(bucket) for bucket in reduced]
+    agreed = [n for n, placement in enumerate(placements) if placement.agrees]
+    after = schedule[len(reduced) : len(reduced) + len(agreed)]
+    assert list(after) == [Agree(number) for number in agreed]
+    if case[2]:
+        norm = schedule.index(Clip())
+        assert all(i < norm for i, op in enumerate(schedule) if isinstance(op, Average))
+        assert all(i > norm for i, op in enumerate(schedule) if isinstance(op, Update))
+    assert schedule.count(Measure()) == case[3]
+
+
+@given(schedules)
+def test_waves_are_few_neighbours_and_travel_while_the_next_is_computed(case):
+    _, schedule = build(case)
+    updates = [op for op in schedule if isinstance(op, Update)]
+    assert 1 <= len(updates) <= case[1]
+    flat = [bucket for update in updates for bucket in update.buckets]
+    assert flat == sorted(flat)
+    for update, following in pairwise(updates):
+        placed = [i for i, op in enumerate(schedule) if isinstance(op, Place)]
+        mine = [i for i in placed if schedule[i].bucket in update.buckets]
+        assert all(i > schedule.index(following) for i in mine)
+
+
+def test_waves_are_about_equal():
+    shape = PlacementShape((10,) * 8, agrees=True, reduces=True)
+    schedule = step_schedule([shape], waves=4, clip=False, measure=False)
+    assert [len(op.buckets) for op in schedule if isinstance(op, Update)] == [2, 2, 2, 2]
+
+
+def test_the_executor_runs_operations_in_order():
+    shape = PlacementShape((10, 20), agrees=True, reduces=True)
+    schedule = step_schedule([shape], waves=2, clip=True, measure=True)
+    seen = []
+    kinds = (Reduce, Agree, Average, Clip, Update, Gather, Place, Measure)
+    execute(schedule, dict.fromkeys(kinds, seen.append))
+    assert tuple(seen) == schedule

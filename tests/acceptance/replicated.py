@@ -34,16 +34,27 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
+class Experts(nn.Module):
+    """Every expert sees every token."""
+
+    def __init__(self, count: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width // 2, width))
+
+    def forward(self, x):
+        return x + (x @ self.weight.transpose(1, 2) @ self.weight).mean(0)
+
+
 class GPT(nn.Module):
     """A GPT without attention: tied head, an odd vocabulary, 3-D experts, a frozen matrix."""
 
     def __init__(self, width: int, layers: int, experts: int = 3, tied: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(8 * width + 5, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
-        self.experts = nn.Parameter(torch.empty(experts, width // 2, width))
         self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.moe = Experts(experts, width)
         self.odd = nn.Linear(width - 1, width // 2 + 3)
         self.scale = nn.Parameter(torch.empty(()))
         self.head = nn.Linear(width, 8 * width + 5, bias=False)
@@ -59,7 +70,7 @@ class GPT(nn.Module):
         x = self.frozen(self.embedding(tokens))
         for layer in self.layers:
             x = layer(x)
-        x = x + (x @ self.experts.transpose(1, 2) @ self.experts).mean(0)
+        x = self.moe(x)
         x = x * self.scale + self.odd(x[..., 1:]).sum(-1, keepdim=True)
         return x if headless else self.head(x)
 
@@ -76,7 +87,7 @@ def build(model, width, **options):
         "variance_beta2": 0.9,
         "overrides": {
             "*.qkv.weight": {"split_sizes": (width, width // 4, width // 4)},
-            "experts": {"rule": "muon"},
+            "moe.weight": {"rule": "muon"},
         },
         "crossover": min(1024, 2 * width),
         "bucket_size": size // 16,

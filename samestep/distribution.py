@@ -45,7 +45,7 @@ class Distribution:
     grads: Grads = "local"
     process_group: dist.ProcessGroup | None = None
     crossover: int = 1024
-    bucket_size: int = 1 << 24
+    bucket_size: int = 25 * (1 << 18)  # 25 MiB in fp32, as DDP
     waves: int = 4
     owners: OwnerStrategy = "balanced"
     max_state_ratio: float | None = None

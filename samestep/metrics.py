@@ -16,7 +16,7 @@ class UpdateSizes:
     def __init__(self, groups: int) -> None:
         self._groups = groups
         self._sums: list[tuple[int, Tensor, Tensor]] = []  # group, squares, elements
-        self._pending: Pending | None = None
+        self._pending: Pending[Tensor] | None = None
         self._totals: Tensor | None = None
 
     def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:

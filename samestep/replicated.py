@@ -79,11 +79,12 @@ class ReplicatedParameters(Placement):
             bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
             agrees=True,
             reduces=distribution.grads == "local",
+            overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
         )
         self._presence = PresenceAgreement([spec.name for spec in specs], group, self.device)
         self._present: list[bool | Tensor] = []
         self._grads: dict[int, list[Tensor]] = {}
-        self._gathers: dict[int, Pending] = {}
+        self._gathers: dict[int, Pending[list[Tensor]]] = {}
         self._spans: dict[Piece, _Spans] = {}
 
     def mend_replicas(self) -> None:
@@ -220,8 +221,9 @@ class ReplicatedParameters(Placement):
         if bucket.replicated:
             return
         mine = [self._view(piece).reshape(-1) for piece in bucket.segments[self.group.rank]]
-        empty = torch.zeros(0, dtype=self.params[bucket.params[0]].dtype, device=self.device)
-        segment = torch.cat([*mine, empty])
+        if not mine:
+            mine = [self.params[bucket.params[0]].new_empty(0)]
+        segment = mine[0] if len(mine) == 1 else torch.cat(mine)
         name = f"gather of bucket {number}"
         self._gathers[number] = gather_segments(name, segment, bucket.segment_sizes, self.group)
 
@@ -229,12 +231,12 @@ class ReplicatedParameters(Placement):
         """Copy what the others updated into place."""
         if number not in self._gathers:
             return
-        segments = self.plan.buckets[number].segments
-        pieces = [(rank, piece) for rank, segment in enumerate(segments) for piece in segment]
         arrived = self._gathers.pop(number).wait()
-        parts = torch.split(arrived, [piece.size for _, piece in pieces])
-        for (rank, piece), part in zip(pieces, parts, strict=True):
-            if rank != self.group.rank:
+        for rank, pieces in enumerate(self.plan.buckets[number].segments):
+            if rank == self.group.rank:
+                continue
+            parts = torch.split(arrived[rank], [piece.size for piece in pieces])
+            for piece, part in zip(pieces, parts, strict=True):
                 self._view(piece).copy_(part.view(_shape(piece)))
 
     def present(self) -> list[tuple[int, bool | Tensor]]:

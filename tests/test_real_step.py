@@ -260,18 +260,17 @@ def test_gradients_travel_in_the_dtype_asked_for(reduction):
                 reduction=reduction, reduce_dtype=reduce_dtype, master_weights=True, crossover=20,
             )  # fmt: skip
             seen = []
-            real = dist.all_to_all_single if reduction == "ordered" else dist.reduce_scatter
-            name = real.__name__
+            real = dist.all_to_all_single
 
             def spy(output, given, *args, real=real, seen=seen, **kwargs):
                 seen.append(output.dtype)
                 return real(output, given, *args, **kwargs)
 
-            setattr(dist, name, spy)
+            dist.all_to_all_single = spy
             for place, param in enumerate(model.parameters()):
                 param.grad = random(param.shape, place, rank).to(dtype)
             opt.step()
-            setattr(dist, name, real)
+            dist.all_to_all_single = real
             assert seen[0] == reduce_dtype
             moments = [opt.state[p]["exp_avg"] for p in model.parameters()]
             pieces = [opt._replicated[0].owned(i) for i in range(len(moments))]
@@ -285,7 +284,7 @@ def test_gradients_travel_in_the_dtype_asked_for(reduction):
         for place, shape in enumerate(shapes):
             grads = [random(shape, place, rank).to(dtype).to(half) for rank in range(2)]
             total = grads[0].float() + grads[1].float()
-            if reduction == "fast":
+            if reduction == "fast" and shape.numel() < 20:  # the backend's all-reduce
                 total = (grads[0] + grads[1]).float()
             expected = (total / 2).reshape(-1)
             for found in results:

@@ -950,7 +950,7 @@ def test_a_rank_that_dies_inside_step_is_an_error_that_names_the_operation(place
     reports = caught.value.reports
     assert reports.keys() == {0, 1, 2}
     assert "SIGKILL" in reports[2]
-    operation = {0: "presence", 1: "presence", -1: "gather of bucket"}[place]
+    operation = {0: "presence", 1: "reduction of bucket", -1: "gather of bucket"}[place]
     for rank in (0, 1):
         assert "CollectiveError: " in reports[rank]
         assert f"{operation}" in reports[rank].split("CollectiveError: ")[1]

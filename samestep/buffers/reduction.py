@@ -13,11 +13,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Pending, gather_segments, reduce_segments, total
+from samestep.comm.collectives import (
+    Pending,
+    exchange_segments,
+    gather_segments,
+    mine_last,
+    reduce_segments,
+    total,
+)
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.distribution import Distribution
-from samestep.plan.sharding import Bucket, ShardingPlan
+from samestep.plan.sharding import Bucket, Piece, ShardingPlan
 
 
 class GradientReducer:
@@ -48,7 +55,7 @@ class GradientReducer:
                 self._first_bucket[index] = min(self._first_bucket[index], number)
                 self._last_bucket[index] = number
         self._sums: list[Tensor | None] = [None] * len(plan.buckets)  # of the rounds so far
-        self._flying: dict[int, Pending] = {}
+        self._flying: dict[int, Pending[Tensor]] = {}
         self._hooked: set[int] = set()
         self.paused = False
         self.problem: Problem | None = None
@@ -90,46 +97,58 @@ class GradientReducer:
         while self._next < len(self._awaited) and not self._awaited[self._next]:
             if self._frees:  # one bucket in flight: its buffer goes before the next is made
                 self._land_all()
-            self._launch()
+            self._launch(frugal=self._frees)
 
     def launch_through(self, number: int) -> None:
         """Launch every bucket up to this one that was not launched yet."""
         while self._next <= number:
             self._launch()
 
-    def _launch(self) -> None:
-        """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
+    def _launch(self, frugal: bool = False) -> None:
+        """Pack and reduce the next bucket; zero2 frees each gradient once it is packed.
+
+        On CPU an exchange is twice as fast as gloo's reduce-scatter, but needs a buffer to
+        receive into: not where memory is what matters.
+        """
         number = self._next
         bucket = self._plan.buckets[number]
-        buffer = self._packed(number)
+        ordered = self._policy.reduction == "ordered"
+        on_cpu = self._params[0].device.type == "cpu"
+        exchange = ordered or (on_cpu and not bucket.replicated and not frugal)
+        buffer = self._packed(number, own_last=exchange and not bucket.replicated)
         self._next += 1
         for index in self._members[number]:
             if self._last_bucket[index] == number:
                 self._take(index)
         name = f"reduction of bucket {number} ({self._name(self._members[number][0])}, ...)"
-        ordered = self._policy.reduction == "ordered"
-        if bucket.replicated and not ordered:
+        sizes = self._segment_sizes(bucket)
+        if exchange:
+            if bucket.replicated:
+                parts = mine_last(torch.split(buffer, sizes), self._group.rank)
+                buffer = torch.cat(parts)
+            self._flying[number] = exchange_segments(name, buffer, sizes, self._group)
+        elif bucket.replicated:
             self._flying[number] = total(name, buffer, self._group)
         else:
-            sizes = self._segment_sizes(bucket)
-            self._flying[number] = reduce_segments(
-                name, buffer, sizes, self._group, ordered=ordered
-            )
+            self._flying[number] = reduce_segments(name, buffer, sizes, self._group)
 
     def _take(self, index: int) -> None:
         param = self._params[index]
-        grad = param.grad
-        self.here[index] |= grad is not None
+        self.here[index] |= param.grad is not None
         if self._frees:
-            param.grad = grad = None
+            param.grad = None
+        grad = param.grad
         self._taken[index] = None if grad is None else (grad.data_ptr(), grad._version)
 
-    def _packed(self, number: int) -> Tensor:
+    def _packed(self, number: int, own_last: bool) -> Tensor:
         """The local gradients in the order of the segments; zeros where there is none."""
         bucket = self._plan.buckets[number]
+        segments: Sequence[tuple[Piece, ...]] = bucket.segments
+        if own_last:
+            segments = mine_last(segments, self._group.rank)
         like = self._params[self._members[number][0]]
         buffer = like.new_empty(bucket.size, dtype=self._policy.reduce_dtype or like.dtype)
-        pieces = [piece for segment in bucket.segments for piece in segment]
+        pieces = [piece for segment in segments for piece in segment]
         for piece, part in zip(pieces, torch.split(buffer, [p.size for p in pieces]), strict=True):
             grad = self._params[piece.param].grad
             if grad is None or self.problem is not None:
@@ -163,6 +182,8 @@ class GradientReducer:
         for index, last in enumerate(self._last_bucket):
             if last < 0:
                 self._take(index)
+            elif index not in self._taken:
+                self.here[index] |= self._params[index].grad is not None
 
     def _changed_gradient(self) -> Problem | None:
         """A gradient that was set or edited after it was packed would be lost in silence."""
@@ -198,7 +219,8 @@ class GradientReducer:
             # Not sooner: ranks wait for their reductions at different times, and collectives
             # must be launched in one order.
             sizes = self._segment_sizes(bucket)
-            result = gather_segments(f"sums of bucket {number}", result, sizes, self._group).wait()
+            name = f"sums of bucket {number}"
+            result = torch.cat(gather_segments(name, result, sizes, self._group).wait())
         return result.div_(self._divisor)
 
     def _segment_sizes(self, bucket: Bucket) -> list[int]:

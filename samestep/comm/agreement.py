@@ -70,7 +70,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _all_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
     sizes = [row.numel()] * group.size
-    return list(gather_segments(name, row, sizes, group).wait().view(group.size, -1))
+    return gather_segments(name, row, sizes, group).wait()
 
 
 def _all_texts(name: str, text: str, group: RankGroup, device: torch.device) -> list[str]:

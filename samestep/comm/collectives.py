@@ -6,6 +6,7 @@ result may be the very tensor that was given.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,18 +16,20 @@ from samestep.comm.flight import CollectiveError as CollectiveError
 from samestep.comm.flight import Flight
 from samestep.comm.groups import RankGroup
 
+T = TypeVar("T")
 
-class Pending:
+
+class Pending(Generic[T]):
     """A collective in flight, or None if nothing travels. `wait()` gives its result, once."""
 
     def __init__(
-        self, flight: Flight | None, buffers: tuple[Tensor, ...], result: Callable[[], Tensor]
+        self, flight: Flight | None, buffers: tuple[Tensor, ...], result: Callable[[], T]
     ) -> None:
         self._flight = flight
         self._buffers: tuple[Tensor, ...] | None = buffers  # not to be freed or reused before
         self._result = result
 
-    def wait(self) -> Tensor:
+    def wait(self) -> T:
         """Wait for the transfer, then give the result."""
         if self._flight is not None:
             self._flight.wait()
@@ -35,30 +38,52 @@ class Pending:
         return result
 
 
-def reduce_segments(
-    name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup, *, ordered: bool
-) -> Pending:
-    """Sum every rank's `buffer`; each rank gets the sum of its own segment.
+def mine_last(segments: Sequence[T], rank: int) -> list[T]:
+    """The order in which `exchange_segments` wants them: the others by rank, then my own."""
+    return [*segments[:rank], *segments[rank + 1 :], segments[rank]]
 
-    `ordered` adds the contributions in rank order, in fp32 or wider, so that the sum does not
-    depend on where a segment lies: all-to-all and a local sum, the bytes of a reduce-scatter.
+
+def exchange_segments(
+    name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup
+) -> Pending[Tensor]:
+    """Sum every rank's segments in rank order, in fp32 or wider; each rank gets its own sum.
+
+    An all-to-all and a local sum: the bytes of a reduce-scatter, and a sum that does not depend
+    on where a segment lies. `buffer` has the segments in the order of `mine_last`.
     """
-    if group.size == 1:
-        alone = sum_in_rank_order(buffer, group) if ordered else buffer
-        return Pending(None, (buffer,), lambda: alone)
     mine = sizes[group.rank]
-    if ordered:
-        received = buffer.new_empty(group.size * mine)
-        flight = _launch(
-            name,
-            group,
-            buffer,
-            lambda: dist.all_to_all_single(
-                received, buffer, [mine] * group.size, list(sizes), group.handle, async_op=True
-            ),
-        )
-        return Pending(flight, (buffer, received), lambda: sum_in_rank_order(received, group))
-    output = buffer.new_empty(mine)
+    to_others = buffer[: buffer.numel() - mine]
+    own = buffer[buffer.numel() - mine :]
+    if group.size == 1:
+        return Pending(None, (buffer,), lambda: sum_in_order([own]))
+    received = buffer.new_empty((group.size - 1) * mine)
+    others = range(group.size)
+    incoming = [0 if rank == group.rank else mine for rank in others]
+    outgoing = [0 if rank == group.rank else sizes[rank] for rank in others]
+    flight = _launch(
+        name,
+        group,
+        buffer,
+        lambda: dist.all_to_all_single(
+            received, to_others, incoming, outgoing, group.handle, async_op=True
+        ),
+    )
+
+    def add_up() -> Tensor:
+        contributions = list(torch.split(received, mine)) if mine else [own] * (group.size - 1)
+        contributions.insert(group.rank, own)
+        return sum_in_order(contributions)
+
+    return Pending(flight, (buffer, received), add_up)
+
+
+def reduce_segments(
+    name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup
+) -> Pending[Tensor]:
+    """Sum every rank's segments as the backend does; each rank gets the sum of its own."""
+    if group.size == 1:
+        return Pending(None, (buffer,), lambda: buffer)
+    output = buffer.new_empty(sizes[group.rank])
     parts = list(torch.split(buffer, list(sizes)))
     flight = _launch(
         name,
@@ -69,11 +94,13 @@ def reduce_segments(
     return Pending(flight, (buffer, output), lambda: output)
 
 
-def gather_segments(name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup) -> Pending:
-    """Give everyone all segments, in rank order, as one buffer."""
+def gather_segments(
+    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup
+) -> Pending[list[Tensor]]:
+    """Give everyone the segments of all ranks."""
     if group.size == 1:
-        return Pending(None, (segment,), lambda: segment)
-    if len(set(sizes)) == 1:
+        return Pending(None, (segment,), lambda: [segment])
+    if len(set(sizes)) == 1 and segment.device.type != "cpu":
         whole = segment.new_empty(sum(sizes))
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         flight = _launch(
@@ -82,10 +109,11 @@ def gather_segments(name: str, segment: Tensor, sizes: Sequence[int], group: Ran
             segment,
             lambda: gather(whole, segment, group=group.handle, async_op=True),
         )
-        return Pending(flight, (segment, whole), lambda: whole)
-    # Unequal lengths: no backend gathers them in one call but as an all-to-all of copies.
-    others = [0 if rank == group.rank else segment.numel() for rank in range(group.size)]
-    copies = segment.repeat(group.size - 1)
+        return Pending(flight, (segment, whole), lambda: list(torch.split(whole, sizes[0])))
+    # No backend gathers unequal lengths in one call but as an all-to-all of copies, and gloo is
+    # faster that way with equal ones too.
+    copies = segment if group.size == 2 else segment.repeat(group.size - 1)
+    outgoing = [0 if rank == group.rank else segment.numel() for rank in range(group.size)]
     incoming = [0 if rank == group.rank else size for rank, size in enumerate(sizes)]
     received = segment.new_empty(sum(incoming))
     flight = _launch(
@@ -93,33 +121,34 @@ def gather_segments(name: str, segment: Tensor, sizes: Sequence[int], group: Ran
         group,
         segment,
         lambda: dist.all_to_all_single(
-            received, copies, incoming, others, group.handle, async_op=True
+            received, copies, incoming, outgoing, group.handle, async_op=True
         ),
     )
 
-    def assemble() -> Tensor:
-        before = sum(incoming[: group.rank])
-        return torch.cat([received[:before], segment, received[before:]])
+    def take_apart() -> list[Tensor]:
+        segments = list(torch.split(received, incoming))
+        segments[group.rank] = segment
+        return segments
 
-    return Pending(flight, (copies, received, segment), assemble)
+    return Pending(flight, (copies, received, segment), take_apart)
 
 
-def maximum(name: str, values: Tensor, group: RankGroup) -> Pending:
+def maximum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The largest value of each element over all ranks."""
     return _all_reduce(name, values, dist.ReduceOp.MAX, group)
 
 
-def minimum(name: str, values: Tensor, group: RankGroup) -> Pending:
+def minimum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The smallest value of each element over all ranks."""
     return _all_reduce(name, values, dist.ReduceOp.MIN, group)
 
 
-def total(name: str, values: Tensor, group: RankGroup) -> Pending:
+def total(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The sum of each element over all ranks."""
     return _all_reduce(name, values, dist.ReduceOp.SUM, group)
 
 
-def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending:
+def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The values that the first rank of the group has, in place."""
     if group.size == 1:
         return Pending(None, (tensor,), lambda: tensor)
@@ -132,19 +161,20 @@ def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending:
     return Pending(flight, (tensor,), lambda: tensor)
 
 
-def sum_in_rank_order(contributions: Tensor, group: RankGroup) -> Tensor:
-    """(size x n,) -> (n,): contributions added one by one, in fp32 or wider."""
-    rows = contributions.view(group.size, -1)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    result = rows[0].to(wide, copy=True)
-    for row in rows[1:]:
-        result += row
+def sum_in_order(contributions: Sequence[Tensor]) -> Tensor:
+    """Add contributions one by one, in fp32 or wider, into a new tensor."""
+    wide = torch.promote_types(contributions[0].dtype, torch.float32)
+    if len(contributions) == 1:
+        return contributions[0].to(wide, copy=True)
+    result = torch.add(contributions[0].to(wide), contributions[1])
+    for contribution in contributions[2:]:
+        result += contribution
     return result
 
 
 def _all_reduce(
     name: str, values: Tensor, op: dist.ReduceOp.RedOpType, group: RankGroup
-) -> Pending:
+) -> Pending[Tensor]:
     if group.size == 1:
         return Pending(None, (values,), lambda: values)
     flight = _launch(

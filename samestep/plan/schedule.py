@@ -1,8 +1,8 @@
 """What a step does, in order, as data: the executor runs it, and anyone may read it.
 
-    Reduce ... Agree ... Average ... Clip   Update Gather Place   Update Gather Place ...
+    Agree ... Reduce ... Average ... Clip   Update Gather Place   Update Gather Place ...
 
-Reductions are started first, all of them (or by backward, where they overlap with it). Updates
+Reductions are all started first (by backward, where they overlap with it). Updates
 go in waves: while a wave is computed, the parameters of the wave before are on their way.
 """
 
@@ -80,6 +80,7 @@ class PlacementShape(NamedTuple):
     bucket_sizes: tuple[int, ...]
     agrees: bool  # on presence, with other ranks
     reduces: bool
+    overlaps: bool = False  # reductions may have begun inside backward
 
 
 def step_schedule(
@@ -91,8 +92,12 @@ def step_schedule(
         for number, placement in enumerate(placements)
         for bucket in range(len(placement.bucket_sizes))
     ]
-    operations: list[Operation] = [Reduce(b) for b in buckets if placements[b.placement].reduces]
-    operations += [Agree(number) for number, placement in enumerate(placements) if placement.agrees]
+    reduce: list[Operation] = [Reduce(b) for b in buckets if placements[b.placement].reduces]
+    agree: list[Operation] = [Agree(n) for n, p in enumerate(placements) if p.agrees]
+    # Presence comes first, so that updates need not wait for the last reduction, but not before
+    # reductions that other ranks have launched already.
+    late = any(placement.overlaps for placement in placements)
+    operations = reduce + agree if late else agree + reduce
     if clip:  # the norm needs every gradient
         operations += [Average(bucket) for bucket in buckets] + [Clip()]
     before: tuple[BucketId, ...] = ()

@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from samestep.comm.collectives import (
     CollectiveError,
+    exchange_segments,
     from_first,
     gather_segments,
     maximum,
+    mine_last,
     minimum,
     reduce_segments,
-    sum_in_rank_order,
+    sum_in_order,
     total,
 )
 from samestep.comm.groups import RankGroup, rank_group
@@ -60,6 +62,14 @@ def even_sizes(world):
 SIZES = [uneven_sizes, all_on_one_rank, even_sizes]
 
 
+def add_segments(name, values, sizes, group, ordered):
+    """Segments in rank order, added in rank order or by the backend."""
+    if not ordered:
+        return reduce_segments(name, values, sizes, group)
+    parts = mine_last(torch.split(values, sizes), group.rank)
+    return exchange_segments(name, torch.cat(parts), sizes, group)
+
+
 def every_collective(rank, world, dtype):
     """Results of each collective for each kind of sizes, with the expected value beside it."""
     group = whole_group()
@@ -72,12 +82,12 @@ def every_collective(rank, world, dtype):
         for ordered in (True, False):
             key = (make_sizes.__name__, "ordered" if ordered else "fast")
             values = contribution(rank, size, dtype)
-            segment = reduce_segments("s", values, sizes, group, ordered=ordered).wait()
+            segment = add_segments("s", values, sizes, group, ordered).wait()
             found["segments", *key] = segment, exact[mine]
         whole = total("w", contribution(rank, size, dtype), group).wait()
         found["whole", make_sizes.__name__, "fast"] = whole, exact
         part = contribution(99, size, dtype)[mine].clone()
-        gathered = gather_segments("g", part, sizes, group).wait()
+        gathered = torch.cat(gather_segments("g", part, sizes, group).wait())
         found["gather", make_sizes.__name__, "exact"] = gathered, contribution(99, size, dtype)
     marks = torch.tensor([rank, -rank, 3, int(rank == world - 1)], dtype=torch.int32)
     largest = torch.tensor([world - 1, 0, 3, 1], dtype=torch.int32)
@@ -132,12 +142,11 @@ def test_the_order_of_a_sum_shows_in_these_values():
 
 def test_16_bit_contributions_are_added_in_32_bits():
     """256 + 1 is 256 in bf16."""
-    rows = torch.tensor([256.0, 1.0, 1.0], dtype=torch.bfloat16)
-    group = RankGroup(None, 0, 3, (0, 1, 2))
-    result = sum_in_rank_order(rows, group)
+    rows = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, 1.0)]
+    result = sum_in_order(rows)
     assert result.dtype == torch.float32
     assert result.tolist() == [258.0]
-    assert rows.tolist() == [256.0, 1.0, 1.0]
+    assert torch.cat(rows).tolist() == [256.0, 1.0, 1.0]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5))
@@ -148,9 +157,9 @@ def test_any_sizes(sizes):
     def job(rank):
         group = whole_group()
         values = contribution(rank, size)
-        part = reduce_segments("r", values, sizes, group, ordered=True).wait()
+        part = add_segments("r", values, sizes, group, ordered=True).wait()
         assert torch.equal(values, contribution(rank, size))  # an input is left as it was
-        return gather_segments("g", part, sizes, group).wait()
+        return torch.cat(gather_segments("g", part, sizes, group).wait())
 
     expected = rank_order_sum(world, size)
     assert all(torch.equal(result, expected) for result in run_threaded(world, job))
@@ -162,7 +171,7 @@ def test_several_in_flight_are_waited_for_in_any_order():
     def job(rank):
         group, sizes = whole_group(), [3, 0, 2]
         launched = [
-            reduce_segments(f"r{i}", torch.full((5,), 10.0**i), sizes, group, ordered=i % 2 == 0)
+            add_segments(f"r{i}", torch.full((5,), 10.0**i), sizes, group, ordered=i % 2 == 0)
             for i in range(6)
         ]
         return [pending.wait() for pending in reversed(launched)]
@@ -176,7 +185,7 @@ def test_a_failing_launch_names_the_operation():
     def job(rank):
         group = whole_group()
         with pytest.raises(CollectiveError, match="the third bucket failed: "):
-            reduce_segments("the third bucket", torch.zeros(3), [1, 1], group, ordered=True).wait()
+            exchange_segments("the third bucket", torch.zeros(3), [1, 1], group).wait()
         return True
 
     assert run_forked(2, job) == [True, True]
@@ -188,13 +197,13 @@ def test_a_group_of_one_does_not_communicate(dtype):
     group = RankGroup(None, 0, 1, (0,))
     values = contribution(0, 5, dtype)
     wide = values.to(torch.promote_types(dtype, torch.float32))
-    result = reduce_segments("s", values, [5], group, ordered=True).wait()
+    result = exchange_segments("s", values, [5], group).wait()
     assert result.dtype == wide.dtype
     assert torch.equal(result, wide)
     assert result.data_ptr() != values.data_ptr()
     for result in (
-        reduce_segments("s", values, [5], group, ordered=False).wait(),
-        gather_segments("g", values, [5], group).wait(),
+        reduce_segments("s", values, [5], group).wait(),
+        *gather_segments("g", values, [5], group).wait(),
         maximum("m", values, group).wait(),
         minimum("m", values, group).wait(),
         total("t", values, group).wait(),
@@ -232,7 +241,7 @@ def test_a_subgroup_works_by_its_own_places():
         if rank == 0:
             return None
         group = rank_group(handle)
-        part = reduce_segments("r", torch.arange(5.0), [1, 4], group, ordered=True).wait()
-        return gather_segments("g", part, [1, 4], group).wait().tolist()
+        part = add_segments("r", torch.arange(5.0), [1, 4], group, ordered=True).wait()
+        return torch.cat(gather_segments("g", part, [1, 4], group).wait()).tolist()
 
     assert run_forked(3, job)[1:] == [[0.0, 2.0, 4.0, 6.0, 8.0]] * 2

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from samestep.comm.collectives import CollectiveError, reduce_segments, total
+from samestep.comm.collectives import CollectiveError, exchange_segments, total
 from samestep.comm.flight import SLICE, Flight
 from samestep.comm.groups import registry
 from tests.ranks import run_forked, run_threaded
@@ -28,7 +28,7 @@ def test_those_who_wait_for_a_rank_that_failed_by_itself_learn_why():
     """Rank 1 cannot even launch; without a word the others would wait for the timeout."""
 
     def bad(group):
-        reduce_segments("bad", torch.zeros(4), [1, 1, 1], group, ordered=True).wait()
+        exchange_segments("bad", torch.zeros(4), [1, 1, 1], group).wait()
 
     def good(group):
         total("good", torch.ones(3), group).wait()

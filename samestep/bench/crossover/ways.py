@@ -6,7 +6,13 @@ import torch
 from torch import Tensor
 
 from samestep.apply import Operand, StepScalars, update_elementwise
-from samestep.comm.collectives import gather_segments, reduce_segments, total
+from samestep.comm.collectives import (
+    exchange_segments,
+    gather_segments,
+    mine_last,
+    reduce_segments,
+    total,
+)
 from samestep.comm.groups import RankGroup
 from samestep.rules import AdamWRule
 from samestep.state import initial_state
@@ -36,19 +42,24 @@ class Way:
     @torch.no_grad()
     def step(self) -> None:
         """Reduce, update, and gather what the others have updated."""
-        buffer = self.grad.clone()  # reductions may write into it
+        buffer = self.grad.clone()  # reductions may write into it, and the optimizer packs too
         if not self.sharded and not self.ordered:
             self._update(total("all-reduce", buffer, self.group).wait())
             return
-        summed = reduce_segments(
-            "reduce-scatter", buffer, self.sizes, self.group, ordered=self.ordered
-        ).wait()
+        if self.ordered or buffer.device.type == "cpu":
+            parts = torch.split(buffer, self.sizes)
+            buffer = torch.cat(mine_last(parts, self.group.rank))
+            summed = exchange_segments("exchange", buffer, self.sizes, self.group).wait()
+        else:
+            summed = reduce_segments("reduce-scatter", buffer, self.sizes, self.group).wait()
         if not self.sharded:
-            self._update(gather_segments("sums", summed, self.sizes, self.group).wait())
+            sums = gather_segments("sums", summed, self.sizes, self.group).wait()
+            self._update(torch.cat(sums))
             return
         self._update(summed)
-        gathered = gather_segments("all-gather", self.own.clone(), self.sizes, self.group)
-        self.param.copy_(gathered.wait())
+        gathered = gather_segments("all-gather", self.own, self.sizes, self.group).wait()
+        for part, arrived in zip(torch.split(self.param, self.sizes), gathered, strict=True):
+            part.copy_(arrived)
 
     def _update(self, summed: Tensor) -> None:
         mean = summed.div_(self.group.size)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.rules.rule import Rule
+from samestep.rules.rule import InPlaceRule, Rule
 from samestep.state import MASTER, State, math_dtype
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
@@ -77,6 +77,11 @@ def update_elementwise(
     Gives the sum of squares of the direction, (1,), if it is to be measured.
     """
     param, grad, state = _read(operand)
+    # Nothing to select or convert afterwards: the rule may write into place by itself.
+    plain = only_if is None and operand.present is None and not measure and run is run_rule
+    if plain and param is operand.param and isinstance(rule, InPlaceRule):
+        rule.update_(param, grad, state, scalars, options)
+        return None
     new = run(rule, param, grad, state, scalars, options, measure)
     _write(operand, new, only_if)
     return None if new.square is None else new.square.reshape(1)

@@ -47,6 +47,9 @@ class GradientReducer:
         self._policy = distribution
         self._divisor = divisor
         self._frees = distribution.sharding in ("auto", "zero2")
+        # On CPU an exchange is twice as fast as gloo's reduce-scatter, but needs a buffer to
+        # receive into. Decided here, since some ranks may launch a bucket later than others.
+        self._frugal = self._frees and distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
@@ -97,24 +100,20 @@ class GradientReducer:
         while self._next < len(self._awaited) and not self._awaited[self._next]:
             if self._frees:  # one bucket in flight: its buffer goes before the next is made
                 self._land_all()
-            self._launch(frugal=self._frees)
+            self._launch()
 
     def launch_through(self, number: int) -> None:
         """Launch every bucket up to this one that was not launched yet."""
         while self._next <= number:
             self._launch()
 
-    def _launch(self, frugal: bool = False) -> None:
-        """Pack and reduce the next bucket; zero2 frees each gradient once it is packed.
-
-        On CPU an exchange is twice as fast as gloo's reduce-scatter, but needs a buffer to
-        receive into: not where memory is what matters.
-        """
+    def _launch(self) -> None:
+        """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
         number = self._next
         bucket = self._plan.buckets[number]
         ordered = self._policy.reduction == "ordered"
         on_cpu = self._params[0].device.type == "cpu"
-        exchange = ordered or (on_cpu and not bucket.replicated and not frugal)
+        exchange = ordered or (on_cpu and not bucket.replicated and not self._frugal)
         buffer = self._packed(number, own_last=exchange and not bucket.replicated)
         self._next += 1
         for index in self._members[number]:
@@ -126,7 +125,9 @@ class GradientReducer:
             if bucket.replicated:
                 parts = mine_last(torch.split(buffer, sizes), self._group.rank)
                 buffer = torch.cat(parts)
-            self._flying[number] = exchange_segments(name, buffer, sizes, self._group)
+            self._flying[number] = exchange_segments(
+                name, buffer, sizes, self._group, reuse=not self._frugal
+            )
         elif bucket.replicated:
             self._flying[number] = total(name, buffer, self._group)
         else:

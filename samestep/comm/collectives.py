@@ -44,12 +44,13 @@ def mine_last(segments: Sequence[T], rank: int) -> list[T]:
 
 
 def exchange_segments(
-    name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup
+    name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup, *, reuse: bool = False
 ) -> Pending[Tensor]:
     """Sum every rank's segments in rank order, in fp32 or wider; each rank gets its own sum.
 
     An all-to-all and a local sum: the bytes of a reduce-scatter, and a sum that does not depend
-    on where a segment lies. `buffer` has the segments in the order of `mine_last`.
+    on where a segment lies. `buffer` has the segments in the order of `mine_last`. With `reuse`
+    the sum may lie in a buffer, which lives as long as it does.
     """
     mine = sizes[group.rank]
     to_others = buffer[: buffer.numel() - mine]
@@ -72,7 +73,7 @@ def exchange_segments(
     def add_up() -> Tensor:
         contributions = list(torch.split(received, mine)) if mine else [own] * (group.size - 1)
         contributions.insert(group.rank, own)
-        return sum_in_order(contributions)
+        return sum_in_order(contributions, in_place=reuse)
 
     return Pending(flight, (buffer, received), add_up)
 
@@ -161,13 +162,11 @@ def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
     return Pending(flight, (tensor,), lambda: tensor)
 
 
-def sum_in_order(contributions: Sequence[Tensor]) -> Tensor:
-    """Add contributions one by one, in fp32 or wider, into a new tensor."""
+def sum_in_order(contributions: Sequence[Tensor], *, in_place: bool = False) -> Tensor:
+    """Add contributions one by one, in fp32 or wider; `in_place`: into the first if it is wide."""
     wide = torch.promote_types(contributions[0].dtype, torch.float32)
-    if len(contributions) == 1:
-        return contributions[0].to(wide, copy=True)
-    result = torch.add(contributions[0].to(wide), contributions[1])
-    for contribution in contributions[2:]:
+    result = contributions[0].to(wide, copy=not in_place)
+    for contribution in contributions[1:]:
         result += contribution
     return result
 

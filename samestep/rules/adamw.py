@@ -1,7 +1,7 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -65,22 +65,68 @@ class AdamWRule:
         options: Options,
     ) -> Update:
         """One AdamW step on tensors of any shape."""
-        lr, beta1, beta2 = scalars["lr"], scalars["beta1"], scalars["beta2"]
-        step = state["step"] + 1
-        exp_avg = torch.lerp(state["exp_avg"], grad, (1 - beta1).to(grad.dtype))
-        exp_avg_sq = (state["exp_avg_sq"] * beta2).addcmul_(grad * (1 - beta2), grad)
-        new_state = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        second_moment = exp_avg_sq
-        if options["amsgrad"]:
-            second_moment = torch.maximum(state["max_exp_avg_sq"], exp_avg_sq)
-            new_state["max_exp_avg_sq"] = second_moment
-        correction1 = 1 - beta1**step
-        correction2 = 1 - beta2**step
-        denominator = second_moment.sqrt().div_(correction2.sqrt()).add_(scalars["eps"])
-        step_size = (lr / correction1).to(param.dtype)
-        decayed = param * (1 - lr * scalars["weight_decay"])
-        return Update(
-            decayed.addcdiv_(exp_avg * -step_size, denominator),
-            new_state,
-            lambda: exp_avg / (denominator * correction1),
-        )
+        return _step(param, grad, state, scalars, options, in_place=False)
+
+    def update_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> None:
+        """The same into `param` and `state`."""
+        _step(param, grad, state, scalars, options, in_place=True)
+
+
+def _step(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    scalars: Mapping[str, Tensor],
+    options: Options,
+    *,
+    in_place: bool,
+) -> Update:
+    def into(tensor: Tensor) -> Tensor | None:
+        return tensor if in_place else None
+
+    step = torch.add(state["step"], 1, out=into(state["step"]))
+    numbers: dict[str, Any] = {"step": step, **scalars}
+    on_host = param.device.type == "cpu" and not torch.compiler.is_compiling()
+    if on_host:  # Python's arithmetic costs a tenth of that among 0-D tensors: the same result
+        numbers = {key: value.item() for key, value in numbers.items()}
+    count, lr, beta1, beta2 = (numbers[key] for key in ("step", "lr", "beta1", "beta2"))
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    exp_avg = torch.lerp(exp_avg, grad, _in_dtype(1 - beta1, grad), out=into(exp_avg))
+    exp_avg_sq = torch.mul(exp_avg_sq, beta2, out=into(exp_avg_sq))
+    _add_product(exp_avg_sq, grad, 1 - beta2, grad)
+    new_state = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    second_moment = exp_avg_sq
+    if options["amsgrad"]:
+        largest = state["max_exp_avg_sq"]
+        second_moment = torch.maximum(largest, exp_avg_sq, out=into(largest))
+        new_state["max_exp_avg_sq"] = second_moment
+    correction1 = 1 - beta1**count
+    correction2 = 1 - beta2**count
+    denominator = second_moment.sqrt().div_(correction2**0.5).add_(numbers["eps"])
+    step_size = _in_dtype(lr / correction1, param)
+    new_param = torch.mul(param, 1 - lr * numbers["weight_decay"], out=into(param))
+    if on_host:
+        new_param.addcdiv_(exp_avg, denominator, value=-step_size)
+    else:
+        new_param.addcdiv_(exp_avg * -step_size, denominator)
+    return Update(new_param, new_state, lambda: exp_avg / (denominator * correction1))
+
+
+def _add_product(into: Tensor, left: Tensor, factor: Any, right: Tensor) -> None:
+    """`into` + factor left right; a tensor as factor needs a product of its own."""
+    if isinstance(factor, Tensor):
+        into.addcmul_(left * factor, right)
+    else:
+        into.addcmul_(left, right, value=factor)
+
+
+def _in_dtype(number: float | Tensor, like: Tensor) -> Any:
+    """A 0-D tensor in the dtype of another; Python's numbers fit any."""
+    return number.to(like.dtype) if isinstance(number, Tensor) else number

@@ -7,7 +7,7 @@ select between old and new values afterwards.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -22,6 +22,22 @@ class Update(NamedTuple):
     state: dict[str, Tensor]
     direction: Callable[[], Tensor] | None = None
     """What is multiplied with the learning rate, before any factor; computed if asked for."""
+
+
+@runtime_checkable
+class InPlaceRule(Protocol):
+    """A rule that can also write its result where its arguments are, which saves memory traffic."""
+
+    def update_(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> None:
+        """Do what `Rule.update` computes to `param` and `state`, to the same bits."""
+        ...
 
 
 class Rule(Protocol):

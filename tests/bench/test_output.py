@@ -2,6 +2,7 @@
 
 import os
 import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,13 +11,15 @@ from samestep.bench.output import check_folder, write_files
 from samestep.bench.request import BadRequestError
 
 
-@pytest.fixture
+@contextmanager
 def little_room():
-    """A file system on which files cannot grow past 100 bytes."""
+    """Files cannot grow past 100 bytes; not for longer than needed, since pytest writes too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_files_are_written_and_replaced(tmp_path):
@@ -26,15 +29,16 @@ def test_files_are_written_and_replaced(tmp_path):
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {"a": b"3", "b": b"2"}
 
 
-def test_a_full_disk_leaves_everything_as_it_was(tmp_path, little_room):
+def test_a_full_disk_leaves_everything_as_it_was(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
-    with pytest.raises(BadRequestError, match=r"cannot write to .*: File too large") as caught:
+    too_large = pytest.raises(BadRequestError, match=r"cannot write to .*: File too large")
+    with too_large as caught, little_room():
         write_files(tmp_path, {"a": b"new", "b": b"x" * 101})
     assert str(tmp_path) in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     assert (tmp_path / "a").read_bytes() == b"old"
 
-    with pytest.raises(BadRequestError):
+    with pytest.raises(BadRequestError), little_room():
         write_files(tmp_path / "new" / "folder", {"b": b"x" * 101})
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 

@@ -115,12 +115,14 @@ def ddp_adamw(model: GPT, *, keep_grads: bool, **options: Any) -> Training:
     return _ddp(plain, wrapped, optimizer.step, keep_grads)
 
 
-def ddp_zero_adamw(model: GPT, *, keep_grads: bool, bucket_view: bool, **options: Any) -> Training:
+def ddp_zero_adamw(
+    model: GPT, *, keep_grads: bool, bucket_view: bool, grad_view: bool = True, **options: Any
+) -> Training:
     """Each rank updates its parameters and broadcasts them.
 
     There is no overlapped one: torch refuses ZeroRedundancyOptimizer's overlap on gloo.
     """
-    plain, wrapped = _wrapped(model)
+    plain, wrapped = _wrapped(model, grad_view)
     optimizer = ZeroRedundancyOptimizer(
         plain.parameters(),
         torch.optim.AdamW,
@@ -130,13 +132,13 @@ def ddp_zero_adamw(model: GPT, *, keep_grads: bool, bucket_view: bool, **options
     return _ddp(plain, wrapped, optimizer.step, keep_grads)
 
 
-def _wrapped(model: GPT) -> tuple[GPT, DistributedDataParallel]:
+def _wrapped(model: GPT, grad_view: bool = True) -> tuple[GPT, DistributedDataParallel]:
     plain = deepcopy(model)
     for name, buffer in list(plain.named_buffers()):
         # Constant tables: as plain attributes DDP does not broadcast them every iteration.
         delattr(plain, name)
         setattr(plain, name, buffer)
-    return plain, DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    return plain, DistributedDataParallel(plain, gradient_as_bucket_view=grad_view)
 
 
 def _ddp(

@@ -80,11 +80,9 @@ def contests(options: Options) -> list[Contest]:
         return with_options(trainings.ddp_zero_adamw, **{"bucket_view": True, **given})
 
     adamw_peers = {
-        "ZeRO foreach": zero(keep_grads=False, foreach=True),
-        "ZeRO fused": zero(keep_grads=False, fused=True),
-        "ZeRO foreach, grads kept": zero(keep_grads=True, foreach=True),
-        "ZeRO fused, grads kept": zero(keep_grads=True, fused=True),
-        "ZeRO fused, no view": zero(keep_grads=True, fused=True, bucket_view=False),
+        "ZeRO as it comes": zero(keep_grads=False, bucket_view=False, grad_view=False),
+        "ZeRO foreach, views": zero(keep_grads=False, foreach=True),
+        "ZeRO fused, views": zero(keep_grads=False, fused=True),
     }
     muon_peers = {"DDP and twin": with_options(trainings.ddp_twin, keep_grads=True)}
     muon, adamw = ways(trainings.samestep_muon), ways(trainings.samestep_adamw)

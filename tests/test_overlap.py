@@ -217,9 +217,9 @@ def test_collectives_are_issued_in_one_order_though_hooks_are_not():
         model = Net()
         opt = build(model, overlap_grad_reduce=True)
 
-        def spy(name, *args):
+        def spy(name, *args, **kwargs):
             issued.append(("backward" if in_backward else "step", name))
-            return real(name, *args)
+            return real(name, *args, **kwargs)
 
         reduction.exchange_segments = spy
         order = LAYERS if rank == 0 else LAYERS[::-1]

@@ -1,0 +1,75 @@
+"""What it costs to find out which gradients exist: one small all-reduce per step, on gloo ranks."""
+
+import json
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import samestep
+from samestep.bench.output import check_folder, write_files
+from samestep.comm.groups import registry
+from samestep.comm.presence import PresenceAgreement
+from samestep.launch import run_forked
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    ranks: tuple[int, ...] = (2, 4, 8)
+    parameters: int = 150
+    """A GPT of 12 layers has about as many."""
+    rounds: int = 50
+    out: Path = Path("out/bench")
+
+
+def measure(rank: int, options: Options) -> list[float]:
+    """Milliseconds of each round, from a barrier to the answer."""
+    names = [str(number) for number in range(options.parameters)]
+    presence = PresenceAgreement(names, registry.of(), torch.device("cpu"))
+    times = []
+    for step in range(options.rounds):
+        here = [(number + rank + step) % 3 > 0 for number in range(options.parameters)]
+        dist.barrier()
+        start = time.perf_counter()
+        presence.agree(here, None)
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def main(options: Options) -> None:
+    """Measure every number of ranks, print the table, write JSON."""
+    check_folder(options.out)
+    table = Table(title=f"presence of {options.parameters} parameters, ms per step")
+    for column in ("ranks", "median", "least", "most"):
+        table.add_column(column, justify="right")
+    console, results = Console(), {}
+    for ranks in options.ranks:
+        with console.status(f"{ranks} ranks ..."):
+            per_rank = run_forked(ranks, measure, options, timeout=300)
+        slowest = [max(times) for times in zip(*per_rank, strict=True)]
+        results[ranks] = slowest
+        numbers = (statistics.median(slowest), min(slowest), max(slowest))
+        table.add_row(str(ranks), *(f"{number:.2f}" for number in numbers))
+    console.print(table)
+    receipt = {
+        "command": "python -m benchmarks.presence",
+        "options": {**asdict(options), "out": str(options.out)},
+        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        "machine": platform.machine(),
+        "milliseconds": results,
+    }
+    write_files(options.out, {"presence.json": (json.dumps(receipt, indent=2) + "\n").encode()})
+    console.print(f"written to {options.out / 'presence.json'}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -95,8 +95,8 @@ class GradientReducer:
                 "bucket was reduced: run all backward passes of a step but the last inside "
                 "no_sync(), or call synchronize() after each"
             )
-        for awaited in self._awaited:
-            awaited.discard(index)
+        for number in range(self._first_bucket[index], self._last_bucket[index] + 1):
+            self._awaited[number].discard(index)
         while self._next < len(self._awaited) and not self._awaited[self._next]:
             if self._frees:  # one bucket in flight: its buffer goes before the next is made
                 self._land_all()
@@ -205,6 +205,9 @@ class GradientReducer:
         self.end_round(None)
         self.launch_through(len(self._plan.buckets) - 1)
         self._land_all()
+        for number, kept in enumerate(self._sums):
+            if kept is not None and kept.untyped_storage().nbytes() > kept.nbytes:
+                self._sums[number] = kept.clone()  # a sum must not keep a whole bucket alive
         for index in self._taken:
             self._params[index].grad = None
         self._begin_round()

@@ -33,7 +33,7 @@ from samestep.plan.sharding import ParamSpec
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
-from samestep.state import MASTER, State, initial_state, math_dtype
+from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
@@ -142,7 +142,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         state = self.state[param]
         if self._rank_group is not None:
             return
-        if not state or (self._needs_master(param) and MASTER not in state):
+        if not state or (needs_master(param, self._master_weights) and MASTER not in state):
             fresh = initial_state(
                 rule_of(group), param, self._blocks[param], group, self._master_weights
             )
@@ -150,9 +150,6 @@ class GroupOptimizer(torch.optim.Optimizer):
         for key, tensor in state.items():
             if tensor.device != param.device:
                 state[key] = tensor.to(param.device)
-
-    def _needs_master(self, param: Tensor) -> bool:
-        return self._master_weights and param.dtype.itemsize < math_dtype(param).itemsize
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
@@ -191,7 +188,9 @@ class GroupOptimizer(torch.optim.Optimizer):
                 cut = None if blocks is None else tuple(blocks)
                 shape, dtype = tuple(param.shape), str(param.dtype)
                 kept = rule_of(group).state_shapes((64, 64), group).values()
-                per_element = sum(map(prod, kept)) / 64**2 + self._needs_master(param)
+                per_element = sum(map(prod, kept)) / 64**2 + needs_master(
+                    param, self._master_weights
+                )
                 spec = ParamSpec(name, shape, dtype, index, group["rule"], cut, per_element)
                 members.append((param, spec))
         last = len(self._place_of_use)

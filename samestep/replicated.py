@@ -24,7 +24,7 @@ from samestep.placement import Placement
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, ShardingPlan, plan_sharding
 from samestep.rules.rule import Rule
-from samestep.state import MASTER, State, math_dtype
+from samestep.state import MASTER, State, math_dtype, needs_master
 
 
 class ReplicatedParameters(Placement):
@@ -121,7 +121,7 @@ class ReplicatedParameters(Placement):
         sizes: list[dict[str, int]] = []
         for param, spec in zip(self.params, self.plan.params, strict=True):
             keys = dict.fromkeys(rules[spec.group].state_shapes((0, 0), groups[spec.group]), 0)
-            if master_weights and param.dtype.itemsize < math_dtype(param).itemsize:
+            if needs_master(param, master_weights):
                 keys[MASTER] = 0
             sizes.append(keys)
         for piece in self.plan.owned(self.group.rank):
@@ -140,10 +140,6 @@ class ReplicatedParameters(Placement):
             }
             for param, by_key in zip(self.params, sizes, strict=True)
         }
-
-    def owned(self, index: int) -> list[Piece]:
-        """The pieces of a parameter that this rank updates, in the order of their state."""
-        return [piece for piece in self.plan.owned(self.group.rank) if piece.param == index]
 
     # --- the step, operation by operation ------------------------------------------------
 
@@ -175,10 +171,7 @@ class ReplicatedParameters(Placement):
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
-        here = self.reducer.here
-        if self.distribution.grads == "reduced":
-            here = [param.grad is not None for param in self.params]
-        self._present = self._presence.agree(here, problem)
+        self._present = self._presence.agree(self.reducer.here, problem)
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
@@ -189,10 +182,9 @@ class ReplicatedParameters(Placement):
             return
         self._grads[number] = []
         for piece in owned:
-            grad = self.params[piece.param].grad
-            flat = self._view(piece).new_zeros(piece.size) if grad is None else grad.detach()
-            part = flat if grad is None else flat.reshape(-1)[piece.start : piece.stop]
-            self._grads[number].append(part)
+            param = self.params[piece.param]
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
+            self._grads[number].append(grad.reshape(-1)[piece.start : piece.stop])
 
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """What this rank updates in a bucket, with the index of its group."""

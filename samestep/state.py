@@ -20,6 +20,11 @@ def math_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
+def needs_master(param: Tensor, master_weights: bool) -> bool:
+    """Whether a master copy is kept beside the parameter."""
+    return master_weights and param.dtype.itemsize < math_dtype(param).itemsize
+
+
 def initial_state(
     rule: Rule,
     param: Tensor,
@@ -48,7 +53,7 @@ def initial_state(
     state = {
         key: torch.zeros(shape, dtype=dtype, device=param.device) for key, shape in shapes.items()
     }
-    if master_weights and param.dtype.itemsize < dtype.itemsize:
+    if needs_master(param, master_weights):
         state[MASTER] = param.detach().to(dtype).contiguous()
     return state
 

@@ -166,7 +166,11 @@ def owned_state_equals(opt, reference_opt, skip=("step", "variance")):
                 if key in skip:
                     continue
                 flat = expected.reshape(-1)
-                parts = [flat[piece.start : piece.stop] for piece in shared.owned(index)]
+                parts = [
+                    flat[piece.start : piece.stop]
+                    for piece in shared.plan.owned(shared.group.rank)
+                    if piece.param == index
+                ]
                 expected = torch.cat([*parts, flat[:0]])
                 assert torch.equal(tensor.view(-1), expected), key
                 compared += tensor.numel()

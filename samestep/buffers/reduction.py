@@ -18,6 +18,7 @@ from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
     mine_last,
+    prefers_exchange,
     reduce_segments,
     total,
 )
@@ -47,8 +48,7 @@ class GradientReducer:
         self._policy = distribution
         self._divisor = divisor
         self._frees = distribution.sharding in ("auto", "zero2")
-        # On CPU an exchange is twice as fast as gloo's reduce-scatter, but needs a buffer to
-        # receive into. Decided here, since some ranks may launch a bucket later than others.
+        # Not by when a bucket is launched: some ranks may launch it later than others.
         self._frugal = self._frees and distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
         self._first_bucket = [len(plan.buckets)] * len(params)
@@ -112,8 +112,10 @@ class GradientReducer:
         number = self._next
         bucket = self._plan.buckets[number]
         ordered = self._policy.reduction == "ordered"
-        on_cpu = self._params[0].device.type == "cpu"
-        exchange = ordered or (on_cpu and not bucket.replicated and not self._frugal)
+        device = self._params[0].device
+        exchange = prefers_exchange(
+            device, ordered=ordered, frugal=self._frugal or bucket.replicated
+        )
         buffer = self._packed(number, own_last=exchange and not bucket.replicated)
         self._next += 1
         for index in self._members[number]:

@@ -38,6 +38,14 @@ class Pending(Generic[T]):
         return result
 
 
+def prefers_exchange(device: torch.device, *, ordered: bool, frugal: bool = False) -> bool:
+    """Whether segments are better exchanged than left to the backend's reduce-scatter.
+
+    On CPU that is twice as fast, but needs a buffer to receive into: not if `frugal`.
+    """
+    return ordered or (device.type == "cpu" and not frugal)
+
+
 def mine_last(segments: Sequence[T], rank: int) -> list[T]:
     """The order in which `exchange_segments` wants them: the others by rank, then my own."""
     return [*segments[:rank], *segments[rank + 1 :], segments[rank]]

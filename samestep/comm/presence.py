@@ -3,6 +3,7 @@
 One integer all-reduce of the largest value carries both.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,19 +32,17 @@ class PresenceAgreement:
         self._names = names
         self._group = group
         self._device = device
-        self._last: tuple[Tensor, torch.cuda.Event] | None = None  # a verdict on its way
+        self._on_their_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # codes of a GPU
 
     def agree(self, here: Sequence[bool], problem: Problem | None) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
 
         Raises on every rank if any rank has a problem. The host never waits for a GPU: what is
         present here is present anywhere, the rest stays on the device, and another rank's
-        problem is read at the next step.
+        problem is read at a later step, when its code has arrived.
         """
-        if self._last is not None:
-            verdict, arrived = self._last
-            arrived.synchronize()  # of a step ago
-            self._raise_for(int(verdict))
+        while self._on_their_way and _has_arrived(self._on_their_way[0][1]):
+            self._raise_for(int(self._on_their_way.popleft()[0]))
         code = 0
         if problem is not None:
             code = (self._group.rank + 1) << 32 | (
@@ -60,11 +59,11 @@ class PresenceAgreement:
             self._raise_for(code)
             return [bool(value) for value in present]
         if on_gpu:
-            verdict = torch.empty((), dtype=torch.int64, pin_memory=True)
-            verdict.copy_(anywhere[-1], non_blocking=True)
+            pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
+            pinned.copy_(anywhere[-1], non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-            self._last = verdict, event
+            self._on_their_way.append((pinned, event))
         if all(here):
             return [True] * len(here)
         flags = anywhere.bool().unbind()
@@ -79,3 +78,7 @@ class PresenceAgreement:
             f"rank {rank} could not take the step{about}, so no rank took it; its own error says "
             "why"
         )
+
+
+def _has_arrived(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
     mine_last,
+    prefers_exchange,
     reduce_segments,
     total,
 )
@@ -46,7 +47,7 @@ class Way:
         if not self.sharded and not self.ordered:
             self._update(total("all-reduce", buffer, self.group).wait())
             return
-        if self.ordered or buffer.device.type == "cpu":
+        if prefers_exchange(buffer.device, ordered=self.ordered):
             parts = torch.split(buffer, self.sizes)
             buffer = torch.cat(mine_last(parts, self.group.rank))
             summed = exchange_segments("exchange", buffer, self.sizes, self.group).wait()

@@ -1,10 +1,10 @@
-# make venv | demo | test | soak | bench | clean: everything happens in .venv.
+# make venv | demo | train | test | soak | bench | test-browser | clean: everything happens in .venv.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo test lint types unit soak bench clean
+.PHONY: venv demo train test lint types unit soak bench test-browser clean
 
 venv: $(STAMP)
 
@@ -15,8 +15,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,dev,bench]"
 	touch $@
 
+# The stress harness on 2 ranks: 1000 steps of the two classic scenarios, 50 of every other.
 demo: venv
-	$(PY) -m examples.demo --out out/demo
+	$(PY) -m samestep stress --steps 1000 --other-steps 50 --out out/demo
+
+# A small GPT with AdamW and with MuonAdamW: table, JSON and picture.
+train: venv
+	$(PY) -m examples.demo --out out/train
 
 test: lint types unit
 
@@ -30,9 +35,19 @@ types: venv
 unit: venv
 	$(PY) -m pytest --cov --cov-report=term
 
-# Longer batteries, too slow for every commit: many more examples per property.
+# Too slow for every commit: everything for 1000 steps on SOAK_RANKS ranks, whose receipts are
+# committed, and many more examples of every property.
+SOAK_RANKS ?= 2 3 4 8
 soak: venv
+	for ranks in $(SOAK_RANKS); do \
+	  $(PY) -m samestep stress --world-size $$ranks --watchdog 60 --out receipts/soak_$$ranks || exit 1; \
+	done
 	SAMESTEP_SOAK=1 $(PY) -m pytest --timeout 1800
+
+# The report of `samestep stress` in a real browser.
+test-browser: venv
+	@command -v chromium >/dev/null || { echo "error: there is no chromium: apt-get install chromium" >&2; exit 1; }
+	$(PY) -m pytest -m browser tests/browser
 
 bench: venv
 	$(PY) -m benchmarks.cpu_step --out out/bench

@@ -1,6 +1,7 @@
 """samestep: optimizers that keep every rank in step."""
 
 from samestep import presets
+from samestep.comm.recorder import FlightRecorder
 from samestep.grad_scaler import GradScaler
 from samestep.optimizer import AdamW, Muon, MuonAdamW
 from samestep.rules import Rule, Update, register_rule
@@ -8,6 +9,7 @@ from samestep.version import __version__
 
 __all__ = [
     "AdamW",
+    "FlightRecorder",
     "GradScaler",
     "Muon",
     "MuonAdamW",

@@ -1,6 +1,7 @@
 """The command `samestep`: finds the command that was asked for and runs it.
 
-Exit status: 0, it worked; 1, a rank failed; 2, it was asked for what cannot be done; 130, Ctrl-C.
+Exit status: 0, it worked; 1, a rank failed or drift was found; 2, it was asked for what cannot be
+done; 130, Ctrl-C.
 """
 
 import sys
@@ -25,12 +26,22 @@ GROUPS = {
     "bench": "Measurements on this machine.",
 }
 COMMANDS = {
+    "stress": Command(
+        "does every rank take the same step, in every layout? And would drift be found?",
+        "samestep.stress.command",
+    ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
         "samestep.bench.crossover.command",
     ),
 }
-EXTRAS = ("matplotlib", "rich", "tyro")  # what samestep[cli] brings and a command may import
+EXTRAS = (
+    "jinja2",
+    "jsonschema",
+    "matplotlib",
+    "rich",
+    "tyro",
+)  # what samestep[cli] brings and a command may import
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,7 +71,7 @@ def _run(name: str, words: list[str]) -> int:
     import tyro
 
     module = import_module(COMMANDS[name].module)
-    run: Callable[[object], None] = module.run
+    run: Callable[[object], int | None] = module.run
     try:
         torchrun_rank()
     except ValueError as error:
@@ -71,8 +82,7 @@ def _run(name: str, words: list[str]) -> int:
         )
     except SystemExit as shown:  # help, or an error that tyro has explained
         return shown.code if isinstance(shown.code, int) else 2
-    run(options)
-    return 0
+    return run(options) or 0
 
 
 def _describe(name: str, words: list[str]) -> int:

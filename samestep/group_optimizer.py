@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.apply import StepScalars, UpdateFunction, run_rule
+from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.groups import RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
+from samestep.local import LocalParameters
 from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
@@ -81,6 +83,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._distribution = distribution
         self._rank_group = rank_group(distribution.process_group)
         self._replicated: list[ReplicatedParameters] = []
+        self._launch_order = LaunchOrder()
         self._reductions: dict[int, GroupReduction] = {}
         self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
         self._rule_options = rule_options
@@ -159,17 +162,21 @@ class GroupOptimizer(torch.optim.Optimizer):
         for index in indices:
             reduction = self._reductions.get(index, GroupReduction(self._rank_group))
             together.setdefault(reduction, []).append(index)
-        rules = [rule_of(group) for group in self.param_groups]
         planned = []
         for reduction, alike in together.items():
             if alike:
                 planned.append(self._planned(reduction, alike))
         made: dict[Tensor, State] = {}
         for replicated in planned:  # nothing is made before all are agreed on
-            made |= replicated.make_state(self.param_groups, rules, self._master_weights)
+            made |= replicated.make_state(self.param_groups, self._master_weights)
         for index in sorted(i for alike in together.values() for i in alike):
             for param in self.param_groups[index]["params"]:
                 self.state[param] = made[param]
+        for replicated in planned:
+            # A bucket is complete with the parameter that forward uses first.
+            firsts = [replicated.params[bucket.params[0]] for bucket in replicated.plan.buckets]
+            places = [self._place_of_use.get(param, -1) for param in firsts]
+            self._launch_order.add(replicated.reducer, places)
         self._replicated += planned
 
     def _planned(self, reduction: GroupReduction, indices: Sequence[int]) -> ReplicatedParameters:
@@ -193,11 +200,16 @@ class GroupOptimizer(torch.optim.Optimizer):
                 )
                 spec = ParamSpec(name, shape, dtype, index, group["rule"], cut, per_element)
                 members.append((param, spec))
-        last = len(self._place_of_use)
-        members.sort(key=lambda member: self._place_of_use.get(member[0], last))
+        members.sort(key=lambda member: self._place_of_use.get(member[0], -1))
         params, specs = zip(*members, strict=True)
         return ReplicatedParameters(
-            params, specs, lines, reduction.ranks, self._distribution, reduction.divisor
+            params,
+            specs,
+            lines,
+            reduction.ranks,
+            self._distribution,
+            self._launch_order,
+            reduction.divisor,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -306,9 +318,53 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Which part of the whole state this rank has; None: all of it."""
         if self._rank_group is None:
             return None
+        ranks = self._rank_group
+        return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
+
+    def fingerprint(self) -> str:
+        """A digest of who owns and sends what; equal on ranks that hold the same parameters.
+
+        Of one process it is "".
+        """
+        if self._rank_group is None:
+            return ""
         text = "\n".join(line for shared in self._replicated for line in shared.plan.lines())
-        plan = hashlib.sha256(text.encode()).hexdigest()
-        return {"rank": self._rank_group.rank, "ranks": self._rank_group.size, "plan": plan}
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @torch.no_grad()
+    def whole_state(self) -> dict[str, State]:
+        """The state of every parameter by name, as one process would keep it, on every rank.
+
+        Collective: all ranks call it, between steps. Each gets copies of its own, put together
+        from the pieces of all; what every rank has does not travel and is this rank's own. The
+        whole state goes to every rank, and for a moment about three times it is in memory: for
+        checks and small models, not for saving large ones.
+        """
+        if self._rank_group is None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._keep_state_beside(param, group)
+        placements: list[Placement] = [*self._replicated]
+        if not placements:
+            placements.append(LocalParameters(self.param_groups, self._blocks))
+        # All that travels is on its way before anything can raise.
+        gathers = [p.gather_state(self.state, self.param_groups) for p in placements]
+        by_param = {param: state for finish in gathers for param, state in finish().items()}
+        return {
+            name: by_param[param]
+            for index, group in enumerate(self.param_groups)
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
+        }
+
+    @property
+    def ranks(self) -> RankGroup | None:
+        """The ranks that hold replicas; None in one process."""
+        return self._rank_group
+
+    @property
+    def shared_parameters(self) -> tuple[ReplicatedParameters, ...]:
+        """What ranks share, plan by plan; in one process nothing."""
+        return tuple(self._replicated)
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load state without changing its dtype; on an error nothing has changed.
@@ -344,5 +400,6 @@ class GroupOptimizer(torch.optim.Optimizer):
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
             self._reset_runner()
             self._rank_group, self._replicated, self._reductions = None, [], {}
+            self._launch_order = LaunchOrder()
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

@@ -1,6 +1,6 @@
 """Parameters of one process: all of each, updated where it lies."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -9,7 +9,7 @@ from samestep.layout.blocks import Block
 from samestep.param_groups import Group, rule_of
 from samestep.placement import Placement
 from samestep.plan.schedule import PlacementShape
-from samestep.state import block_states
+from samestep.state import State, block_states
 
 
 class LocalParameters(Placement):
@@ -37,6 +37,16 @@ class LocalParameters(Placement):
             for index, group in enumerate(self._groups)
             for param in group["params"]
         ]
+
+    def gather_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Callable[[], dict[Tensor, State]]:
+        """A copy."""
+        return lambda: {
+            param: {key: tensor.clone() for key, tensor in state[param].items()}
+            for group in groups
+            for param in group["params"]
+        }
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:
         """The parameter's blocks, or the whole of it, with views of gradient and state."""

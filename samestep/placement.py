@@ -1,11 +1,12 @@
 """Where parameters live: what the step asks of every placement."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
 from samestep.apply import Operand
 from samestep.comm.presence import Problem
+from samestep.param_groups import Group
 from samestep.plan.schedule import PlacementShape
 from samestep.state import State
 
@@ -51,3 +52,9 @@ class Placement:
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
+
+    def gather_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Callable[[], dict[Tensor, State]]:
+        """Start gathering all state; what it gives waits, and makes it what one process has."""
+        raise NotImplementedError

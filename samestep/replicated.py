@@ -5,25 +5,31 @@ whatever they own.
 """
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from math import prod
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from samestep.apply import Operand
+from samestep.buffers.launch_order import LaunchOrder
 from samestep.buffers.reduction import GradientReducer
-from samestep.comm.agreement import broadcast_from_first, checksum, differing, require_same_lines
+from samestep.comm.agreement import broadcast_from_first, differing, require_same_lines
+from samestep.comm.checksum import checksums
 from samestep.comm.collectives import Pending, gather_segments
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
-from samestep.layout.blocks import Shape
+from samestep.param_groups import Group, rule_of
+from samestep.piece_state import (
+    StateEntry,
+    StateLayout,
+    gather_whole,
+    piece_shape,
+    state_alike,
+)
 from samestep.placement import Placement
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, ShardingPlan, plan_sharding
-from samestep.rules.rule import Rule
 from samestep.state import MASTER, State, math_dtype, needs_master
 
 
@@ -37,6 +43,7 @@ class ReplicatedParameters(Placement):
         option_lines: Sequence[str],
         group: RankGroup,
         distribution: Distribution,
+        order: LaunchOrder,
         divisor: float | None = None,
     ) -> None:
         self.params = list(params)
@@ -72,9 +79,8 @@ class ReplicatedParameters(Placement):
                 "share must be on one device"
             )
         self.mend_replicas()
-        self.reducer = GradientReducer(
-            params, self.plan, group, distribution, group.size if divisor is None else divisor
-        )
+        divisor = group.size if divisor is None else divisor
+        self.reducer = GradientReducer(params, self.plan, group, distribution, divisor, order)
         self.shape = PlacementShape(
             bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
             agrees=True,
@@ -85,12 +91,10 @@ class ReplicatedParameters(Placement):
         self._present: list[bool | Tensor] = []
         self._grads: dict[int, list[Tensor]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
-        self._spans: dict[Piece, _Spans] = {}
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
-        sums = torch.stack([checksum(param) for param in self.params])
-        different = differing(sums, self.group)
+        different = differing(checksums(self.params), self.group)
         if not different:
             return
         names = ", ".join(self.plan.params[index].name for index in different[:6])
@@ -111,35 +115,36 @@ class ReplicatedParameters(Placement):
 
     # --- state ---------------------------------------------------------------------------
 
-    def make_state(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        rules: Sequence[Rule],
-        master_weights: bool,
-    ) -> dict[Tensor, State]:
+    def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
-        sizes: list[dict[str, int]] = []
+        keys = []
         for param, spec in zip(self.params, self.plan.params, strict=True):
-            keys = dict.fromkeys(rules[spec.group].state_shapes((0, 0), groups[spec.group]), 0)
-            if needs_master(param, master_weights):
-                keys[MASTER] = 0
-            sizes.append(keys)
-        for piece in self.plan.owned(self.group.rank):
-            index = self.plan.params[piece.param].group
-            shapes = {**rules[index].state_shapes(_shape(piece), groups[index])}
-            shapes[MASTER] = _shape(piece)
-            spans: _Spans = {}
-            for key, start in sizes[piece.param].items():
-                spans[key] = (start, shapes[key])
-                sizes[piece.param][key] = start + prod(shapes[key])
-            self._spans[piece] = spans
-        return {
+            group = groups[spec.group]
+            master = [MASTER] if needs_master(param, master_weights) else []
+            keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
+        self._layout = StateLayout(self.plan, self.group.rank, keys, groups)
+        state: dict[Tensor, State] = {
             param: {
                 key: torch.zeros(size, dtype=math_dtype(param), device=param.device)
-                for key, size in by_key.items()
+                for key, size in sizes.items()
             }
-            for param, by_key in zip(self.params, sizes, strict=True)
+            for param, sizes in zip(self.params, self._layout.sizes, strict=True)
         }
+        for piece in self._layout.spans:
+            views = self._layout.views(piece, state[self.params[piece.param]])
+            if MASTER in views:
+                views[MASTER].copy_(self._view(piece))
+        return state
+
+    def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
+        """What every rank shall have alike: all state, or of a shared parameter its counts."""
+        return state_alike(self.plan, self.params, self._layout, state, self.group)
+
+    def gather_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Callable[[], dict[Tensor, State]]:
+        """Start gathering the state of all pieces; what every rank has is this rank's own."""
+        return gather_whole(self.plan, self.params, state, groups, self.group)
 
     # --- the step, operation by operation ------------------------------------------------
 
@@ -163,6 +168,11 @@ class ReplicatedParameters(Placement):
         """Reduce what has arrived, and keep this rank's part."""
         if self.distribution.grads == "local":
             self.reducer.accumulate()
+
+    def end_round(self) -> None:
+        """No gradient comes any more before a `synchronize`."""
+        if self.distribution.grads == "local":
+            self.reducer.end_round(None)
 
     def reduce(self, number: int) -> None:
         """Start a reduction, unless backward has."""
@@ -194,12 +204,9 @@ class ReplicatedParameters(Placement):
             present = self._present[piece.param]
             if present is False:
                 continue
-            views = {}
-            for key, (start, shape) in self._spans[piece].items():
-                flat = self._state[self.params[piece.param]][key]
-                views[key] = flat[start : start + prod(shape)].view(shape)
+            views = self._layout.views(piece, self._state[self.params[piece.param]])
             flag = present if isinstance(present, Tensor) else None
-            gradient = grad.view(_shape(piece))
+            gradient = grad.view(piece_shape(piece))
             operand = Operand(self._view(piece), gradient, views, flag, counted)
             yield self.plan.params[piece.param].group, operand
 
@@ -229,7 +236,7 @@ class ReplicatedParameters(Placement):
                 continue
             parts = torch.split(arrived[rank], [piece.size for piece in pieces])
             for piece, part in zip(pieces, parts, strict=True):
-                self._view(piece).copy_(part.view(_shape(piece)))
+                self._view(piece).copy_(part.view(piece_shape(piece)))
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
@@ -242,11 +249,4 @@ class ReplicatedParameters(Placement):
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
         flat = self.params[piece.param].detach().view(-1)
-        return flat[piece.start : piece.stop].view(_shape(piece))
-
-
-_Spans = dict[str, tuple[int, Shape]]  # per key: where it starts in the 1-D state, its shape
-
-
-def _shape(piece: Piece) -> Shape:
-    return (piece.size,) if piece.block is None else piece.block.shape
+        return flat[piece.start : piece.stop].view(piece_shape(piece))

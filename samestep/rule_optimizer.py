@@ -27,6 +27,7 @@ from samestep.plan.schedule import (
     Reduce,
     Schedule,
     Update,
+    line_of,
     step_schedule,
 )
 
@@ -123,6 +124,10 @@ class RuleOptimizer(GroupOptimizer):
             clip=self._max_grad_norm is not None or self._inverse_scale is not None,
             measure=self._sizes is not None,
         )
+
+    def schedule_lines(self) -> tuple[str, ...]:
+        """The operations of a step in order, as text, once there was one."""
+        return tuple(map(line_of, self._schedule())) if self._placements else ()
 
     def _placement(self, operation: Reduce | Average | Gather | Place) -> Placement:
         return self._placements[operation.bucket.placement]
@@ -266,5 +271,7 @@ class RuleOptimizer(GroupOptimizer):
         but the last, of which `step()` takes care. It costs the bytes of a reduction each time.
         Gradients are then gone from `.grad`. Without other ranks it does nothing.
         """
+        for replicated in self._replicated:
+            replicated.end_round()
         for replicated in self._replicated:
             replicated.synchronize()

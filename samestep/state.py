@@ -1,6 +1,6 @@
 """Optimizer state: one entry per parameter from construction on, and its views per block."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -28,7 +28,7 @@ def needs_master(param: Tensor, master_weights: bool) -> bool:
 def initial_state(
     rule: Rule,
     param: Tensor,
-    blocks: list[Block] | None,
+    blocks: Sequence[Block] | None,
     options: Mapping[str, Any],
     master_weights: bool,
 ) -> State:
@@ -59,7 +59,7 @@ def initial_state(
 
 
 def block_states(
-    rule: Rule, state: State, blocks: list[Block], options: Mapping[str, Any]
+    rule: Rule, state: State, blocks: Sequence[Block], options: Mapping[str, Any]
 ) -> list[State]:
     """The views of each block into the state that `initial_state` made for its parameter."""
     views: list[State] = []

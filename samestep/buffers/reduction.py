@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.collectives import (
     Pending,
     exchange_segments,
@@ -41,7 +42,9 @@ class GradientReducer:
         group: RankGroup,
         distribution: Distribution,
         divisor: float,
+        order: LaunchOrder,
     ) -> None:
+        self._order = weakref.proxy(order)  # which holds this reducer
         self._params = list(params)
         self._plan = plan
         self._group = group
@@ -68,13 +71,18 @@ class GradientReducer:
     # --- one round ---------------------------------------------------------------------------
 
     def _begin_round(self) -> None:
-        self._next = 0  # the first bucket not yet launched
+        self.launched = 0  # buckets
+        self._order.restart()
         self._taken: dict[int, tuple[int, int] | None] = {}  # gradients packed in this round
-        trainable = {i for i, param in enumerate(self._params) if param.requires_grad}
-        self._awaited = [trainable.intersection(members) for members in self._members]
+        self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
         if self._policy.overlap_grad_reduce:
-            for index in sorted(trainable - self._hooked):
-                self._hook(index)
+            self._hook_trainable()
+
+    def _hook_trainable(self) -> set[int]:
+        trainable = {i for i, param in enumerate(self._params) if param.requires_grad}
+        for index in sorted(trainable - self._hooked):
+            self._hook(index)
+        return trainable
 
     def _hook(self, index: int) -> None:
         reducer = weakref.ref(self)  # a dropped optimizer must not go on reducing
@@ -89,27 +97,43 @@ class GradientReducer:
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
-        if self._first_bucket[index] < self._next:
+        if self._first_bucket[index] < self.launched:
             raise RuntimeError(
                 f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
                 "bucket was reduced: run all backward passes of a step but the last inside "
                 "no_sync(), or call synchronize() after each"
             )
+        awaited = self._await()
         for number in range(self._first_bucket[index], self._last_bucket[index] + 1):
-            self._awaited[number].discard(index)
-        while self._next < len(self._awaited) and not self._awaited[self._next]:
-            if self._frees:  # one bucket in flight: its buffer goes before the next is made
-                self._land_all()
-            self._launch()
+            awaited[number].discard(index)
+        self._order.launch_complete()
+
+    def is_complete(self, bucket: int) -> bool:
+        """Whether every gradient of a bucket that backward may give has arrived."""
+        return not self._await()[bucket]
+
+    def _await(self) -> list[set[int]]:
+        """What each bucket waits for, looked up when a round's first gradient has arrived.
+
+        Not sooner: parameters may be frozen and unfrozen between steps.
+        """
+        if self._awaited is None:
+            trainable = self._hook_trainable()
+            self._awaited = [trainable.intersection(members) for members in self._members]
+        return self._awaited
+
+    def make_room(self) -> None:
+        """One bucket in flight, under zero2: its buffer goes before the next is made."""
+        if self._frees:
+            self._land_all()
 
     def launch_through(self, number: int) -> None:
-        """Launch every bucket up to this one that was not launched yet."""
-        while self._next <= number:
-            self._launch()
+        """Launch every bucket up to this one, and those of others whose turn comes before."""
+        self._order.launch_through(self, number)
 
-    def _launch(self) -> None:
+    def launch_next(self) -> None:
         """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
-        number = self._next
+        number = self.launched
         bucket = self._plan.buckets[number]
         ordered = self._policy.reduction == "ordered"
         device = self._params[0].device
@@ -117,7 +141,7 @@ class GradientReducer:
             device, ordered=ordered, frugal=self._frugal or bucket.replicated
         )
         buffer = self._packed(number, own_last=exchange and not bucket.replicated)
-        self._next += 1
+        self.launched += 1
         for index in self._members[number]:
             if self._last_bucket[index] == number:
                 self._take(index)
@@ -203,8 +227,7 @@ class GradientReducer:
         return None
 
     def accumulate(self) -> None:
-        """End the round before the step does: keep the sums, and free the gradients."""
-        self.end_round(None)
+        """Finish a round that was ended before the step: keep the sums, free the gradients."""
         self.launch_through(len(self._plan.buckets) - 1)
         self._land_all()
         for number, kept in enumerate(self._sums):

@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import from_first, gather_segments, maximum, minimum
+from samestep.comm.collectives import from_first, gather_segments, maximum
 from samestep.comm.groups import RankGroup
 
 
@@ -24,7 +24,7 @@ def require_same_lines(what: str, lines: list[str], group: RankGroup, device: to
     digests = [bytes(row.tolist()) for row in _all_rows(name, mine, group)]
     if len(set(digests)) == 1:
         return
-    texts = [text.split("\n") for text in _all_texts(name, "\n".join(lines), group, device)]
+    texts = [text.split("\n") for text in gather_texts(name, "\n".join(lines), group, device)]
     for index in range(max(map(len, texts))):
         entries = [text[index] if index < len(text) else "(nothing)" for text in texts]
         if len(set(entries)) > 1:
@@ -36,11 +36,17 @@ def require_same_lines(what: str, lines: list[str], group: RankGroup, device: to
             )
 
 
+def agreed(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> Tensor:
+    """Per place of an int64 vector: do all ranks have the same there? The host waits for no GPU."""
+    # ~ turns the order around without overflow, so the largest ~value is the smallest value's.
+    highest = maximum(name, torch.cat([values, ~values]), group).wait()
+    high, low = highest.chunk(2)
+    return high == ~low
+
+
 def differing(values: Tensor, group: RankGroup, name: str = "comparison of replicas") -> list[int]:
     """The places of an int64 vector at which ranks have different values."""
-    low = minimum(name, values.clone(), group)
-    high = maximum(name, values.clone(), group)
-    return torch.nonzero(low.wait() != high.wait()).flatten().tolist()
+    return torch.nonzero(~agreed(values, group, name)).flatten().tolist()
 
 
 def broadcast_from_first(
@@ -50,30 +56,8 @@ def broadcast_from_first(
     from_first(name, tensor, group).wait()
 
 
-def checksum(tensor: Tensor) -> Tensor:
-    """A 64-bit checksum of a tensor's bits, position included, computed where it lives. ()."""
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    result = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, bits.numel(), 1 << 20):
-        piece = bits[start : start + (1 << 20)].to(torch.int64)
-        place = torch.arange(start, start + piece.numel(), device=piece.device)
-        # Mixed like a hash, wrapping around, so that flips and swaps do not cancel in the sum.
-        mixed = piece * 0x2545F4914F6CDD1D
-        mixed = (mixed ^ (mixed >> 32)) + place * 0x1E3779B97F4A7C15
-        mixed = (mixed ^ (mixed >> 29)) * 0x3F58476D1CE4E5B9
-        result += (mixed ^ (mixed >> 31)).sum()
-    return result
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _all_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
-    sizes = [row.numel()] * group.size
-    return gather_segments(name, row, sizes, group).wait()
-
-
-def _all_texts(name: str, text: str, group: RankGroup, device: torch.device) -> list[str]:
+def gather_texts(name: str, text: str, group: RankGroup, device: torch.device) -> list[str]:
+    """The texts of all ranks, by their place in the group."""
     encoded = text.encode()
     length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
     lengths = [int(row) for row in _all_rows(name, length, group)]
@@ -81,3 +65,8 @@ def _all_texts(name: str, text: str, group: RankGroup, device: torch.device) -> 
     padded[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     rows = zip(_all_rows(name, padded, group), lengths, strict=True)
     return [bytes(row[:size].tolist()).decode() for row, size in rows]
+
+
+def _all_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
+    sizes = [row.numel()] * group.size
+    return gather_segments(name, row, sizes, group).wait()

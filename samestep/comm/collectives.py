@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm import recorder
 from samestep.comm.flight import CollectiveError as CollectiveError
 from samestep.comm.flight import Flight
 from samestep.comm.groups import RankGroup
+from samestep.comm.recorder import Traffic
 
 T = TypeVar("T")
 
@@ -70,9 +72,11 @@ def exchange_segments(
     incoming = [0 if rank == group.rank else mine for rank in others]
     outgoing = [0 if rank == group.rank else sizes[rank] for rank in others]
     flight = _launch(
+        Traffic.EXCHANGE,
         name,
         group,
         buffer,
+        sizes,
         lambda: dist.all_to_all_single(
             received, to_others, incoming, outgoing, group.handle, async_op=True
         ),
@@ -95,9 +99,11 @@ def reduce_segments(
     output = buffer.new_empty(sizes[group.rank])
     parts = list(torch.split(buffer, list(sizes)))
     flight = _launch(
+        Traffic.REDUCE_SCATTER,
         name,
         group,
         buffer,
+        sizes,
         lambda: dist.reduce_scatter(output, parts, group=group.handle, async_op=True),
     )
     return Pending(flight, (buffer, output), lambda: output)
@@ -113,9 +119,11 @@ def gather_segments(
         whole = segment.new_empty(sum(sizes))
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         flight = _launch(
+            Traffic.ALL_GATHER,
             name,
             group,
             segment,
+            sizes,
             lambda: gather(whole, segment, group=group.handle, async_op=True),
         )
         return Pending(flight, (segment, whole), lambda: list(torch.split(whole, sizes[0])))
@@ -126,9 +134,11 @@ def gather_segments(
     incoming = [0 if rank == group.rank else size for rank, size in enumerate(sizes)]
     received = segment.new_empty(sum(incoming))
     flight = _launch(
+        Traffic.COPIES,
         name,
         group,
         segment,
+        sizes,
         lambda: dist.all_to_all_single(
             received, copies, incoming, outgoing, group.handle, async_op=True
         ),
@@ -162,9 +172,11 @@ def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
     if group.size == 1:
         return Pending(None, (tensor,), lambda: tensor)
     flight = _launch(
+        Traffic.BROADCAST,
         name,
         group,
         tensor,
+        None,
         lambda: dist.broadcast(tensor, src=group.members[0], group=group.handle, async_op=True),
     )
     return Pending(flight, (tensor,), lambda: tensor)
@@ -185,15 +197,26 @@ def _all_reduce(
     if group.size == 1:
         return Pending(None, (values,), lambda: values)
     flight = _launch(
+        Traffic.ALL_REDUCE,
         name,
         group,
         values,
+        None,
         lambda: dist.all_reduce(values, op, group=group.handle, async_op=True),
     )
     return Pending(flight, (values,), lambda: values)
 
 
 def _launch(
-    name: str, group: RankGroup, buffer: Tensor, call: Callable[[], dist.Work | None]
+    traffic: Traffic,
+    name: str,
+    group: RankGroup,
+    buffer: Tensor,
+    sizes: Sequence[int] | None,
+    call: Callable[[], dist.Work | None],
 ) -> Flight:
+    """Every collective passes here. `sizes` are those of the segments, None if all have it all."""
+    recording = recorder.current
+    if recording is not None:
+        return recording.launch(traffic, name, group, buffer, sizes, call)
     return Flight(name, group, call, on_host=buffer.device.type == "cpu")

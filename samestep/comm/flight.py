@@ -1,7 +1,7 @@
 """A collective with a name, launched, waited for, and explained when it fails."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
@@ -19,7 +19,18 @@ SLICE = timedelta(seconds=0.25)
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: a peer died, never arrived, or sent something else."""
+    """A collective failed: a peer died, never arrived, or sent something else.
+
+    `operation` is its name. `positions` has, per global rank that is known to have been in one
+    when the group failed, the operation it was in; ranks that did not answer are left out.
+    """
+
+    def __init__(
+        self, message: str, operation: str = "", positions: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.positions: dict[int, str] = dict(positions or {})
 
 
 class Flight:
@@ -57,6 +68,10 @@ class Flight:
             _fail(self._name, self._group, error, self._since)
         if joined:
             _fail(self._name, self._group, None, self._since)
+
+    def has_arrived(self) -> bool:
+        """Whether the backend is done with it, also if it failed; does not wait."""
+        return self._work is None or self._work.is_completed()
 
 
 def attempt(
@@ -105,8 +120,11 @@ def _fail(
 ) -> NoReturn:
     calls = _roll_call(group)
     if calls is None:
-        raise CollectiveError(f"{name} failed: {error}") from error
+        mine = {group.members[group.rank]: name}
+        raise CollectiveError(f"{name} failed: {error}", name, mine) from error
     line = None if error is None else str(error).strip().split("\n")[0]
     attendance = calls.hold(Answer(name, line), since, expected or range(group.size))
     text = verdict(attendance, group.rank, group.members)
-    raise CollectiveError(f"{name} failed: {text}") from error
+    answers = dict(attendance.answers)  # a copy: the roll call may still be at it
+    positions = {group.members[place]: answers[place].operation for place in sorted(answers)}
+    raise CollectiveError(f"{name} failed: {text}", name, positions) from error

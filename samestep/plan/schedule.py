@@ -74,6 +74,21 @@ Operation = Reduce | Agree | Average | Clip | Update | Gather | Place | Measure
 Schedule = tuple[Operation, ...]
 
 
+def line_of(operation: Operation) -> str:
+    """An operation as text: "Reduce 0.3" is about bucket 3 of placement 0."""
+    match operation:
+        case Reduce(bucket) | Average(bucket) | Gather(bucket) | Place(bucket):
+            about = [bucket]
+        case Update(buckets):
+            about = [*buckets]
+        case Agree(placement):
+            return f"Agree {placement}"
+        case _:
+            about = []
+    places = [f"{bucket.placement}.{bucket.bucket}" for bucket in about]
+    return " ".join([type(operation).__name__, *places])
+
+
 class PlacementShape(NamedTuple):
     """What a schedule depends on: elements per bucket, and which collectives there are."""
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from samestep.comm.agreement import (
     RanksDisagreeError,
     broadcast_from_first,
-    checksum,
     differing,
     require_same_lines,
 )
+from samestep.comm.checksum import checksum
 from samestep.comm.groups import RankGroup
 from tests.comm.test_collectives import whole_group
 from tests.ranks import run_forked, run_threaded

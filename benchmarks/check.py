@@ -1,0 +1,188 @@
+"""What `samestep.stress.check` costs beside a training step, on gloo ranks.
+
+A GPT with tied embeddings trains on random tokens; the slower rank counts. The bar: a check in
+every hundredth step takes less than 1% of the time.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import samestep
+from examples.gpt import GPT, GPTConfig
+from samestep.bench.output import check_folder, write_files
+from samestep.launch import run_forked
+from samestep.stress import check
+
+HEAD_WIDTH = 64
+STEPS_PER_CHECK = 100
+BAR = 1.0  # percent
+
+
+def muon_adamw(model: GPT) -> samestep.MuonAdamW:
+    """With the fused projection cut as it is used."""
+    split = {"*.qkv.weight": {"split_sizes": model.config.qkv_split_sizes}}
+    return samestep.MuonAdamW(model, sharding="zero2", overrides=split)
+
+
+OPTIMIZERS: dict[str, Callable[[GPT], torch.optim.Optimizer]] = {
+    "MuonAdamW zero2": muon_adamw,
+    "AdamW zero2": lambda model: samestep.AdamW(model, sharding="zero2"),
+    "AdamW none": lambda model: samestep.AdamW(model, sharding="none"),  # all state is compared
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    width: int = 768
+    layers: int = 12
+    vocabulary: int = 32768
+    sequences: int = 2
+    tokens: int = 128
+    ranks: int = 2
+    steps: int = 3
+    """Timed training steps, after one that warms up."""
+    checks: int = 10
+    """Timed checks while ranks agree."""
+    out: Path = Path("out/bench")
+
+
+class Times(NamedTuple):
+    """Seconds of each repetition on one rank."""
+
+    gradients: list[float]  # forward and backward
+    step: list[float]
+    check: list[float]
+    locate: list[float]  # a check that finds one differing element in the largest parameter
+
+
+def build_model(options: Options) -> GPT:
+    """A GPT whose head is its embedding."""
+    torch.manual_seed(0)
+    heads = max(1, options.width // HEAD_WIDTH)
+    shape = {"width": options.width, "layers": options.layers, "heads": heads, "kv_heads": heads}
+    model = GPT(GPTConfig(vocab_size=options.vocabulary, context=options.tokens, **shape))
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds from a barrier to the end."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def batch(rank: int, number: int, options: Options) -> Tensor:
+    """Tokens and targets, (2, sequences, tokens)."""
+    generator = torch.Generator().manual_seed(options.ranks * number + rank)
+    shape = (2, options.sequences, options.tokens)
+    return torch.randint(options.vocabulary, shape, generator=generator)
+
+
+def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
+    """Train, check in turns, and check once more with a difference; gives the parameter count."""
+    model = build_model(options)
+    optimizer = OPTIMIZERS[name](model)
+    times = Times([], [], [], [])
+    for number in range(options.steps + 1):
+        tokens, targets = batch(rank, number, options)
+        moments = Times(
+            [timed(lambda data=(tokens, targets): model.loss(*data).backward())],
+            [timed(optimizer.step)],
+            [
+                timed(lambda: check(model, optimizer))
+                for _ in range(-(-options.checks // options.steps))
+            ],
+            [],
+        )
+        optimizer.zero_grad()
+        if number > 0:  # the first one warms up
+            for kept, new in zip(times, moments, strict=True):
+                kept.extend(new)
+    if rank == options.ranks - 1:
+        with torch.no_grad():
+            model.embedding.weight[-1, -1] += 1.0
+    times.locate.append(timed(lambda: check(model, optimizer, raise_on_drift=False)))
+    return times, sum(param.numel() for param in model.parameters())
+
+
+def main(options: Options) -> None:
+    """Measure every optimizer, print the table, write JSON."""
+    check_folder(options.out)
+    console, results = Console(highlight=False), {}
+    load = [os.getloadavg()[0]]
+    table = Table(title=f"one check on {options.ranks} ranks, medians of the slower rank")
+    table.add_column("", no_wrap=True)
+    for column in (
+        "gradients s",
+        "step s",
+        "check ms",
+        "% of steps",
+        "% of optimizer",
+        "locate ms",
+    ):
+        table.add_column(column, justify="right")
+    for name in OPTIMIZERS:
+        with console.status(f"{name} ..."):
+            per_rank = run_forked(
+                options.ranks, measure, name, options, timeout=3600, collective_timeout=300
+            )
+        parameters = per_rank[0][1]
+        gradients, step, one_check, locate = (
+            statistics.median(map(max, zip(*kinds, strict=True)))
+            for kinds in zip(*(times for times, _ in per_rank), strict=True)
+        )
+        share = 100 * one_check / (STEPS_PER_CHECK * (gradients + step))
+        share_of_optimizer = 100 * one_check / (STEPS_PER_CHECK * step)
+        table.add_row(
+            name, f"{gradients:.2f}", f"{step:.2f}", f"{1e3 * one_check:.0f}", f"{share:.4f}",
+            f"{share_of_optimizer:.3f}", f"{1e3 * locate:.0f}",
+        )  # fmt: skip
+        results[name] = {
+            "seconds": [times._asdict() for times, _ in per_rank],
+            "percent_of_steps": share,
+            "percent_of_optimizer_steps": share_of_optimizer,
+        }
+    load.append(os.getloadavg()[0])
+    console.print(table)
+    worst = max(result["percent_of_steps"] for result in results.values())
+    met = "met" if worst < BAR else "MISSED"
+    console.print(
+        f"gradients: forward and backward. %: of {STEPS_PER_CHECK} steps, with and without them. "
+        f"locate: a check that finds a difference.\n"
+        f"{parameters / 1e6:.1f} million parameters. The bar of {BAR:g}% is {met}: at most "
+        f"{worst:.4f}%. Load before and after: {load[0]:.1f}, {load[1]:.1f}; {os.cpu_count()} CPUs."
+    )
+    receipt = {
+        "command": "python -m benchmarks.check",
+        "options": {**asdict(options), "out": str(options.out)},
+        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "load": load,
+        "parameters": parameters,
+        "results": results,
+    }
+    write_files(options.out, {"check.json": (json.dumps(receipt, indent=2) + "\n").encode()})
+    console.print(f"written to {options.out / 'check.json'}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,138 @@
+"""Where ranks differ, once it is known that they do: values travel, and the host waits."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.comm.agreement import broadcast_from_first, gather_texts
+from samestep.comm.groups import RankGroup
+
+Value = float | int | bool | str
+
+AT_ONCE = 1 << 24  # elements that are compared at a time, to bound memory
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How ranks differ from the first of their group in one tensor or text.
+
+    ranks: the global ranks that do.
+    max_abs_diff: the largest over all of them; inf where no number tells how far it is.
+    count: elements that differ, on the rank with most of them; of a text lines.
+    index, first, other: the first element that differs on ranks[0], and both values.
+    """
+
+    ranks: tuple[int, ...]
+    max_abs_diff: float
+    count: int
+    index: tuple[int, ...]
+    first: Value
+    other: Value
+
+
+def locate(
+    name: str, values: Sequence[Tensor | str], group: RankGroup, device: torch.device
+) -> list[Difference | None]:
+    """Compare values that have the same shapes everywhere; None: it is the same on all ranks.
+
+    Collective; every rank gets the same answer. Each tensor is sent by the first rank.
+    """
+    mine = [v if isinstance(v, str) else _from_first(name, v, group) for v in values]
+    texts = gather_texts(name, json.dumps(mine), group, device)
+    by_value = zip(values, zip(*map(json.loads, texts), strict=True), strict=True)
+    return [
+        _of_texts(found, group) if isinstance(value, str) else _of_tensors(found, group)
+        for value, found in by_value
+    ]
+
+
+def _from_first(name: str, tensor: Tensor, group: RankGroup) -> list[Any]:
+    """[elements that differ from the first rank's, largest difference, index, both values]."""
+    own = tensor.detach().contiguous().view(-1)
+    first = own.clone()
+    # As bytes: not every backend knows every dtype, and bits are what is compared.
+    broadcast_from_first(first.view(torch.uint8), group, name)
+    count, largest = 0, 0.0
+    place: int | None = None
+    for start in range(0, own.numel(), AT_ONCE):
+        theirs, ours = first[start : start + AT_ONCE], own[start : start + AT_ONCE]
+        bits = [part.view(torch.uint8).view(part.numel(), -1) for part in (theirs, ours)]
+        places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+        if places.numel():
+            count += places.numel()
+            largest = max(largest, _distance(theirs[places], ours[places]))
+            place = start + int(places[0]) if place is None else place
+    if place is None:
+        return [0, 0.0, [], None, None]
+    return [count, largest, _index(place, tensor.shape), _value(first[place]), _value(own[place])]
+
+
+def _index(place: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        place, within = divmod(place, size)
+        index.append(within)
+    return index[::-1]
+
+
+def _distance(left: Tensor, right: Tensor) -> float:
+    """The largest difference; 0 between two NaNs, inf between a NaN and a number."""
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(wide), right.to(wide)
+    distance = (left - right).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(distance.masked_fill_(left.isnan() & right.isnan(), 0.0).max())
+
+
+def _value(element: Tensor) -> Value:
+    value = element.double().item() if element.is_floating_point() else element.item()
+    return str(value) if isinstance(value, complex) else value
+
+
+def _of_tensors(found: Sequence[Any], group: RankGroup) -> Difference | None:
+    """From what `_from_first` gave on each rank."""
+    places = [place for place, (count, *_) in enumerate(found) if count]
+    if not places:
+        return None
+    _, _, index, first, other = found[places[0]]
+    return Difference(
+        ranks=tuple(group.members[place] for place in places),
+        max_abs_diff=max(found[place][1] for place in places),
+        count=max(found[place][0] for place in places),
+        index=tuple(index),
+        first=first,
+        other=other,
+    )
+
+
+def _of_texts(found: Sequence[str], group: RankGroup) -> Difference | None:
+    places = [place for place, text in enumerate(found) if text != found[0]]
+    if not places:
+        return None
+    pairs = list(zip_longest(found[0].split("\n"), found[places[0]].split("\n"), fillvalue=""))
+    lines = [number for number, (first, other) in enumerate(pairs) if first != other]
+    first, other = (_number(line) for line in pairs[lines[0]])
+    distance = float("inf")
+    if not isinstance(first, str) and not isinstance(other, str):
+        distance = _distance(*torch.tensor([[first], [other]], dtype=torch.float64))
+    return Difference(
+        ranks=tuple(group.members[place] for place in places),
+        max_abs_diff=distance,
+        count=len(lines),
+        index=(lines[0],) if len(pairs) > 1 else (),
+        first=first,
+        other=other,
+    )
+
+
+def _number(text: str) -> Value:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

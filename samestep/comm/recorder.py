@@ -1,0 +1,430 @@
+"""The last collectives of this rank, and a watchdog that tells of those that do not arrive."""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.comm.flight import Flight
+from samestep.comm.groups import RankGroup
+
+LOOKS = 4  # of the watchdog, per period
+PATIENCE_S = 5.0  # for a watchdog that is writing when it is stopped
+
+# Not a warning: those are often silenced, an error under -W error, and not made for threads.
+_log = logging.getLogger("samestep")
+
+
+class Traffic(Enum):
+    """What a collective moves: its kind, and the bytes that a rank must send at least.
+
+    From the bytes of the whole, of this rank's segment, and the number of ranks.
+    """
+
+    EXCHANGE = "all_to_all", lambda whole, mine, ranks: whole - mine
+    COPIES = "all_to_all", lambda whole, mine, ranks: mine * (ranks - 1)
+    REDUCE_SCATTER = "reduce_scatter", lambda whole, mine, ranks: whole - mine
+    ALL_GATHER = "all_gather", lambda whole, mine, ranks: mine * (ranks - 1)
+    ALL_REDUCE = "all_reduce", lambda whole, mine, ranks: 2 * whole * (ranks - 1) / ranks
+    BROADCAST = "broadcast", lambda whole, mine, ranks: whole * (ranks - 1) / ranks
+
+    def __init__(self, kind: str, sent: Callable[[int, int, int], float]) -> None:
+        self.kind = kind
+        self.sent = sent
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective as this rank launched it."""
+
+    number: int  # 0, 1, ... per recorder
+    name: str  # the same on every rank
+    kind: str  # as launched: a gather of unequal segments is an all_to_all
+    ranks: tuple[int, ...]  # global ranks of the group
+    elements: int  # of the whole operation, the same on every rank
+    dtype: str
+    sent: int  # bytes that this rank must send at least
+    launched: float  # time.monotonic()
+    waited: float = 0.0  # seconds that the host spent inside wait()
+    finished: float | None = None  # None: in flight, or never waited for
+    failed: bool = False  # it raised, and will never finish
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all operations of a kind."""
+
+    calls: int = 0
+    elements: int = 0
+    sent: int = 0  # bytes
+    waited: float = 0.0  # seconds inside wait(), of those that have finished
+    in_flight: float = 0.0  # seconds from launch to the end, of those that have finished
+
+
+class FlightRecorder:
+    """Keeps the last collectives of this process, from `start()` to `stop()` or in a `with` block.
+
+    One may be on per process; it sees what any thread launches. A forked child has it off.
+    On a GPU the host does not wait: an operation is in flight until the stream that waits for
+    it has passed it, which is looked at when the next one is launched.
+
+    Args:
+        last: How many operations are kept.
+        watchdog: Seconds in flight after which an operation is reported, once, by a warning of
+            the logger "samestep". Nothing is ended.
+        folder: Where the watchdog writes `rank_<global rank>.json`: what `dump` gives.
+    """
+
+    def __init__(
+        self, last: int = 256, *, watchdog: float | None = None, folder: str | Path | None = None
+    ) -> None:
+        if type(last) is not int or last < 1:
+            raise ValueError(f"last must be a whole number above 0, got {last!r}")
+        if watchdog is not None and not watchdog > 0:
+            raise ValueError(f"watchdog must be a number of seconds above 0, got {watchdog!r}")
+        if folder is not None and watchdog is None:
+            raise ValueError(
+                "folder is where the watchdog writes: give watchdog= too, or write dump() yourself"
+            )
+        self.on_launch: list[Callable[[Record], None]] = []
+        self.totals: dict[str, Totals] = {}
+        self.count = 0
+        self._limit = watchdog
+        self._folder = None if folder is None else Path(folder)
+        self._watchdog: _Watchdog | None = None
+        self._rank: int | None = None
+        self._ring: deque[Record] = deque(maxlen=last)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._in_flight: dict[int, Record] = {}
+        self._flights: dict[int, weakref.ref[Flight]] = {}  # not yet waited for
+        self._on_stream: deque[tuple[Record, torch.cuda.Event]] = deque()
+        self._lock = threading.RLock()  # may be entered again by a signal's handler
+
+    # --- on and off --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Record from now on; what was recorded before stays."""
+        global current
+        if current is not None:
+            which = "this" if current is self else "another"
+            raise RuntimeError(
+                f"{which} FlightRecorder is already on, and a process has one: stop() it first"
+            )
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        current = self
+        if self._limit is not None:
+            self._watchdog = _Watchdog(self, self._limit, self._folder)
+
+    def stop(self) -> None:
+        """Record no more, and end the watchdog; does nothing when off."""
+        global current
+        if current is self:
+            current = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+    def __enter__(self) -> "FlightRecorder":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _disown(self) -> None:
+        """Off, in a forked child: its locks may be held by threads that were not forked."""
+        self._lock = threading.RLock()
+        self._watchdog = None
+
+    # --- what is known -----------------------------------------------------------------------
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The last operations, oldest first."""
+        with self._lock:
+            self._land_those_on_streams()
+            return tuple(self._ring)
+
+    @property
+    def in_flight(self) -> tuple[Record, ...]:
+        """Those that were launched and have neither been waited for nor dropped, oldest first.
+
+        Failed ones stay.
+        """
+        with self._lock:
+            self._land_those_on_streams()
+            return tuple(self._in_flight.values())
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that have launched the same operations in the same order."""
+        with self._lock:
+            return self._hash.hexdigest()
+
+    def dump(self) -> dict[str, Any]:
+        """Everything, for JSON; times are seconds ago. `rank` is None before any operation."""
+        with self._lock:
+            records, in_flight = self.records, self.in_flight
+            now = time.monotonic()
+            return {
+                "rank": self._rank,
+                "count": self.count,
+                "digest": self.digest,
+                "in_flight": [_described(record, now) for record in in_flight],
+                "records": [_described(record, now) for record in records],
+                "totals": {kind: asdict(totals) for kind, totals in self.totals.items()},
+            }
+
+    def overdue(self, seconds: float) -> list[Record]:
+        """Those in flight for longer than that, unless they have arrived unnoticed or failed."""
+        before = time.monotonic() - seconds
+        with self._lock:
+            # Streams are asked only then: asking breaks a CUDA graph that is being captured.
+            if any(record.launched < before for record in list(self._in_flight.values())):
+                self._land_those_on_streams()
+            return [
+                record
+                for record in list(self._in_flight.values())
+                if record.launched < before and not record.failed and not self._arrived(record)
+            ]
+
+    def _arrived(self, record: Record) -> bool:
+        """Whether it only has not been waited for yet."""
+        reference = self._flights.get(record.number)
+        flight = None if reference is None else reference()
+        return flight is not None and flight.has_arrived()
+
+    # --- told by collectives -----------------------------------------------------------------
+
+    def launch(
+        self,
+        traffic: Traffic,
+        name: str,
+        group: RankGroup,
+        buffer: Tensor,
+        sizes: Sequence[int] | None,
+        call: Callable[[], dist.Work | None],
+    ) -> Flight:
+        """Launch a collective and keep a record of it."""
+        record = self._enter(traffic, name, group, buffer, sizes)
+        try:
+            flight = _RecordedFlight(self, record, group, buffer.device, call)
+        except BaseException:
+            record.failed = True
+            raise
+        number, forget = record.number, self._forget
+        self._flights[number] = weakref.ref(flight, lambda _: forget(number))
+        for callback in self.on_launch:
+            callback(record)
+        return flight
+
+    def _enter(
+        self,
+        traffic: Traffic,
+        name: str,
+        group: RankGroup,
+        buffer: Tensor,
+        sizes: Sequence[int] | None,
+    ) -> Record:
+        elements = buffer.numel() if sizes is None else sum(sizes)
+        mine = elements if sizes is None else sizes[group.rank]
+        dtype, width = str(buffer.dtype).removeprefix("torch."), buffer.element_size()
+        sent = round(traffic.sent(elements * width, mine * width, group.size))
+        # Of whole numbers, so the same in every process, and short however many ranks there are.
+        ranks = hash(group.members)
+        line = f"{traffic.kind}\0{name}\0{ranks}\0{elements}\0{dtype}\n".encode()
+        with self._lock:
+            self._land_those_on_streams()
+            record = Record(
+                number=self.count,
+                name=name,
+                kind=traffic.kind,
+                ranks=group.members,
+                elements=elements,
+                dtype=dtype,
+                sent=sent,
+                launched=time.monotonic(),
+            )
+            self._rank = group.members[group.rank]
+            self.count += 1
+            self._hash.update(line)
+            self._ring.append(record)
+            self._in_flight[record.number] = record
+            totals = self.totals.setdefault(traffic.kind, Totals())
+            totals.calls += 1
+            totals.elements += elements
+            totals.sent += sent
+        return record
+
+    def _forget(self, number: int) -> None:
+        """Nobody waits for it any more. Called at any place, so without the lock."""
+        self._flights.pop(number, None)
+        self._in_flight.pop(number, None)
+
+    def keep_failed(self, record: Record) -> None:
+        """It stays in flight for ever."""
+        record.failed = True
+        self._flights.pop(record.number, None)
+
+    def land(self, record: Record, passed: torch.cuda.Event | None) -> None:
+        """It was waited for: by the host, or by a stream until that event."""
+        with self._lock:
+            self._flights.pop(record.number, None)
+            if passed is None:
+                self._finish(record)
+            else:
+                self._on_stream.append((record, passed))
+
+    def _land_those_on_streams(self) -> None:
+        while self._on_stream and _has_passed(self._on_stream[0][1]):
+            self._finish(self._on_stream.popleft()[0])
+
+    def _finish(self, record: Record) -> None:
+        record.finished = time.monotonic()
+        self._in_flight.pop(record.number, None)
+        totals = self.totals[record.kind]
+        totals.waited += record.waited
+        totals.in_flight += record.finished - record.launched
+
+
+class _RecordedFlight(Flight):
+    """A flight that tells its recorder how it ended."""
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        record: Record,
+        group: RankGroup,
+        device: torch.device,
+        call: Callable[[], dist.Work | None],
+    ) -> None:
+        self._recorder = recorder
+        self._record = record
+        self._device = device
+        super().__init__(record.name, group, call, on_host=device.type == "cpu")
+
+    def wait(self) -> None:
+        """Wait as ever, and note how long."""
+        start = time.monotonic()
+        try:
+            super().wait()
+        except BaseException:
+            self._recorder.keep_failed(self._record)
+            raise
+        finally:
+            self._record.waited += time.monotonic() - start
+        self._recorder.land(self._record, _passed(self._device))
+
+
+class _Watchdog:
+    """A thread that looks for operations that do not arrive, and keeps no process from ending."""
+
+    def __init__(self, recorder: FlightRecorder, limit: float, folder: Path | None) -> None:
+        self._recorder = recorder
+        self._limit = limit
+        self._folder = folder
+        self._reported: set[int] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._limit / LOOKS):
+            overdue = self._recorder.overdue(self._limit)
+            new = [record for record in overdue if record.number not in self._reported]
+            if new:
+                self._reported.update(record.number for record in new)
+                self._report(new)
+
+    def _report(self, records: list[Record]) -> None:
+        """One warning, of the oldest: those after it often wait for it alone."""
+        dump = self._recorder.dump()
+        first = records[0]
+        _log.warning(
+            "rank %s: %s has been in flight for %.3g s%s: operation %d, %s of %d %s among %s%s",
+            dump["rank"],
+            first.name,
+            time.monotonic() - first.launched,
+            f", with {len(records) - 1} after it" if len(records) > 1 else "",
+            first.number,
+            first.kind,
+            first.elements,
+            first.dtype,
+            _ranks(first.ranks),
+            "" if self._folder is None else f". {_written(dump, self._folder)}",
+        )
+
+
+current: FlightRecorder | None = None
+
+
+def _off_in_child() -> None:
+    global current
+    recorder, current = current, None
+    if recorder is not None:
+        recorder._disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_off_in_child)
+
+
+def _passed(device: torch.device) -> torch.cuda.Event | None:
+    """When the present stream has passed the wait it was just told of; None on the host."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _has_passed(event: torch.cuda.Event) -> bool:
+    try:
+        return bool(event.query())  # type: ignore[no-untyped-call]
+    except RuntimeError:  # the GPU has failed: what is on it never ends, and a dump shall tell
+        return False
+
+
+def _described(record: Record, now: float) -> dict[str, Any]:
+    """A record for JSON, with seconds ago in place of times of a clock that others do not have."""
+    entries = asdict(record)
+    launched, finished = entries.pop("launched"), entries.pop("finished")
+    entries["launched_ago"] = now - launched
+    entries["finished_ago"] = None if finished is None else now - finished
+    return entries
+
+
+def _written(dump: dict[str, Any], folder: Path) -> str:
+    """Write a dump, whole or not at all, and say where it is."""
+    path = folder / f"rank_{dump['rank']}.json"
+    beside = path.with_suffix(".partial")
+    try:
+        beside.write_text(json.dumps(dump, indent=1))
+        os.replace(beside, path)
+    except OSError as error:
+        return f"Its last operations could not be written: {error}"
+    return f"Its last operations are in {path}"
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    if len(ranks) > 8:
+        return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

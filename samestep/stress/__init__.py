@@ -1,0 +1,9 @@
+"""The stress harness: proves on the user's machine that every rank takes the same step.
+
+`check` is its smallest part, for use inside a training loop.
+"""
+
+from samestep.stress.check import check
+from samestep.stress.drift import Drift, DriftError
+
+__all__ = ["Drift", "DriftError", "check"]

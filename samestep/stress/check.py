@@ -1,0 +1,266 @@
+"""One comparison of all replicas inside a training loop: cheap while they agree, exact if not."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from samestep.comm.agreement import (
+    RanksDisagreeError,
+    agreed,
+    differing,
+    gather_texts,
+    require_same_lines,
+)
+from samestep.comm.checksum import checksum, checksums, text_checksum
+from samestep.comm.differences import locate
+from samestep.comm.groups import RankGroup, rank_group
+from samestep.group_optimizer import GroupOptimizer
+from samestep.param_groups import LAYOUT_KEYS, Group, parameter_names
+from samestep.routing import without_wrappers
+from samestep.rules import RULES
+from samestep.stress.drift import Drift, DriftError, Kind
+
+NAME = "check of replicas"  # for whoever reads of a collective that failed
+
+
+@torch.no_grad()
+def check(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    raise_on_drift: bool = True,
+    buffers: bool = False,
+    process_group: dist.ProcessGroup | None = None,
+) -> list[Drift]:
+    """Compare what all ranks should have alike, bit for bit; raise a DriftError if they have not.
+
+        if step % 100 == 0:
+            samestep.stress.check(model, optimizer)
+
+    Collective: every rank calls it, after `step()` and before the next backward pass. It compares
+    all parameters of the model, frozen ones too; of the optimizer its parameters, its options, the
+    plan of who owns what, and the state that every rank keeps. While they agree, that costs a
+    checksum of each and one all-reduce of a few bytes, the only thing that the host waits for.
+    Where ranks differ, it finds out where. Parameters of a group with a `process_group` of its
+    own are compared there. Without other ranks there is nothing to compare.
+
+    Arguments:
+        optimizer: samestep's; or torch's, as under DDP, of which all state is compared.
+        raise_on_drift: False gives the list instead, the same on every rank. Ranks whose models
+            or optimizers are not built alike raise a RanksDisagreeError in any case.
+        buffers: compare buffers as well. Those of BatchNorm may differ for good reasons.
+        process_group: the ranks to compare; default: those of the optimizer, or else all.
+    """
+    ranks = optimizer.ranks if isinstance(optimizer, GroupOptimizer) else None
+    if process_group is not None or ranks is None:
+        ranks = rank_group(process_group)
+    if ranks is None:
+        return []
+    entries: dict[RankGroup, list[_Entry]] = {ranks: []}
+    for group, entry in _entries(model, optimizer, ranks, buffers):
+        if group.size > 1:
+            entries.setdefault(group, []).append(entry)
+    of_all, *of_some = [_Comparison(group, own) for group, own in entries.items()]
+    drifts = _drifts(of_all, of_some)
+    if drifts and raise_on_drift:
+        raise DriftError(drifts)
+    return drifts
+
+
+# --- what is compared ----------------------------------------------------------------------------
+
+
+class _Entry(NamedTuple):
+    """Something that a group of ranks should have alike."""
+
+    kind: Kind
+    name: str
+    value: Tensor | str
+
+    @property
+    def line(self) -> str:
+        """What must be the same before values can be compared."""
+        if isinstance(self.value, str):
+            return f"{self.kind} {self.name}"
+        return f"{self.kind} {self.name}: {tuple(self.value.shape)} {self.value.dtype}"
+
+
+def _entries(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: RankGroup, buffers: bool
+) -> Iterator[tuple[RankGroup, _Entry]]:
+    """Everything, each with the ranks that have it."""
+    plain = _unwrapped(model)
+    names: dict[Tensor, str] = {p: without_wrappers(n) for n, p in plain.named_parameters()}
+    groups = [] if optimizer is None else optimizer.param_groups
+    for index, group in enumerate(groups):
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            names.setdefault(param, name)
+    shared = optimizer.shared_parameters if isinstance(optimizer, GroupOptimizer) else ()
+    home = {param: placement.group for placement in shared for param in placement.params}
+    for param, name in names.items():
+        if _is_plain(param):
+            yield home.get(param, ranks), _Entry("parameter", name, param)
+    for name, buffer in plain.named_buffers() if buffers else ():
+        if _is_plain(buffer):
+            yield ranks, _Entry("buffer", without_wrappers(name), buffer)
+    if optimizer is None:
+        return
+    for placement in shared:
+        members = f"of {len(placement.params)} parameters from {names[placement.params[0]]}"
+        yield placement.group, _Entry("plan", members, "\n".join(placement.plan.lines()))
+        for name, key, tensor in placement.state_alike(optimizer.state):
+            yield placement.group, _Entry("state", f"{name}.{key}", tensor)
+    for index, group in enumerate(groups):
+        for name, value in _options(f"param_groups[{index}]", optimizer, group):
+            yield home.get(group["params"][0], ranks), _Entry("options", name, value)
+        for param in group["params"]:
+            for key, value in optimizer.state.get(param, {}).items():
+                if param not in home and isinstance(value, Tensor) and _is_plain(value):
+                    yield ranks, _Entry("state", f"{names[param]}.{key}", value)
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return cast(nn.Module, model.module)
+    return model
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is all there: no part of a DTensor, nothing without values."""
+    lazy = nn.parameter.is_lazy(tensor)
+    return not (lazy or tensor.is_meta or hasattr(tensor, "device_mesh")) and (
+        tensor.layout == torch.strided
+    )
+
+
+def _options(
+    name: str, optimizer: torch.optim.Optimizer, group: Group
+) -> Iterator[tuple[str, Tensor | str]]:
+    """The hyperparameters of a group, not what others have put there; tensors by value."""
+    of_rules = (key for rule in RULES.values() for key in rule.defaults)
+    known = {"rule", "maximize", *LAYOUT_KEYS, *of_rules, *optimizer.defaults}
+    for key in sorted(known & group.keys()):
+        yield from _option(f"{name}[{key!r}]", group[key])
+
+
+def _option(name: str, value: Any) -> Iterator[tuple[str, Tensor | str]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, tuple | list) and any(isinstance(part, Tensor) for part in value):
+        for place, part in enumerate(value):
+            yield from _option(f"{name}[{place}]", part)
+    else:
+        yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    """The same for the same value in every process, which is not so for the repr of anything."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_text(k)}: {_text(v)}' for k, v in value.items())}}}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, float):
+        return repr(float(value))
+    if value is None or isinstance(value, bool | int | str | torch.dtype):
+        return repr(value)
+    return type(value).__qualname__
+
+
+# --- comparing -----------------------------------------------------------------------------------
+
+
+class _Comparison:
+    """What a group of ranks compares: checksums, and a summary of fixed size.
+
+    The summary is what is compared first. Ranks that have not the same list of things have
+    different summaries, and none waits for the others with a vector of another length.
+    """
+
+    def __init__(self, group: RankGroup, entries: Iterable[_Entry]) -> None:
+        self.group = group
+        entries = list(entries)
+        tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
+        others = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
+        self.device = next(others, torch.device("cpu"))
+        here: list[_Entry] = []
+        elsewhere: list[_Entry] = []
+        own, numbers = [], []
+        for entry in entries:
+            value = entry.value
+            if isinstance(value, str):
+                elsewhere.append(entry)
+                numbers.append(text_checksum(value))
+            elif value.device != self.device:
+                elsewhere.append(entry)
+                numbers.append(int(checksum(value)))
+            else:
+                here.append(entry)
+                own.append(value)
+        self.entries = here + elsewhere
+        self.lines = [entry.line for entry in self.entries]
+        numbers.append(text_checksum("\n".join(self.lines)))
+        on_gpu = self.device.type == "cuda"
+        known = torch.tensor(numbers, dtype=torch.int64, pin_memory=on_gpu)
+        known = known.to(self.device, non_blocking=True)
+        self.sums = torch.cat([checksums(own).to(self.device), known[:-1]])
+        self.summary = torch.stack([known[-1], checksum(self.sums)])
+
+    def agrees(self) -> Tensor:
+        """(): whether all ranks of the group have the same. The host does not wait for it."""
+        return agreed(self.summary, self.group, NAME).all()
+
+    def locate(self) -> list[Drift]:
+        """Where ranks differ; raises on all of them if they have not the same things."""
+        what = "list of things to compare"
+        require_same_lines(what, self.lines, self.group, self.device)
+        places = differing(self.sums, self.group, NAME)
+        entries = [self.entries[place] for place in places]
+        values = [entry.value for entry in entries]
+        differences = locate(NAME, values, self.group, self.device)
+        return [
+            Drift(entry.name, entry.kind, **vars(difference), first_rank=self.group.members[0])
+            for entry, difference in zip(entries, differences, strict=True)
+            if difference is not None
+        ]
+
+
+def _drifts(of_all: _Comparison, of_some: Sequence[_Comparison]) -> list[Drift]:
+    """The same on all ranks: also what only some of them share."""
+    agree = [comparison.agrees().to(of_all.device) for comparison in of_some]
+    differs = torch.zeros(1, dtype=torch.int64, device=of_all.device)
+    if agree:
+        differs = (~torch.stack(agree).all()).long().reshape(1)
+    same = agreed(torch.cat([of_all.summary, differs]), of_all.group, NAME)
+    # The one place where the host waits. If all ranks have 1 there, they agree on that too.
+    *same_of_all, same_of_some, differs_here = torch.cat([same, differs.bool()]).tolist()
+    drifts: list[Drift] = []
+    if differs_here or not same_of_some:
+        drifts += _of_some(
+            [c for c, alike in zip(of_some, agree, strict=True) if not alike], of_all
+        )
+    if not all(same_of_all):
+        drifts = of_all.locate() + drifts
+    return drifts
+
+
+def _of_some(differing_here: Sequence[_Comparison], of_all: _Comparison) -> list[Drift]:
+    """Tell all ranks what some of them have found."""
+    problem, mine = None, []
+    for comparison in differing_here:
+        try:
+            mine += comparison.locate()
+        except RanksDisagreeError as error:  # the others wait to hear of it
+            problem = str(error)
+    texts = gather_texts(NAME, json.dumps([problem, mine]), of_all.group, of_all.device)
+    found: dict[str, Drift] = {}
+    for problem, rows in map(json.loads, texts):
+        if problem is not None:
+            raise RanksDisagreeError(problem)
+        for name, kind, ranks, largest, count, index, *rest in rows:
+            drift = Drift(name, kind, tuple(ranks), largest, count, tuple(index), *rest)
+            found.setdefault(repr(drift), drift)
+    return list(found.values())

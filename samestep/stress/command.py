@@ -1,0 +1,226 @@
+"""`samestep stress`: cases on ranks, a table, a receipt and a report."""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Console
+
+from samestep.bench.output import check_folder, write_files
+from samestep.bench.request import BadRequestError
+from samestep.launch import TorchrunRank, torchrun_rank
+from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.stress.compare import changes_table, compare, read_receipt
+from samestep.stress.display import (
+    Display,
+    findings_lines,
+    known_table,
+    mutants_table,
+    results_table,
+)
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutation import MutantResult, MutantRunner
+from samestep.stress.options import Options
+from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
+from samestep.stress.receipt import machine, receipt
+from samestep.stress.report import render
+from samestep.stress.scenarios import SCENARIOS
+from samestep.stress.schema import check_receipt
+
+LONG = ("dist_adamw_muon", "megatron_conditional")  # --other-steps is for all the others
+MUTANT_WATCHDOG = 2.0
+
+
+def run(options: Options) -> int:
+    """Do what the options ask; give the exit status."""
+    console = Console(highlight=False)
+    if options.compare is not None:
+        return _compare(console, *options.compare)
+    if options.list:
+        console.print(known_table())
+        return 0
+    options.check()
+    torchrun = torchrun_rank()
+    session = Session(options, torchrun, console)
+    return session.run()
+
+
+class Session:
+    """One run of the command, from its cases to its files."""
+
+    def __init__(self, options: Options, torchrun: TorchrunRank | None, console: Console) -> None:
+        self.options = options
+        self.console = console
+        self.torchrun = torchrun
+        self.speaks = torchrun is None or torchrun.rank == 0
+        self.world = options.ranks(torchrun)
+        self.backend, self.fallback_reason = options.chosen_backend(torchrun)
+        self.make_model = options.make_model()
+        self.results: list[CaseResult] = []
+        self.mutants: list[MutantResult] = []
+        self.presence: dict[str, dict[str, list[int]]] = {}
+        self.started = datetime.now(UTC)
+        if self.speaks:
+            check_folder(options.out)
+
+    def run(self) -> int:
+        """Run everything; whatever happens, what was found is written."""
+        start = time.monotonic()
+        interrupted = False
+        try:
+            if self.options.mutants:
+                self._run_mutants()
+            else:
+                self._run_cases()
+        except KeyboardInterrupt:
+            interrupted = True
+        if not self.speaks:
+            return 0
+        content = receipt(
+            asked=self._asked(),
+            ran=self._ran(time.monotonic() - start),
+            results=self.results,
+            mutants=self.mutants,
+            presence=self.presence,
+            interrupted=interrupted,
+        )
+        check_receipt(content)
+        self._show(content["verdict"])
+        files = {
+            "receipt.json": json.dumps(content, indent=1, allow_nan=False).encode() + b"\n",
+            "report.html": render(content).encode(),
+        }
+        write_files(self.options.out, files)
+        self.console.print(f"Wrote {' and '.join(files)} to {self.options.out}.", soft_wrap=True)
+        if interrupted:
+            return 130
+        return 0 if content["verdict"] == "clean" else 1
+
+    def cases(self) -> list[Case]:
+        """Scenario by scenario, since layouts of one share its reference."""
+        options = self.options
+        names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
+        if self.make_model is not None:
+            names = [name for name in names if SCENARIOS[name].takes_any_model]
+        layouts = list(LAYOUTS) if options.layout == "all" else [options.layout]
+        found = []
+        for name in names:
+            steps = options.steps
+            if options.other_steps is not None and name not in LONG:
+                steps = options.other_steps
+            every = min(options.sample_every, steps)
+            for layout in layouts:
+                case = Case(name, layout, self.world, steps, every, options.reduction, options.seed)
+                found.append(case)
+        return found
+
+    def _run_cases(self) -> None:
+        cases = self.cases()
+        what = f"{len(cases)} cases on {self.world} {self.backend} ranks, {self.options.reduction}"
+        if not self.speaks:
+            campaign = self._campaign()
+            for case in cases:
+                if _broken(campaign.run(case)):
+                    break
+            return
+        display = Display(self.console, len(cases), what)
+        with display.shown():
+            campaign = self._campaign()
+            self.presence = campaign.presence
+            for case in cases:
+                try:
+                    result = campaign.run(case, display.step)
+                except KeyboardInterrupt:
+                    self.results.append(CaseResult(case, "interrupted", [], []))
+                    raise
+                self.results.append(result)
+                display.done()
+                for line in findings_lines([result]):
+                    display.say(line)
+                if self.torchrun is not None and _broken(result):
+                    display.say("Ranks of torchrun cannot be started again: stopping here.")
+                    break
+
+    def _campaign(self) -> Campaign:
+        ranks: Ranks = ForkedRanks(self.world, self.options.watchdog)
+        if self.torchrun is not None:
+            ranks = TorchrunRanks(self.torchrun, self.options.watchdog, self.backend)
+        return Campaign(ranks, self.make_model)
+
+    def _run_mutants(self) -> None:
+        if self.torchrun is not None:
+            raise BadRequestError("--mutants start their own ranks: run it without torchrun")
+        display = Display(self.console, len(MUTANTS), f"{len(MUTANTS)} known bugs")
+        watchdog = min(self.options.watchdog, MUTANT_WATCHDOG)
+        runner = MutantRunner(watchdog, self.options.seed)
+        with display.shown():
+            for mutant in MUTANTS.values():
+                display.begin(mutant.name)
+                self.mutants.append(runner.run(mutant))
+                display.done()
+
+    def _show(self, verdict: str) -> None:
+        if self.results:
+            self.console.print(results_table(self.results))
+        if self.mutants:
+            self.console.print(mutants_table(self.mutants))
+        self.console.print(_sentence(verdict, self.results, self.mutants))
+
+    def _asked(self) -> dict[str, Any]:
+        keys = (
+            "scenario", "layout", "world_size", "backend", "steps", "sample_every", "reduction",
+            "seed", "model", "watchdog", "mutants",
+        )  # fmt: skip
+        return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
+
+    def _ran(self, seconds: float) -> dict[str, Any]:
+        return {
+            "requested_backend": self.options.backend,
+            "actual_backend": self.backend,
+            "runtime_mode": "forked" if self.torchrun is None else "torchrun",
+            "fallback_reason": self.fallback_reason,
+            "world_size": self.world,
+            "device": "cuda" if self.backend == "nccl" else "cpu",
+            **machine(),
+            "command": ["samestep", *sys.argv[1:]],
+            "started": self.started.isoformat(timespec="seconds"),
+            "seconds": seconds,
+        }
+
+
+def _broken(result: CaseResult) -> bool:
+    """Whether a rank did not come to its end."""
+    return any(ending.error is not None for ending in result.endings.values())
+
+
+def _sentence(verdict: str, results: Sequence[CaseResult], mutants: Sequence[MutantResult]) -> str:
+    if verdict == "interrupted":
+        return "[yellow]Stopped before the end; nothing had failed so far.[/]"
+    if mutants:
+        escaped = [result.mutant.name for result in mutants if not result.caught]
+        if escaped:
+            count = f"{len(escaped)} of {len(mutants)}"
+            return f"[bold red]{count} known bugs escape:[/] {', '.join(escaped)}"
+        return f"[green]All {len(mutants)} known bugs are caught, each by the check it should.[/]"
+    failed = sum(result.status == "failed" for result in results)
+    if failed:
+        return f"[bold red]{failed} of {len(results)} cases failed.[/]"
+    near = sum(result.status == "within_tolerance" for result in results)
+    flag = f", {near} of them not exactly zero" if near else ": every difference is exactly 0"
+    return f"[green]All {len(results)} cases are clean{flag}.[/]"
+
+
+def _compare(console: Console, first: Any, second: Any) -> int:
+    try:
+        changes = compare(read_receipt(first), read_receipt(second))
+    except ValueError as error:
+        raise BadRequestError(str(error)) from error
+    if not changes:
+        console.print("Nothing changed.")
+        return 0
+    console.print(changes_table(changes))
+    return 1 if any(change.severity == "worse" for change in changes) else 0

@@ -1,0 +1,155 @@
+"""What `samestep stress` shows: progress while it runs, tables at its end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from samestep.stress.campaign import Case, CaseResult
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutation import MutantResult
+from samestep.stress.scenarios import SCENARIOS
+
+MARKS = {"failed": "[bold red]FAILED[/]", "interrupted": "[dim]stopped[/]"}
+
+
+class Display:
+    """Two lines while cases run: how many are done, and how far the present one is."""
+
+    def __init__(self, console: Console, total: int, what: str) -> None:
+        self.console = console
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+        self._all = self._progress.add_task(what, total=total)
+        self._one = self._progress.add_task("")
+        self._done = 0
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While the block runs."""
+        with self._progress:
+            yield
+
+    def step(self, case: Case, step: int, worst: float) -> None:
+        """A case has got to a step."""
+        text = f"{case.scenario} · {case.layout} · largest difference {worst:.3g}"
+        self._progress.update(self._one, description=text, completed=step, total=case.steps)
+
+    def begin(self, text: str) -> None:
+        """Something without steps begins."""
+        self._progress.update(self._one, description=text, completed=0, total=None)
+
+    def done(self) -> None:
+        """One more is done."""
+        self._done += 1
+        self._progress.update(self._all, completed=self._done)
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._progress.console.print(text)
+
+
+def results_table(results: Sequence[CaseResult]) -> Table:
+    """Per scenario: the differences that should be 0, and the distance to the reference."""
+    table = Table(title="largest differences, over all samples", box=box.SIMPLE_HEAD)
+    table.add_column("scenario", no_wrap=True)
+    table.add_column("steps", justify="right")
+    table.add_column("between ranks and layouts")
+    table.add_column("from the reference\nadam", justify="right")
+    table.add_column("\nmuon", justify="right")
+    table.add_column("s", justify="right")
+    by_scenario: dict[str, list[CaseResult]] = {}
+    for result in results:
+        by_scenario.setdefault(result.case.scenario, []).append(result)
+    for scenario, row in by_scenario.items():
+        steps = str(max(result.case.steps for result in row))
+        seconds = f"{sum(result.seconds for result in row):.0f}"
+        table.add_row(scenario, steps, _summary(row), *_from_reference(row), seconds)
+    return table
+
+
+def _summary(results: Sequence[CaseResult]) -> str:
+    """How many layouts are exact; the others by name."""
+    exact = sum(result.status == "exact" for result in results)
+    parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
+    for result in results:
+        if result.status == "within_tolerance":
+            parts.append(f"[yellow]{result.case.layout} {largest_difference(result):.1e}[/]")
+        elif result.status != "exact":
+            parts.append(f"{result.case.layout} {MARKS[result.status]}")
+    return ", ".join(parts)
+
+
+def largest_difference(result: CaseResult) -> float:
+    """Between ranks and between layouts, over all samples."""
+    found = [sample.replicas.largest for sample in result.samples]
+    found += [s.layouts.largest for s in result.samples if s.layouts is not None]
+    return max(found, default=0.0)
+
+
+def _from_reference(results: Sequence[CaseResult]) -> tuple[str, str]:
+    samples = [s.reference for r in results for s in r.samples if s.reference is not None]
+    adam = [s.adam for s in samples if s.adam is not None]
+    muon = [d for s in samples for d in (s.mu_a, s.mu_b) if d is not None]
+    return f"{max(adam):.1e}" if adam else "", f"{max(muon):.1e}" if muon else ""
+
+
+def findings_lines(results: Sequence[CaseResult]) -> list[str]:
+    """Every failed check in words, and where each rank was when it hung."""
+    lines = []
+    for result in results:
+        for finding in result.findings:
+            where = f"{result.case.scenario} · {result.case.layout} · step {finding.step}"
+            lines.append(f"[red]{where}[/] {finding.check}: {escape(finding.message)}")
+        positions = {r: op for e in result.endings.values() for r, op in e.positions.items()}
+        for rank, operation in sorted(positions.items()):
+            lines.append(f"    rank {rank} was in: {escape(operation)}")
+    return lines
+
+
+def mutants_table(results: Sequence[MutantResult]) -> Table:
+    """Every mutant: caught or not, by which check, at which step."""
+    table = Table(title="known bugs, and whether they are caught", box=box.SIMPLE_HEAD)
+    for column in ("bug", "expected", "caught by", "step"):
+        table.add_column(column, justify="right" if column == "step" else "left")
+    for result in results:
+        step = "" if result.first is None else str(result.first.step)
+        story = f"{result.mutant.name}\n[dim]{result.mutant.story}[/]"
+        table.add_row(story, result.mutant.expected, _caught(result), step)
+    return table
+
+
+def _caught(result: MutantResult) -> str:
+    if result.caught:
+        others = [check for check in result.checks if check != result.mutant.expected]
+        also = f" [dim](also {', '.join(others)})[/]" if others else ""
+        return f"[green]{result.mutant.expected}[/]{also}"
+    if result.unpatched not in ("exact", "within_tolerance"):
+        return "[bold red]fails without it[/]"
+    if result.checks:
+        return f"[bold red]only by accident: {', '.join(result.checks)}[/]"
+    return "[bold red]NOT CAUGHT[/]"
+
+
+def known_table() -> Table:
+    """All scenarios, layouts and mutants."""
+    table = Table()
+    for column in ("", "name", "story"):
+        table.add_column(column)
+    for name, scenario in SCENARIOS.items():
+        table.add_row("scenario", name, scenario.story)
+    for name, layout in LAYOUTS.items():
+        table.add_row("layout", name, layout.story)
+    for name, mutant in MUTANTS.items():
+        table.add_row("mutant", name, mutant.story)
+    return table

@@ -1,0 +1,122 @@
+"""What every layout is held against: the reference's run of a scenario, with its samples."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.stress.reference import Reference
+from samestep.stress.sample import Sample
+from samestep.stress.scenario import AddGroup, Edit, Freeze, Scenario, SetOptions, Unfreeze
+from samestep.stress.training import named_groups, rank_gradients
+
+PRESENCE_STEPS = 64  # how many the presence map shows
+
+
+@dataclass
+class Expected:
+    """The reference's run.
+
+    samples: by number of steps taken.
+    families: per parameter "adam", "mu_a" (the first group of Muon's) or "mu_b" (all others).
+    presence: per parameter and step the number of ranks that have a gradient.
+    gradients: [step][rank], where the scenario is to be replayed.
+    """
+
+    samples: dict[int, Sample] = field(default_factory=dict)
+    families: dict[str, str] = field(default_factory=dict)
+    presence: dict[str, list[int]] = field(default_factory=dict)
+    gradients: list[list[dict[str, Tensor]]] = field(default_factory=list)
+
+
+def sampled_steps(steps: int, every: int) -> list[int]:
+    """Numbers of steps taken at which samples are due: every so many, and at the end."""
+    return sorted({*range(every, steps + 1, every), steps})
+
+
+def expected_run(
+    scenario: Scenario, steps: int, every: int, progress: Callable[[int], None] = lambda step: None
+) -> Expected:
+    """Run a scenario in float64, with the gradients of all ranks at the reference's parameters."""
+    model = scenario.model()
+    options = scenario.options()
+    optimizer = samestep.MuonAdamW(scenario.model(), **options)
+    reference = Reference(dict(model.named_parameters()), named_groups(optimizer))
+    limit = float("inf") if scenario.scales else options.get("max_grad_norm")
+    expected = Expected()
+    for step in range(steps):
+        _apply_events(scenario, step, model, reference)
+        by_rank = _gradients(scenario, model, step)
+        if scenario.loop == "recorded":
+            expected.gradients.append(by_rank)
+        names = [name for group in reference.groups for name in group["param_names"]]
+        grads = {name: [rank.get(name) for rank in by_rank] for name in names}
+        if step < PRESENCE_STEPS:
+            for name, of_ranks in grads.items():
+                row = expected.presence.setdefault(name, [0] * step)
+                row.append(sum(grad is not None for grad in of_ranks))
+        reference.step(grads, divisor=scenario.world, max_grad_norm=limit)
+        _copy_into(model, reference)
+        if step + 1 in (due := sampled_steps(steps, every)):
+            state = {name: dict(entries) for name, entries in reference.state.items()}
+            expected.samples[step + 1] = Sample(step + 1, dict(reference.params), state)
+        if (step + 1) % 10 == 0 or step + 1 in due:
+            progress(step + 1)
+    expected.families = _families(reference.groups)
+    return expected
+
+
+def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
+    """Per rank the sum of its micro-batches' gradients."""
+    by_rank = []
+    for rank in range(scenario.world):
+        total: dict[str, Tensor] = {}
+        for grads in rank_gradients(scenario, model, step, rank):
+            for name, grad in grads.items():
+                total[name] = total[name] + grad if name in total else grad
+        by_rank.append(total)
+    return by_rank
+
+
+def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Reference) -> None:
+    """Resuming changes nothing here."""
+    params = dict(model.named_parameters())
+    for event in scenario.events(step):
+        match event:
+            case SetOptions(rule, options):
+                for group in reference.groups:
+                    if group["rule"] == rule:
+                        group.update(options)
+            case Freeze(names) | Unfreeze(names):
+                for name in names:
+                    params[name].requires_grad_(isinstance(event, Unfreeze))
+            case AddGroup(names, options):
+                for name in names:
+                    params[name].requires_grad_(True)
+                shared = {
+                    k: v for k, v in scenario.options().items() if k in ("lr", "weight_decay")
+                }
+                adamw = {"betas": (0.9, 0.95)}  # MuonAdamW's own default, and its decay of 0.1
+                group = {"weight_decay": 0.1, **adamw, **shared, **options}
+                reference.add_group({**group, "param_names": names})
+            case Edit(name, value):
+                reference.set_param(name, value)
+    _copy_into(model, reference)
+
+
+def _copy_into(model: nn.Module, reference: Reference) -> None:
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            param.copy_(reference.params[name])
+
+
+def _families(groups: Sequence[dict[str, object]]) -> dict[str, str]:
+    families = {}
+    first_muon = next((g for g in groups if g["rule"] == "muon"), None)
+    for group in groups:
+        family = "adam" if group["rule"] == "adamw" else "mu_a" if group is first_muon else "mu_b"
+        for name in group["param_names"]:  # type: ignore[attr-defined]
+            families[name] = family
+    return families

@@ -1,0 +1,217 @@
+"""Comparing: replicas with each other, a layout with the reference, and with another layout.
+
+Pure functions of samples. A check that fails gives a finding; the checks are
+
+    replicas    parameters and state that every rank has must be the same, bit for bit
+    reference   parameters near those of the float64 reference
+    state       optimizer state near the reference's
+    layouts     with ordered reduction the same bits as the first layout, else near it
+    collectives all ranks launched the same collectives in the same order
+    plan        all ranks have the same plan
+    promise     what the scenario itself promises
+    hang        a collective did not come to its end: waited for in vain, or torn down because
+                ranks had launched different ones
+    error       anything else that kept a rank from its end
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from samestep.stress.expected import Expected
+from samestep.stress.sample import Ending, Sample
+from samestep.stress.scenario import Scenario
+
+LIMITS = {"adam": 2e-5, "mu_a": 3e-4, "mu_b": 3e-4}
+STATE_LIMIT = 2e-5  # relative to its size where that is above 1
+CHECKS = (
+    "replicas", "reference", "state", "layouts", "collectives", "plan", "promise", "hang", "error",
+)  # fmt: skip
+CLOSED_LOOP_STEPS = 100  # beyond, rounding has grown too much for any comparison but exact ones
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A check that failed, after how many steps, and what was seen."""
+
+    check: str
+    step: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Distance:
+    """Largest absolute differences of parameters, per family (None: it has none), and of state."""
+
+    adam: float | None = None
+    mu_a: float | None = None
+    mu_b: float | None = None
+    state: float = 0.0
+
+    @property
+    def params(self) -> float:
+        """Over all parameters."""
+        return max((d for d in (self.adam, self.mu_a, self.mu_b) if d is not None), default=0.0)
+
+    @property
+    def largest(self) -> float:
+        """Over everything."""
+        return max(self.params, self.state)
+
+
+@dataclass(frozen=True)
+class SampleVerdict:
+    """The differences at one sample."""
+
+    step: int
+    replicas: Distance
+    reference: Distance | None  # None: not to be compared
+    layouts: Distance | None
+    collectives: int
+    same_collectives: bool
+
+
+@dataclass
+class Judge:
+    """Takes the samples of all ranks as they come.
+
+    base: another layout's samples by step, of the same scenario and world size.
+    exact: whether layouts must agree to the bit.
+    """
+
+    scenario: Scenario
+    expected: Expected
+    base: Mapping[int, Sample]
+    exact: bool
+    verdicts: list[SampleVerdict] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    def add(self, ranks: Sequence[Sample]) -> SampleVerdict:
+        """Judge the samples that all ranks took after the same step."""
+        first, step = ranks[0], ranks[0].step
+        comparable = self.scenario.loop != "closed" or step <= CLOSED_LOOP_STEPS
+        replicas = self._largest([self._distance(other, first) for other in ranks[1:]])
+        reference = None
+        if comparable:
+            reference = self._distance(first, self.expected.samples[step], relative=True)
+        layouts = None
+        if step in self.base and (comparable or self.exact):
+            layouts = self._distance(first, self.base[step])
+        same = len({(sample.collectives, sample.digest) for sample in ranks}) == 1
+        verdict = SampleVerdict(step, replicas, reference, layouts, first.collectives, same)
+        self.verdicts.append(verdict)
+        self._judge(verdict, first)
+        return verdict
+
+    def end(self, endings: Mapping[int, Ending]) -> None:
+        """Judge how the ranks ended."""
+        failed = {rank: ending for rank, ending in endings.items() if ending.error is not None}
+        # A rank that fails leaves the others hanging: its own error is the one to tell.
+        for kind in ("plan", "state", "error", "hang"):
+            for rank, ending in sorted(failed.items()):
+                if ending.kind == kind:
+                    assert ending.error is not None
+                    first_line = ending.error.split("\n")[0]
+                    self._find(kind, ending.step, f"rank {rank}: {first_line}")
+                    return
+        if len({ending.fingerprint for ending in endings.values()}) > 1:
+            step = max(ending.step for ending in endings.values())
+            self._find("plan", step, "the plans' fingerprints differ between ranks")
+
+    @property
+    def worst(self) -> float:
+        """The largest difference that should be zero, so far."""
+        distances = [verdict.replicas.largest for verdict in self.verdicts]
+        distances += [v.layouts.largest for v in self.verdicts if v.layouts is not None]
+        return max(distances, default=0.0)
+
+    def status(self) -> str:
+        """`failed`, `exact`, or `within_tolerance`: not zero where zero is possible."""
+        if self.findings:
+            return "failed"
+        return "exact" if self.worst == 0.0 else "within_tolerance"
+
+    def _judge(self, verdict: SampleVerdict, sample: Sample) -> None:
+        step, replicas, reference = verdict.step, verdict.replicas, verdict.reference
+        if replicas.largest > 0:
+            self._find("replicas", step, f"ranks differ by {replicas.largest:.3g}")
+        if reference is not None:
+            for family, limit in LIMITS.items():
+                distance = getattr(reference, family)
+                if distance is not None and not distance <= limit:
+                    message = f"{family} is {distance:.3g} away from the reference, limit {limit}"
+                    self._find("reference", step, message)
+            if not reference.state <= STATE_LIMIT:
+                message = f"state is {reference.state:.3g} away from the reference's"
+                self._find("state", step, f"{message}, limit {STATE_LIMIT}")
+        if verdict.layouts is not None:
+            self._judge_layouts(step, verdict.layouts)
+        if not verdict.same_collectives:
+            self._find("collectives", step, "ranks launched different collectives")
+        broken = self.scenario.broken_promise(sample.params)
+        if broken is not None:
+            self._find("promise", step, broken)
+
+    def _judge_layouts(self, step: int, distance: Distance) -> None:
+        if self.exact and distance.largest > 0:
+            message = f"{distance.largest:.3g} away from the first layout, and ordered sums are"
+            self._find("layouts", step, f"{message} exact")
+        elif not self.exact:
+            for family, limit in LIMITS.items():
+                away = getattr(distance, family)
+                if away is not None and not away <= limit:
+                    self._find("layouts", step, f"{family} is {away:.3g} away, limit {limit}")
+
+    def _find(self, check: str, step: int, message: str) -> None:
+        if all(finding.check != check for finding in self.findings):  # the first of its kind
+            self.findings.append(Finding(check, step, message))
+
+    def _distance(self, one: Sample, other: Sample, relative: bool = False) -> Distance:
+        by_family: dict[str, float] = {}
+        for name, family in self.expected.families.items():
+            if name in one.params:
+                away = difference(one.params[name], other.params[name])
+                by_family[family] = max(away, by_family.get(family, 0.0))
+        return Distance(**by_family, state=_state_distance(one, other, relative))
+
+    @staticmethod
+    def _largest(distances: Sequence[Distance]) -> Distance:
+        def over(key: str) -> float | None:
+            found = [v for v in (getattr(d, key) for d in distances) if v is not None]
+            return max(found, default=None)
+
+        return Distance(over("adam"), over("mu_a"), over("mu_b"), over("state") or 0.0)
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference; 0 for the same values, infinite for NaN against a number.
+
+    Another shape is infinitely far away, too.
+    """
+    if one.shape != other.shape:
+        return float("inf")
+    if one.dtype == other.dtype and torch.equal(one, other):
+        return 0.0
+    one, other = one.to(torch.float64), other.to(torch.float64)
+    both_nan = one.isnan() & other.isnan()
+    away = (one - other).abs().masked_fill(both_nan | (one == other), 0.0)
+    return (
+        float(away.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if away.numel() else 0.0
+    )
+
+
+def _state_distance(one: Sample, other: Sample, relative: bool) -> float:
+    """Of all state; `relative`: to its own size where that is above 1."""
+    worst = 0.0
+    for name in one.state.keys() | other.state.keys():
+        mine, theirs = one.state.get(name), other.state.get(name)
+        if mine is None or theirs is None or mine.keys() != theirs.keys():
+            return float("inf")
+        for key, value in mine.items():
+            size = 1.0
+            if relative and theirs[key].numel():
+                size = max(1.0, float(theirs[key].abs().max()))
+            worst = max(worst, difference(value, theirs[key]) / size)
+    return worst

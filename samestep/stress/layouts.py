@@ -1,0 +1,47 @@
+"""The layouts under test. A new layout adds itself here and inherits every scenario."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where parameters, gradients and state live: keywords of the optimizer.
+
+    one_process: all ranks' gradients are averaged and applied by a single process.
+    """
+
+    name: str
+    story: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    one_process: bool = False
+
+
+LAYOUTS: dict[str, Layout] = {}
+
+
+def register(layout: Layout) -> None:
+    """Put a layout under test."""
+    if layout.name in LAYOUTS:
+        raise ValueError(f"there is a layout {layout.name!r} already")
+    LAYOUTS[layout.name] = layout
+
+
+for _layout in (
+    Layout("one_process", "no other rank: gradients averaged by hand", one_process=True),
+    Layout("none", "everything on every rank", {"sharding": "none"}),
+    Layout("zero1", "state and update sharded", {"sharding": "zero1"}),
+    Layout("zero2", "gradients freed once reduced", {"sharding": "zero2"}),
+    Layout(
+        "zero1_overlap",
+        "zero1, reduced inside backward",
+        {"sharding": "zero1", "overlap_grad_reduce": True},
+    ),
+    Layout(
+        "zero2_overlap",
+        "zero2, reduced inside backward",
+        {"sharding": "zero2", "overlap_grad_reduce": True},
+    ),
+):
+    register(_layout)

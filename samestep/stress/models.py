@@ -1,0 +1,119 @@
+"""Small models for the harness."""
+
+import torch
+from torch import Tensor, nn
+
+
+class Matrices(nn.Module):
+    """Bare parameters by name; no forward, since the scenario gives the gradients."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) * 0.3))
+
+
+def tiny() -> nn.Module:
+    """What the receipt of 1000 steps has: one AdamW parameter, Muon parameters in groups a and b.
+
+    Sizes divide no world size, so that shards are uneven.
+    """
+    return Matrices(
+        {
+            "adam": (23, 9),
+            "mu_a_0": (16, 12),
+            "mu_a_1": (16, 12),
+            "mu_a_2": (16, 12),
+            "mu_b_0": (8, 20),
+            "mu_b_1": (8, 20),
+        }
+    )
+
+
+TINY_GROUPS = [
+    {"params": ["adam*"], "rule": "adamw"},
+    {"params": ["mu_a*"], "rule": "muon"},
+    {"params": ["mu_b*"], "rule": "muon"},
+]
+
+
+class Layer(nn.Module):
+    """Attention with fused QKV, then an MLP; `recycle` scales neurons that were given new life."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.recycle = nn.Parameter(torch.ones(2 * width))
+
+    def forward(self, x: Tensor, recycled: bool = False) -> Tensor:
+        """(batch, length, width) -> the same shape."""
+        query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
+        x = x + self.out(nn.functional.scaled_dot_product_attention(query, key, value))
+        hidden = self.up(x).relu()
+        update: Tensor = self.down(hidden * self.recycle if recycled else hidden)
+        return x + update
+
+
+class GPT(nn.Module):
+    """A GPT with a head for the next token and one for the token after it."""
+
+    def __init__(self, vocabulary: int = 40, width: int = 16, layers: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.second_head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        skipped: frozenset[int] = frozenset(),
+        recycled: bool = False,
+        second: bool = False,
+    ) -> Tensor:
+        """(batch, length) -> the loss: (). `skipped` layers and unused parts get no gradient."""
+        x = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            if number not in skipped:
+                x = layer(x, recycled)
+        loss = _next_token_loss(self.head(x), tokens, 1)
+        return loss + _next_token_loss(self.second_head(x), tokens, 2) if second else loss
+
+
+def gpt() -> nn.Module:
+    """A GPT of three layers."""
+    return GPT()
+
+
+class MixtureOfExperts(nn.Module):
+    """A router, and experts that are modules of their own: one without tokens has no gradient."""
+
+    def __init__(self, vocabulary: int = 24, width: int = 12, experts: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.router = nn.Linear(width, experts, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(experts))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(tokens,) -> the loss: (). A token goes to the expert of its number."""
+        x = self.embedding(tokens)
+        weights = self.router(x).softmax(-1)
+        chosen = tokens % len(self.experts)
+        parts = [x]
+        for number, expert in enumerate(self.experts):
+            mine = (chosen == number).nonzero().flatten()
+            if len(mine):
+                update = expert(x[mine]) * weights[mine, number, None]
+                parts.append(torch.zeros_like(x).index_add(0, mine, update))
+        return _next_token_loss(self.head(torch.stack(parts).sum(0)), tokens, 1)
+
+
+def _next_token_loss(logits: Tensor, tokens: Tensor, distance: int) -> Tensor:
+    vocabulary = logits.shape[-1]
+    guesses = logits[..., :-distance, :].reshape(-1, vocabulary)
+    return nn.functional.cross_entropy(guesses, tokens[..., distance:].reshape(-1))

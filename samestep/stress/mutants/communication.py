@@ -1,0 +1,274 @@
+"""Bugs about what travels, when, and who has it."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep import replicated, rule_optimizer
+from samestep.buffers.launch_order import LaunchOrder
+from samestep.buffers.reduction import GradientReducer
+from samestep.comm.collectives import Pending, gather_segments, maximum, total
+from samestep.plan import sharding
+from samestep.replicated import ReplicatedParameters
+from samestep.stress.mutants.mutant import mutant
+
+RANDOM = "dist_adamw_muon_random"
+
+
+@mutant(
+    "the gradients were reduced already, and are reduced again",
+    expected="state",
+    scenario=RANDOM,
+)
+def reduced_twice() -> list[Any]:
+    """Summed before the optimizer averages them."""
+
+    def end_round(original: Any, self: GradientReducer, problem: Any) -> None:
+        for param in self._params:
+            here = torch.tensor([param.grad is not None], dtype=torch.int32)
+            if maximum("is it there", here, self._group).wait().item():
+                grad = torch.zeros_like(param) if param.grad is None else param.grad
+                param.grad = total("first reduction", grad.detach().clone(), self._group).wait()
+        original(self, problem)
+
+    return [(GradientReducer, "end_round", end_round)]
+
+
+@mutant("the sum over ranks is taken for the mean", expected="state", scenario=RANDOM)
+def sum_for_mean() -> list[Any]:
+    """Invisible in what Muon does with it, not in AdamW's moments."""
+
+    def take(original: Any, self: GradientReducer, number: int) -> Tensor:
+        result: Tensor = original(self, number)
+        return result.mul_(self._divisor)
+
+    return [(GradientReducer, "take", take)]
+
+
+@mutant(
+    "a rank keeps its old chunk size when a group is added",
+    expected="plan",
+    scenario="frozen_and_added",
+)
+def stale_chunk_size() -> list[Any]:
+    """The second plan of the last rank is cut differently."""
+    plans = 0
+
+    def plan(original: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal plans
+        plans += 1
+        if plans > 1 and dist.get_rank() == dist.get_world_size() - 1:
+            kwargs["bucket_elements"] //= 4
+        return original(*args, **kwargs)
+
+    return [(replicated, "plan_sharding", plan)]
+
+
+@mutant(
+    "owners are given out in another order on one rank",
+    expected="plan",
+    scenario=RANDOM,
+)
+def owner_order_differs() -> list[Any]:
+    """A set or dict was walked."""
+
+    def owners(original: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = list(original(*args, **kwargs))
+        return chosen[::-1] if dist.get_rank() == 1 else chosen
+
+    return [(sharding, "balanced_owners", owners)]
+
+
+@mutant(
+    "a rank that owns nothing in a bucket does not take part in its gather",
+    expected="hang",
+    scenario=RANDOM,
+)
+def empty_collective_skipped() -> list[Any]:
+    """Nothing to send, so it seems."""
+
+    def gather(original: Any, self: ReplicatedParameters, number: int) -> None:
+        bucket = self.plan.buckets[number]
+        if bucket.replicated or bucket.segments[self.group.rank]:
+            original(self, number)
+
+    return [(ReplicatedParameters, "gather", gather)]
+
+
+@mutant(
+    "a buffer is packed anew while its last content is still on its way",
+    expected="reference",
+    scenario=RANDOM,
+    layout="zero1",
+)
+def buffer_reused_before_wait() -> list[Any]:
+    """One buffer for all buckets."""
+    kept = torch.empty(1 << 16)
+
+    def packed(original: Any, self: GradientReducer, number: int, own_last: bool) -> Tensor:
+        buffer: Tensor = original(self, number, own_last)
+        view = kept[: buffer.numel()]
+        view.copy_(buffer)
+        return view
+
+    return [(GradientReducer, "_packed", packed)]
+
+
+@mutant(
+    "each rank clips by the norm of its own gradients, before they are averaged",
+    expected="state",
+    scenario="clipped",
+)
+def clipped_before_averaging() -> list[Any]:
+    """Ranks with large gradients count for less."""
+
+    def end_round(original: Any, self: GradientReducer, problem: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self._params, 1.0)
+        original(self, problem)
+
+    return [(GradientReducer, "end_round", end_round)]
+
+
+@mutant(
+    "each rank decides by itself whether a step has overflowed",
+    expected="state",
+    scenario="not_finite",
+)
+def overflow_not_shared() -> list[Any]:
+    """Owners of the bad values skip, the others do not."""
+
+    def own_norm(original: Any, name: str, values: Tensor, group: Any) -> Pending[Tensor]:
+        return Pending(None, (values,), lambda: values)
+
+    return [(rule_optimizer, "total", own_norm)]
+
+
+@mutant(
+    "a step with inf or NaN is taken, and momentum never recovers",
+    expected="reference",
+    scenario="not_finite",
+)
+def overflow_taken() -> list[Any]:
+    """The verdict is ignored."""
+
+    def clip(original: Any, self: Any, operation: Any) -> None:
+        original(self, operation)
+        self._verdict = rule_optimizer.Verdict()
+
+    return [(rule_optimizer.RuleOptimizer, "_clip", clip)]
+
+
+@mutant(
+    "replicas differ from the start, and nobody looks",
+    expected="replicas",
+    scenario="different_start",
+    layout="none",
+)
+def different_from_the_start() -> list[Any]:
+    """No comparison at construction."""
+
+    def mend(original: Any, self: ReplicatedParameters) -> None:
+        return
+
+    return [(ReplicatedParameters, "mend_replicas", mend)]
+
+
+@mutant(
+    "the sums of small parameters are sent on when they arrive, which is at another place of the "
+    "order on every rank",
+    expected="hang",
+    scenario="conditional_compute",
+    layout="zero2_overlap",
+)
+def sums_sent_on_arrival() -> list[Any]:
+    """Met on the way: a collective must be launched at a place that all ranks share."""
+
+    def land(original: Any, self: GradientReducer, number: int) -> None:
+        arrives = number in self._flying
+        original(self, number)
+        bucket, part = self._plan.buckets[number], self._sums[number]
+        if arrives and bucket.replicated and part is not None:
+            sizes = self._segment_sizes(bucket)
+            name = f"sums of bucket {number}"
+            self._sums[number] = torch.cat(gather_segments(name, part, sizes, self._group).wait())
+
+    def take(original: Any, self: GradientReducer, number: int) -> Tensor:
+        if not self._plan.buckets[number].replicated:
+            result: Tensor = original(self, number)
+            return result
+        self._land(number)
+        whole, self._sums[number] = self._sums[number], None
+        assert whole is not None
+        return whole.div_(self._divisor)
+
+    return [(GradientReducer, "_land", land), (GradientReducer, "take", take)]
+
+
+@mutant(
+    "each plan launches its buckets as they become complete, in no common order",
+    expected="hang",
+    scenario="frozen_and_added",
+    layout="zero2_overlap",
+)
+def no_order_between_plans() -> list[Any]:
+    """Met on the way: found by this harness."""
+
+    def launch_complete(original: Any, self: LaunchOrder) -> None:
+        for launcher in {id(turn.launcher): turn.launcher for turn in self._turns}.values():
+            buckets = sum(turn.launcher is launcher for turn in self._turns)
+            while launcher.launched < buckets and launcher.is_complete(launcher.launched):
+                launcher.launch_next()
+
+    def launch_through(original: Any, self: LaunchOrder, launcher: Any, bucket: int) -> None:
+        while launcher.launched <= bucket:
+            launcher.launch_next()
+
+    return [
+        (LaunchOrder, "launch_complete", launch_complete),
+        (LaunchOrder, "launch_through", launch_through),
+    ]
+
+
+@mutant(
+    "a parameter that is unfrozen between steps is not waited for",
+    expected="error",
+    scenario="frozen_and_added",
+    layout="zero2_overlap",
+)
+def unfrozen_not_awaited() -> list[Any]:
+    """Met on the way: found by this harness."""
+
+    def begin_round(original: Any, self: GradientReducer) -> None:
+        original(self)
+        self._await()
+
+    return [(GradientReducer, "_begin_round", begin_round)]
+
+
+@mutant(
+    "how a bucket is reduced depends on whether backward has launched it, which differs by rank",
+    expected="hang",
+    scenario="megatron_conditional_live",
+    layout="zero2_overlap",
+    reduction="fast",
+)
+def reduction_chosen_at_launch() -> list[Any]:
+    """Met on the way: a choice must be the same on every rank."""
+
+    def arrived(original: Any, self: GradientReducer, index: int) -> None:
+        self._frugal = True
+        try:
+            original(self, index)
+        finally:
+            self._frugal = False
+
+    def launch_through(original: Any, self: GradientReducer, number: int) -> None:
+        self._frugal = False
+        original(self, number)
+
+    return [
+        (GradientReducer, "arrived", arrived),
+        (GradientReducer, "launch_through", launch_through),
+    ]

@@ -1,0 +1,99 @@
+"""What one rank does in a case: train, send samples, and say how it ended."""
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch
+
+from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.collectives import CollectiveError
+from samestep.comm.recorder import FlightRecorder, Record
+from samestep.piece_state import PiecesDisagreeError
+from samestep.stress.expected import sampled_steps
+from samestep.stress.layouts import Layout
+from samestep.stress.sample import Ending, Sample, take_sample
+from samestep.stress.scenario import Scenario
+from samestep.stress.training import Training
+
+Message = Sample | Ending
+LAST_FLIGHTS = 32
+
+
+class Work(NamedTuple):
+    """A case as its ranks see it. `patch` changes the code under test while it runs."""
+
+    scenario: Scenario
+    layout: Layout
+    steps: int
+    sample_every: int
+    reduction: str
+    patch: Callable[[], AbstractContextManager[object]] = nullcontext
+
+
+def run_rank(
+    work: Work,
+    rank: int,
+    send: Callable[[Message], None],
+    device: torch.device | None = None,
+    note: Callable[[str], None] = lambda operation: None,
+) -> None:
+    """Train, and send a sample whenever one is due, then an ending. `note` hears every launch."""
+    start = time.monotonic()
+    due = set(sampled_steps(work.steps, work.sample_every))
+    step = 0
+    error: Exception | None = None
+    training: Training | None = None
+    with work.patch(), FlightRecorder(LAST_FLIGHTS) as recorder:
+        recorder.on_launch.append(lambda record: note(record.name))
+        if work.scenario.churns:
+            recorder.on_launch.append(_churn)
+        try:
+            training = Training(
+                work.scenario, work.layout, rank, reduction=work.reduction, device=device
+            )
+            while step < work.steps:
+                training.step(step)
+                step += 1
+                if step in due:
+                    send(take_sample(step, training, recorder))
+        except Exception as caught:
+            error = caught
+        ending = Ending(
+            step,
+            None if error is None else _described(error),
+            None if error is None else _kind(error),
+            getattr(error, "positions", {}),
+            recorder.dump(),
+            {kind: asdict(total) for kind, total in recorder.totals.items()},
+            "" if training is None else training.optimizer.fingerprint(),
+            () if training is None else training.optimizer.schedule_lines(),
+            time.monotonic() - start,
+        )
+    send(ending)
+    if error is not None:
+        raise error  # so that ranks which hang elsewhere are not waited for
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, CollectiveError):
+        return "hang"
+    if isinstance(error, PiecesDisagreeError):
+        return "state"
+    return "plan" if isinstance(error, RanksDisagreeError) else "error"
+
+
+def _described(error: Exception) -> str:
+    if isinstance(error, CollectiveError | RanksDisagreeError):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})"
+
+
+def _churn(record: Record) -> None:
+    """Take memory of the sizes that are in flight, fill it with garbage, and give it back."""
+    for parts in (1, 2, len(record.ranks)):
+        torch.full((record.elements // parts + 1,), float("nan"))

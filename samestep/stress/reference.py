@@ -1,0 +1,340 @@
+"""What one process would compute, in float64, written from the formulas.
+
+The harness judges optimizers by this file, so it imports nothing of theirs: constants are retyped
+from the publications, a polynomial of a matrix is taken through its singular values, and every
+block of every parameter is visited in a loop. Slow and obvious is the point.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Options = Mapping[str, Any]  # of one group, complete
+State = dict[str, Tensor]
+Triple = tuple[float, float, float]
+
+# Every option that changes the result, with the value of a group that does not name it.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "adamw": {
+        "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
+        "maximize": False,
+    },
+    "muon": {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "momentum_form": "ema", "nesterov": True,
+        "equilibrate": False, "orthogonalize": "polar-express", "ns_steps": 5,
+        "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "renormalize": False,
+        "variance_beta2": None, "adjust_lr": "match_rms_adamw", "cautious": False,
+        "scale_decay": False, "split_sizes": None, "flatten": False, "maximize": False,
+    },
+}  # fmt: skip
+TABLES: dict[str, list[Triple]] = {
+    "newton-schulz": [(3.4445, -4.7750, 2.0315)],
+    "polar-express": [
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ],
+}
+NORM_FACTORS = {"newton-schulz": 1.0, "polar-express": 1.01}
+
+
+class Reference:
+    """Parameters and state of one process that is given the gradients of all ranks.
+
+    `groups` are those of an optimizer with names for parameters:
+    `{"param_names": [...], "rule": "muon" | "adamw", "lr": ..., ...}`. Other keys are ignored, and
+    what is missing gets its default. Parameters of no group are held and never change.
+
+    params: per name the value, in the parameter's shape.
+    state: per name the tensors that a samestep optimizer of one process has, in its shapes.
+    groups: dicts that may be edited between steps: `reference.groups[0]["lr"] = 0.1`.
+
+    All tensors are float64 on the CPU. A step puts new ones into `params` and `state`, so that
+    those handed out before keep their values.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], groups: Iterable[Mapping[str, Any]] = ()
+    ) -> None:
+        self.params = {name: in_float64(param) for name, param in params.items()}
+        self.state: dict[str, State] = {}
+        self.groups: list[dict[str, Any]] = []
+        for group in groups:
+            self.add_group(group)
+
+    def add_group(self, group: Mapping[str, Any]) -> None:
+        """Add a group, with zeros as its state."""
+        rule = group.get("rule")
+        if rule not in DEFAULTS:
+            raise ValueError(f"rule {rule!r} has no reference; choose one of {sorted(DEFAULTS)}")
+        own = {key: group.get(key, default) for key, default in DEFAULTS[rule].items()}
+        own = deepcopy({"rule": rule, "param_names": list(group["param_names"]), **own})
+        state: dict[str, State] = {}
+        for name in own["param_names"]:
+            if name in self.state or name in state:
+                raise ValueError(f"parameter {name!r} is in more than one group, or twice in one")
+            state[name] = initial_state(name, self._param(name), own)
+        self.state |= state
+        self.groups.append(own)
+
+    def set_param(self, name: str, value: Tensor) -> None:
+        """Edit a parameter from outside; its state stays."""
+        refuse_other_shape(name, self._param(name), value)
+        self.params[name] = in_float64(value)
+
+    def step(
+        self,
+        grads: Mapping[str, Sequence[Tensor | None]],
+        *,
+        divisor: float,
+        max_grad_norm: float | None = None,
+    ) -> bool:
+        """Make one step; False: the norm was not finite, and nothing has changed.
+
+        grads[name][rank] is that rank's accumulated gradient, None where it has none. A parameter
+        that no rank has a gradient for is untouched; else the gradient is sum over ranks / divisor.
+        A `max_grad_norm` of infinity clips nothing, but still skips steps.
+        """
+        averaged: dict[str, Tensor] = {}
+        for name, of_ranks in grads.items():
+            grad = average(name, self._param(name), of_ranks, divisor)
+            if grad is not None and name in self.state:
+                averaged[name] = grad
+        factor = 1.0
+        if max_grad_norm is not None:
+            joint_norm = math.hypot(*(norm(grad) for grad in averaged.values()))
+            if not math.isfinite(joint_norm):
+                return False
+            factor = min(1.0, max_grad_norm / (joint_norm + 1e-6))
+        for group in self.groups:
+            for name in group["param_names"]:
+                if name in averaged:
+                    grad = averaged[name] * (-factor if group["maximize"] else factor)
+                    self._update(name, grad, group)
+        return True
+
+    def _update(self, name: str, grad: Tensor, group: Options) -> None:
+        param, state = self.params[name], self.state[name]
+        if group["rule"] == "adamw":
+            self.params[name], self.state[name] = adamw(param, grad, state, group)
+        else:
+            self.params[name], self.state[name] = muon(name, param, grad, state, group)
+
+    def _param(self, name: str) -> Tensor:
+        if name not in self.params:
+            raise ValueError(f"the reference has no parameter named {name!r}")
+        return self.params[name]
+
+
+def in_float64(tensor: Tensor) -> Tensor:
+    """A contiguous copy in float64 on the CPU."""
+    copy = torch.empty(tensor.shape, dtype=torch.float64)
+    return copy.copy_(tensor.detach())
+
+
+def norm(tensor: Tensor) -> float:
+    """The root of the sum of all squares."""
+    return math.sqrt(float(tensor.square().sum()))
+
+
+def refuse_other_shape(name: str, param: Tensor, other: Tensor) -> None:
+    """Raise rather than broadcast."""
+    if other.shape != param.shape:
+        raise ValueError(
+            f"parameter {name!r} has shape {tuple(param.shape)}, got {tuple(other.shape)}"
+        )
+
+
+def average(
+    name: str, param: Tensor, of_ranks: Sequence[Tensor | None], divisor: float
+) -> Tensor | None:
+    """Sum over ranks / divisor, None counting as zeros; None if no rank has a gradient."""
+    present = [grad for grad in of_ranks if grad is not None]
+    if not present:
+        return None
+    total = torch.zeros_like(param)
+    for grad in present:
+        refuse_other_shape(name, param, grad)
+        total += in_float64(grad)
+    return total / divisor
+
+
+def initial_state(name: str, param: Tensor, group: Options) -> State:
+    """Zeros. The variance is 1-D, block after block; if it has a number per element, as the param.
+
+    Of the variance a tall block has one number per row, a wide one per column.
+    """
+
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64)
+
+    if group["rule"] == "adamw":
+        state = {"step": zeros(), "exp_avg": zeros(*param.shape), "exp_avg_sq": zeros(*param.shape)}
+        return {**state, "max_exp_avg_sq": zeros(*param.shape)} if group["amsgrad"] else state
+    count = sum(max(block.shape) for block in blocks_of(name, param, group))
+    state = {"momentum_buffer": zeros(*param.shape)}
+    if group["variance_beta2"] is not None:
+        state["variance"] = zeros(*param.shape) if count == param.numel() else zeros(count)
+    return state
+
+
+# --- AdamW ---------------------------------------------------------------------------------
+
+
+def adamw(param: Tensor, grad: Tensor, state: State, options: Options) -> tuple[Tensor, State]:
+    """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  with amsgrad the largest v so far counts.
+
+    p <- p (1 - lr wd) - lr m' / (sqrt(v') + eps),  m' = m / (1 - b1^t),  v' = v / (1 - b2^t)
+    """
+    lr, eps, weight_decay = (float(options[key]) for key in ("lr", "eps", "weight_decay"))
+    beta1, beta2 = (float(beta) for beta in options["betas"])
+    step = state["step"] + 1
+    exp_avg = beta1 * state["exp_avg"] + (1 - beta1) * grad
+    exp_avg_sq = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad.square()
+    new_state = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    second_moment = exp_avg_sq
+    if options["amsgrad"]:
+        second_moment = torch.maximum(state["max_exp_avg_sq"], exp_avg_sq)
+        new_state["max_exp_avg_sq"] = second_moment
+    corrected1 = exp_avg / (1 - beta1 ** float(step))
+    corrected2 = second_moment / (1 - beta2 ** float(step))
+    update = corrected1 / (corrected2.sqrt() + eps)
+    return param * (1 - lr * weight_decay) - lr * update, new_state
+
+
+# --- Muon ----------------------------------------------------------------------------------
+
+
+def muon(
+    name: str, param: Tensor, grad: Tensor, state: State, options: Options
+) -> tuple[Tensor, State]:
+    """Momentum of the whole parameter, then each block by itself."""
+    momentum, direction = accumulate(state["momentum_buffer"], grad, options)
+    new_param, new_state = param.clone(), {"momentum_buffer": momentum}
+    blocks = blocks_of(name, new_param, options)
+    directions = blocks_of(name, direction, options)
+    updates = [orthogonal_direction(matrix, options) for matrix in directions]
+    if options["variance_beta2"] is not None:
+        new_state["variance"] = state["variance"].clone()
+        counts = [max(block.shape) for block in blocks]
+        variances = torch.split(new_state["variance"].view(-1), counts)
+        beta2 = float(options["variance_beta2"])
+        pairs = zip(updates, variances, strict=True)
+        updates = [reduce_variance_(update, variance, beta2) for update, variance in pairs]
+    for block, update in zip(blocks, updates, strict=True):
+        block.copy_(new_block(block, update, options))
+    return new_param, new_state
+
+
+def blocks_of(name: str, tensor: Tensor, options: Options) -> list[Tensor]:
+    """Views (rows, cols) of a contiguous tensor of the parameter's shape.
+
+    2-D is one matrix, 3-D a stack of them, with `flatten` N-D is (out, all the rest). Each matrix
+    is cut into its split_sizes.
+    """
+    if tensor.numel() == 0:
+        return []
+    if options["flatten"]:
+        tensor = tensor.flatten(start_dim=1)
+    if tensor.ndim not in (2, 3):
+        raise ValueError(f"parameter {name!r} of shape {tuple(tensor.shape)} is no matrix or stack")
+    matrices = tensor.unbind() if tensor.ndim == 3 else (tensor,)
+    sizes = split_sizes_of(name, options["split_sizes"]) or (tensor.shape[-2],)
+    return [block for matrix in matrices for block in torch.split(matrix, list(sizes))]
+
+
+def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | None:
+    """The row counts for one parameter: those of the group, or of the one pattern that fits."""
+    patterns = split_sizes if isinstance(split_sizes, Mapping) else {name: split_sizes}
+    found = [sizes for key, sizes in patterns.items() if name == key or fnmatchcase(name, key)]
+    if len(found) > 1:
+        raise ValueError(f"split_sizes: {name!r} is matched by {len(found)} patterns")
+    return found[0] if found else None
+
+
+def accumulate(momentum: Tensor, grad: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """The new momentum, and the direction that it or Nesterov's look-ahead gives.
+
+    ema: m <- mu m + (1 - mu) g, ahead (1 - mu) g + mu m.   sum: m <- mu m + g, ahead g + mu m.
+    """
+    mu = float(options["momentum"])
+    share = {"ema": 1 - mu, "sum": 1.0}[options["momentum_form"]]
+    momentum = mu * momentum + share * grad
+    return momentum, mu * momentum + share * grad if options["nesterov"] else momentum
+
+
+def orthogonal_direction(matrix: Tensor, options: Options) -> Tensor:
+    """[equilibrate] -> orthogonalize -> [renormalize], of one block. (rows, cols)."""
+    rows, cols = matrix.shape
+    if options["equilibrate"]:  # every row gets the norm ||X|| / sqrt(rows)
+        row_norms = matrix.square().sum(dim=1, keepdim=True).sqrt()
+        matrix = matrix / row_norms.clamp_min(1e-6) * (norm(matrix) / math.sqrt(rows))
+    update = orthogonalize(matrix, options)
+    if options["renormalize"]:  # to the norm of an exactly orthogonal block
+        update = update * (math.sqrt(min(rows, cols)) / max(norm(update), 1e-6))
+    return update
+
+
+def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
+    """U p(s / size) V^T of U s V^T, p being a s + b s^3 + c s^5 step after step. (rows, cols)."""
+    method, eps = options["orthogonalize"], float(options["eps"])
+    size = NORM_FACTORS[method] * norm(matrix)
+    size = size + eps if options["eps_form"] == "add" else max(size, eps)
+    if size == 0:
+        return torch.zeros_like(matrix)
+    if not math.isfinite(size):
+        return torch.full_like(matrix, math.nan)
+    U, s, Vt = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / size
+    for a, b, c in triples(method, options["ns_steps"], options["ns_coefficients"]):
+        s = a * s + b * s**3 + c * s**5
+    # A row or column of zeros stays exactly that: cautious decay looks at signs, also of noise.
+    zero_row, zero_col = ~matrix.any(dim=1, keepdim=True), ~matrix.any(dim=0, keepdim=True)
+    update: Tensor = (U * s) @ Vt
+    return update.masked_fill(zero_row | zero_col, 0.0)
+
+
+def triples(method: str, steps: int, coefficients: Any) -> list[Triple]:
+    """One (a, b, c) per step: a long table is cut, of a short one the last is repeated."""
+    table = TABLES[method] if coefficients is None else coefficients
+    if not isinstance(table[0], Sequence):
+        table = [table]
+    return [table[min(step, len(table) - 1)] for step in range(steps)]
+
+
+def reduce_variance_(update: Tensor, variance: Tensor, beta2: float) -> Tensor:
+    """The update, its rows (tall) or columns (wide) evened out; `variance` moves on in place.
+
+    v = mean(u^2) the short way;  s <- b2 s + (1 - b2) v;  r = 1 / sqrt(max(s, 1e-10))
+    u <- u r ||u|| / max(||u r||, 1e-10)
+    """
+    rows, cols = update.shape
+    dim = 1 if rows >= cols else 0
+    mean_square = update.square().mean(dim=dim)
+    variance.copy_(beta2 * variance + (1 - beta2) * mean_square)
+    evened = update / variance.clamp_min(1e-10).sqrt().unsqueeze(dim)
+    return evened * (norm(update) / max(norm(evened), 1e-10))
+
+
+def new_block(block: Tensor, update: Tensor, options: Options) -> Tensor:
+    """p - decay p - lr' u, with the learning rate for the block's shape.
+
+    cautious: decay only where u p >= 0.
+    """
+    rows, cols = block.shape
+    factor = {
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+        "original": math.sqrt(max(1.0, rows / cols)),
+        None: 1.0,
+    }[options["adjust_lr"]]
+    lr = float(options["lr"])
+    decay = (lr * factor if options["scale_decay"] else lr) * float(options["weight_decay"])
+    decayed = (update * block >= 0) if options["cautious"] else torch.ones_like(block)
+    return block - decay * block * decayed - lr * factor * update

@@ -1,0 +1,50 @@
+"""What a rank tells of itself at a sampled step, and at its end."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from samestep.comm.recorder import FlightRecorder
+from samestep.stress.training import Training
+
+Values = dict[str, Tensor]
+State = dict[str, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Parameters and state after `step` steps, and the collectives so far."""
+
+    step: int
+    params: Values
+    state: State
+    collectives: int = 0
+    digest: str = ""  # of the collectives, in order
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank's run has ended. `error` is None if it went to its end."""
+
+    step: int  # taken
+    error: str | None = None
+    kind: str | None = None  # of the error: "hang", "plan", "state" or "error"
+    positions: dict[int, str] = field(default_factory=dict)  # rank -> the collective it was in
+    flights: dict[str, Any] = field(default_factory=dict)  # the recorder's last operations
+    totals: dict[str, Any] = field(default_factory=dict)  # per kind of collective
+    fingerprint: str = ""
+    schedule: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+
+def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Sample:
+    """Collective: the state of a parameter may be spread over ranks."""
+    recorder.stop()  # sampling is no part of the run
+    params = {n: p.detach().cpu().clone() for n, p in training.model.named_parameters()}
+    state = {
+        name: {key: value.cpu() for key, value in entries.items()}
+        for name, entries in training.optimizer.whole_state().items()
+    }
+    recorder.start()
+    return Sample(step, params, state, recorder.count, recorder.digest)

@@ -1,0 +1,184 @@
+"""A scenario: a model, an optimizer for it, and what happens to both at each step on each rank.
+
+Everything is a function of seed, world size, step and rank, so that every layout and the reference
+see the same gradients.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+# 1 - lr wd is exact in fp32. Rounded, it pulls the same way at every step, by up to 3e-5 |p| in
+# 1000 steps, torch's optimizers included: more than the limit that AdamW is held to.
+RATES = {"lr": 2**-7, "weight_decay": 2**-3}
+
+MakeModel = Callable[[], nn.Module]
+Loop = Literal["open", "recorded", "closed"]
+
+
+@dataclass(frozen=True)
+class SetOptions:
+    """Give the groups of a rule other hyperparameters, as a scheduler does."""
+
+    rule: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """Parameters of the optimizer that need no gradient from here on."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unfreeze:
+    """The opposite."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AddGroup:
+    """Parameters that the optimizer did not have are trained from here on."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Weights are changed from outside, alike on every rank."""
+
+    name: str
+    value: Tensor = field(compare=False)
+
+
+@dataclass(frozen=True)
+class Resume:
+    """The run is saved, and goes on with a new optimizer that has loaded what was saved."""
+
+
+Event = SetOptions | Freeze | Unfreeze | AddGroup | Edit | Resume
+
+
+class Scenario:
+    """One way in which training stresses an optimizer. `world` is the number of ranks.
+
+    loop: "open": gradients do not depend on the parameters. "recorded": they are those of the
+        reference's run. "closed": each layout has those of its own parameters, which amplifies
+        rounding, so that only the first steps can be held against the reference.
+    """
+
+    name: ClassVar[str]
+    story: ClassVar[str]
+    loop: ClassVar[Loop] = "open"
+    takes_any_model: ClassVar[bool] = False
+    accumulation: ClassVar[Literal["no_sync", "synchronize"]] = "no_sync"
+    churns: ClassVar[bool] = False  # memory is reused between launch and wait
+    scales: ClassVar[bool] = False  # a GradScaler is in use
+    starts_differ: ClassVar[bool] = False  # between ranks
+
+    def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
+        self.seed = seed
+        self.world = world
+        self._make_model = make_model
+
+    def model(self) -> nn.Module:
+        """A new model, the same at every call."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            return self.own_model() if self._make_model is None else self._make_model()
+
+    def own_model(self) -> nn.Module:
+        """The model for which the scenario was made."""
+        raise NotImplementedError
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of the optimizer that have nothing to do with the layout."""
+        return dict(RATES)
+
+    def events(self, step: int) -> Sequence[Event]:
+        """What happens before a step."""
+        return ()
+
+    def micro_batches(self, step: int) -> int:
+        """Backward passes of a step, the same number on every rank."""
+        return 1
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
+        """What a rank sends backward; None: this rank has no gradient at all."""
+        raise NotImplementedError
+
+    def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
+        """What the scenario itself promises of the parameters, if that does not hold."""
+        return None
+
+
+class GradientScenario(Scenario):
+    """A scenario that says which gradient each parameter has, instead of computing a loss."""
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        """The gradient of the parameter at `place` of the model; None: it has none."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
+        """The sum of parameter times gradient, in an order that ranks do not share."""
+        terms = []
+        for place, (name, param) in enumerate(model.named_parameters()):
+            if param.requires_grad:
+                grad = self.gradient(name, place, param, step, rank, micro)
+                if grad is not None:
+                    terms.append((param * grad).sum())
+        turn = (7 * rank + step) % max(len(terms), 1)
+        return sum_of(terms[turn:] + terms[:turn])
+
+    def random(self, shape: Sequence[int], *key: int) -> Tensor:
+        """Normal numbers of full rank, the same for the same key."""
+        number = self.seed
+        for part in key:
+            number = (number * 1_000_003 + part + 1) % (1 << 62)
+        generator = torch.Generator().manual_seed(number)
+        return torch.randn(tuple(shape), generator=generator)
+
+
+class Recorded(Scenario):
+    """A scenario whose gradients are those that a run of it had: `gradients[step][rank]`."""
+
+    def __init__(self, inner: Scenario, gradients: Sequence[Sequence[Mapping[str, Tensor]]]):
+        super().__init__(inner.seed, inner.world)
+        self.inner, self.gradients = inner, gradients
+        for flag in ("name", "story", "loop", "churns", "scales", "starts_differ"):
+            setattr(self, flag, getattr(inner, flag))
+
+    def model(self) -> nn.Module:
+        """The inner scenario's."""
+        return self.inner.model()
+
+    def options(self) -> dict[str, Any]:
+        """The inner scenario's."""
+        return self.inner.options()
+
+    def events(self, step: int) -> Sequence[Event]:
+        """The inner scenario's."""
+        return self.inner.events(step)
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
+        """Has the recorded gradients."""
+        grads = self.gradients[step][rank]
+        params = dict(model.named_parameters())
+        return sum_of([(params[name] * grad).sum() for name, grad in grads.items()])
+
+    def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
+        """The inner scenario's."""
+        return self.inner.broken_promise(params)
+
+
+def sum_of(terms: Sequence[Tensor]) -> Tensor | None:
+    """The sum, None if there is nothing to add."""
+    return torch.stack(list(terms)).sum() if terms else None

@@ -1,0 +1,31 @@
+"""Every scenario, by name."""
+
+from samestep.stress.scenario import Scenario
+from samestep.stress.scenarios import conditional, patterns, recipes
+
+SCENARIOS: dict[str, type[Scenario]] = {
+    scenario.name: scenario
+    for scenario in (
+        patterns.FourPatterns,
+        patterns.FourPatternsRandom,
+        conditional.MegatronConditional,
+        conditional.MegatronConditionalLive,
+        conditional.FixedCapacity,
+        conditional.ConditionalCompute,
+        conditional.EmptyExpert,
+        recipes.FrozenAndAdded,
+        patterns.UnevenAccumulation,
+        patterns.UnevenAccumulationSharded,
+        recipes.NotFinite,
+        recipes.Overflow,
+        patterns.AllocatorChurn,
+        recipes.Schedules,
+        recipes.Clipped,
+        recipes.NorMuon,
+        recipes.FusedMHA,
+        recipes.FusedGQA,
+        recipes.FusedMQA,
+        recipes.Resumed,
+        patterns.DifferentStart,
+    )
+}

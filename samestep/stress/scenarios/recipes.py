@@ -1,0 +1,225 @@
+"""Recipes: clipping, schedules, variance reduction, fused matrices, overflow, saving."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from samestep.stress.models import Matrices
+from samestep.stress.scenario import (
+    RATES,
+    AddGroup,
+    Event,
+    Freeze,
+    GradientScenario,
+    Resume,
+    SetOptions,
+    Unfreeze,
+)
+from samestep.stress.scenarios.patterns import FourPatternsRandom, TinyScenario
+
+
+class FrozenAndAdded(TinyScenario):
+    """Parameters leave and come back, and new ones come."""
+
+    name = "frozen_and_added"
+    story = "parameters frozen, unfrozen and added while training"
+    takes_any_model = False
+
+    def own_model(self) -> nn.Module:
+        """The tiny model and two parameters that the optimizer does not get at first."""
+        late = {"late_adam": (19, 5), "late_muon_0": (10, 14), "late_muon_1": (10, 14)}
+        shapes = {"adam": (23, 9), "mu_a_0": (16, 12), "mu_a_1": (16, 12), "mu_b_0": (8, 20)}
+        model = Matrices({**shapes, **late})
+        for name in late:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    def events(self, step: int) -> Sequence[Event]:
+        """Two groups come at steps 7 and 12; every 20 steps two parameters rest for 9."""
+        if step == 7:
+            return (AddGroup(("late_muon_0", "late_muon_1"), {"rule": "muon", "lr": 2**-6}),)
+        if step == 12:
+            return (AddGroup(("late_adam",), {"rule": "adamw", "weight_decay": 0.0}),)
+        if step % 20 == 5:
+            return (Freeze(("adam", "mu_a_1")),)
+        return (Unfreeze(("adam", "mu_a_1")),) if step % 20 == 14 else ()
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        """Missing on one rank in four."""
+        if (step + place + rank) % 4 == 3:
+            return None
+        return self.random(param.shape, place, step, rank)
+
+
+class NotFinite(FourPatternsRandom):
+    """The step is skipped on all ranks, and nothing of it stays."""
+
+    name = "not_finite"
+    story = "inf or NaN on one rank every 7 steps: that step changes nothing anywhere"
+
+    def options(self) -> dict[str, Any]:
+        """No limit, but the check."""
+        return {**super().options(), "max_grad_norm": math.inf}
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        """One bad element in one parameter of one rank."""
+        grad = super().gradient(name, place, param, step, rank, micro)
+        number, phase = divmod(step, 7)
+        unlucky = phase >= 5 and rank == number % self.world and place == number % 3
+        if grad is not None and unlucky:
+            grad.view(-1)[number % grad.numel()] = math.inf if number % 2 else math.nan
+        return grad
+
+
+class Overflow(NotFinite):
+    """The scale must stay the same on every rank."""
+
+    name = "overflow_scaler"
+    story = "the same under a GradScaler, whose scale all ranks share"
+    scales = True
+
+    def options(self) -> dict[str, Any]:
+        """The scaler checks."""
+        return {**super().options(), "max_grad_norm": None}
+
+
+class Clipped(FourPatternsRandom):
+    """The joint norm of the averaged gradients decides, not that of a rank's own."""
+
+    name = "clipped"
+    story = "max_grad_norm=1 with gradients of very different sizes on ranks"
+
+    def options(self) -> dict[str, Any]:
+        """A limit that most steps exceed."""
+        return {**super().options(), "max_grad_norm": 1.0}
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        """Ten times larger on odd ranks, and small in every fifth step."""
+        grad = super().gradient(name, place, param, step, rank, micro)
+        size = 10.0 if rank % 2 else 1.0
+        return None if grad is None else grad * (size if step % 5 else 0.001)
+
+
+class Schedules(FourPatternsRandom):
+    """Learning rate, momentum and decay of either rule move at every step."""
+
+    name = "schedules"
+    story = "warm-up and cosine for the learning rates, momentum from 0.85 to 0.95, moving decay"
+
+    def events(self, step: int) -> Sequence[Event]:
+        """A cycle of 100 steps."""
+        phase = step % 100
+        rate = 0.02 * (phase + 1) / 10 if phase < 10 else 0.01 * (1 + math.cos(phase * 0.031))
+        momentum = 0.85 + 0.1 * min(phase, 50) / 50
+        muon = {"lr": rate, "momentum": momentum, "weight_decay": 0.1 * rate}
+        adamw = {"lr": rate / 2, "betas": (momentum - 0.05, 0.95 + phase * 1e-4)}
+        return SetOptions("muon", muon), SetOptions("adamw", adamw)
+
+
+class NorMuon(FourPatternsRandom):
+    """What looks at whole rows, whole norms and signs."""
+
+    name = "normuon_cautious"
+    story = "variance reduction, cautious decay, row equilibration, sum momentum, 3-D stacks"
+    takes_any_model = False
+
+    def own_model(self) -> nn.Module:
+        """Tall, wide and stacked."""
+        return Matrices(
+            {"adam": (23, 9), "mu_a_0": (20, 8), "mu_a_1": (20, 8), "mu_b_0": (3, 8, 12)}
+        )
+
+    def options(self) -> dict[str, Any]:
+        """The options of two recipes."""
+        options = super().options()
+        adam, mu_a, mu_b = options.pop("groups")
+        nanochat = {"equilibrate": True, "renormalize": True, "variance_beta2": 0.9, "lr": 2**-4}
+        # A sign that rounding flips costs lr x decay x |p|, which must stay below the limit.
+        cautious = {"cautious": True, "lr": 2**-6, "weight_decay": 2**-5, "variance_beta2": 0.9}
+        sums = {"momentum_form": "sum", "adjust_lr": "original"}
+        groups = [adam, {**mu_a, **nanochat}, {**mu_b, **cautious, **sums}]
+        return {**options, "groups": groups}
+
+
+class Resumed(FourPatternsRandom):
+    """What was saved is what the run goes on with."""
+
+    name = "resume"
+    story = "saved, and loaded into a new optimizer, every 10 steps"
+
+    def events(self, step: int) -> Sequence[Event]:
+        """After 10, 20, ... steps."""
+        return (Resume(),) if step and step % 10 == 0 else ()
+
+
+class FusedQKV(GradientScenario):
+    """A fused matrix with `split_sizes` must move as separate matrices do."""
+
+    heads: ClassVar[tuple[int, int, int]]
+
+    def own_model(self) -> nn.Module:
+        """The same numbers fused and apart."""
+        model = Matrices({"adam": (11, 7), "fused": (sum(self.heads), 12)})
+        parts = torch.split(model.get_parameter("fused").detach(), list(self.heads))
+        for name, part in zip("qkv", parts, strict=True):
+            model.register_parameter(name, nn.Parameter(part.clone()))
+        return model
+
+    def options(self) -> dict[str, Any]:
+        """With variance reduction, so that shapes of state differ too."""
+        muon = {"rule": "muon", "variance_beta2": 0.9}
+        fused = {**muon, "params": ["fused"], "split_sizes": self.heads}
+        groups = [{"params": ["adam"], "rule": "adamw"}, fused, {**muon, "params": ["[qkv]"]}]
+        return {**RATES, "crossover": 32, "bucket_size": 150, "groups": groups}
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        """The parts of the fused matrix's, present on the same ranks."""
+        if (step + rank) % 3 == 0 or (step % 7 == 6 and name != "adam"):
+            return None
+        if name == "adam":
+            return self.random(param.shape, 1, step, rank)
+        whole = self.random((sum(self.heads), 12), 0, step, rank)
+        return whole if name == "fused" else torch.split(whole, list(self.heads))["qkv".index(name)]
+
+    def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
+        """Fused and separate matrices are equal, bit for bit."""
+        apart = torch.cat([params[name] for name in "qkv"])
+        if torch.equal(params["fused"], apart):
+            return None
+        distance = float((params["fused"] - apart).abs().max())
+        return f"the fused matrix and the separate ones differ by {distance:.3g}"
+
+
+class FusedMHA(FusedQKV):
+    """As many keys and values as queries."""
+
+    name = "fused_qkv_mha"
+    story = "fused QKV against separate matrices, multi-head"
+    heads = (12, 12, 12)
+
+
+class FusedGQA(FusedQKV):
+    """Fewer keys and values."""
+
+    name = "fused_qkv_gqa"
+    story = "fused QKV against separate matrices, grouped queries"
+    heads = (24, 8, 8)
+
+
+class FusedMQA(FusedQKV):
+    """One head of keys and values."""
+
+    name = "fused_qkv_mqa"
+    story = "fused QKV against separate matrices, one head of keys and values"
+    heads = (24, 3, 3)

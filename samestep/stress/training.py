@@ -1,0 +1,193 @@
+"""One rank's training under a scenario, in a layout."""
+
+import io
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.rule_optimizer import RuleOptimizer
+from samestep.stress.layouts import Layout
+from samestep.stress.scenario import (
+    AddGroup,
+    Edit,
+    Event,
+    Freeze,
+    Resume,
+    Scenario,
+    SetOptions,
+    Unfreeze,
+)
+
+
+class Training:
+    """A model and its optimizer, made anew; `step` is one step of the scenario on this rank."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        layout: Layout,
+        rank: int,
+        *,
+        reduction: str = "ordered",
+        device: torch.device | None = None,
+        process_group: Any = None,
+    ) -> None:
+        self.scenario, self.layout, self.rank = scenario, layout, rank
+        self._device = device
+        self._distribution: dict[str, Any] = {} if layout.one_process else dict(layout.options)
+        if not layout.one_process:
+            self._distribution |= {"reduction": reduction, "process_group": process_group}
+        self._added: list[AddGroup] = []
+        self.model = self._new_model()
+        if scenario.starts_differ and rank > 0:
+            _disturb(self.model, rank)
+        self.optimizer = self._new_optimizer()
+        self._scaler = None
+        if scenario.scales and not layout.one_process:
+            self._scaler = samestep.GradScaler(
+                "cpu" if device is None else device.type, init_scale=2.0**10, growth_interval=5
+            )
+
+    @property
+    def _named(self) -> dict[str, nn.Parameter]:
+        return dict(self.model.named_parameters())
+
+    def _new_model(self) -> nn.Module:
+        model = self.scenario.model()
+        return model if self._device is None else model.to(self._device)
+
+    def _new_optimizer(self) -> RuleOptimizer:
+        options = {**self.scenario.options(), **self._distribution}
+        if self.layout.one_process and self.scenario.scales:
+            options["max_grad_norm"] = float("inf")  # what the scaler does: skip what is not finite
+        with warnings.catch_warnings():
+            if self.scenario.starts_differ:
+                warnings.filterwarnings("ignore", message="replicas differ")
+            return samestep.MuonAdamW(self.model, **options)
+
+    def step(self, number: int) -> None:
+        """Events, backward passes, optimizer step."""
+        for event in self.scenario.events(number):
+            self._apply(event)
+        if self.layout.one_process:
+            for param, grad in mean_gradients(self.scenario, self.model, number).items():
+                param.grad = grad
+        else:
+            self._backward(number)
+        if self._scaler is None:
+            self.optimizer.step()
+        else:
+            self._scaler.step(self.optimizer)
+            self._scaler.update()
+        self.optimizer.zero_grad()
+
+    def _backward(self, number: int) -> None:
+        count = self.scenario.micro_batches(number)
+        for micro in range(count):
+            waits = micro < count - 1 and self.scenario.accumulation == "no_sync"
+            with self.optimizer.no_sync() if waits else nullcontext():
+                loss = self.scenario.loss(self.model, number, self.rank, micro)
+                if loss is not None:
+                    _backward(loss if self._scaler is None else self._scaler.scale(loss))
+            if micro < count - 1 and self.scenario.accumulation == "synchronize":
+                self.optimizer.synchronize()
+
+    def _apply(self, event: Event) -> None:
+        match event:
+            case SetOptions(rule, options):
+                for group in self.optimizer.param_groups:
+                    if group["rule"] == rule:
+                        group.update(options)
+            case Freeze(names) | Unfreeze(names):
+                for name in names:
+                    self._named[name].requires_grad_(isinstance(event, Unfreeze))
+            case AddGroup():
+                self._added.append(event)
+                self._add(event)
+            case Edit(name, value):
+                with torch.no_grad():
+                    self._named[name].copy_(value)
+            case Resume():
+                self._resume()
+
+    def _add(self, event: AddGroup) -> None:
+        named = self._named
+        for name in event.names:
+            named[name].requires_grad_(True)
+        members = [(name, named[name]) for name in event.names]
+        self.optimizer.add_param_group({"params": members, **event.options})
+
+    def _resume(self) -> None:
+        """Through bytes, as through a file, into a new model and a new optimizer."""
+        file = io.BytesIO()
+        torch.save({"model": self.model.state_dict(), "opt": self.optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        trained = {name: param.requires_grad for name, param in self._named.items()}
+        self.model = self._new_model()
+        self.model.load_state_dict(saved["model"])
+        self.optimizer = self._new_optimizer()
+        for event in self._added:
+            self._add(event)
+        for name, requires_grad in trained.items():
+            self._named[name].requires_grad_(requires_grad)
+        self.optimizer.load_state_dict(saved["opt"])
+
+
+def rank_gradients(
+    scenario: Scenario, model: nn.Module, step: int, rank: int
+) -> list[dict[str, Tensor]]:
+    """What a rank contributes, one entry for each time that gradients are reduced."""
+    rounds = []
+    count = scenario.micro_batches(step)
+    for micro in range(count):
+        loss = scenario.loss(model, step, rank, micro)
+        if loss is not None:
+            _backward(loss)
+        if scenario.accumulation == "synchronize" or micro == count - 1:
+            rounds.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            model.zero_grad(set_to_none=True)
+    return rounds
+
+
+def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tensor, Tensor]:
+    """The mean over all ranks, added in rank order in fp32; only what any rank has."""
+    by_rank = [rank_gradients(scenario, model, step, rank) for rank in range(scenario.world)]
+    sums: dict[Tensor, Tensor] = {}
+    params = dict(model.named_parameters())
+    present = {name for rounds in by_rank for grads in rounds for name in grads}
+    for number in range(len(by_rank[0])):
+        contributions = [rounds[number] for rounds in by_rank]
+        for name in sorted(present):
+            part = _sum_in_rank_order(params[name], [grads.get(name) for grads in contributions])
+            before = sums.get(params[name])
+            sums[params[name]] = part if before is None else before + part
+    return {param: total / scenario.world for param, total in sums.items()}
+
+
+def _sum_in_rank_order(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
+    parts = [torch.zeros_like(param) if grad is None else grad for grad in grads]
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return result.detach()
+
+
+def _disturb(model: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.01 * rank)
+
+
+def _backward(loss: Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def named_groups(optimizer: RuleOptimizer) -> list[Mapping[str, Any]]:
+    """The groups of an optimizer by parameter name, without tensors."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

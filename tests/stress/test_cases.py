@@ -1,0 +1,143 @@
+"""Every scenario on real ranks, at worlds 2 and 4, in layouts that take turns; also hangs."""
+
+import itertools
+import os
+import signal
+import time
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+
+from samestep.rule_optimizer import RuleOptimizer
+from samestep.stress.campaign import Campaign, Case
+from samestep.stress.layouts import LAYOUTS, Layout, register
+from samestep.stress.ranks import ForkedRanks
+from samestep.stress.scenarios import SCENARIOS
+
+pytestmark = pytest.mark.timeout(300)  # for slow machines
+
+STEPS = 22  # so that everything happens that a scenario has in store
+PAIRS = list(itertools.pairwise([*(name for name in LAYOUTS if name != "one_process"), "none"]))
+
+
+def run(scenario, layouts, world, steps=STEPS, reduction="ordered", watchdog=60.0, **options):
+    campaign = Campaign(ForkedRanks(world, watchdog))
+    cases = [Case(scenario, name, world, steps, 11, reduction) for name in layouts]
+    return [campaign.run(case, **options) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_every_scenario_is_exact(scenario, world):
+    """Replicas, layouts and one process to the bit, the reference within its limits."""
+    pair = PAIRS[(list(SCENARIOS).index(scenario) + world // 2) % len(PAIRS)]
+    for result in run(scenario, ["one_process", *pair[: 4 // world]], world):
+        assert (result.status, result.findings) == ("exact", []), result.case
+        assert [sample.step for sample in result.samples] == [11, 22]
+        for sample in result.samples:
+            assert sample.reference is not None
+            assert 0 < sample.reference.params < 2e-5  # another arithmetic, so never zero
+            assert sample.replicas.largest == 0.0
+            first = result.case.layout == "one_process"
+            assert (sample.layouts is None) == first
+            assert first or sample.layouts.largest == 0.0
+            assert first or sample.collectives > 0
+        assert {ending.step for ending in result.endings.values()} == {STEPS}
+
+
+def test_fast_sums_are_flagged_where_they_are_not_zero():
+    results = run("dist_adamw_muon_random", ["one_process", "zero2_overlap"], 3, reduction="fast")
+    assert [result.status for result in results] == ["exact", "within_tolerance"]
+    assert results[1].findings == []
+    assert 0 < results[1].samples[-1].layouts.largest < 2e-5
+    assert results[1].samples[-1].replicas.largest == 0.0
+
+
+def test_collectives_and_plans_are_told():
+    (result,) = run("megatron_conditional", ["zero2_overlap"], 2, steps=4)
+    endings = result.endings
+    assert endings[0].fingerprint == endings[1].fingerprint != ""
+    assert endings[0].schedule[0] == "Reduce 0.0"
+    assert "Agree 0" in endings[0].schedule
+    calls = sum(total["calls"] for total in endings[0].totals.values())
+    assert calls == endings[0].flights["count"] == result.samples[-1].collectives
+    assert all(total["sent"] > 0 for total in endings[0].totals.values())
+
+
+def test_layouts_register_themselves():
+    layout = Layout("mine", "a test", {"sharding": "zero1"})
+    with mock.patch.dict(LAYOUTS):
+        register(layout)
+        with pytest.raises(ValueError, match="there is a layout 'mine' already"):
+            register(layout)
+        (result,) = run("clipped", ["mine"], 2, steps=3)
+        assert result.status == "exact"
+
+
+def patched(name, replacement):
+    """A patch of RuleOptimizer for `Campaign.run`."""
+    original = getattr(RuleOptimizer, name)
+
+    @contextmanager
+    def patch():
+        def patched_method(self, *args, **kwargs):
+            return replacement(lambda: original(self, *args, **kwargs), self)
+
+        with mock.patch.object(RuleOptimizer, name, patched_method):
+            yield
+
+    return patch
+
+
+def at_step(number, rank, act):
+    """Do something on one rank before one step."""
+    count = itertools.count()
+
+    def replacement(original, optimizer):
+        if next(count) == number and optimizer.ranks.rank == rank:
+            act(optimizer)
+        return original()
+
+    return patched("_run_step", replacement)
+
+
+def test_a_hang_is_a_result_that_names_the_collectives():
+    """Rank 1 does not come to the step; then the next case runs."""
+    case = Case("dist_adamw_muon", "zero2", 2, 6, 2)
+    campaign = Campaign(ForkedRanks(2, watchdog=1.5))
+    start = time.monotonic()
+    hung = campaign.run(case, patch=at_step(3, 1, lambda _: time.sleep(600)))
+    assert time.monotonic() - start < 30
+    assert [finding.check for finding in hung.findings] == ["hang"]
+    assert "presence failed: rank 1 did not answer" in hung.findings[0].message
+    assert hung.findings[0].step == 3
+    assert [sample.step for sample in hung.samples] == [2]
+    positions = {r: op for end in hung.endings.values() for r, op in end.positions.items()}
+    assert positions == {0: "presence", 1: "gather of bucket 5"}  # where it was seen last
+    assert hung.endings[0].flights["in_flight"][-1]["name"] == "presence"
+    with pytest.raises(ChildProcessError):  # no process is left behind
+        os.waitpid(-1, os.WNOHANG)
+    assert campaign.run(case).status == "exact"
+
+
+def test_a_killed_rank_is_a_result():
+    def die(_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    (result,) = run("dist_adamw_muon", ["zero2"], 3, watchdog=5.0, patch=at_step(2, 1, die))
+    assert result.status == "failed"
+    assert result.findings[0].check == "error"
+    assert "rank 1: died of SIGKILL" in result.findings[0].message
+    assert set(result.endings) == {0, 1, 2}
+
+
+def test_an_error_of_one_rank_is_told_before_the_hang_of_the_others():
+    def fail(_):
+        raise ZeroDivisionError("of rank 2")
+
+    start = time.monotonic()
+    (result,) = run("dist_adamw_muon", ["zero2"], 3, patch=at_step(2, 2, fail))
+    assert time.monotonic() - start < 30  # nobody waits for the watchdog's minute
+    assert result.findings[0].check == "error"
+    assert result.findings[0].message.startswith("rank 2: ZeroDivisionError: of rank 2")

@@ -1,0 +1,322 @@
+"""`samestep stress` from its arguments to its files and exit status."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep import cli
+from samestep.stress import command
+from samestep.stress.campaign import CaseResult
+from samestep.stress.judge import Finding
+from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutation import MutantResult
+from samestep.stress.sample import Ending
+from samestep.stress.schema import check_receipt
+from tests.ranks import run_forked
+
+QUICK = ["stress", "--scenario", "dist_adamw_muon", "--steps", "8", "--sample-every", "4"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_torchrun():
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        patch.setenv("COLUMNS", "80")
+        yield
+
+
+class Result(NamedTuple):
+    out: Path
+    receipt: dict
+    shown: str
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> Result:
+    out = tmp_path_factory.mktemp("stress") / "made" / "by it"
+    with redirect_stdout(StringIO()) as shown:
+        assert cli.main([*QUICK, "--out", str(out)]) == 0
+    return Result(out, json.loads((out / "receipt.json").read_text()), shown.getvalue())
+
+
+def test_receipt_follows_its_schema_and_says_what_ran(result):
+    check_receipt(result.receipt)
+    assert result.receipt["verdict"] == "clean"
+    asked, ran = result.receipt["asked"], result.receipt["ran"]
+    assert (asked["scenario"], asked["layout"], asked["steps"]) == ("dist_adamw_muon", "all", 8)
+    assert (ran["requested_backend"], ran["actual_backend"], ran["world_size"]) == (None, "gloo", 2)
+    assert (ran["runtime_mode"], ran["device"]) == ("forked", "cpu")
+    assert ran["fallback_reason"] == "ranks are forked; nccl needs torchrun"
+    assert ran["versions"]["samestep"] == samestep.__version__
+    assert ran["versions"]["torch"] == torch.__version__
+
+
+def test_receipt_has_every_layout_with_every_sample(result):
+    cases = result.receipt["cases"]
+    assert [case["layout"] for case in cases] == list(result.receipt["layouts"])
+    assert len(cases) == 6
+    for case in cases:
+        assert (case["status"], case["findings"], case["steps_taken"]) == ("exact", [], 8)
+        assert [sample["step"] for sample in case["samples"]] == [4, 8]
+        assert (case["positions"], case["flights"]) == ({}, {})
+        alone = case["layout"] == "one_process"
+        assert (case["bytes_per_step"] == 0) == alone
+        assert (case["collectives_per_step"] == 0) == alone
+        for sample in case["samples"]:
+            names = ("max_adam_abs_diff", "max_mu_a_abs_diff", "max_mu_b_abs_diff")
+            assert [sample[name] for name in names] == ([None] * 3 if alone else [0.0] * 3)
+            assert sample["max_abs_param_diff"] == sample["max_abs_state_diff"] == 0.0
+            assert 0 < sample["reference"]["adam"] < 2e-5
+    presence = result.receipt["scenarios"]["dist_adamw_muon"]["presence"]
+    assert presence["params"][0] == "adam"
+    assert presence["ranks_with_gradient"][0] == [1, 1, 2, 0] * 2
+
+
+def test_table_and_files(result):
+    assert "dist_adamw_muon" in result.shown
+    assert "0 in 6 layouts" in result.shown
+    assert "All 6 cases are clean: every difference is exactly 0." in result.shown
+    assert max(map(len, result.shown.splitlines())) <= 80 + len(str(result.out))
+    assert sorted(path.name for path in result.out.iterdir()) == ["receipt.json", "report.html"]
+    assert "dist_adamw_muon" in (result.out / "report.html").read_text()
+
+
+def test_two_receipts_are_compared(result, tmp_path, capsys):
+    path = str(result.out / "receipt.json")
+    assert cli.main(["stress", "--compare", path, path]) == 0
+    assert capsys.readouterr().out == "Nothing changed.\n"
+    content = json.loads(Path(path).read_text())
+    content["verdict"] = "failed"
+    content["cases"][1]["status"] = "failed"
+    (tmp_path / "worse.json").write_text(json.dumps(content))
+    assert cli.main(["stress", "--compare", path, str(tmp_path / "worse.json")]) == 1
+    assert "none" in capsys.readouterr().out
+    assert cli.main(["stress", "--compare", path, str(tmp_path / "missing.json")]) == 2
+    assert "missing.json" in capsys.readouterr().err
+
+
+def test_everything_known_is_listed(capsys):
+    assert cli.main(["stress", "--list"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("megatron_conditional", "zero2_overlap", "no_presence_mask"):
+        assert name in shown
+
+
+def test_ranks_of_torchrun_are_joined(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def fn(rank):
+        dist.destroy_process_group()  # these ranks now are as torchrun starts them
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="3", RANK=str(rank))
+        with redirect_stdout(StringIO()) as shown:
+            return cli.main([*QUICK, "--out", str(tmp_path)]), shown.getvalue()
+
+    results = run_forked(3, fn, timeout=60)
+    assert [status for status, _ in results] == [0, 0, 0]
+    assert [bool(shown) for _, shown in results] == [True, False, False]
+    content = json.loads((tmp_path / "receipt.json").read_text())
+    assert (content["ran"]["runtime_mode"], content["ran"]["world_size"]) == ("torchrun", 3)
+    assert [case["status"] for case in content["cases"]] == ["exact"] * 6
+    assert all(len(case["samples"]) == 2 for case in content["cases"])
+
+
+# Models of one's own
+
+MODEL = """
+    import torch
+
+    def make():
+        return torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 5, bias=False))
+
+    def nothing():
+        return None
+
+    def frozen():
+        return torch.nn.Linear(2, 2).requires_grad_(False)
+
+    def half():
+        return torch.nn.Linear(2, 2).half()
+
+    def large():
+        return torch.nn.Linear(2048, 2048)
+
+    def broken():
+        raise KeyError("weights")
+"""
+
+
+@pytest.fixture
+def own_models(tmp_path, monkeypatch):
+    (tmp_path / "own_models.py").write_text(textwrap.dedent(MODEL))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path / "own_models.py"
+    sys.modules.pop("own_models", None)
+
+
+def test_a_model_of_ones_own(own_models, tmp_path):
+    for path in ("own_models:make", f"{own_models}:make"):
+        assert cli.main([*QUICK, "--layout", "zero2", "--model", path, "--out", "out"]) == 0
+        content = json.loads((tmp_path / "out" / "receipt.json").read_text())
+        names = content["scenarios"]["dist_adamw_muon"]["presence"]["params"]
+        assert sorted(names) == ["0.bias", "0.weight", "1.weight"]
+        assert content["asked"]["model"] == path
+
+
+def test_all_scenarios_on_another_model_are_those_that_take_one():
+    options = command.Options(model="gpt")
+    session = command.Session(options, None, console=None)
+    scenarios = {case.scenario for case in session.cases()}
+    assert "dist_adamw_muon" in scenarios
+    assert "fused_qkv_mha" not in scenarios
+    assert {case.steps for case in session.cases()} == {1000}
+
+
+def test_long_and_short_scenarios():
+    session = command.Session(command.Options(other_steps=50), None, console=None)
+    long = {case.scenario for case in session.cases() if case.steps == 1000}
+    assert long == {"dist_adamw_muon", "megatron_conditional"}
+    assert {case.sample_every for case in session.cases() if case.steps == 50} == {50}
+
+
+# What cannot be done
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--scenario sing", "--scenario 'sing' is not known; there is: all, dist_adamw_muon"),
+        ("--layout sing", "--layout 'sing' is not known; there is: all, one_process, none"),
+        ("--world-size 0", "--world-size must be at least 1, got 0"),
+        ("--world-size -2", "--world-size must be at least 1, got -2"),
+        ("--steps -5", "--steps must be at least 1, got -5"),
+        ("--steps 0", "--steps must be at least 1, got 0"),
+        ("--other-steps 0", "--other-steps must be at least 1, got 0"),
+        ("--sample-every 0", "--sample-every must be at least 1, got 0"),
+        ("--watchdog 0", "--watchdog must be above 0 seconds, got 0.0"),
+        ("--backend nccl", "--backend nccl cannot run: ranks are forked; nccl needs torchrun"),
+        ("--mutants --model gpt", "--mutants run on gloo and on their own models"),
+        ("--model sing", "--model 'sing' is not tiny, gpt or PATH:FACTORY"),
+        ("--model no_such_module:make", "--model: 'no_such_module' cannot be imported"),
+        ("--model no_such_file.py:make", "--model: 'no_such_file.py' cannot be imported"),
+        ("--model own_models:sing", "--model: 'own_models' has no function 'sing'"),
+        ("--model own_models:broken", "--model own_models:broken: KeyError: 'weights'"),
+        ("--model own_models:nothing", "gave a NoneType, not a torch module"),
+        ("--model own_models:frozen", "gave a module without trainable parameters"),
+        ("--model own_models:half", "the harness needs float32 parameters"),
+        ("--model own_models:large", "has 4,196,352 trainable elements"),
+        ("--model gpt --scenario resume --scenario fused_qkv_mha", "has a model of its own"),
+        ("--out own_models.py/x", "own_models.py is not a directory"),
+    ],
+)
+def test_bad_usage_is_one_line_and_leaves_nothing(own_models, capsys, options, message):
+    before = sorted(Path().iterdir())
+    assert cli.main(["stress", *options.split()]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: ")
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert [path for path in sorted(Path().iterdir()) if path.name != "__pycache__"] == before
+
+
+def test_an_unwritable_folder(tmp_path, capsys, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert cli.main([*QUICK, "--out", str(tmp_path / "file")]) == 2
+    assert "is not a directory" in capsys.readouterr().err
+
+
+# What went wrong, and what was caught
+
+
+def test_failures_are_shown_and_written(monkeypatch, tmp_path, capsys):
+    def run(self, case, progress):
+        finding = Finding("hang", 3, "rank 0: presence failed [whatever]")
+        ending = Ending(3, "presence failed", "hang", {0: "presence", 1: "gather of bucket 2"})
+        bad = case.layout == "zero1"
+        status = "failed" if bad else "exact"
+        return CaseResult(
+            case, status, [finding] if bad else [], [], {0: ending if bad else Ending(8)}
+        )
+
+    monkeypatch.setattr(command.Campaign, "run", run)
+    assert cli.main([*QUICK, "--out", str(tmp_path)]) == 1
+    shown = capsys.readouterr().out
+    assert "dist_adamw_muon · zero1 · step 3 hang: rank 0: presence failed [whatever]" in shown
+    assert "rank 1 was in: gather of bucket 2" in shown
+    assert "1 of 6 cases failed" in shown
+    content = json.loads((tmp_path / "receipt.json").read_text())
+    assert content["verdict"] == "failed"
+    failed = content["cases"][2]
+    assert failed["positions"] == {"0": "presence", "1": "gather of bucket 2"}
+    assert "gather of bucket 2" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("unpatched", "findings", "status", "words"),
+    [
+        ("exact", [Finding("state", 2, "far")], 0, "All 1 known bugs are caught"),
+        ("exact", [Finding("error", 2, "TypeError")], 1, "only by accident: error"),
+        ("exact", [], 1, "NOT CAUGHT"),
+        ("failed", [Finding("state", 2, "far")], 1, "fails without it"),
+    ],
+)
+def test_a_mutant_that_survives_fails_the_command(
+    monkeypatch, tmp_path, capsys, unpatched, findings, status, words
+):
+    mutant = MUTANTS["sum_for_mean"]
+    result = MutantResult(mutant, unpatched, tuple(findings), 1.0)
+    monkeypatch.setattr(command, "MUTANTS", {mutant.name: mutant})
+    monkeypatch.setattr(command.MutantRunner, "run", lambda *_: result)
+    assert cli.main(["stress", "--mutants", "--out", str(tmp_path)]) == status
+    assert words in " ".join(capsys.readouterr().out.split())
+    content = json.loads((tmp_path / "receipt.json").read_text())
+    assert content["mutants"][0]["caught"] == (status == 0)
+
+
+def test_ctrl_c_ends_the_ranks_and_writes_what_there_is(tmp_path):
+    code = "import sys; from samestep.cli import main; sys.exit(main())"
+    arguments = [*QUICK, "--steps", "1000", "--out", str(tmp_path), "--layout", "zero2"]
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not children(process.pid) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks = children(process.pid)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Stopped before the end" in shown
+    content = json.loads((tmp_path / "receipt.json").read_text())
+    assert content["verdict"] == "interrupted"
+    assert [case["status"] for case in content["cases"]] == ["interrupted"]
+    assert len(ranks) == 2
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def children(pid):
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == pid:
+                found.append(int(stat.parent.name))
+    return found

@@ -1,0 +1,54 @@
+"""Every known bug is caught by the check that its story names; without it the same case passes."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+
+from samestep.buffers.reduction import GradientReducer
+from samestep.rules import muon
+from samestep.stress.judge import CHECKS
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutation import MutantRunner
+from samestep.stress.scenarios import SCENARIOS
+
+pytestmark = pytest.mark.timeout(300)  # for slow machines
+
+
+@pytest.fixture(scope="module")
+def runner():
+    return MutantRunner(watchdog=2.0)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_is_caught(runner, name):
+    result = runner.run(MUTANTS[name])
+    assert result.unpatched == "exact"
+    assert result.caught, result.findings
+    assert result.first.check == MUTANTS[name].expected
+    assert result.first.message
+
+
+def test_a_patch_that_changes_nothing_is_not_caught(runner):
+    """So that being caught means something."""
+    harmless = replace(MUTANTS["sum_for_mean"], patch=nullcontext)
+    result = runner.run(harmless)
+    assert (result.unpatched, result.findings, result.caught) == ("exact", (), False)
+
+
+def test_mutants_name_what_exists():
+    for mutant in MUTANTS.values():
+        assert mutant.expected in CHECKS
+        assert mutant.scenario in SCENARIOS
+        assert mutant.layout in LAYOUTS
+        assert mutant.story
+
+
+def test_patches_are_undone():
+    for mutant in MUTANTS.values():
+        with mutant.patch():
+            pass
+    assert GradientReducer.take.__module__ == "samestep.buffers.reduction"
+    assert GradientReducer.take.__name__ == "take"
+    assert muon.decay_weights.__name__ == "decay_weights"

@@ -15,9 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,dev,bench]"
 	touch $@
 
-# The stress harness on 2 ranks: 1000 steps of the two classic scenarios, 50 of every other.
+# The stress harness on 2 ranks: 1000 steps of the two classic scenarios, 50 of everything else.
 demo: venv
-	$(PY) -m samestep stress --steps 1000 --other-steps 50 --out out/demo
+	$(PY) -m samestep stress --steps 1000 --other-steps 50 --sample-every 50 --out out/demo
 
 # A small GPT with AdamW and with MuonAdamW: table, JSON and picture.
 train: venv

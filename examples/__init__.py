@@ -1,1 +1,1 @@
-"""Runnable examples; `make demo` starts one of them."""
+"""Runnable examples; `make train` starts one of them."""

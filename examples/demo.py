@@ -1,6 +1,6 @@
 """Train a small byte-level GPT twice, with AdamW and with MuonAdamW, and compare.
 
-    python -m examples.demo --out out/demo
+    python -m examples.demo --out out/train
 
 The text is the source of the standard library of the Python that runs this, so there is nothing
 to download. Both runs start from the same weights, see the same batches for the same number of
@@ -56,7 +56,7 @@ COLORS = {"AdamW": "#c2571a", "MuonAdamW": "#1f5fa8"}
 class Options:
     """Train a small byte-level GPT with AdamW and with MuonAdamW, and compare the two."""
 
-    out: Path = Path("out/demo")
+    out: Path = Path("out/train")
     """Folder for result.json and loss.png; made if missing."""
     steps: int = 300
     """Training steps of each run."""

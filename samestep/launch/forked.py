@@ -2,6 +2,7 @@
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -110,6 +111,7 @@ def _run_rank(job: _Job, rank: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch may warn that it leaks the parent's pool
             torch.set_num_threads(1)  # first, before anything can compute
+        gc.freeze()  # what the parent had is not looked through again by every collection
         os.setpgid(0, 0)  # so that the rank and its own children can be ended together
         assert _libc is not None
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

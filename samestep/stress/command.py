@@ -31,7 +31,9 @@ from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS
 from samestep.stress.schema import check_receipt
 
-LONG = ("dist_adamw_muon", "megatron_conditional")  # --other-steps is for all the others
+# --other-steps is for all other scenarios, and for other layouts of these.
+LONG_SCENARIOS = ("dist_adamw_muon", "megatron_conditional")
+LONG_LAYOUTS = ("none", "zero1", "zero2")
 MUTANT_WATCHDOG = 2.0
 
 
@@ -109,13 +111,16 @@ class Session:
         layouts = list(LAYOUTS) if options.layout == "all" else [options.layout]
         found = []
         for name in names:
-            steps = options.steps
-            if options.other_steps is not None and name not in LONG:
-                steps = options.other_steps
-            every = min(options.sample_every, steps)
             for layout in layouts:
-                case = Case(name, layout, self.world, steps, every, options.reduction, options.seed)
-                found.append(case)
+                steps = options.steps
+                is_long = name in LONG_SCENARIOS and layout in LONG_LAYOUTS
+                if options.other_steps is not None and not is_long:
+                    steps = options.other_steps
+                every = min(options.sample_every, steps)
+                shared = options.reduction, options.seed
+                found.append(Case(name, layout, self.world, steps, every, *shared))
+        # The longest layout of a scenario first: the others are compared with it.
+        found.sort(key=lambda case: (names.index(case.scenario), -case.steps))
         return found
 
     def _run_cases(self) -> None:

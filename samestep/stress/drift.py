@@ -37,10 +37,12 @@ class Drift(NamedTuple):
         values = f"{self.first!r} on rank {self.first_rank}, {self.other!r} on rank {self.ranks[0]}"
         if self.kind in ("options", "plan"):
             return f"{self.kind} {self.name}: {who} differ{'s' * (len(self.ranks) == 1)}: {values}"
-        elements = "1 element" if self.count == 1 else f"{self.count} elements"
+        elements = f"1 element on {who} differs"
+        if self.count > 1:
+            elements = f"{self.count} elements on {who} differ"
         return (
-            f"{self.kind} {self.name}: on {who} {elements} not as on rank {self.first_rank}, by up "
-            f"to {self.max_abs_diff:.3g}; the first at {list(self.index)}: {values}"
+            f"{self.kind} {self.name}: {elements} from rank {self.first_rank}'s, by up to "
+            f"{self.max_abs_diff:.3g}; the first at {list(self.index)}: {values}"
         )
 
 

@@ -40,12 +40,22 @@ def expected_run(
     scenario: Scenario, steps: int, every: int, progress: Callable[[int], None] = lambda step: None
 ) -> Expected:
     """Run a scenario in float64, with the gradients of all ranks at the reference's parameters."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in ranks; more would only slow down what is so small
+    try:
+        return _run(scenario, steps, every, progress)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run(scenario: Scenario, steps: int, every: int, progress: Callable[[int], None]) -> Expected:
     model = scenario.model()
     options = scenario.options()
     optimizer = samestep.MuonAdamW(scenario.model(), **options)
     reference = Reference(dict(model.named_parameters()), named_groups(optimizer))
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
+    due = set(sampled_steps(steps, every))
     for step in range(steps):
         _apply_events(scenario, step, model, reference)
         by_rank = _gradients(scenario, model, step)
@@ -59,7 +69,7 @@ def expected_run(
                 row.append(sum(grad is not None for grad in of_ranks))
         reference.step(grads, divisor=scenario.world, max_grad_norm=limit)
         _copy_into(model, reference)
-        if step + 1 in (due := sampled_steps(steps, every)):
+        if step + 1 in due:
             state = {name: dict(entries) for name, entries in reference.state.items()}
             expected.samples[step + 1] = Sample(step + 1, dict(reference.params), state)
         if (step + 1) % 10 == 0 or step + 1 in due:

@@ -56,7 +56,7 @@ class Options:
     other_steps: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: as --steps)")
     ] = None
-    """Steps of all scenarios but dist_adamw_muon and megatron_conditional."""
+    """Steps of all but dist_adamw_muon and megatron_conditional in none, zero1 and zero2."""
     sample_every: int = 100
     """Steps between comparisons."""
     reduction: Reduction = "ordered"

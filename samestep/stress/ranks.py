@@ -132,7 +132,7 @@ class _Mailbox:
         try:
             while True:
                 last_look = self._done.is_set()
-                ready = multiprocessing.connection.wait(list(places), timeout=0.05)
+                ready = multiprocessing.connection.wait(list(places), timeout=0.01)
                 for connection in ready:
                     self._take(places[connection], connection)  # type: ignore[arg-type]
                 if last_look and not ready:

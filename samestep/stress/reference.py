@@ -294,7 +294,8 @@ def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
     U, s, Vt = torch.linalg.svd(matrix, full_matrices=False)
     s = s / size
     for a, b, c in triples(method, options["ns_steps"], options["ns_coefficients"]):
-        s = a * s + b * s**3 + c * s**5
+        square = s * s
+        s = s * (a + square * (b + square * c))
     # A row or column of zeros stays exactly that: cautious decay looks at signs, also of noise.
     zero_row, zero_col = ~matrix.any(dim=1, keepdim=True), ~matrix.any(dim=0, keepdim=True)
     update: Tensor = (U * s) @ Vt

@@ -560,7 +560,7 @@ def test_the_error_says_what_where_and_what_to_do():
     first, second, third, advice = message.split("\n")
     assert first == "replicas have drifted apart:"
     assert second == (
-        "  parameter hidden.weight: on ranks 1, 2 1 element not as on rank 0, by up to 0.25; "
+        "  parameter hidden.weight: 1 element on ranks 1, 2 differs from rank 0's, by up to 0.25; "
         "the first at [3, 2]: 0.25 on rank 0, 0.5 on rank 1"
     )
     assert third == "  options param_groups[0]['lr']: rank 2 differs: 0.1 on rank 0, 0.7 on rank 2"

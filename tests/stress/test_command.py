@@ -190,8 +190,9 @@ def test_all_scenarios_on_another_model_are_those_that_take_one():
 
 def test_long_and_short_scenarios():
     session = command.Session(command.Options(other_steps=50), None, console=None)
-    long = {case.scenario for case in session.cases() if case.steps == 1000}
-    assert long == {"dist_adamw_muon", "megatron_conditional"}
+    long = {(case.scenario, case.layout) for case in session.cases() if case.steps == 1000}
+    assert {scenario for scenario, _ in long} == {"dist_adamw_muon", "megatron_conditional"}
+    assert {layout for _, layout in long} == {"none", "zero1", "zero2"}
     assert {case.sample_every for case in session.cases() if case.steps == 50} == {50}
 
 

@@ -37,7 +37,7 @@ class Element:
 
     def __init__(self, tag, attributes, parent):
         self.tag, self.attributes, self.parent = tag, attributes, parent
-        self.inside, self.pieces = [], []
+        self.inside, self.below, self.pieces = [], [], []  # below: at any depth, in order
 
     @property
     def text(self):
@@ -48,8 +48,7 @@ class Element:
         kind = wanted.pop("kind", None)
         return [
             each
-            for child in self.inside
-            for each in [child, *child.all("*")]
+            for each in self.below
             if tag in ("*", each.tag)
             and (kind is None or kind in each.attributes.get("class", "").split())
             and wanted.items() <= each.attributes.items()
@@ -73,17 +72,23 @@ class Tree(HTMLParser):
 
     def handle_startendtag(self, tag, attributes):
         assert len({name for name, _ in attributes}) == len(attributes), f"{tag} has one twice"
-        entries = {name: value or "" for name, value in attributes}
-        self.open.inside.append(Element(tag, entries, self.open))
+        element = Element(tag, {name: value or "" for name, value in attributes}, self.open)
+        self.open.inside.append(element)
+        for around in self._open_ones():
+            around.below.append(element)
 
     def handle_endtag(self, tag):
         assert tag == self.open.tag, f"{self.open.tag} is closed as {tag}"
         self.open = self.open.parent
 
     def handle_data(self, data):
+        for around in self._open_ones():
+            around.pieces.append(data)
+
+    def _open_ones(self):
         element = self.open
         while element is not None:
-            element.pieces.append(data)
+            yield element
             element = element.parent
 
 

@@ -44,10 +44,9 @@ def duration(seconds: float) -> str:
     if seconds >= 59.95:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest} s"
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if seconds * factor >= 0.9995 or unit == "µs":
-            return f"{seconds * factor:.3g} {unit}" if seconds else "0 s"
-    raise AssertionError
+    if seconds >= 0.9995 or seconds == 0:
+        return f"{seconds:.3g} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 0.9995e-3 else f"{seconds * 1e6:.3g} µs"
 
 
 def moment(time: str) -> str:

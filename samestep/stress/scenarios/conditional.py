@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from samestep.stress.models import GPT, Matrices, MixtureOfExperts
 from samestep.stress.scenario import RATES, Edit, Event, GradientScenario, Loop, Scenario
 
-SMALL = {**RATES, "lr": 2**-11, "crossover": 64, "bucket_size": 2500}
+SMALL = {**RATES, "lr": 2**-11, "crossover": 64, "bucket_size": 4000}
 RECYCLE_EVERY = 40
-LAYERS = 2
 
 
 class MegatronConditional(Scenario):
@@ -20,20 +19,22 @@ class MegatronConditional(Scenario):
     name = "megatron_conditional"
     story = "a GPT with skipped layers, recycled neurons and a second head, toggled per rank"
     loop: ClassVar[Loop] = "recorded"
+    layers: ClassVar[int] = 1
 
     def own_model(self) -> nn.Module:
-        """Two layers and two heads."""
-        return GPT(layers=LAYERS)
+        """Two heads."""
+        return GPT(layers=self.layers)
 
     def options(self) -> dict[str, Any]:
-        """Fused QKV is cut."""
-        return {**SMALL, "overrides": {"*.qkv.weight": {"split_sizes": (16, 16, 16)}}}
+        """Fused QKV is cut. One wave, as there is little to send."""
+        cut = {"*.qkv.weight": {"split_sizes": (16, 16, 16)}}
+        return {**SMALL, "overrides": cut, "waves": 1}
 
     def events(self, step: int) -> Sequence[Event]:
         """Now and then some neurons start afresh, on all ranks alike."""
         if step == 0 or step % RECYCLE_EVERY:
             return ()
-        layer = step // RECYCLE_EVERY % LAYERS
+        layer = step // RECYCLE_EVERY % self.layers
         fresh = torch.Generator().manual_seed(self.seed + step)
         return (Edit(f"layers.{layer}.recycle", 1 + 0.1 * torch.randn(32, generator=fresh)),)
 
@@ -45,7 +46,7 @@ class MegatronConditional(Scenario):
         tokens = torch.randint(40, (2, 8), generator=generator)
         loss: Tensor = model(
             tokens,
-            skipped=frozenset(n for n in range(LAYERS) if (step // 2 + n + rank) % 3 == 0),
+            skipped=frozenset(n for n in range(self.layers) if (step // 2 + n + rank) % 3 == 0),
             recycled=(step // 5 + rank) % 4 == 0,
             second=(step + rank) % 4 == 0,
         )
@@ -56,8 +57,9 @@ class MegatronConditionalLive(MegatronConditional):
     """With the gradients of each layout's own parameters."""
 
     name = "megatron_conditional_live"
-    story = "the same, each layout with the gradients of its own parameters"
+    story = "the same with two layers, each layout with the gradients of its own parameters"
     loop: ClassVar[Loop] = "closed"
+    layers: ClassVar[int] = 2
 
 
 class EmptyExpert(Scenario):
@@ -90,6 +92,7 @@ class FixedCapacity(GradientScenario):
 
     name = "fixed_capacity"
     story = "experts without tokens have zeros, which count as a gradient"
+    bucket_size: ClassVar[int] = 400
 
     def own_model(self) -> nn.Module:
         """A stack of experts, single ones, and a small parameter that backward reaches first."""
@@ -101,7 +104,7 @@ class FixedCapacity(GradientScenario):
         return {
             **RATES,
             "crossover": 32,
-            "bucket_size": 120,
+            "bucket_size": self.bucket_size,
             "groups": [
                 {"params": ["router", "temperature"], "rule": "adamw"},
                 {"params": ["stack"], "rule": "muon"},
@@ -135,6 +138,7 @@ class ConditionalCompute(FixedCapacity):
 
     name = "conditional_compute"
     story = "the same experts have no gradient, which leaves them untouched"
+    bucket_size: ClassVar[int] = 120  # one expert each, so that a rank owns nothing in a bucket
 
     def without_tokens(self, param: Tensor) -> Tensor | None:
         """None."""

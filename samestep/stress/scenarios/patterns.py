@@ -24,7 +24,7 @@ class TinyScenario(GradientScenario):
     def options(self) -> dict[str, Any]:
         """Buckets so small that there are several, and hardly anything below the crossover."""
         own = {} if self._make_model is not None else {"groups": TINY_GROUPS}
-        return {**RATES, "crossover": 64, "bucket_size": 400, **own}
+        return {**RATES, "crossover": 64, "bucket_size": 600, **own}
 
 
 class FourPatterns(TinyScenario):
@@ -35,7 +35,7 @@ class FourPatterns(TinyScenario):
 
     def options(self) -> dict[str, Any]:
         """A low rate: the gradients push one way, and rounding grows with the parameters."""
-        return {**super().options(), "lr": 2**-9}
+        return {**super().options(), "lr": 2**-9, "bucket_size": 2000}
 
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int

@@ -179,7 +179,7 @@ class FusedQKV(GradientScenario):
         muon = {"rule": "muon", "variance_beta2": 0.9}
         fused = {**muon, "params": ["fused"], "split_sizes": self.heads}
         groups = [{"params": ["adam"], "rule": "adamw"}, fused, {**muon, "params": ["[qkv]"]}]
-        return {**RATES, "crossover": 32, "bucket_size": 150, "groups": groups}
+        return {**RATES, "crossover": 32, "bucket_size": 400, "groups": groups}
 
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int

@@ -19,18 +19,20 @@ def balanced_owners(
     ranks: int,
     *,
     max_size_ratio: float | None = None,
+    loads: Sequence[int] | None = None,
 ) -> list[int]:
     """Give each block to the least busy rank, largest blocks first; ties go to the emptiest.
 
     `flops` and `sizes` are per block. With `max_size_ratio` a rank takes no block that lifts
     its total size above that multiple of the mean, as long as another rank has room: work
-    is then less even, and state more.
+    is then less even, and state more. `loads` are FLOPs that each rank has to do anyway.
     """
     room = float("inf")
     if max_size_ratio is not None:
         room = max_size_ratio * sum(sizes) / ranks
     owners = [0] * len(flops)
-    heap = [(0, 0, rank) for rank in range(ranks)]  # (flops, size, rank)
+    heap = [(0 if loads is None else loads[rank], 0, rank) for rank in range(ranks)]
+    heapq.heapify(heap)  # (flops, size, rank)
     for block in sorted(range(len(flops)), key=lambda i: (-flops[i], -sizes[i], i)):
         full = []
         while len(heap) > 1 and heap[0][1] + sizes[block] > room:

@@ -1,0 +1,236 @@
+"""Flat buffers as pure data: parameters end to end, cut into buckets, buckets into shards.
+
+    buffer   | A A A A | B B B B B B | . | C C C | . . |        . is padding
+    bucket   |---------- 0 --------------|----- 1 -----|
+    shard    |  rank 0   |   rank 1      | r0   | r1   |
+
+Every rank owns one shard of each bucket. For elementwise rules shards are equal, whatever they cut;
+for matrix rules they are as long as the whole blocks that the rank owns. What a rank owns of a
+parameter is a fragment, and has four coordinates: where it lies in the buffer, in its bucket, in
+the rank's shard, and in the parameter itself.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from samestep.layout.owners import balanced_owners
+
+# Elements. Parameters and shards begin where vector loads can, which for shards is more than
+# Megatron does: its bucket ends are multiples of lcm(ranks, 128).
+START_ALIGNMENT = 64
+SHARD_ALIGNMENT = 32
+
+
+class Range(NamedTuple):
+    """[start, stop) of a row of elements."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def normalize(self, start: int = 0) -> "Range":
+        """A range of the same size that begins at `start`."""
+        return Range(start, start + self.size)
+
+    def within(self, outer: "Range") -> "Range":
+        """The same elements, counted from the start of `outer`."""
+        return self.normalize(self.start - outer.start)
+
+    def overlap(self, other: "Range") -> "Range":
+        """What both have; empty if that is nothing."""
+        start = max(self.start, other.start)
+        return Range(start, max(start, min(self.stop, other.stop)))
+
+
+class Fragment(NamedTuple):
+    """What one rank owns of one parameter in one bucket."""
+
+    param: int
+    bucket: int
+    rank: int
+    in_buffer: Range
+    in_bucket: Range
+    in_shard: Range
+    in_param: Range
+
+
+class FlatBucket(NamedTuple):
+    """A stretch of the buffer that travels together; `shards[rank]` is what the rank owns of it."""
+
+    in_buffer: Range
+    params: tuple[int, ...]  # in the order in which they lie
+    shards: tuple[Range, ...]  # in the buffer, one after the other, covering the bucket
+
+
+class FlatLayout(NamedTuple):
+    """One buffer: where each parameter lies, and its buckets."""
+
+    params: tuple[Range, ...]  # in the buffer, by index of the parameter
+    buckets: tuple[FlatBucket, ...]
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.buckets[-1].in_buffer.stop if self.buckets else 0
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to no parameter."""
+        return self.size - sum(param.size for param in self.params)
+
+    def fragments(self, rank: int) -> Iterator[Fragment]:
+        """Everything that a rank owns, in the order of the buffer."""
+        for number, bucket in enumerate(self.buckets):
+            shard = bucket.shards[rank]
+            for index in bucket.params:
+                owned = self.params[index].overlap(shard)
+                if owned.size:
+                    yield Fragment(
+                        param=index,
+                        bucket=number,
+                        rank=rank,
+                        in_buffer=owned,
+                        in_bucket=owned.within(bucket.in_buffer),
+                        in_shard=owned.within(shard),
+                        in_param=owned.within(self.params[index]),
+                    )
+
+
+def equal_shards(
+    sizes: Sequence[int],
+    ranks: int,
+    bucket_elements: int,
+    *,
+    start_alignment: int = START_ALIGNMENT,
+    shard_alignment: int = SHARD_ALIGNMENT,
+) -> FlatLayout:
+    """Lay out parameters of these sizes, given in the order in which they are to lie.
+
+    A bucket is closed once it has `bucket_elements`, so a parameter is never cut by a bucket, and
+    is padded until all ranks own the same number of aligned elements. For elementwise rules.
+    """
+    divisor = ranks * shard_alignment
+    places: list[Range] = []
+    buckets: list[FlatBucket] = []
+    start, members = 0, list[int]()
+    cursor = 0
+    for index, size in enumerate(sizes):
+        cursor = _rounded_up(cursor, start_alignment)
+        places.append(Range(cursor, cursor + size))
+        cursor += size
+        members.append(index)
+        if cursor - start >= bucket_elements or index == len(sizes) - 1:
+            cursor = start + _rounded_up(cursor - start, divisor)
+            whole = Range(start, cursor)
+            share = whole.size // ranks
+            shards = tuple(Range(start + r * share, start + (r + 1) * share) for r in range(ranks))
+            buckets.append(FlatBucket(whole, tuple(members), shards))
+            start, members = cursor, []
+    return FlatLayout(tuple(places), tuple(buckets))
+
+
+class BlockSizes(NamedTuple):
+    """The blocks of one parameter, in order: elements of each, and FLOPs of its matrix rule."""
+
+    elements: tuple[int, ...]
+    flops: tuple[int, ...]
+
+
+def owner_shards(
+    params: Sequence[BlockSizes],
+    ranks: int,
+    bucket_elements: int,
+    *,
+    start_alignment: int = START_ALIGNMENT,
+) -> FlatLayout:
+    """Lay out parameters such that every block lies whole in the shard of one rank.
+
+    Parameters are given in the order in which they should become complete. A parameter lies end to
+    end, so all its blocks have one owner, and owners are balanced by FLOPs; inside a bucket
+    parameters lie in the order of their owners. A parameter of several blocks that is too much for
+    one rank has a bucket for itself, and is cut between blocks.
+    """
+    total = sum(sum(param.flops) for param in params)
+    largest = max((max(param.flops, default=0) for param in params), default=0)
+    limit = max(total / ranks, largest)
+    wide = {i for i, param in enumerate(params) if sum(param.flops) > limit}
+    loads = [0] * ranks
+    cuts: dict[int, list[int]] = {}
+    for index in sorted(wide):
+        cuts[index] = _cut_between_blocks(params[index].flops, loads)
+    narrow = [i for i in range(len(params)) if i not in wide]
+    owners = balanced_owners(
+        [sum(params[i].flops) for i in narrow],
+        [sum(params[i].elements) for i in narrow],
+        ranks,
+        loads=loads,
+    )
+    owner_of = dict(zip(narrow, owners, strict=True))
+    places: dict[int, Range] = {}
+    buckets: list[FlatBucket] = []
+    cursor = 0
+    for members in _bucket_members(params, wide, bucket_elements):
+        start = cursor
+        order = sorted(members, key=lambda i: owner_of.get(i, 0))  # keeps order among equals
+        ends = [start] * ranks  # of each rank's shard
+        for index in order:
+            if params[index].elements:
+                cursor = _rounded_up(cursor, start_alignment)
+            places[index] = Range(cursor, cursor + sum(params[index].elements))
+            owned = cuts.get(index, [owner_of.get(index, 0)] * len(params[index].elements))
+            for owner, size in zip(owned, params[index].elements, strict=True):
+                cursor += size
+                ends[owner] = cursor
+        shards = []
+        end = start
+        for rank in range(ranks):
+            shards.append(Range(end, max(end, ends[rank])))
+            end = shards[-1].stop
+        buckets.append(FlatBucket(Range(start, cursor), tuple(order), tuple(shards)))
+    return FlatLayout(tuple(places[i] for i in range(len(params))), tuple(buckets))
+
+
+def _cut_between_blocks(flops: Sequence[int], loads: list[int]) -> list[int]:
+    """The owners of consecutive blocks, in rank order, such that all ranks end about equally busy.
+
+    `loads` are what the ranks do already, and are brought up to date.
+    """
+    target = (sum(loads) + sum(flops)) / len(loads)
+    owners = []
+    rank = 0
+    for block in flops:
+        while rank < len(loads) - 1 and loads[rank] + block / 2 > target:
+            rank += 1
+        loads[rank] += block
+        owners.append(rank)
+    return owners
+
+
+def _bucket_members(
+    params: Sequence[BlockSizes], wide: set[int], bucket_elements: int
+) -> Iterator[list[int]]:
+    """Neighbours that share a bucket; one that is too much for a rank is alone."""
+    members: list[int] = []
+    size = 0
+    for index, param in enumerate(params):
+        if index in wide:
+            if members:
+                yield members
+            yield [index]
+            members, size = [], 0
+            continue
+        members.append(index)
+        size += sum(param.elements)
+        if size >= bucket_elements:
+            yield members
+            members, size = [], 0
+    if members:
+        yield members
+
+
+def _rounded_up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor

@@ -164,15 +164,20 @@ class ReplicatedParameters(Placement):
         self.reducer.abandon()
         self.problem = None
 
-    def synchronize(self) -> None:
-        """Reduce what has arrived, and keep this rank's part."""
-        if self.distribution.grads == "local":
-            self.reducer.accumulate()
-
     def end_round(self) -> None:
-        """No gradient comes any more before a `synchronize`."""
+        """No gradient comes any more before `launch_all`."""
         if self.distribution.grads == "local":
             self.reducer.end_round(None)
+
+    def launch_all(self) -> None:
+        """Start every reduction that backward has not."""
+        if self.distribution.grads == "local":
+            self.reducer.launch_through(len(self.plan.buckets) - 1)
+
+    def keep_sums(self) -> None:
+        """Wait for them, keep this rank's part, and begin a new round."""
+        if self.distribution.grads == "local":
+            self.reducer.accumulate()
 
     def reduce(self, number: int) -> None:
         """Start a reduction, unless backward has."""

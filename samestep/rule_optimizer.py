@@ -271,7 +271,10 @@ class RuleOptimizer(GroupOptimizer):
         but the last, of which `step()` takes care. It costs the bytes of a reduction each time.
         Gradients are then gone from `.grad`. Without other ranks it does nothing.
         """
+        # All plans stage by stage: their launches share one order.
         for replicated in self._replicated:
             replicated.end_round()
         for replicated in self._replicated:
-            replicated.synchronize()
+            replicated.launch_all()
+        for replicated in self._replicated:
+            replicated.keep_sums()

@@ -348,3 +348,42 @@ def test_accumulation_is_free_of_effect_without_other_ranks():
 def test_overlap_of_gradients_that_were_already_reduced_is_refused():
     with pytest.raises(ValueError, match="already were"):
         samestep.MuonAdamW(Net(), grads="reduced", overlap_grad_reduce=True)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_synchronize_with_a_group_that_was_added_later(overlap):
+    """Two plans share one order of launches: no round begins before all have ended."""
+
+    def job(rank):
+        torch.manual_seed(0)
+        first, second = (torch.nn.Parameter(torch.randn(12, 12)) for _ in range(2))
+        opt = samestep.MuonAdamW(
+            [("first", first)],
+            lr=0.1,
+            reduction="ordered",
+            crossover=1,
+            overlap_grad_reduce=overlap,
+        )
+        opt.add_param_group({"params": [("second", second)], "rule": "muon"})
+        for step in range(3):
+            for micro in range(2):
+                for place, param in enumerate((first, second)):
+                    grad = torch.full_like(param, rank + micro + step + place + 1.0)
+                    (param * grad).sum().backward()
+                if micro == 0:
+                    opt.synchronize()
+            opt.step()
+            opt.zero_grad()
+        state = opt.whole_state()
+        return [state[name]["momentum_buffer"] for name in ("first", "second")]
+
+    expected = []
+    for place in range(2):
+        momentum = 0.0
+        for step in range(3):
+            mean = sum(r + m + step + place + 1.0 for r in range(2) for m in range(2)) / 2
+            momentum += 0.05 * (mean - momentum)
+        expected.append(momentum)
+    for found in run_forked(2, job):
+        for momentum, number in zip(found, expected, strict=True):
+            torch.testing.assert_close(momentum, torch.full((12, 12), number))

@@ -227,8 +227,7 @@ class GradientReducer:
         return None
 
     def accumulate(self) -> None:
-        """Finish a round that was ended before the step: keep the sums, free the gradients."""
-        self.launch_through(len(self._plan.buckets) - 1)
+        """Finish a round of which all is launched: keep the sums, free the gradients."""
         self._land_all()
         for number, kept in enumerate(self._sums):
             if kept is not None and kept.untyped_storage().nbytes() > kept.nbytes:

@@ -116,7 +116,8 @@ def _entries(
             yield placement.group, _Entry("state", f"{name}.{key}", tensor)
     for index, group in enumerate(groups):
         for name, value in _options(f"param_groups[{index}]", optimizer, group):
-            yield home.get(group["params"][0], ranks), _Entry("options", name, value)
+            first = next(iter(group["params"]), None)
+            yield ranks if first is None else home.get(first, ranks), _Entry("options", name, value)
         for param in group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
                 if param not in home and isinstance(value, Tensor) and _is_plain(value):

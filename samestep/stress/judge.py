@@ -106,7 +106,10 @@ class Judge:
         return verdict
 
     def end(self, endings: Mapping[int, Ending]) -> None:
-        """Judge how the ranks ended."""
+        """Judge how the ranks ended; without an ending nothing is known of the run."""
+        if not endings:
+            self._find("error", 0, "no rank has told how it ended")
+            return
         failed = {rank: ending for rank, ending in endings.items() if ending.error is not None}
         # A rank that fails leaves the others hanging: its own error is the one to tell.
         for kind in ("plan", "state", "error", "hang"):

@@ -50,7 +50,7 @@ def run_rank(
     with work.patch(), FlightRecorder(LAST_FLIGHTS) as recorder:
         recorder.on_launch.append(lambda record: note(record.name))
         if work.scenario.churns:
-            recorder.on_launch.append(_churn)
+            recorder.on_launch.append(lambda record: _churn(record, device))
         try:
             training = Training(
                 work.scenario, work.layout, rank, reduction=work.reduction, device=device
@@ -93,7 +93,7 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {error} ({last.name}, line {last.lineno})"
 
 
-def _churn(record: Record) -> None:
+def _churn(record: Record, device: torch.device | None) -> None:
     """Take memory of the sizes that are in flight, fill it with garbage, and give it back."""
     for parts in (1, 2, len(record.ranks)):
-        torch.full((record.elements // parts + 1,), float("nan"))
+        torch.full((record.elements // parts + 1,), float("nan"), device=device)

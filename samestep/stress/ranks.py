@@ -120,10 +120,11 @@ class _Mailbox:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._done.set()
+        for _read, write in self._pipes:  # so that a message cut short by a rank's end has an end
+            write.close()
         self._reader.join()
-        for pair in self._pipes:
-            for end in pair:
-                end.close()
+        for read, _write in self._pipes:
+            read.close()
         if self._problem is not None and kind is None:
             raise self._problem
 
@@ -134,8 +135,11 @@ class _Mailbox:
                 last_look = self._done.is_set()
                 ready = multiprocessing.connection.wait(list(places), timeout=0.01)
                 for connection in ready:
-                    self._take(places[connection], connection)  # type: ignore[arg-type]
-                if last_look and not ready:
+                    try:
+                        self._take(places[connection], connection)  # type: ignore[arg-type]
+                    except (EOFError, OSError):  # the rank sends no more
+                        del places[connection]
+                if not places or (last_look and not ready):
                     return
         except BaseException as problem:
             self._problem = problem
@@ -176,7 +180,8 @@ class TorchrunRanks:
         endings: dict[int, Ending] = {}
         if work.layout.one_process:
             if self._rank == 0:
-                _run_alone(work, on_sample, endings)
+                with suppress(Exception):  # it is in the ending
+                    _run_alone(work, on_sample, endings, self._device)
             return endings
         self._meet()
         try:
@@ -214,11 +219,13 @@ class TorchrunRanks:
         return send
 
 
-def _run_alone(work: Work, on_sample: OnSample, endings: dict[int, Ending]) -> None:
+def _run_alone(
+    work: Work, on_sample: OnSample, endings: dict[int, Ending], device: torch.device | None
+) -> None:
     def send(message: Message) -> None:
         if isinstance(message, Sample):
             on_sample([message])
         else:
             endings[0] = message
 
-    run_rank(work, 0, send)
+    run_rank(work, 0, send, device)

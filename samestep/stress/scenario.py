@@ -134,7 +134,7 @@ class GradientScenario(Scenario):
             if param.requires_grad:
                 grad = self.gradient(name, place, param, step, rank, micro)
                 if grad is not None:
-                    terms.append((param * grad).sum())
+                    terms.append((param * grad.to(param.device)).sum())
         turn = (7 * rank + step) % max(len(terms), 1)
         return sum_of(terms[turn:] + terms[:turn])
 
@@ -172,11 +172,17 @@ class Recorded(Scenario):
         """Has the recorded gradients."""
         grads = self.gradients[step][rank]
         params = dict(model.named_parameters())
-        return sum_of([(params[name] * grad).sum() for name, grad in grads.items()])
+        pairs = [(params[name], grad) for name, grad in grads.items()]
+        return sum_of([(param * grad.to(param.device)).sum() for param, grad in pairs])
 
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
         """The inner scenario's."""
         return self.inner.broken_promise(params)
+
+
+def on_device_of(model: nn.Module, tensor: Tensor) -> Tensor:
+    """The tensor where the model is."""
+    return tensor.to(next(model.parameters()).device)
 
 
 def sum_of(terms: Sequence[Tensor]) -> Tensor | None:

@@ -65,6 +65,8 @@ class Training:
         options = {**self.scenario.options(), **self._distribution}
         if self.layout.one_process and self.scenario.scales:
             options["max_grad_norm"] = float("inf")  # what the scaler does: skip what is not finite
+        if self._device is not None and self._device.type == "cuda":
+            options["compute_dtype"] = torch.float32  # Muon's bfloat16 is far from any reference
         with warnings.catch_warnings():
             if self.scenario.starts_differ:
                 warnings.filterwarnings("ignore", message="replicas differ")

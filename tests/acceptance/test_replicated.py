@@ -23,7 +23,7 @@ from tests.ranks import run_forked
 
 pytestmark = pytest.mark.timeout(600)  # for slow machines
 
-STEPS, WIDTH, LAYERS = 50, 16, 2
+STEPS, WIDTH, LAYERS = 50, 16, 1
 MODES = [("zero2", "ordered"), ("zero1", "ordered"), ("none", "ordered"), ("zero2", "fast")]
 
 

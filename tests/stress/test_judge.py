@@ -150,6 +150,12 @@ def test_the_rank_that_failed_first_is_told_of(kinds, found):
     assert judged.findings[0].step == 3
 
 
+def test_a_run_of_which_nothing_is_known_is_not_clean():
+    judged = judge()
+    judged.end({})
+    assert checks(judged) == ["error"]
+
+
 def test_fingerprints_are_compared():
     judged = judge()
     judged.end({0: Ending(3, fingerprint="a"), 1: Ending(3, fingerprint="b")})

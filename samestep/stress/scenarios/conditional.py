@@ -7,7 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from samestep.stress.models import GPT, Matrices, MixtureOfExperts
-from samestep.stress.scenario import RATES, Edit, Event, GradientScenario, Loop, Scenario
+from samestep.stress.scenario import (
+    RATES,
+    Edit,
+    Event,
+    GradientScenario,
+    Loop,
+    Scenario,
+    on_device_of,
+)
 
 SMALL = {**RATES, "lr": 2**-11, "crossover": 64, "bucket_size": 4000}
 RECYCLE_EVERY = 40
@@ -45,7 +53,7 @@ class MegatronConditional(Scenario):
         generator = torch.Generator().manual_seed(self.seed + 7919 * step + rank)
         tokens = torch.randint(40, (2, 8), generator=generator)
         loss: Tensor = model(
-            tokens,
+            on_device_of(model, tokens),
             skipped=frozenset(n for n in range(self.layers) if (step // 2 + n + rank) % 3 == 0),
             recycled=(step // 5 + rank) % 4 == 0,
             second=(step + rank) % 4 == 0,
@@ -83,7 +91,8 @@ class EmptyExpert(Scenario):
         experts = [(step + rank) % 3, 3 if step % 3 == 0 else (step + rank + 1) % 3]
         picks = torch.randint(2, (10,), generator=generator)
         rows = torch.randint(6, (10,), generator=generator)
-        loss: Tensor = model(4 * rows + torch.tensor(experts)[picks])
+        tokens = 4 * rows + torch.tensor(experts)[picks]
+        loss: Tensor = model(on_device_of(model, tokens))
         return loss
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from samestep.stress.expected import Expected, expected_run, sampled_steps
+from samestep.stress.expected import Expected, due_steps, expected_run
 from samestep.stress.judge import Finding, Judge, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.rank import Work
@@ -96,12 +96,12 @@ class Campaign:
         self._base = {}
 
     def _prepare(self, case: Case, progress: Callable[[int], None]) -> None:
-        due = set(sampled_steps(case.steps, case.sample_every))
+        kind = SCENARIOS[case.scenario]
+        scenario = kind(case.seed, case.world, self._make_model if kind.takes_any_model else None)
+        due = due_steps(scenario, case.steps, case.sample_every)
         key = (case.scenario, case.world, case.reduction, case.seed)
         if key == self._shared_by and due <= self._expected.samples.keys():
             return  # also a shorter case, if the longer one has its samples
-        kind = SCENARIOS[case.scenario]
-        scenario = kind(case.seed, case.world, self._make_model if kind.takes_any_model else None)
         expected = expected_run(scenario, case.steps, case.sample_every, progress)
         if scenario.loop == "recorded":
             scenario = Recorded(scenario, expected.gradients)

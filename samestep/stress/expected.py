@@ -9,7 +9,15 @@ from torch import Tensor, nn
 import samestep
 from samestep.stress.reference import Reference
 from samestep.stress.sample import Sample
-from samestep.stress.scenario import AddGroup, Edit, Freeze, Scenario, SetOptions, Unfreeze
+from samestep.stress.scenario import (
+    CLOSED_LOOP_STEPS,
+    AddGroup,
+    Edit,
+    Freeze,
+    Scenario,
+    SetOptions,
+    Unfreeze,
+)
 from samestep.stress.training import named_groups, rank_gradients
 
 PRESENCE_STEPS = 64  # how many the presence map shows
@@ -36,6 +44,12 @@ def sampled_steps(steps: int, every: int) -> list[int]:
     return sorted({*range(every, steps + 1, every), steps})
 
 
+def due_steps(scenario: Scenario, steps: int, every: int) -> set[int]:
+    """When samples are due; of a closed loop also where it is last held against the reference."""
+    last = {min(steps, CLOSED_LOOP_STEPS)} if scenario.loop == "closed" else set()
+    return last | set(sampled_steps(steps, every))
+
+
 def expected_run(
     scenario: Scenario, steps: int, every: int, progress: Callable[[int], None] = lambda step: None
 ) -> Expected:
@@ -55,7 +69,7 @@ def _run(scenario: Scenario, steps: int, every: int, progress: Callable[[int], N
     reference = Reference(dict(model.named_parameters()), named_groups(optimizer))
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
-    due = set(sampled_steps(steps, every))
+    due = due_steps(scenario, steps, every)
     for step in range(steps):
         _apply_events(scenario, step, model, reference)
         by_rank = _gradients(scenario, model, step)

@@ -22,14 +22,13 @@ from torch import Tensor
 
 from samestep.stress.expected import Expected
 from samestep.stress.sample import Ending, Sample
-from samestep.stress.scenario import Scenario
+from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 
 LIMITS = {"adam": 2e-5, "mu_a": 3e-4, "mu_b": 3e-4}
 STATE_LIMIT = 2e-5  # relative to its size where that is above 1
 CHECKS = (
     "replicas", "reference", "state", "layouts", "collectives", "plan", "promise", "hang", "error",
 )  # fmt: skip
-CLOSED_LOOP_STEPS = 100  # beyond, rounding has grown too much for any comparison but exact ones
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,10 @@ class Judge:
         replicas = self._largest([self._distance(other, first) for other in ranks[1:]])
         reference = None
         if comparable:
-            reference = self._distance(first, self.expected.samples[step], relative=True)
+            known = self.expected.samples[step]
+            reference = self._distance(first, known, relative=True)
+            if not all(value.isfinite().all() for value in known.params.values()):
+                self._find("reference", step, "the reference itself is not finite")
         layouts = None
         if step in self.base and (comparable or self.exact):
             layouts = self._distance(first, self.base[step])
@@ -166,6 +168,9 @@ class Judge:
                 away = getattr(distance, family)
                 if away is not None and not away <= limit:
                     self._find("layouts", step, f"{family} is {away:.3g} away, limit {limit}")
+            if not distance.state <= STATE_LIMIT:
+                message = f"state is {distance.state:.3g} away, limit {STATE_LIMIT}"
+                self._find("layouts", step, message)
 
     def _find(self, check: str, step: int, message: str) -> None:
         if all(finding.check != check for finding in self.findings):  # the first of its kind

@@ -13,7 +13,7 @@ from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import CollectiveError
 from samestep.comm.recorder import FlightRecorder, Record
 from samestep.piece_state import PiecesDisagreeError
-from samestep.stress.expected import sampled_steps
+from samestep.stress.expected import due_steps
 from samestep.stress.layouts import Layout
 from samestep.stress.sample import Ending, Sample, take_sample
 from samestep.stress.scenario import Scenario
@@ -43,7 +43,7 @@ def run_rank(
 ) -> None:
     """Train, and send a sample whenever one is due, then an ending. `note` hears every launch."""
     start = time.monotonic()
-    due = set(sampled_steps(work.steps, work.sample_every))
+    due = due_steps(work.scenario, work.steps, work.sample_every)
     step = 0
     error: Exception | None = None
     training: Training | None = None

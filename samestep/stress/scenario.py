@@ -17,6 +17,7 @@ RATES = {"lr": 2**-7, "weight_decay": 2**-3}
 
 MakeModel = Callable[[], nn.Module]
 Loop = Literal["open", "recorded", "closed"]
+CLOSED_LOOP_STEPS = 100  # beyond, rounding has grown too much for any comparison but exact ones
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.stress.expected import Expected, sampled_steps
+from samestep.stress.expected import Expected, due_steps, sampled_steps
 from samestep.stress.judge import LIMITS, STATE_LIMIT, Judge, difference
 from samestep.stress.sample import Ending, Sample
 from samestep.stress.scenarios import SCENARIOS
@@ -179,6 +179,30 @@ def test_differences():
     assert difference(torch.ones(2), torch.ones(2, dtype=torch.float64)) == 0.0
     assert difference(torch.ones(2), torch.ones(3)) == inf
     assert difference(torch.ones(0), torch.ones(0, dtype=torch.float64)) == 0.0
+
+
+def test_a_reference_that_is_not_finite_judges_nothing():
+    judged = judge()
+    for known in judged.expected.samples.values():
+        known.params["a"] = torch.full((2, 2), float("nan"), dtype=torch.float64)
+    bad = replace(sample(), params={**sample().params, "a": torch.full((2, 2), float("nan"))})
+    judged.add([bad, bad])
+    assert checks(judged) == ["reference"]
+
+
+def test_state_of_fast_layouts_has_a_limit():
+    judged = judge(base={5: sample()}, exact=False)
+    state = {"adam": {"step": torch.tensor(3.0), "exp_avg": torch.ones(4) + 2 * STATE_LIMIT}}
+    judged.base[5].state.update(state)
+    judged.add([sample(), sample()])
+    assert checks(judged) == ["layouts"]
+
+
+def test_a_closed_loop_is_sampled_where_it_can_be_compared():
+    closed, opened = (SCENARIOS[name](0, 2) for name in ("empty_expert", "clipped"))
+    assert due_steps(closed, 1000, 400) == {100, 400, 800, 1000}
+    assert due_steps(closed, 50, 400) == {50}
+    assert due_steps(opened, 1000, 400) == {400, 800, 1000}
 
 
 def test_when_samples_are_due():

@@ -57,6 +57,7 @@ class Campaign:
         self._expected: Expected
         self._base: dict[int, Sample] = {}
         self.presence: dict[str, dict[str, list[int]]] = {}
+        self.interrupted: CaseResult | None = None  # what was known of a case at Ctrl-C
 
     def run(
         self,
@@ -84,7 +85,13 @@ class Campaign:
             case.reduction,
             patch,
         )
-        endings = self._ranks.run(work, on_sample)
+        try:
+            endings = self._ranks.run(work, on_sample)
+        except KeyboardInterrupt:
+            status = "failed" if judge.findings else "interrupted"
+            seconds = time.monotonic() - start
+            self.interrupted = CaseResult(case, status, judge.findings, judge.verdicts, {}, seconds)
+            raise
         judge.end(endings)
         if not self._base:
             self._base = samples

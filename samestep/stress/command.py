@@ -91,12 +91,12 @@ class Session:
             interrupted=interrupted,
         )
         check_receipt(content)
-        self._show(content["verdict"])
         files = {
             "receipt.json": json.dumps(content, indent=1, allow_nan=False).encode() + b"\n",
             "report.html": render(content).encode(),
         }
-        write_files(self.options.out, files)
+        write_files(self.options.out, files)  # first: the terminal may be gone
+        self._show(content["verdict"])
         self.console.print(f"Wrote {' and '.join(files)} to {self.options.out}.", soft_wrap=True)
         if interrupted:
             return 130
@@ -140,7 +140,8 @@ class Session:
                 try:
                     result = campaign.run(case, display.step)
                 except KeyboardInterrupt:
-                    self.results.append(CaseResult(case, "interrupted", [], []))
+                    known = campaign.interrupted or CaseResult(case, "interrupted", [], [])
+                    self.results.append(known)
                     raise
                 self.results.append(result)
                 display.done()

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,8 +86,14 @@ class Options:
             if value is not None and value < 1:
                 flag = name.replace("_", "-")
                 raise BadRequestError(f"--{flag} must be at least 1, got {value}")
-        if not self.watchdog > 0:
+        if not 0 < self.watchdog < math.inf:
             raise BadRequestError(f"--watchdog must be above 0 seconds, got {self.watchdog}")
+        if not -(2**62) < self.seed < 2**62:
+            raise BadRequestError(f"--seed must be within 62 bits, got {self.seed}")
+        if self.mutants and (self.scenario != "all" or self.layout != "all" or self.world_size):
+            raise BadRequestError(
+                "--mutants have scenarios, layouts and ranks of their own: leave these options out"
+            )
         if self.mutants and (self.backend == "nccl" or self.model != "tiny"):
             raise BadRequestError("--mutants run on gloo and on their own models")
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -120,6 +121,22 @@ def test_a_hang_is_a_result_that_names_the_collectives():
     with pytest.raises(ChildProcessError):  # no process is left behind
         os.waitpid(-1, os.WNOHANG)
     assert campaign.run(case).status == "exact"
+
+
+def test_what_was_found_before_ctrl_c_is_kept():
+    class Interrupted:
+        def run(self, work, on_sample):
+            first = campaign._expected.samples[2]
+            moved = {name: value + 1 for name, value in first.params.items()}
+            on_sample([first, replace(first, params=moved)])
+            raise KeyboardInterrupt
+
+    campaign = Campaign(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        campaign.run(Case("clipped", "zero2", 2, 4, 2))
+    assert campaign.interrupted.status == "failed"
+    assert [finding.check for finding in campaign.interrupted.findings] == ["replicas"]
+    assert [sample.step for sample in campaign.interrupted.samples] == [2]
 
 
 def test_a_killed_rank_is_a_result():

@@ -4,8 +4,11 @@ import os
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
 
+import pytest
 import torch
 from hypothesis import settings
+
+from samestep.comm.groups import registry
 
 torch.set_num_threads(1)
 
@@ -13,3 +16,10 @@ torch.set_num_threads(1)
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
+
+
+@pytest.fixture(autouse=True)
+def no_group_outlives_its_test():
+    """Ranks are forked from here, and a child cannot end a gloo group of its parent."""
+    yield
+    registry.forget()

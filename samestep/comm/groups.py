@@ -87,6 +87,16 @@ class GroupRegistry(threading.local):
             self._by_members[members] = self.of(handle) if inside else None
         return self._by_members[members]
 
+    def forget(self) -> None:
+        """Let go of all groups, for a process that forks ranks after it had groups of its own.
+
+        A forked child drops what the parent's other threads had, and gloo's end waits for threads
+        that are not there.
+        """
+        self._world = None
+        self._by_handle.clear()
+        self._by_members.clear()
+
     def _forget_others(self) -> dist.ProcessGroup:
         """The present default group; what was known of another one is forgotten."""
         world = dist.group.WORLD if dist.is_available() else None
@@ -95,9 +105,8 @@ class GroupRegistry(threading.local):
                 "torch.distributed is not initialized: call torch.distributed.init_process_group"
             )
         if world is not self._world:
+            self.forget()
             self._world = world
-            self._by_handle.clear()
-            self._by_members.clear()
         return world
 
 

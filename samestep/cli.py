@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple, TextIO
 
-from samestep.bench.request import BadRequestError
+from samestep.command.request import BadRequestError
 from samestep.launch import RanksFailed, torchrun_rank
 from samestep.version import __version__
 

@@ -3,8 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +30,10 @@ from samestep.param_groups import (
     rule_of,
 )
 from samestep.placement import Placement
-from samestep.plan.sharding import ParamSpec
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
+from samestep.sharing import GroupReduction, plan_members
 from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
@@ -42,17 +41,6 @@ from samestep.table import table
 Params = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 )  # a model, parameters, named parameters, or groups
-
-
-class GroupReduction(NamedTuple):
-    """The ranks that hold a group's parameters, and what the sum of their gradients is divided by.
-
-    Experts live on some ranks and see the tokens of more: the divisor is the number of ranks
-    whose losses are averaged. None: the number of ranks that hold them.
-    """
-
-    ranks: RankGroup
-    divisor: float | None = None
 
 
 class GroupOptimizer(torch.optim.Optimizer):
@@ -181,31 +169,18 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _planned(self, reduction: GroupReduction, indices: Sequence[int]) -> ReplicatedParameters:
         """The plan of groups that are reduced alike, compared over the ranks they live on."""
-        members: list[tuple[Tensor, ParamSpec]] = []
-        lines = [
+        params, specs, lines = plan_members(
+            self.param_groups, indices, self._blocks, self._place_of_use, self._master_weights
+        )
+        own = [
             f"master_weights = {self._master_weights}",
             f"max_grad_norm = {self._max_grad_norm}",
             f"update_rms = {self._update_rms}",
         ]
-        for index in indices:
-            group = self.param_groups[index]
-            lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                blocks = self._blocks[param]
-                cut = None if blocks is None else tuple(blocks)
-                shape, dtype = tuple(param.shape), str(param.dtype)
-                kept = rule_of(group).state_shapes((64, 64), group).values()
-                per_element = sum(map(prod, kept)) / 64**2 + needs_master(
-                    param, self._master_weights
-                )
-                spec = ParamSpec(name, shape, dtype, index, group["rule"], cut, per_element)
-                members.append((param, spec))
-        members.sort(key=lambda member: self._place_of_use.get(member[0], -1))
-        params, specs = zip(*members, strict=True)
         return ReplicatedParameters(
             params,
             specs,
-            lines,
+            own + lines,
             reduction.ranks,
             self._distribution,
             self._launch_order,

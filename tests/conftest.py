@@ -18,6 +18,15 @@ settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
 
 
+@pytest.fixture(scope="module")
+def no_torchrun():
+    """Commands start ranks of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "WORLD_SIZE"):
+            patch.delenv(name, raising=False)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_group_outlives_its_test():
     """Ranks are forked from here, and a child cannot end a gloo group of its parent."""

@@ -13,12 +13,9 @@ import samestep
 from samestep import cli
 from samestep.bench.crossover import command
 
+pytestmark = pytest.mark.usefixtures("no_torchrun")
+
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture(autouse=True)
-def no_torchrun(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])

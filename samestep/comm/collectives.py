@@ -16,7 +16,7 @@ from samestep.comm import recorder
 from samestep.comm.flight import CollectiveError as CollectiveError
 from samestep.comm.flight import Flight
 from samestep.comm.groups import RankGroup
-from samestep.comm.recorder import Traffic
+from samestep.comm.traffic import Traffic, Transfer
 
 T = TypeVar("T")
 
@@ -72,11 +72,7 @@ def exchange_segments(
     incoming = [0 if rank == group.rank else mine for rank in others]
     outgoing = [0 if rank == group.rank else sizes[rank] for rank in others]
     flight = _launch(
-        Traffic.EXCHANGE,
-        name,
-        group,
-        buffer,
-        sizes,
+        Transfer(Traffic.EXCHANGE, name, group, buffer, sizes),
         lambda: dist.all_to_all_single(
             received, to_others, incoming, outgoing, group.handle, async_op=True
         ),
@@ -99,11 +95,7 @@ def reduce_segments(
     output = buffer.new_empty(sizes[group.rank])
     parts = list(torch.split(buffer, list(sizes)))
     flight = _launch(
-        Traffic.REDUCE_SCATTER,
-        name,
-        group,
-        buffer,
-        sizes,
+        Transfer(Traffic.REDUCE_SCATTER, name, group, buffer, sizes),
         lambda: dist.reduce_scatter(output, parts, group=group.handle, async_op=True),
     )
     return Pending(flight, (buffer, output), lambda: output)
@@ -119,11 +111,7 @@ def gather_segments(
         whole = segment.new_empty(sum(sizes))
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         flight = _launch(
-            Traffic.ALL_GATHER,
-            name,
-            group,
-            segment,
-            sizes,
+            Transfer(Traffic.ALL_GATHER, name, group, segment, sizes),
             lambda: gather(whole, segment, group=group.handle, async_op=True),
         )
         return Pending(flight, (segment, whole), lambda: list(torch.split(whole, sizes[0])))
@@ -134,11 +122,7 @@ def gather_segments(
     incoming = [0 if rank == group.rank else size for rank, size in enumerate(sizes)]
     received = segment.new_empty(sum(incoming))
     flight = _launch(
-        Traffic.COPIES,
-        name,
-        group,
-        segment,
-        sizes,
+        Transfer(Traffic.COPIES, name, group, segment, sizes),
         lambda: dist.all_to_all_single(
             received, copies, incoming, outgoing, group.handle, async_op=True
         ),
@@ -157,11 +141,6 @@ def maximum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     return _all_reduce(name, values, dist.ReduceOp.MAX, group)
 
 
-def minimum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
-    """The smallest value of each element over all ranks."""
-    return _all_reduce(name, values, dist.ReduceOp.MIN, group)
-
-
 def total(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The sum of each element over all ranks."""
     return _all_reduce(name, values, dist.ReduceOp.SUM, group)
@@ -172,11 +151,7 @@ def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
     if group.size == 1:
         return Pending(None, (tensor,), lambda: tensor)
     flight = _launch(
-        Traffic.BROADCAST,
-        name,
-        group,
-        tensor,
-        None,
+        Transfer(Traffic.BROADCAST, name, group, tensor),
         lambda: dist.broadcast(tensor, src=group.members[0], group=group.handle, async_op=True),
     )
     return Pending(flight, (tensor,), lambda: tensor)
@@ -197,26 +172,16 @@ def _all_reduce(
     if group.size == 1:
         return Pending(None, (values,), lambda: values)
     flight = _launch(
-        Traffic.ALL_REDUCE,
-        name,
-        group,
-        values,
-        None,
+        Transfer(Traffic.ALL_REDUCE, name, group, values),
         lambda: dist.all_reduce(values, op, group=group.handle, async_op=True),
     )
     return Pending(flight, (values,), lambda: values)
 
 
-def _launch(
-    traffic: Traffic,
-    name: str,
-    group: RankGroup,
-    buffer: Tensor,
-    sizes: Sequence[int] | None,
-    call: Callable[[], dist.Work | None],
-) -> Flight:
-    """Every collective passes here. `sizes` are those of the segments, None if all have it all."""
+def _launch(transfer: Transfer, call: Callable[[], dist.Work | None]) -> Flight:
+    """Every collective passes here."""
     recording = recorder.current
     if recording is not None:
-        return recording.launch(traffic, name, group, buffer, sizes, call)
-    return Flight(name, group, call, on_host=buffer.device.type == "cpu")
+        return recording.launch(transfer, call)
+    on_host = transfer.buffer.device.type == "cpu"
+    return Flight(transfer.name, transfer.group, call, on_host=on_host)

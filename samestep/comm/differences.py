@@ -113,20 +113,27 @@ def _of_texts(found: Sequence[str], group: RankGroup) -> Difference | None:
     places = [place for place, text in enumerate(found) if text != found[0]]
     if not places:
         return None
-    pairs = list(zip_longest(found[0].split("\n"), found[places[0]].split("\n"), fillvalue=""))
+    by_place = [_of_two_texts(found[0], found[place]) for place in places]
+    number, first, other = by_place[0][2:]
+    return Difference(
+        ranks=tuple(group.members[place] for place in places),
+        max_abs_diff=max(distance for distance, *_ in by_place),
+        count=max(count for _, count, *_ in by_place),
+        index=(number,) if "\n" in found[0] or "\n" in found[places[0]] else (),
+        first=first,
+        other=other,
+    )
+
+
+def _of_two_texts(one: str, two: str) -> tuple[float, int, int, Value, Value]:
+    """How far, in how many lines; the first of these, and its values."""
+    pairs = list(zip_longest(one.split("\n"), two.split("\n"), fillvalue=""))
     lines = [number for number, (first, other) in enumerate(pairs) if first != other]
     first, other = (_number(line) for line in pairs[lines[0]])
     distance = float("inf")
     if not isinstance(first, str) and not isinstance(other, str):
         distance = _distance(*torch.tensor([[first], [other]], dtype=torch.float64))
-    return Difference(
-        ranks=tuple(group.members[place] for place in places),
-        max_abs_diff=distance,
-        count=len(lines),
-        index=(lines[0],) if len(pairs) > 1 else (),
-        first=first,
-        other=other,
-    )
+    return distance, len(lines), lines[0], first, other
 
 
 def _number(text: str) -> Value:

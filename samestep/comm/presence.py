@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import maximum
+from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
 
 
@@ -41,7 +42,7 @@ class PresenceAgreement:
         present here is present anywhere, the rest stays on the device, and another rank's
         problem is read at a later step, when its code has arrived.
         """
-        while self._on_their_way and _has_arrived(self._on_their_way[0][1]):
+        while self._on_their_way and has_passed(self._on_their_way[0][1]):
             self._raise_for(int(self._on_their_way.popleft()[0]))
         code = 0
         if problem is not None:
@@ -61,8 +62,8 @@ class PresenceAgreement:
         if on_gpu:
             pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
             pinned.copy_(anywhere[-1], non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
+            event = recorded_event(self._device)
+            assert event is not None
             self._on_their_way.append((pinned, event))
         if all(here):
             return [True] * len(here)
@@ -78,7 +79,3 @@ class PresenceAgreement:
             f"rank {rank} could not take the step{about}, so no rank took it; its own error says "
             "why"
         )
-
-
-def _has_arrived(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]

@@ -1,49 +1,24 @@
-"""The last collectives of this rank, and a watchdog that tells of those that do not arrive."""
+"""The last collectives of this rank."""
 
 import hashlib
-import json
-import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.flight import Flight
 from samestep.comm.groups import RankGroup
-
-LOOKS = 4  # of the watchdog, per period
-PATIENCE_S = 5.0  # for a watchdog that is writing when it is stopped
-
-# Not a warning: those are often silenced, an error under -W error, and not made for threads.
-_log = logging.getLogger("samestep")
-
-
-class Traffic(Enum):
-    """What a collective moves: its kind, and the bytes that a rank must send at least.
-
-    From the bytes of the whole, of this rank's segment, and the number of ranks.
-    """
-
-    EXCHANGE = "all_to_all", lambda whole, mine, ranks: whole - mine
-    COPIES = "all_to_all", lambda whole, mine, ranks: mine * (ranks - 1)
-    REDUCE_SCATTER = "reduce_scatter", lambda whole, mine, ranks: whole - mine
-    ALL_GATHER = "all_gather", lambda whole, mine, ranks: mine * (ranks - 1)
-    ALL_REDUCE = "all_reduce", lambda whole, mine, ranks: 2 * whole * (ranks - 1) / ranks
-    BROADCAST = "broadcast", lambda whole, mine, ranks: whole * (ranks - 1) / ranks
-
-    def __init__(self, kind: str, sent: Callable[[int, int, int], float]) -> None:
-        self.kind = kind
-        self.sent = sent
+from samestep.comm.traffic import Transfer
+from samestep.comm.watchdog import Watchdog
 
 
 @dataclass(slots=True)
@@ -104,7 +79,7 @@ class FlightRecorder:
         self.count = 0
         self._limit = watchdog
         self._folder = None if folder is None else Path(folder)
-        self._watchdog: _Watchdog | None = None
+        self._watchdog: Watchdog | None = None
         self._rank: int | None = None
         self._ring: deque[Record] = deque(maxlen=last)
         self._hash = hashlib.blake2b(digest_size=16)
@@ -127,7 +102,7 @@ class FlightRecorder:
             self._folder.mkdir(parents=True, exist_ok=True)
         current = self
         if self._limit is not None:
-            self._watchdog = _Watchdog(self, self._limit, self._folder)
+            self._watchdog = Watchdog(self, self._limit, self._folder)
 
     def stop(self) -> None:
         """Record no more, and end the watchdog; does nothing when off."""
@@ -210,19 +185,11 @@ class FlightRecorder:
 
     # --- told by collectives -----------------------------------------------------------------
 
-    def launch(
-        self,
-        traffic: Traffic,
-        name: str,
-        group: RankGroup,
-        buffer: Tensor,
-        sizes: Sequence[int] | None,
-        call: Callable[[], dist.Work | None],
-    ) -> Flight:
+    def launch(self, transfer: Transfer, call: Callable[[], dist.Work | None]) -> Flight:
         """Launch a collective and keep a record of it."""
-        record = self._enter(traffic, name, group, buffer, sizes)
+        record = self._enter(transfer)
         try:
-            flight = _RecordedFlight(self, record, group, buffer.device, call)
+            flight = _RecordedFlight(self, record, transfer.group, transfer.buffer.device, call)
         except BaseException:
             record.failed = True
             raise
@@ -232,31 +199,22 @@ class FlightRecorder:
             callback(record)
         return flight
 
-    def _enter(
-        self,
-        traffic: Traffic,
-        name: str,
-        group: RankGroup,
-        buffer: Tensor,
-        sizes: Sequence[int] | None,
-    ) -> Record:
-        elements = buffer.numel() if sizes is None else sum(sizes)
-        mine = elements if sizes is None else sizes[group.rank]
-        dtype, width = str(buffer.dtype).removeprefix("torch."), buffer.element_size()
-        sent = round(traffic.sent(elements * width, mine * width, group.size))
+    def _enter(self, transfer: Transfer) -> Record:
+        group, elements, kind = transfer.group, transfer.elements, transfer.traffic.kind
+        dtype = str(transfer.buffer.dtype).removeprefix("torch.")
         # Of whole numbers, so the same in every process, and short however many ranks there are.
         ranks = hash(group.members)
-        line = f"{traffic.kind}\0{name}\0{ranks}\0{elements}\0{dtype}\n".encode()
+        line = f"{kind}\0{transfer.name}\0{ranks}\0{elements}\0{dtype}\n".encode()
         with self._lock:
             self._land_those_on_streams()
             record = Record(
                 number=self.count,
-                name=name,
-                kind=traffic.kind,
+                name=transfer.name,
+                kind=kind,
                 ranks=group.members,
                 elements=elements,
                 dtype=dtype,
-                sent=sent,
+                sent=transfer.sent,
                 launched=time.monotonic(),
             )
             self._rank = group.members[group.rank]
@@ -264,10 +222,10 @@ class FlightRecorder:
             self._hash.update(line)
             self._ring.append(record)
             self._in_flight[record.number] = record
-            totals = self.totals.setdefault(traffic.kind, Totals())
+            totals = self.totals.setdefault(kind, Totals())
             totals.calls += 1
             totals.elements += elements
-            totals.sent += sent
+            totals.sent += record.sent
         return record
 
     def _forget(self, number: int) -> None:
@@ -290,7 +248,7 @@ class FlightRecorder:
                 self._on_stream.append((record, passed))
 
     def _land_those_on_streams(self) -> None:
-        while self._on_stream and _has_passed(self._on_stream[0][1]):
+        while self._on_stream and has_passed(self._on_stream[0][1]):
             self._finish(self._on_stream.popleft()[0])
 
     def _finish(self, record: Record) -> None:
@@ -327,50 +285,7 @@ class _RecordedFlight(Flight):
             raise
         finally:
             self._record.waited += time.monotonic() - start
-        self._recorder.land(self._record, _passed(self._device))
-
-
-class _Watchdog:
-    """A thread that looks for operations that do not arrive, and keeps no process from ending."""
-
-    def __init__(self, recorder: FlightRecorder, limit: float, folder: Path | None) -> None:
-        self._recorder = recorder
-        self._limit = limit
-        self._folder = folder
-        self._reported: set[int] = set()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="samestep watchdog", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopping.set()
-        self._thread.join(PATIENCE_S)
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._limit / LOOKS):
-            overdue = self._recorder.overdue(self._limit)
-            new = [record for record in overdue if record.number not in self._reported]
-            if new:
-                self._reported.update(record.number for record in new)
-                self._report(new)
-
-    def _report(self, records: list[Record]) -> None:
-        """One warning, of the oldest: those after it often wait for it alone."""
-        dump = self._recorder.dump()
-        first = records[0]
-        _log.warning(
-            "rank %s: %s has been in flight for %.3g s%s: operation %d, %s of %d %s among %s%s",
-            dump["rank"],
-            first.name,
-            time.monotonic() - first.launched,
-            f", with {len(records) - 1} after it" if len(records) > 1 else "",
-            first.number,
-            first.kind,
-            first.elements,
-            first.dtype,
-            _ranks(first.ranks),
-            "" if self._folder is None else f". {_written(dump, self._folder)}",
-        )
+        self._recorder.land(self._record, recorded_event(self._device))
 
 
 current: FlightRecorder | None = None
@@ -387,22 +302,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_off_in_child)
 
 
-def _passed(device: torch.device) -> torch.cuda.Event | None:
-    """When the present stream has passed the wait it was just told of; None on the host."""
-    if device.type != "cuda":
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _has_passed(event: torch.cuda.Event) -> bool:
-    try:
-        return bool(event.query())  # type: ignore[no-untyped-call]
-    except RuntimeError:  # the GPU has failed: what is on it never ends, and a dump shall tell
-        return False
-
-
 def _described(record: Record, now: float) -> dict[str, Any]:
     """A record for JSON, with seconds ago in place of times of a clock that others do not have."""
     entries = asdict(record)
@@ -410,21 +309,3 @@ def _described(record: Record, now: float) -> dict[str, Any]:
     entries["launched_ago"] = now - launched
     entries["finished_ago"] = None if finished is None else now - finished
     return entries
-
-
-def _written(dump: dict[str, Any], folder: Path) -> str:
-    """Write a dump, whole or not at all, and say where it is."""
-    path = folder / f"rank_{dump['rank']}.json"
-    beside = path.with_suffix(".partial")
-    try:
-        beside.write_text(json.dumps(dump, indent=1))
-        os.replace(beside, path)
-    except OSError as error:
-        return f"Its last operations could not be written: {error}"
-    return f"Its last operations are in {path}"
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    if len(ranks) > 8:
-        return f"{len(ranks)} ranks from {ranks[0]} to {ranks[-1]}"
-    return f"ranks {', '.join(map(str, ranks))}"

@@ -42,6 +42,12 @@ class CaseResult:
     endings: dict[int, Ending] = field(default_factory=dict)
     seconds: float = 0.0
 
+    @property
+    def positions(self) -> dict[int, str]:
+        """The collective that each rank was in when something went wrong, where that is known."""
+        known = {r: op for end in self.endings.values() for r, op in end.positions.items()}
+        return dict(sorted(known.items()))
+
 
 class Campaign:
     """Cases on the same ranks, with what they share: models, references, the first layout.

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -256,7 +257,9 @@ def _of_some(differing_here: Sequence[_Comparison], of_all: _Comparison) -> list
             mine += comparison.locate()
         except RanksDisagreeError as error:  # the others wait to hear of it
             problem = str(error)
-    texts = gather_texts(NAME, json.dumps([problem, mine]), of_all.group, of_all.device)
+    texts = gather_texts(
+        NAME, json.dumps([problem, list(map(astuple, mine))]), of_all.group, of_all.device
+    )
     found: dict[str, Drift] = {}
     for problem, rows in map(json.loads, texts):
         if problem is not None:

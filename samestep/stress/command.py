@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from samestep.bench.output import check_folder, write_files
-from samestep.bench.request import BadRequestError
+from samestep.command.output import check_folder, write_files
+from samestep.command.request import BadRequestError
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.compare import changes_table, compare, read_receipt

@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from samestep.stress.campaign import Case, CaseResult
+from samestep.stress.judge import largest_difference
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult
@@ -84,17 +85,12 @@ def _summary(results: Sequence[CaseResult]) -> str:
     parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
     for result in results:
         if result.status == "within_tolerance":
-            parts.append(f"[yellow]{result.case.layout} {largest_difference(result):.1e}[/]")
+            parts.append(
+                f"[yellow]{result.case.layout} {largest_difference(result.samples):.1e}[/]"
+            )
         elif result.status != "exact":
             parts.append(f"{result.case.layout} {MARKS[result.status]}")
     return ", ".join(parts)
-
-
-def largest_difference(result: CaseResult) -> float:
-    """Between ranks and between layouts, over all samples."""
-    found = [sample.replicas.largest for sample in result.samples]
-    found += [s.layouts.largest for s in result.samples if s.layouts is not None]
-    return max(found, default=0.0)
 
 
 def _from_reference(results: Sequence[CaseResult]) -> tuple[str, str]:
@@ -111,8 +107,7 @@ def findings_lines(results: Sequence[CaseResult]) -> list[str]:
         for finding in result.findings:
             where = f"{result.case.scenario} · {result.case.layout} · step {finding.step}"
             lines.append(f"[red]{where}[/] {finding.check}: {escape(finding.message)}")
-        positions = {r: op for e in result.endings.values() for r, op in e.positions.items()}
-        for rank, operation in sorted(positions.items()):
+        for rank, operation in result.positions.items():
             lines.append(f"    rank {rank} was in: {escape(operation)}")
     return lines
 

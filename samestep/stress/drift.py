@@ -1,7 +1,8 @@
 """What a check has found, and how it is told."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from samestep.comm.differences import Value
 
@@ -10,7 +11,8 @@ Kind = Literal["parameter", "buffer", "state", "options", "plan"]
 SHOWN = 8  # drifts that an error tells of
 
 
-class Drift(NamedTuple):
+@dataclass(frozen=True)
+class Drift:
     """Something that ranks should have alike and have not. The same on every rank.
 
     name: of a parameter or buffer; `parameter.key` of state; `param_groups[i][key]`.
@@ -25,9 +27,8 @@ class Drift(NamedTuple):
     kind: Kind
     ranks: tuple[int, ...]
     max_abs_diff: float
-    # They take the place of tuple's methods, which nobody needs here.
-    count: int  # type: ignore[assignment]
-    index: tuple[int, ...]  # type: ignore[assignment]
+    count: int
+    index: tuple[int, ...]
     first: Value
     other: Value
     first_rank: int = 0

@@ -1,7 +1,8 @@
 """What every layout is held against: the reference's run of a scenario, with its samples."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,11 +137,11 @@ def _copy_into(model: nn.Module, reference: Reference) -> None:
             param.copy_(reference.params[name])
 
 
-def _families(groups: Sequence[dict[str, object]]) -> dict[str, str]:
+def _families(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     families = {}
     first_muon = next((g for g in groups if g["rule"] == "muon"), None)
     for group in groups:
         family = "adam" if group["rule"] == "adamw" else "mu_a" if group is first_muon else "mu_b"
-        for name in group["param_names"]:  # type: ignore[attr-defined]
+        for name in group["param_names"]:
             families[name] = family
     return families

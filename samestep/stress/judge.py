@@ -128,9 +128,7 @@ class Judge:
     @property
     def worst(self) -> float:
         """The largest difference that should be zero, so far."""
-        distances = [verdict.replicas.largest for verdict in self.verdicts]
-        distances += [v.layouts.largest for v in self.verdicts if v.layouts is not None]
-        return max(distances, default=0.0)
+        return largest_difference(self.verdicts)
 
     def status(self) -> str:
         """`failed`, `exact`, or `within_tolerance`: not zero where zero is possible."""
@@ -191,6 +189,13 @@ class Judge:
             return max(found, default=None)
 
         return Distance(over("adam"), over("mu_a"), over("mu_b"), over("state") or 0.0)
+
+
+def largest_difference(verdicts: Sequence[SampleVerdict]) -> float:
+    """Between ranks and between layouts, over all samples."""
+    found = [verdict.replicas.largest for verdict in verdicts]
+    found += [verdict.layouts.largest for verdict in verdicts if verdict.layouts is not None]
+    return max(found, default=0.0)
 
 
 def difference(one: Tensor, other: Tensor) -> float:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from tyro.conf import arg
 
-from samestep.bench.request import BadRequestError
+from samestep.command.ranks import nccl_devices, number_of_ranks
+from samestep.command.request import BadRequestError
 from samestep.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.stress.layouts import LAYOUTS
@@ -99,22 +99,11 @@ class Options:
 
     def ranks(self, torchrun: TorchrunRank | None) -> int:
         """The number of ranks."""
-        if torchrun is None:
-            ranks, source = 2 if self.world_size is None else self.world_size, "--world-size"
-        else:
-            ranks, source = torchrun.world_size, "torchrun's WORLD_SIZE"
-            if self.world_size not in (None, ranks):
-                raise BadRequestError(
-                    f"--world-size is {self.world_size}, but torchrun has started {ranks} ranks"
-                )
-        if ranks < 1:
-            raise BadRequestError(f"{source} must be at least 1, got {ranks}")
-        return ranks
+        return number_of_ranks(self.world_size, torchrun, least=1)
 
     def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Backend, str | None]:
         """What carries the data, and why it is not nccl if nobody asked for gloo."""
-        # Not torch.cuda.is_available(), after which CUDA does not work in forked ranks.
-        devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        devices = nccl_devices()
         if torchrun is None:
             reason = "ranks are forked; nccl needs torchrun"
         elif devices < torchrun.local_world_size:

@@ -1,6 +1,5 @@
 """What one rank does in a case: train, send samples, and say how it ended."""
 
-import time
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -42,7 +41,6 @@ def run_rank(
     note: Callable[[str], None] = lambda operation: None,
 ) -> None:
     """Train, and send a sample whenever one is due, then an ending. `note` hears every launch."""
-    start = time.monotonic()
     due = due_steps(work.scenario, work.steps, work.sample_every)
     step = 0
     error: Exception | None = None
@@ -71,7 +69,6 @@ def run_rank(
             {kind: asdict(total) for kind, total in recorder.totals.items()},
             "" if training is None else training.optimizer.fingerprint(),
             () if training is None else training.optimizer.schedule_lines(),
-            time.monotonic() - start,
         )
     send(ending)
     if error is not None:

@@ -13,12 +13,15 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from samestep.comm.messages import gather_on_first
 from samestep.launch import RanksFailed, TorchrunRank, run_forked
 from samestep.stress.rank import Message, Work, run_rank
 from samestep.stress.sample import Ending, Sample
 
-# What launch says of ranks that a collective has stopped; gloo aborts when sizes do not match.
-WITHOUT_ENDING = ("had not finished", "was still running", "died of SIGABRT")
+# What launch says of ranks that a collective has stopped. Where sizes do not match, gloo aborts,
+# or writes where it should not.
+CRASHED = ("died of SIGABRT", "died of SIGSEGV")
+WITHOUT_ENDING = ("had not finished", "was still running", *CRASHED)
 
 PATIENCE = timedelta(hours=1)  # ranks may compute alone for long
 
@@ -69,7 +72,7 @@ class ForkedRanks:
 def _without_ending(report: str, step: int, note: "Note", rank: int) -> Ending:
     """What is known of a rank that could not say how it ended."""
     kind = "hang" if report.startswith(WITHOUT_ENDING) else "error"
-    if report.startswith("died of SIGABRT"):  # that is how gloo ends it
+    if report.startswith(CRASHED):
         report = f"died in a collective that other ranks did not launch alike\n{report}"
     return Ending(step, report, kind, {rank: note.read()})
 
@@ -129,14 +132,14 @@ class _Mailbox:
             raise self._problem
 
     def _read(self) -> None:
-        places: dict[Any, int] = {pair[0]: rank for rank, pair in enumerate(self._pipes)}
+        places = {pair[0]: rank for rank, pair in enumerate(self._pipes)}
         try:
             while True:
                 last_look = self._done.is_set()
                 ready = multiprocessing.connection.wait(list(places), timeout=0.01)
-                for connection in ready:
+                for connection in [place for place in places if place in ready]:
                     try:
-                        self._take(places[connection], connection)  # type: ignore[arg-type]
+                        self._take(places[connection], connection)
                     except (EOFError, OSError):  # the rank sends no more
                         del places[connection]
                 if not places or (last_look and not ready):
@@ -207,8 +210,7 @@ class TorchrunRanks:
             if isinstance(message, Ending) and message.error is not None:
                 endings[self._rank] = message  # there may be nobody left to gather with
                 return
-            gathered: list[Any] | None = [None] * self.world if self._rank == 0 else None
-            dist.gather_object(message, gathered)
+            gathered = gather_on_first(message)
             if gathered is None:
                 return
             if isinstance(message, Sample):

@@ -84,7 +84,6 @@ def _case(result: CaseResult) -> dict[str, Any]:
     failed = result.status == "failed"
     totals = {} if first is None else first.totals
     steps = max(1, 0 if first is None else first.step)
-    positions = {r: op for end in result.endings.values() for r, op in end.positions.items()}
     return {
         "scenario": case.scenario,
         "layout": case.layout,
@@ -103,7 +102,7 @@ def _case(result: CaseResult) -> dict[str, Any]:
         "collectives_per_step": sum(total["calls"] for total in totals.values()) / steps,
         "bytes_per_step": sum(total["sent"] for total in totals.values()) / steps,
         "seconds": result.seconds,
-        "positions": {str(rank): positions[rank] for rank in sorted(positions)} if failed else {},
+        "positions": {str(r): op for r, op in result.positions.items()} if failed else {},
         "flights": {str(r): e.flights for r, e in result.endings.items()} if failed else {},
     }
 

@@ -35,7 +35,6 @@ class Ending:
     totals: dict[str, Any] = field(default_factory=dict)  # per kind of collective
     fingerprint: str = ""
     schedule: tuple[str, ...] = ()
-    seconds: float = 0.0
 
 
 def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Sample:

@@ -35,13 +35,12 @@ class Training:
         *,
         reduction: str = "ordered",
         device: torch.device | None = None,
-        process_group: Any = None,
     ) -> None:
         self.scenario, self.layout, self.rank = scenario, layout, rank
         self._device = device
         self._distribution: dict[str, Any] = {} if layout.one_process else dict(layout.options)
         if not layout.one_process:
-            self._distribution |= {"reduction": reduction, "process_group": process_group}
+            self._distribution["reduction"] = reduction
         self._added: list[AddGroup] = []
         self.model = self._new_model()
         if scenario.starts_differ and rank > 0:

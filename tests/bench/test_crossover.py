@@ -23,16 +23,10 @@ from samestep.comm.groups import RankGroup, rank_group
 from samestep.distribution import Distribution
 from tests.ranks import run_forked, run_threaded
 
+pytestmark = pytest.mark.usefixtures("no_torchrun")
+
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 TINY = ["bench", "crossover", "--rounds", "2", "--sizes", "64", "8", "1", "8"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_torchrun():
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE"):
-            patch.delenv(name, raising=False)
-        yield
 
 
 class Result(NamedTuple):
@@ -42,7 +36,7 @@ class Result(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def result(tmp_path_factory) -> Result:
+def result(tmp_path_factory, no_torchrun) -> Result:
     out = tmp_path_factory.mktemp("crossover") / "made" / "by it"
     with redirect_stdout(StringIO()) as shown:
         assert cli.main([*TINY, "--out", str(out)]) == 0

@@ -32,7 +32,8 @@ from samestep.comm.collectives import (
 )
 from samestep.comm.flight import Flight
 from samestep.comm.groups import RankGroup, registry
-from samestep.comm.recorder import FlightRecorder, Traffic
+from samestep.comm.recorder import FlightRecorder
+from samestep.comm.traffic import Traffic, Transfer
 from tests.counting_group import counted
 from tests.ranks import run_forked
 from tests.test_overlap import Net, build, make_case, train
@@ -72,7 +73,8 @@ def launch(
     work = options.pop("work", None) or Work()
     buffer = torch.zeros(elements, dtype=dtype)
     sizes = options.pop("sizes", None)
-    return _launch(traffic, name, group, buffer, sizes, options.pop("call", lambda: work))
+    transfer = Transfer(traffic, name, group, buffer, sizes)
+    return _launch(transfer, options.pop("call", lambda: work))
 
 
 def eventually(condition, seconds=5.0):
@@ -210,7 +212,7 @@ def test_bytes_are_those_that_a_process_group_counts():
         segment, whole = torch.ones(2), torch.empty(6)  # as a GPU's gather of equal segments
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         call = lambda: gather(whole, segment, group=group.handle, async_op=True)  # noqa: E731
-        _launch(Traffic.ALL_GATHER, "a", group, segment, [2, 2, 2], call).wait()
+        _launch(Transfer(Traffic.ALL_GATHER, "a", group, segment, [2, 2, 2]), call).wait()
 
     def job(rank):
         with counted() as log, FlightRecorder() as recorder:
@@ -594,7 +596,9 @@ class Event:
 
 def test_what_a_stream_waits_for_is_in_flight_until_it_has_passed(monkeypatch):
     events = []
-    monkeypatch.setattr(module, "_passed", lambda device: events.append(Event()) or events[-1])
+    monkeypatch.setattr(
+        module, "recorded_event", lambda device: events.append(Event()) or events[-1]
+    )
     with FlightRecorder() as recorder:
         for name in ("a", "b"):
             launch(name).wait()
@@ -615,7 +619,7 @@ def test_a_gpu_that_has_failed_does_not_keep_what_is_known_from_being_told(monke
         def query(self):
             raise RuntimeError("CUDA error: unspecified launch failure")
 
-    monkeypatch.setattr(module, "_passed", lambda device: Broken())
+    monkeypatch.setattr(module, "recorded_event", lambda device: Broken())
     with FlightRecorder() as recorder:
         launch("a").wait()
         launch("b").wait()
@@ -627,7 +631,7 @@ def test_a_stream_that_is_stuck_is_reported():
     def job(rank):
         def on_gpu(name):
             buffer = torch.ones(3, device="cuda")
-            return _launch(Traffic.ALL_REDUCE, name, PAIR, buffer, None, Work)
+            return _launch(Transfer(Traffic.ALL_REDUCE, name, PAIR, buffer), Work)
 
         with heard() as said, FlightRecorder(watchdog=0.2) as recorder:
             on_gpu("quick").wait()

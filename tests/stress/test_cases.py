@@ -114,9 +114,8 @@ def test_a_hang_is_a_result_that_names_the_collectives():
     assert "presence failed: rank 1 did not answer" in hung.findings[0].message
     assert hung.findings[0].step == 3
     assert [sample.step for sample in hung.samples] == [2]
-    positions = {r: op for end in hung.endings.values() for r, op in end.positions.items()}
-    assert positions[0] == "presence"
-    assert positions[1].startswith("gather of bucket")  # where it was seen last
+    assert hung.positions[0] == "presence"
+    assert hung.positions[1].startswith("gather of bucket")  # where it was seen last
     assert hung.endings[0].flights["in_flight"][-1]["name"] == "presence"
     with pytest.raises(ChildProcessError):  # no process is left behind
         os.waitpid(-1, os.WNOHANG)

@@ -133,8 +133,13 @@ def test_values_that_equality_does_not_tell_apart(first, other, distance):
         return look(model, opt)
 
     (drift,) = agreed_on(run_threaded(2, job))
-    assert drift[:2] == ("hidden.weight", "parameter")
-    assert drift[2:6] == ((1,), distance, 1, (2, 1))
+    assert (drift.name, drift.kind) == ("hidden.weight", "parameter")
+    assert (drift.ranks, drift.max_abs_diff, drift.count, drift.index) == (
+        (1,),
+        distance,
+        1,
+        (2, 1),
+    )
     assert [repr(drift.first), repr(drift.other)] == [repr(first), repr(other)]
 
 
@@ -150,7 +155,8 @@ def test_nans_count_by_their_bits():
 
     for same, different in run_threaded(2, job):
         assert same == []
-        assert different[0][2:6] == ((1,), 0.0, 1, (0, 3))
+        (drift,) = different
+        assert (drift.ranks, drift.max_abs_diff, drift.count, drift.index) == ((1,), 0.0, 1, (0, 3))
 
 
 def test_frozen_strided_and_foreign_parameters():
@@ -239,6 +245,17 @@ def test_hyperparameters_that_differ_are_named(rule, key, one, two, expected):
     name = results[0][2]
     found = agreed_on([found for _, found, _ in results])
     assert found == [Drift(name, "options", (1,), distance, 1, (), first, other)]
+
+
+def test_the_rank_that_is_furthest_off_counts():
+    def job(rank):
+        model, opt = trained(rank)
+        opt.param_groups[0]["lr"] = (0.001, 0.002, 9.0)[rank]
+        return look(model, opt)
+
+    (drift,) = agreed_on(run_threaded(3, job))
+    assert (drift.ranks, drift.first, drift.other) == ((1, 2), 0.001, 0.002)
+    assert drift.max_abs_diff == pytest.approx(8.999)
 
 
 def test_keys_of_others_may_differ():

@@ -32,10 +32,8 @@ QUICK = ["stress", "--scenario", "dist_adamw_muon", "--steps", "8", "--sample-ev
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_torchrun():
+def narrow_terminal(no_torchrun):
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "WORLD_SIZE"):
-            patch.delenv(name, raising=False)
         patch.setenv("COLUMNS", "80")
         yield
 

@@ -18,8 +18,8 @@ from samestep.bench.crossover.options import Options
 from samestep.bench.crossover.picture import draw
 from samestep.bench.crossover.receipt import receipt
 from samestep.bench.crossover.verdict import Measurement
-from samestep.bench.output import check_folder, write_files
-from samestep.bench.progress import from_other_processes, progress_bar
+from samestep.command.output import check_folder, write_files
+from samestep.command.progress import from_other_processes, progress_bar
 from samestep.launch import TorchrunRank, run_forked, torchrun_rank
 from samestep.version import __version__
 

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
-import torch.distributed as dist
 from tyro.conf import arg
 
 from samestep.bench.crossover.measure import Job
-from samestep.bench.request import BadRequestError
+from samestep.command.ranks import nccl_devices, number_of_ranks
+from samestep.command.request import BadRequestError
 from samestep.distribution import Reduction
 from samestep.launch import TorchrunRank
 
@@ -47,7 +46,7 @@ class Options:
 
     def job(self, torchrun: TorchrunRank | None) -> tuple[int, Job]:
         """The number of ranks and what they do; BadRequestError if that cannot run here."""
-        ranks = self._ranks(torchrun)
+        ranks = number_of_ranks(self.world_size, torchrun, least=2)
         if not self.sizes:
             raise BadRequestError("--sizes needs at least one number of elements")
         for size in self.sizes:
@@ -58,22 +57,8 @@ class Options:
         backend = self._backend(ranks if torchrun is None else torchrun.local_world_size)
         return ranks, Job(tuple(sorted(set(self.sizes))), self.rounds, self.reduction, backend)
 
-    def _ranks(self, torchrun: TorchrunRank | None) -> int:
-        if torchrun is None:
-            ranks, source = 2 if self.world_size is None else self.world_size, "--world-size"
-        else:
-            ranks, source = torchrun.world_size, "torchrun's WORLD_SIZE"
-            if self.world_size not in (None, ranks):
-                raise BadRequestError(
-                    f"--world-size is {self.world_size}, but torchrun has started {ranks} ranks"
-                )
-        if ranks < 2:
-            raise BadRequestError(f"{source} must be at least 2, got {ranks}")
-        return ranks
-
     def _backend(self, ranks_here: int) -> Backend:
-        # Not torch.cuda.is_available(), after which CUDA does not work in forked ranks.
-        devices = torch.cuda.device_count() if dist.is_nccl_available() else 0
+        devices = nccl_devices()
         if self.backend == "nccl" and devices < ranks_here:
             raise BadRequestError(
                 f"--backend nccl needs a CUDA device per rank: there are {ranks_here} ranks and "

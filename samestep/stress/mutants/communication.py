@@ -12,9 +12,7 @@ from samestep.buffers.reduction import GradientReducer
 from samestep.comm.collectives import Pending, gather_segments, maximum, total
 from samestep.plan import sharding
 from samestep.replicated import ReplicatedParameters
-from samestep.stress.mutants.mutant import mutant
-
-RANDOM = "dist_adamw_muon_random"
+from samestep.stress.mutants.mutant import RANDOM, mutant
 
 
 @mutant(

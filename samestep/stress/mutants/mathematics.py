@@ -8,9 +8,7 @@ from torch import Tensor
 from samestep import apply, group_optimizer, param_groups, rule_optimizer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
-from samestep.stress.mutants.mutant import mutant
-
-RANDOM = "dist_adamw_muon_random"
+from samestep.stress.mutants.mutant import RANDOM, mutant
 
 
 @mutant(

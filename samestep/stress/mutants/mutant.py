@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+RANDOM = "dist_adamw_muon_random"  # the scenario in which most bugs show
+
 Patch = Callable[[], AbstractContextManager[object]]
 
 

@@ -9,9 +9,7 @@ from samestep.comm.collectives import Pending, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.replicated import ReplicatedParameters
 from samestep.rule_optimizer import RuleOptimizer
-from samestep.stress.mutants.mutant import mutant
-
-RANDOM = "dist_adamw_muon_random"
+from samestep.stress.mutants.mutant import RANDOM, mutant
 
 
 @mutant(

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.bench.output import check_folder, write_files
-from samestep.bench.request import BadRequestError
+from samestep.command.output import check_folder, write_files
+from samestep.command.request import BadRequestError
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from samestep.bench.request import BadRequestError
+from samestep.command.request import BadRequestError
 
 
 def check_folder(folder: Path) -> None:

@@ -1,0 +1,1 @@
+"""What commands share: bad requests, ranks that were asked for, progress, result files."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import samestep
 from examples.gpt import GPT, GPTConfig
-from samestep.bench.output import check_folder, write_files
+from samestep.command.output import check_folder, write_files
 from samestep.launch import run_forked
 from samestep.stress import check
 

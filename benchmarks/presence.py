@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 import samestep
-from samestep.bench.output import check_folder, write_files
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
+from samestep.command.output import check_folder, write_files
 from samestep.launch import run_forked
 
 

@@ -11,6 +11,7 @@ from samestep.plan.sharding import OwnerStrategy
 Sharding = Literal["auto", "none", "zero1", "zero2"]
 Reduction = Literal["fast", "ordered"]
 Grads = Literal["local", "reduced"]
+Buffers = Literal["per_parameter", "flat"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Distribution:
     sharding: "zero2" and "zero1" give each rank a part of the state and of the update; zero2
         frees a full gradient once it is reduced. "none" keeps all on every rank. "auto" is
         zero2 where there are ranks to share with.
+    buffers: "flat" lays parameters end to end in buffers of which they are views, and gradients
+        likewise, so that nothing is packed or copied around a collective.
     reduction: "ordered" adds gradients in rank order in fp32, so that the result does not
         depend on the layout; "fast" leaves the order to the backend.
     reduce_dtype: the dtype in which gradients travel; default: that of the parameter.
@@ -39,6 +42,7 @@ class Distribution:
     """
 
     sharding: Sharding = "auto"
+    buffers: Buffers = "per_parameter"
     reduction: Reduction = "fast"
     reduce_dtype: torch.dtype | None = None
     overlap_grad_reduce: bool = False
@@ -55,6 +59,7 @@ class Distribution:
     def __post_init__(self) -> None:
         for key, allowed in (
             ("sharding", get_args(Sharding)),
+            ("buffers", get_args(Buffers)),
             ("reduction", get_args(Reduction)),
             ("grads", get_args(Grads)),
             ("owners", get_args(OwnerStrategy)),
@@ -81,6 +86,27 @@ class Distribution:
                 'and grads="reduced" says (or a DistributedDataParallel model implies) that they '
                 "already were: leave them out, or unwrap the model"
             )
+
+        if self.buffers == "flat":
+            self._check_flat()
+
+    def _check_flat(self) -> None:
+        """Raise for what flat buffers do not go with."""
+        reasons = {
+            'sharding="none"': (self.sharding == "none", "they are for sharing the update"),
+            'grads="reduced"': (
+                self.grads == "reduced",
+                "DistributedDataParallel has its own buffers",
+            ),
+            'owners="cyclic"': (self.owners == "cyclic", "blocks lie with those they belong to"),
+            "max_state_ratio": (self.max_state_ratio is not None, "owners are balanced by FLOPs"),
+        }
+        for what, (given, why) in reasons.items():
+            if given:
+                raise ValueError(
+                    f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
+                    'buffers="per_parameter"'
+                )
 
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""

@@ -34,6 +34,7 @@ class DistributionOptions(TypedDict, total=False):
     """Keywords of every optimizer that concern ranks; see `samestep.distribution`."""
 
     sharding: str
+    buffers: str
     reduction: str
     reduce_dtype: torch.dtype | None
     overlap_grad_reduce: bool

@@ -148,7 +148,7 @@ def _owners(plan: ShardingPlan) -> list[set[int]]:
     owners: list[set[int]] = [set() for _ in plan.params]
     for bucket in plan.buckets:
         for rank, segment in enumerate(() if bucket.replicated else bucket.segments):
-            for piece in segment:
+            for piece in segment.pieces:
                 owners[piece.param].add(rank)
     return owners
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from samestep.apply import Operand
 from samestep.buffers.launch_order import LaunchOrder
+from samestep.buffers.parameters import FlatParameters
 from samestep.buffers.reduction import GradientReducer
 from samestep.comm.agreement import broadcast_from_first, differing, require_same_lines
 from samestep.comm.checksum import checksums
@@ -28,8 +29,16 @@ from samestep.piece_state import (
     state_alike,
 )
 from samestep.placement import Placement
+from samestep.plan.flat import plan_flat
 from samestep.plan.schedule import PlacementShape
-from samestep.plan.sharding import Bucket, ParamSpec, Piece, ShardingPlan, plan_sharding
+from samestep.plan.sharding import (
+    Bucket,
+    ParamSpec,
+    Piece,
+    Segment,
+    ShardingPlan,
+    plan_sharding,
+)
 from samestep.state import MASTER, State, math_dtype, needs_master
 
 
@@ -49,15 +58,7 @@ class ReplicatedParameters(Placement):
         self.params = list(params)
         self.group = group
         self.distribution = distribution
-        self.plan: ShardingPlan = plan_sharding(
-            specs,
-            group.size,
-            shard=distribution.sharding != "none",
-            crossover=distribution.crossover,
-            bucket_elements=distribution.bucket_size,
-            owners=distribution.owners,
-            max_size_ratio=distribution.max_state_ratio,
-        )
+        self.plan = _planned(specs, group.size, distribution)
         self.device = self.params[0].device
         strided = [s.name for s, p in zip(specs, params, strict=True) if not p.is_contiguous()]
         elsewhere = [
@@ -78,6 +79,9 @@ class ReplicatedParameters(Placement):
                 f"parameter {elsewhere[0]}, others on {self.device.type}: parameters that ranks "
                 "share must be on one device"
             )
+        self._flat: FlatParameters | None = None
+        if distribution.buffers == "flat":
+            self._flat = FlatParameters(self.params, self.plan)
         self.mend_replicas()
         divisor = group.size if divisor is None else divisor
         self.reducer = GradientReducer(params, self.plan, group, distribution, divisor, order)
@@ -89,7 +93,7 @@ class ReplicatedParameters(Placement):
         )
         self._presence = PresenceAgreement([spec.name for spec in specs], group, self.device)
         self._present: list[bool | Tensor] = []
-        self._grads: dict[int, list[Tensor]] = {}
+        self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
 
     def mend_replicas(self) -> None:
@@ -151,6 +155,8 @@ class ReplicatedParameters(Placement):
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         """No gradient comes any more."""
         super().begin_step(state, problem)
+        if self._flat is not None:
+            self._flat.adopt()
         self.reducer.end_round(problem)
         self.problem = self.reducer.problem
 
@@ -192,20 +198,20 @@ class ReplicatedParameters(Placement):
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
         owned = self._owned(self.plan.buckets[number])
         if self.distribution.grads == "local":
-            mean = self.reducer.take(number)
-            self._grads[number] = list(torch.split(mean, [piece.size for piece in owned]))
+            self._grads[number] = owned.parts(self.reducer.take(number))
             return
         self._grads[number] = []
-        for piece in owned:
+        for piece in owned.pieces:
             param = self.params[piece.param]
             grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
-            self._grads[number].append(grad.reshape(-1)[piece.start : piece.stop])
+            part = grad.reshape(-1)[piece.start : piece.stop]
+            self._grads[number].append((piece, part))
 
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """What this rank updates in a bucket, with the index of its group."""
         bucket = self.plan.buckets[number]
         counted = not bucket.replicated or self.group.rank == 0
-        for piece, grad in zip(self._owned(bucket), self._grads[number], strict=True):
+        for piece, grad in self._grads[number]:
             present = self._present[piece.param]
             if present is False:
                 continue
@@ -224,34 +230,54 @@ class ReplicatedParameters(Placement):
         bucket = self.plan.buckets[number]
         if bucket.replicated:
             return
-        mine = [self._view(piece).reshape(-1) for piece in bucket.segments[self.group.rank]]
-        if not mine:
-            mine = [self.params[bucket.params[0]].new_empty(0)]
-        segment = mine[0] if len(mine) == 1 else torch.cat(mine)
+        sizes, whole = bucket.segment_sizes, None
+        if self._flat is not None:
+            whole = self._flat.buckets[number]
+            segment = torch.split(whole, sizes)[self.group.rank]
+        else:
+            owned = self._owned(bucket).pieces
+            mine = [self._view(piece).reshape(-1) for piece in owned]
+            if not mine:
+                mine = [self.params[bucket.params[0]].new_empty(0)]
+            segment = mine[0] if len(mine) == 1 else torch.cat(mine)
         name = f"gather of bucket {number}"
-        self._gathers[number] = gather_segments(name, segment, bucket.segment_sizes, self.group)
+        self._gathers[number] = gather_segments(name, segment, sizes, self.group, into=whole)
 
     def place(self, number: int) -> None:
         """Copy what the others updated into place."""
         if number not in self._gathers:
             return
         arrived = self._gathers.pop(number).wait()
-        for rank, pieces in enumerate(self.plan.buckets[number].segments):
-            if rank == self.group.rank:
-                continue
-            parts = torch.split(arrived[rank], [piece.size for piece in pieces])
-            for piece, part in zip(pieces, parts, strict=True):
-                self._view(piece).copy_(part.view(piece_shape(piece)))
+        if self._flat is not None:
+            return  # it has arrived in place
+        for rank, segment in enumerate(self.plan.buckets[number].segments):
+            if rank != self.group.rank:
+                for piece, part in segment.parts(arrived[rank]):
+                    self._view(piece).copy_(part.view(piece_shape(piece)))
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
         flags = self._present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
 
-    def _owned(self, bucket: Bucket) -> tuple[Piece, ...]:
+    def _owned(self, bucket: Bucket) -> Segment:
         return bucket.segments[0 if bucket.replicated else self.group.rank]
 
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
         flat = self.params[piece.param].detach().view(-1)
         return flat[piece.start : piece.stop].view(piece_shape(piece))
+
+
+def _planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) -> ShardingPlan:
+    if distribution.buffers == "flat":
+        return plan_flat(specs, ranks, bucket_elements=distribution.bucket_size)
+    return plan_sharding(
+        specs,
+        ranks,
+        shard=distribution.sharding != "none",
+        crossover=distribution.crossover,
+        bucket_elements=distribution.bucket_size,
+        owners=distribution.owners,
+        max_size_ratio=distribution.max_state_ratio,
+    )

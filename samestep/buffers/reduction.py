@@ -13,12 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from samestep.buffers.gradients import FlatGradients, PackedGradients
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.collectives import (
     Pending,
     exchange_segments,
     gather_segments,
-    mine_last,
     prefers_exchange,
     reduce_segments,
     total,
@@ -26,7 +26,7 @@ from samestep.comm.collectives import (
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.distribution import Distribution
-from samestep.plan.sharding import Bucket, Piece, ShardingPlan
+from samestep.plan.sharding import Bucket, ShardingPlan
 
 
 class GradientReducer:
@@ -44,6 +44,7 @@ class GradientReducer:
         divisor: float,
         order: LaunchOrder,
     ) -> None:
+        flat = distribution.buffers == "flat"
         self._order = weakref.proxy(order)  # which holds this reducer
         self._params = list(params)
         self._plan = plan
@@ -51,8 +52,16 @@ class GradientReducer:
         self._policy = distribution
         self._divisor = divisor
         self._frees = distribution.sharding in ("auto", "zero2")
+        if flat:
+            self._gradients: PackedGradients = FlatGradients(
+                params, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
+            )
+        else:
+            self._gradients = PackedGradients(params, plan, distribution.reduce_dtype)
         # Not by when a bucket is launched: some ranks may launch it later than others.
-        self._frugal = self._frees and distribution.overlap_grad_reduce
+        self._frugal = self._frees and distribution.overlap_grad_reduce and not flat
+        self._reuses = not (self._frees and (flat or self._frugal))
+        self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
@@ -75,7 +84,7 @@ class GradientReducer:
         self._order.restart()
         self._taken: dict[int, tuple[int, int] | None] = {}  # gradients packed in this round
         self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
-        if self._policy.overlap_grad_reduce:
+        if self._listens:
             self._hook_trainable()
 
     def _hook_trainable(self) -> set[int]:
@@ -89,7 +98,7 @@ class GradientReducer:
 
         def arrived(_: Tensor) -> None:
             alive = reducer()
-            if alive is not None and not alive.paused:
+            if alive is not None:
                 alive.arrived(index)
 
         self._params[index].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
@@ -97,6 +106,9 @@ class GradientReducer:
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
+        self._gradients.arrived(index)
+        if self.paused or not self._policy.overlap_grad_reduce:
+            return
         if self._first_bucket[index] < self.launched:
             raise RuntimeError(
                 f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
@@ -140,7 +152,7 @@ class GradientReducer:
         exchange = prefers_exchange(
             device, ordered=ordered, frugal=self._frugal or bucket.replicated
         )
-        buffer = self._packed(number, own_last=exchange and not bucket.replicated)
+        buffer = self._packed(number)
         self.launched += 1
         for index in self._members[number]:
             if self._last_bucket[index] == number:
@@ -148,11 +160,8 @@ class GradientReducer:
         name = f"reduction of bucket {number} ({self._name(self._members[number][0])}, ...)"
         sizes = self._segment_sizes(bucket)
         if exchange:
-            if bucket.replicated:
-                parts = mine_last(torch.split(buffer, sizes), self._group.rank)
-                buffer = torch.cat(parts)
             self._flying[number] = exchange_segments(
-                name, buffer, sizes, self._group, reuse=not self._frugal
+                name, buffer, sizes, self._group, reuse=self._reuses
             )
         elif bucket.replicated:
             self._flying[number] = total(name, buffer, self._group)
@@ -167,23 +176,10 @@ class GradientReducer:
         grad = param.grad
         self._taken[index] = None if grad is None else (grad.data_ptr(), grad._version)
 
-    def _packed(self, number: int, own_last: bool) -> Tensor:
-        """The local gradients in the order of the segments; zeros where there is none."""
-        bucket = self._plan.buckets[number]
-        segments: Sequence[tuple[Piece, ...]] = bucket.segments
-        if own_last:
-            segments = mine_last(segments, self._group.rank)
-        like = self._params[self._members[number][0]]
-        buffer = like.new_empty(bucket.size, dtype=self._policy.reduce_dtype or like.dtype)
-        pieces = [piece for segment in segments for piece in segment]
-        for piece, part in zip(pieces, torch.split(buffer, [p.size for p in pieces]), strict=True):
-            grad = self._params[piece.param].grad
-            if grad is None or self.problem is not None:
-                part.zero_()
-            else:
-                part.copy_(grad.detach().reshape(-1)[piece.start : piece.stop])
+    def _packed(self, number: int) -> Tensor:
+        buffer = self._gradients.packed(number, zeros=self.problem is not None)
         if self._policy.check_gradients and not buffer.isfinite().all():
-            self._report_not_finite(bucket, buffer)
+            self._report_not_finite(self._plan.buckets[number], buffer)
         return buffer
 
     def _report_not_finite(self, bucket: Bucket, buffer: Tensor) -> None:
@@ -230,8 +226,8 @@ class GradientReducer:
         """Finish a round of which all is launched: keep the sums, free the gradients."""
         self._land_all()
         for number, kept in enumerate(self._sums):
-            if kept is not None and kept.untyped_storage().nbytes() > kept.nbytes:
-                self._sums[number] = kept.clone()  # a sum must not keep a whole bucket alive
+            if kept is not None:
+                self._sums[number] = self._gradients.set_aside(kept)
         for index in self._taken:
             self._params[index].grad = None
         self._begin_round()
@@ -260,6 +256,7 @@ class GradientReducer:
 
     def begin_step(self) -> None:
         """The last step has taken everything: start afresh."""
+        self._gradients.end_step()
         self.here = [False] * len(self._params)
         self._begin_round()
 
@@ -279,6 +276,7 @@ class GradientReducer:
         if number in self._flying:
             arrived = self._flying.pop(number).wait()
             arrived = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+            arrived = self._gradients.landed(number, arrived)
             before = self._sums[number]
             self._sums[number] = arrived if before is None else before.add_(arrived)
 

@@ -48,39 +48,33 @@ def prefers_exchange(device: torch.device, *, ordered: bool, frugal: bool = Fals
     return ordered or (device.type == "cpu" and not frugal)
 
 
-def mine_last(segments: Sequence[T], rank: int) -> list[T]:
-    """The order in which `exchange_segments` wants them: the others by rank, then my own."""
-    return [*segments[:rank], *segments[rank + 1 :], segments[rank]]
-
-
 def exchange_segments(
     name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup, *, reuse: bool = False
 ) -> Pending[Tensor]:
     """Sum every rank's segments in rank order, in fp32 or wider; each rank gets its own sum.
 
     An all-to-all and a local sum: the bytes of a reduce-scatter, and a sum that does not depend
-    on where a segment lies. `buffer` has the segments in the order of `mine_last`. With `reuse`
-    the sum may lie in a buffer, which lives as long as it does.
+    on where a segment lies. With `reuse` the sum may lie in a buffer, which lives as long as it
+    does.
     """
-    mine = sizes[group.rank]
-    to_others = buffer[: buffer.numel() - mine]
-    own = buffer[buffer.numel() - mine :]
+    start = sum(sizes[: group.rank])
+    own = buffer[start : start + sizes[group.rank]]
     if group.size == 1:
         return Pending(None, (buffer,), lambda: sum_in_order([own]))
-    received = buffer.new_empty((group.size - 1) * mine)
-    others = range(group.size)
-    incoming = [0 if rank == group.rank else mine for rank in others]
-    outgoing = [0 if rank == group.rank else sizes[rank] for rank in others]
+    others, outgoing = _others(sizes, group.rank)
+    incoming = [own.numel()] * group.size
+    incoming[group.rank] = outgoing[group.rank]
+    received = buffer.new_empty(sum(incoming))
     flight = _launch(
         Transfer(Traffic.EXCHANGE, name, group, buffer, sizes),
         lambda: dist.all_to_all_single(
-            received, to_others, incoming, outgoing, group.handle, async_op=True
+            received, buffer[others], incoming, outgoing, group.handle, async_op=True
         ),
     )
 
     def add_up() -> Tensor:
-        contributions = list(torch.split(received, mine)) if mine else [own] * (group.size - 1)
-        contributions.insert(group.rank, own)
+        contributions = list(torch.split(received, incoming))
+        contributions[group.rank] = own
         return sum_in_order(contributions, in_place=reuse)
 
     return Pending(flight, (buffer, received), add_up)
@@ -102,13 +96,20 @@ def reduce_segments(
 
 
 def gather_segments(
-    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup
+    name: str,
+    segment: Tensor,
+    sizes: Sequence[int],
+    group: RankGroup,
+    into: Tensor | None = None,
 ) -> Pending[list[Tensor]]:
-    """Give everyone the segments of all ranks."""
+    """Give everyone the segments of all ranks, in `into` if that is given.
+
+    It has room for all segments; this rank's is there already: `segment` is that part of it.
+    """
     if group.size == 1:
         return Pending(None, (segment,), lambda: [segment])
     if len(set(sizes)) == 1 and segment.device.type != "cpu":
-        whole = segment.new_empty(sum(sizes))
+        whole = segment.new_empty(sum(sizes)) if into is None else into
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         flight = _launch(
             Transfer(Traffic.ALL_GATHER, name, group, segment, sizes),
@@ -117,10 +118,11 @@ def gather_segments(
         return Pending(flight, (segment, whole), lambda: list(torch.split(whole, sizes[0])))
     # No backend gathers unequal lengths in one call but as an all-to-all of copies, and gloo is
     # faster that way with equal ones too.
-    copies = segment if group.size == 2 else segment.repeat(group.size - 1)
-    outgoing = [0 if rank == group.rank else segment.numel() for rank in range(group.size)]
-    incoming = [0 if rank == group.rank else size for rank, size in enumerate(sizes)]
-    received = segment.new_empty(sum(incoming))
+    others, incoming = _others(sizes, group.rank)
+    outgoing = [segment.numel()] * group.size
+    outgoing[group.rank] = incoming[group.rank]
+    copies = segment if group.size == 2 else segment.repeat(sum(map(bool, outgoing)) or 1)
+    received = segment.new_empty(sum(incoming)) if into is None else into[others]
     flight = _launch(
         Transfer(Traffic.COPIES, name, group, segment, sizes),
         lambda: dist.all_to_all_single(
@@ -134,6 +136,18 @@ def gather_segments(
         return segments
 
     return Pending(flight, (copies, received, segment), take_apart)
+
+
+def _others(sizes: Sequence[int], rank: int) -> tuple[slice, list[int]]:
+    """The least stretch that has all other ranks' segments, and what of each rank is in it."""
+    inside = list(sizes)
+    if rank == 0:
+        inside[0] = 0
+        return slice(sizes[0], None), inside
+    if rank == len(sizes) - 1:
+        inside[rank] = 0
+        return slice(0, -sizes[rank] or None), inside
+    return slice(None), inside  # with my own in the middle
 
 
 def maximum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:

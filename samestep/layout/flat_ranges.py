@@ -82,22 +82,28 @@ class FlatLayout(NamedTuple):
         """Elements that belong to no parameter."""
         return self.size - sum(param.size for param in self.params)
 
-    def fragments(self, rank: int) -> Iterator[Fragment]:
-        """Everything that a rank owns, in the order of the buffer."""
-        for number, bucket in enumerate(self.buckets):
-            shard = bucket.shards[rank]
-            for index in bucket.params:
-                owned = self.params[index].overlap(shard)
-                if owned.size:
-                    yield Fragment(
-                        param=index,
-                        bucket=number,
-                        rank=rank,
-                        in_buffer=owned,
-                        in_bucket=owned.within(bucket.in_buffer),
-                        in_shard=owned.within(shard),
-                        in_param=owned.within(self.params[index]),
-                    )
+    def fragments(self, number: int) -> Iterator[Fragment]:
+        """What every rank owns of a bucket, in the order of the buffer."""
+        bucket = self.buckets[number]
+        rank = 0
+        for index in bucket.params:
+            place = self.params[index]
+            while place.size and bucket.shards[rank].stop <= place.start:
+                rank += 1
+            while (owned := place.overlap(bucket.shards[rank])).size:
+                yield Fragment(
+                    param=index,
+                    bucket=number,
+                    rank=rank,
+                    in_buffer=owned,
+                    in_bucket=owned.within(bucket.in_buffer),
+                    in_shard=owned.within(bucket.shards[rank]),
+                    in_param=owned.within(place),
+                )
+                if owned.stop == place.stop:
+                    break
+                while bucket.shards[rank].stop <= owned.stop:
+                    rank += 1
 
 
 def equal_shards(

@@ -7,10 +7,12 @@ it owns. A reduction gives each rank the sum of its segment, a gather gives ever
 segments. Segments may differ in length and may be empty.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple
+
+from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.owners import balanced_owners, cyclic_owners
@@ -50,30 +52,54 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
+class Segment(NamedTuple):
+    """Pieces that lie one after the other, each from `starts` on; gaps may follow any of them."""
+
+    pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    size: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> "Segment":
+        """Without gaps."""
+        *starts, size = accumulate((piece.size for piece in pieces), initial=0)
+        return cls(tuple(pieces), tuple(starts), size)
+
+    def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
+        """Each piece, and its part of a tensor that has the segment's elements: (piece.size,)."""
+        return [
+            (piece, flat[start : start + piece.size])
+            for piece, start in zip(self.pieces, self.starts, strict=True)
+        ]
+
+
+NOTHING = Segment((), (), 0)
+
+
 class Bucket(NamedTuple):
-    """Pieces that travel together; `segments[rank]` are those that the rank owns.
+    """Pieces that travel together; `segments[rank]` has those that the rank owns.
 
     A replicated bucket has one segment that all ranks own: it is all-reduced.
     """
 
     dtype: str
-    segments: tuple[tuple[Piece, ...], ...]
+    segments: tuple[Segment, ...]
     replicated: bool = False
 
     @property
     def segment_sizes(self) -> list[int]:
         """Elements per segment."""
-        return [sum(piece.size for piece in segment) for segment in self.segments]
+        return [segment.size for segment in self.segments]
 
     @property
     def size(self) -> int:
-        """Elements in all."""
-        return sum(self.segment_sizes)
+        """Elements in all, gaps included."""
+        return sum(segment.size for segment in self.segments)
 
     @property
     def params(self) -> list[int]:
         """The parameters with a piece in the bucket, each once."""
-        return sorted({piece.param for segment in self.segments for piece in segment})
+        return sorted({piece.param for segment in self.segments for piece in segment.pieces})
 
 
 class ShardingPlan(NamedTuple):
@@ -89,9 +115,13 @@ class ShardingPlan(NamedTuple):
         lines += [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
         for number, bucket in enumerate(self.buckets):
             for owner, segment in enumerate(bucket.segments):
-                who = "all ranks" if bucket.replicated else f"rank {owner}"
-                pieces = [f"{self.params[p.param].name}[{p.start}:{p.stop}]" for p in segment]
-                lines.append(f"bucket {number}, {who}: {', '.join(pieces)}")
+                if segment.pieces:
+                    who = "all ranks" if bucket.replicated else f"rank {owner}"
+                    pieces = [
+                        f"{self.params[p.param].name}[{p.start}:{p.stop}] at {start}"
+                        for p, start in zip(segment.pieces, segment.starts, strict=True)
+                    ]
+                    lines.append(f"bucket {number}, {who}, {segment.size}: {', '.join(pieces)}")
         return lines
 
     def owned(self, rank: int) -> list[Piece]:
@@ -99,7 +129,7 @@ class ShardingPlan(NamedTuple):
         return [
             piece
             for bucket in self.buckets
-            for piece in bucket.segments[0 if bucket.replicated else rank]
+            for piece in bucket.segments[0 if bucket.replicated else rank].pieces
         ]
 
 
@@ -139,13 +169,17 @@ def plan_sharding(
             segments: list[list[Piece]] = [[] for _ in range(ranks)]
             for owner, piece in part_list:
                 segments[owner].append(piece)
-            buckets.append(Bucket(dtype, tuple(map(tuple, segments))))
+            buckets.append(Bucket(dtype, tuple(map(Segment.of, segments))))
         shared = [[(0, p)] for i in alike if i in small for p in whole_pieces(i, params[i])]
         for part_list in _fill(shared, limit):
-            buckets.append(Bucket(dtype, (tuple(p for _, p in part_list),), replicated=True))
-    # Backward goes from the last parameter to the first: a bucket is complete with its first.
-    buckets.sort(key=lambda bucket: -bucket.params[0])
-    return ShardingPlan(tuple(params), ranks, tuple(buckets))
+            whole = Segment.of([piece for _, piece in part_list])
+            buckets.append(Bucket(dtype, (whole,), replicated=True))
+    return ShardingPlan(tuple(params), ranks, in_launch_order(buckets))
+
+
+def in_launch_order(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
+    """As backward completes them: it goes from the last parameter to the first."""
+    return tuple(sorted(buckets, key=lambda bucket: -bucket.params[0]))
 
 
 def whole_pieces(index: int, param: ParamSpec) -> list[Piece]:

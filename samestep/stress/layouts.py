@@ -43,5 +43,25 @@ for _layout in (
         "zero2, reduced inside backward",
         {"sharding": "zero2", "overlap_grad_reduce": True},
     ),
+    Layout(
+        "flat_zero1",
+        "flat buffers, gradients kept whole",
+        {"buffers": "flat", "sharding": "zero1"},
+    ),
+    Layout(
+        "flat_zero2",
+        "flat buffers, gradients given back once reduced",
+        {"buffers": "flat", "sharding": "zero2"},
+    ),
+    Layout(
+        "flat_zero1_overlap",
+        "flat_zero1, reduced inside backward",
+        {"buffers": "flat", "sharding": "zero1", "overlap_grad_reduce": True},
+    ),
+    Layout(
+        "flat_zero2_overlap",
+        "flat_zero2, reduced inside backward",
+        {"buffers": "flat", "sharding": "zero2", "overlap_grad_reduce": True},
+    ),
 ):
     register(_layout)

@@ -14,7 +14,6 @@ from samestep.comm.collectives import (
     from_first,
     gather_segments,
     maximum,
-    mine_last,
     reduce_segments,
     sum_in_order,
     total,
@@ -65,8 +64,7 @@ def add_segments(name, values, sizes, group, ordered):
     """Segments in rank order, added in rank order or by the backend."""
     if not ordered:
         return reduce_segments(name, values, sizes, group)
-    parts = mine_last(torch.split(values, sizes), group.rank)
-    return exchange_segments(name, torch.cat(parts), sizes, group)
+    return exchange_segments(name, values, sizes, group)
 
 
 def every_collective(rank, world, dtype):
@@ -88,6 +86,10 @@ def every_collective(rank, world, dtype):
         part = contribution(99, size, dtype)[mine].clone()
         gathered = torch.cat(gather_segments("g", part, sizes, group).wait())
         found["gather", make_sizes.__name__, "exact"] = gathered, contribution(99, size, dtype)
+        room = torch.full((size,), -1.0, dtype=dtype)
+        room[mine] = part
+        gather_segments("g", room[mine], sizes, group, into=room).wait()
+        found["gather in place", make_sizes.__name__, "exact"] = room, contribution(99, size, dtype)
     marks = torch.tensor([rank, -rank, 3, int(rank == world - 1)], dtype=torch.int32)
     largest = torch.tensor([world - 1, 0, 3, 1], dtype=torch.int32)
     found["maximum", "", "exact"] = maximum("m", marks, group).wait(), largest

@@ -54,7 +54,7 @@ plans = st.builds(
 
 
 def all_pieces(plan):
-    return [p for bucket in plan.buckets for segment in bucket.segments for p in segment]
+    return [p for bucket in plan.buckets for segment in bucket.segments for p in segment.pieces]
 
 
 @given(plans)
@@ -67,7 +67,7 @@ def test_every_element_is_in_exactly_one_piece(plan):
 
 @given(plans)
 def test_owned_is_what_the_segments_say(plan):
-    shared = [p for b in plan.buckets if b.replicated for s in b.segments for p in s]
+    shared = [p for b in plan.buckets if b.replicated for s in b.segments for p in s.pieces]
     owned = [plan.owned(rank) for rank in range(plan.ranks)]
     expected = Counter(all_pieces(plan))
     for piece in shared:
@@ -76,7 +76,7 @@ def test_owned_is_what_the_segments_say(plan):
     for bucket in plan.buckets:
         assert len(bucket.segments) == (1 if bucket.replicated else plan.ranks)
         assert bucket.size == sum(bucket.segment_sizes)
-        assert bucket.params == sorted({p.param for s in bucket.segments for p in s})
+        assert bucket.params == sorted({p.param for s in bucket.segments for p in s.pieces})
 
 
 @given(plans)
@@ -113,7 +113,7 @@ def test_buckets_keep_to_the_limit_and_are_filled_in_order(params, ranks, limit,
     plan = plan_sharding(params, ranks, crossover=crossover, bucket_elements=limit)
     sharded = [b for b in plan.buckets if not b.replicated]
     for bucket in sharded:
-        pieces = [p for segment in bucket.segments for p in segment]
+        pieces = [p for segment in bucket.segments for p in segment.pieces]
         assert bucket.size > 0
         assert {params[p.param].dtype for p in pieces} == {bucket.dtype}
         if bucket.size > limit:
@@ -140,7 +140,8 @@ def test_without_blocks_slices_differ_by_at_most_one_element(params, ranks):
     for bucket in plan_sharding(params, ranks, crossover=1, bucket_elements=20).buckets:
         for index in bucket.params:
             sizes = [
-                sum(p.size for p in segment if p.param == index) for segment in bucket.segments
+                sum(p.size for p in segment.pieces if p.param == index)
+                for segment in bucket.segments
             ]
             assert max(sizes) - min(sizes) <= 1
 
@@ -167,7 +168,12 @@ def test_slices_even_out_the_state_of_blocks(rows, ranks, kept):
 def test_slices_run_through_the_parameter_in_rank_order():
     plan = plan_sharding([elementwise("w", (10,))], 4, crossover=1)
     (bucket,) = plan.buckets
-    assert [(p.start, p.stop) for (p,) in bucket.segments] == [(0, 2), (2, 5), (5, 7), (7, 10)]
+    assert [(p.start, p.stop) for (p,) in (s.pieces for s in bucket.segments)] == [
+        (0, 2),
+        (2, 5),
+        (5, 7),
+        (7, 10),
+    ]
     few = plan_sharding([elementwise("w", (2,))], 4, crossover=1).buckets[0]
     assert sorted(few.segment_sizes) == [0, 0, 1, 1]
 
@@ -191,7 +197,7 @@ def test_without_sharding_and_on_one_rank_everything_is_replicated(params, ranks
         plan_sharding(params, 1, crossover=1, bucket_elements=3),
     ):
         assert all(bucket.replicated for bucket in plan.buckets)
-        assert all(b.size <= 3 or len(b.segments[0]) == 1 for b in plan.buckets)
+        assert all(b.size <= 3 or len(b.segments[0].pieces) == 1 for b in plan.buckets)
         owned = plan.owned(plan.ranks - 1)
         assert sum(piece.size for piece in owned) == sum(spec.numel for spec in params)
 
@@ -254,7 +260,7 @@ def test_lines_name_ranks_and_pieces():
     text = "\n".join(plan_sharding(BASE, 3, crossover=16).lines())
     assert "3 ranks" in text
     assert "emb: (37, 5) torch.float32, group 0, adamw" in text
-    assert "all ranks: bias[0:3]" in text
+    assert "all ranks, 3: bias[0:3] at 0" in text
     assert "experts[64:128]" in text
 
 

@@ -9,7 +9,6 @@ from samestep.apply import Operand, StepScalars, update_elementwise
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
-    mine_last,
     prefers_exchange,
     reduce_segments,
     total,
@@ -48,8 +47,6 @@ class Way:
             self._update(total("all-reduce", buffer, self.group).wait())
             return
         if prefers_exchange(buffer.device, ordered=self.ordered):
-            parts = torch.split(buffer, self.sizes)
-            buffer = torch.cat(mine_last(parts, self.group.rank))
             summed = exchange_segments("exchange", buffer, self.sizes, self.group).wait()
         else:
             summed = reduce_segments("reduce-scatter", buffer, self.sizes, self.group).wait()

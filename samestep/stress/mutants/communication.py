@@ -89,7 +89,7 @@ def empty_collective_skipped() -> list[Any]:
 
     def gather(original: Any, self: ReplicatedParameters, number: int) -> None:
         bucket = self.plan.buckets[number]
-        if bucket.replicated or bucket.segments[self.group.rank]:
+        if bucket.replicated or bucket.segments[self.group.rank].pieces:
             original(self, number)
 
     return [(ReplicatedParameters, "gather", gather)]
@@ -105,8 +105,8 @@ def buffer_reused_before_wait() -> list[Any]:
     """One buffer for all buckets."""
     kept = torch.empty(1 << 16)
 
-    def packed(original: Any, self: GradientReducer, number: int, own_last: bool) -> Tensor:
-        buffer: Tensor = original(self, number, own_last)
+    def packed(original: Any, self: GradientReducer, number: int) -> Tensor:
+        buffer: Tensor = original(self, number)
         view = kept[: buffer.numel()]
         view.copy_(buffer)
         return view

@@ -73,7 +73,7 @@ def step_counted_for_absent() -> list[Any]:
     """Bias correction then is that of another step."""
 
     def operands(original: Any, self: ReplicatedParameters, number: int) -> Any:
-        for piece in self._owned(self.plan.buckets[number]):
+        for piece in self._owned(self.plan.buckets[number]).pieces:
             state = self._state[self.params[piece.param]]
             if self._present[piece.param] is False and "step" in state:
                 self._layout.views(piece, state)["step"] += 1
@@ -98,9 +98,7 @@ def mean_over_present_ranks() -> list[Any]:
 
     def average(original: Any, self: ReplicatedParameters, number: int) -> None:
         original(self, number)
-        for piece, grad in zip(
-            self._owned(self.plan.buckets[number]), self._grads[number], strict=True
-        ):
+        for piece, grad in self._grads[number]:
             grad.mul_(self.group.size / max(counts[id(self)][piece.param], 1.0))
 
     return [(ReplicatedParameters, "agree", agree), (ReplicatedParameters, "average", average)]

@@ -1,0 +1,147 @@
+"""Where the local gradients of a bucket lie when it is reduced."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.plan.flat import Place, places
+from samestep.plan.sharding import ShardingPlan
+
+
+class PackedGradients:
+    """A buffer is made for every reduction, and gradients are copied into it."""
+
+    def __init__(
+        self, params: Sequence[Tensor], plan: ShardingPlan, reduce_dtype: torch.dtype | None
+    ) -> None:
+        self._params = params
+        self._plan = plan
+        self._reduce_dtype = reduce_dtype
+
+    def arrived(self, index: int) -> None:
+        """Backward has finished a gradient."""
+
+    def packed(self, number: int, *, zeros: bool) -> Tensor:
+        """The local gradients of a bucket, segment after segment; zeros where there is none."""
+        bucket = self._plan.buckets[number]
+        like = self._params[bucket.params[0]]
+        buffer = like.new_empty(bucket.size, dtype=self._reduce_dtype or like.dtype)
+        flats = torch.split(buffer, bucket.segment_sizes)
+        for segment, flat in zip(bucket.segments, flats, strict=True):
+            for piece, part in segment.parts(flat):
+                grad = self._params[piece.param].grad
+                if grad is None or zeros:
+                    part.zero_()
+                else:
+                    part.copy_(grad.detach().reshape(-1)[piece.start : piece.stop])
+        return buffer
+
+    def landed(self, number: int, total: Tensor) -> Tensor:
+        """The sum of this rank's segment has arrived: where it shall be kept."""
+        return total
+
+    def set_aside(self, total: Tensor) -> Tensor:
+        """A sum that outlives the round: it must not keep a whole bucket alive."""
+        return total.clone() if total.untyped_storage().nbytes() > total.nbytes else total
+
+    def end_step(self) -> None:
+        """What was reduced has been used."""
+
+
+class FlatGradients(PackedGradients):
+    """Gradients are moved into the buffers of their buckets as backward finishes them.
+
+    There `.grad` is a view of its place, and later micro-batches add to it. With `keep` all
+    buffers stay (zero1), and this rank's sum takes the place of its segment; else a buffer is given
+    back once its bucket is reduced (zero2), and the next bucket of that size takes it.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        plan: ShardingPlan,
+        reduce_dtype: torch.dtype | None,
+        *,
+        rank: int,
+        keep: bool,
+    ) -> None:
+        super().__init__(params, plan, reduce_dtype)
+        self._rank = rank
+        self._keep = keep
+        self._places = places(plan)
+        self._members = [bucket.params for bucket in plan.buckets]
+        self._buffers: dict[int, Tensor] = {}
+        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    def arrived(self, index: int) -> None:
+        """Move a gradient into its place."""
+        param, place = self._params[index], self._places[index]
+        grad = param.grad
+        if place is None or grad is None or grad.layout != torch.strided:
+            return
+        view = self._view(index, place)
+        if grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
+            param.grad = view
+
+    def packed(self, number: int, *, zeros: bool) -> Tensor:
+        """The buffer of a bucket, with the gradients that are not in their places yet."""
+        for index in self._members[number]:
+            place = self._places[index]
+            assert place is not None
+            view, grad = self._view(index, place), self._params[index].grad
+            if grad is None or zeros:
+                view.zero_()
+            elif grad.data_ptr() != view.data_ptr():
+                view.copy_(grad)
+        buffer = self._buffer(number)
+        return buffer if self._reduce_dtype is None else buffer.to(self._reduce_dtype)
+
+    def landed(self, number: int, total: Tensor) -> Tensor:
+        """Keep the sum in this rank's segment, or give the buffer back."""
+        if not self._keep:
+            buffer = self._buffers.pop(number)
+            self._spare.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+            return total
+        bucket = self._plan.buckets[number]
+        own = torch.split(self._buffers[number], bucket.segment_sizes)[self._rank]
+        if total.dtype != own.dtype:
+            return total
+        if total.data_ptr() != own.data_ptr():
+            own.copy_(total)
+        return own
+
+    def set_aside(self, total: Tensor) -> Tensor:
+        """The next round's gradients come where the sum lies."""
+        return total.clone() if self._keep else total
+
+    def end_step(self) -> None:
+        """Gradients that lie here are partly sums by now: nobody shall take them for gradients."""
+        for index, place in enumerate(self._places):
+            param = self._params[index]
+            if place is None or param.grad is None:
+                continue
+            buffer = self._buffers.get(place.bucket)
+            if buffer is not None and _lies_in(param.grad, buffer):
+                param.grad = None
+
+    def _view(self, index: int, place: Place) -> Tensor:
+        """The place of a gradient, in the parameter's shape; its version counts for itself."""
+        param = self._params[index]
+        flat = self._buffer(place.bucket)[place.start : place.start + param.numel()]
+        return flat.view(param.shape).data
+
+    def _buffer(self, number: int) -> Tensor:
+        buffer = self._buffers.get(number)
+        if buffer is None:
+            like, size = self._params[self._members[number][0]], self._plan.buckets[number].size
+            spare = self._spare.get((size, like.dtype))
+            # Zeros once: gaps between gradients are never written.
+            buffer = spare.pop() if spare else like.new_zeros(size)
+            self._buffers[number] = buffer
+        return buffer
+
+
+def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+    return tensor.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()

@@ -1,0 +1,41 @@
+"""Parameters end to end in buffers."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.plan.flat import places
+from samestep.plan.sharding import ShardingPlan
+
+
+class FlatParameters:
+    """Parameters as views of one buffer per dtype; `buckets[number]` is (size,), gaps included."""
+
+    def __init__(self, params: Sequence[Tensor], plan: ShardingPlan) -> None:
+        self._params = params
+        self.buckets: list[Tensor] = [torch.empty(0)] * len(plan.buckets)
+        for dtype in dict.fromkeys(bucket.dtype for bucket in plan.buckets):
+            numbers = [i for i, bucket in enumerate(plan.buckets) if bucket.dtype == dtype]
+            sizes = [plan.buckets[number].size for number in numbers]
+            like = params[plan.buckets[numbers[0]].params[0]]
+            buffer = like.detach().new_zeros(sum(sizes))
+            for number, part in zip(numbers, torch.split(buffer, sizes), strict=True):
+                self.buckets[number] = part
+        self._views = [
+            None
+            if place is None
+            else self.buckets[place.bucket][place.start : place.start + param.numel()].view(
+                param.shape
+            )
+            for param, place in zip(params, places(plan), strict=True)
+        ]
+        self.adopt()
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Bring in parameters that lie elsewhere: all at first, later those that were replaced."""
+        for param, view in zip(self._params, self._views, strict=True):
+            if view is not None and param.data_ptr() != view.data_ptr():
+                view.copy_(param)
+                param.data = view

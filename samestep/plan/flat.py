@@ -1,0 +1,103 @@
+"""Who owns which part of parameters that lie end to end in flat buffers.
+
+The same kind of plan as `plan.sharding` gives, with two differences: every parameter lies whole in
+one bucket, and every segment is a stretch of that bucket, so that nothing has to be packed.
+Elementwise rules have equal segments, which cut parameters anywhere; matrix rules have segments
+of whole blocks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from samestep.layout.flat_ranges import (
+    BlockSizes,
+    FlatLayout,
+    equal_shards,
+    owner_shards,
+)
+from samestep.plan.sharding import (
+    NOTHING,
+    Bucket,
+    ParamSpec,
+    Piece,
+    Segment,
+    ShardingPlan,
+    in_launch_order,
+    whole_pieces,
+)
+from samestep.rules.orthogonalize import orthogonalize_flops
+
+
+class Place(NamedTuple):
+    """Where a parameter lies: from `start` on in a bucket."""
+
+    bucket: int
+    start: int
+
+
+def plan_flat(params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int) -> ShardingPlan:
+    """Lay out `params` (in order of use) in buckets for `ranks` ranks, last ones first."""
+    order = [i for i in range(len(params) - 1, -1, -1) if params[i].numel]
+    buckets: list[Bucket] = []
+    for dtype, matrix in dict.fromkeys(
+        (params[i].dtype, params[i].blocks is not None) for i in order
+    ):
+        alike = [
+            i
+            for i in order
+            if params[i].dtype == dtype and (params[i].blocks is not None) == matrix
+        ]
+        if matrix:
+            sizes = [_block_sizes(params[i]) for i in alike]
+            layout = owner_shards(sizes, ranks, bucket_elements)
+        else:
+            layout = equal_shards([params[i].numel for i in alike], ranks, bucket_elements)
+        pieces = [whole_pieces(i, params[i]) for i in alike]
+        for number in range(len(layout.buckets)):
+            buckets.append(Bucket(dtype, _segments(layout, number, pieces)))
+    return ShardingPlan(tuple(params), ranks, in_launch_order(buckets))
+
+
+def places(plan: ShardingPlan) -> list[Place | None]:
+    """Where each parameter lies; None for one without elements."""
+    found: list[Place | None] = [None] * len(plan.params)
+    for number, bucket in enumerate(plan.buckets):
+        base = 0
+        for segment in bucket.segments:
+            for piece, start in zip(segment.pieces, segment.starts, strict=True):
+                if found[piece.param] is None:
+                    found[piece.param] = Place(number, base + start - piece.start)
+            base += segment.size
+    return found
+
+
+def _block_sizes(param: ParamSpec) -> BlockSizes:
+    blocks = param.blocks or ()
+    return BlockSizes(
+        tuple(block.rows * block.cols for block in blocks),
+        tuple(orthogonalize_flops(block.rows, block.cols) for block in blocks),
+    )
+
+
+def _segments(
+    layout: FlatLayout, number: int, pieces: Sequence[Sequence[Piece]]
+) -> tuple[Segment, ...]:
+    """What each rank owns of a bucket; `pieces[i]` are those of the layout's parameter i."""
+    shards = layout.buckets[number].shards
+    owned: dict[int, list[tuple[Piece, int]]] = {}
+    for fragment in layout.fragments(number):
+        start, stop = fragment.in_param
+        for piece in pieces[fragment.param]:
+            if piece.block is None:  # may be cut
+                piece = Piece(piece.param, start, stop)
+            if start <= piece.start < stop:
+                where = fragment.in_shard.start + piece.start - start
+                owned.setdefault(fragment.rank, []).append((piece, where))
+    return tuple(
+        Segment(tuple(p for p, _ in own), tuple(start for _, start in own), shard.size)
+        if (own := owned.get(rank))
+        else Segment((), (), shard.size)
+        if shard.size
+        else NOTHING
+        for rank, shard in enumerate(shards)
+    )

@@ -27,6 +27,11 @@ class Distribution:
         depend on the layout; "fast" leaves the order to the backend.
     reduce_dtype: the dtype in which gradients travel; default: that of the parameter.
     overlap_grad_reduce: reduce inside backward, as buckets become complete.
+    overlap_param_gather: return from the step while updated parameters are still on their way;
+        modules wait for theirs before they run. For flat buffers, and for a model. Whoever else
+        reads parameters calls `wait_for_parameters()` first.
+    poison_early_reads: parameters that are on their way are NaN until they are waited for, so that
+        a read that comes too early shows. For finding a fault: it costs a copy.
     grads: "local" gradients are averaged here; "reduced" ones already were, by DDP.
     process_group: the ranks that hold a replica; default: all. A group dict may have its own,
         and a "divisor" beside it.
@@ -46,6 +51,8 @@ class Distribution:
     reduction: Reduction = "fast"
     reduce_dtype: torch.dtype | None = None
     overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    poison_early_reads: bool = False
     grads: Grads = "local"
     process_group: dist.ProcessGroup | None = None
     crossover: int = 1024
@@ -71,7 +78,9 @@ class Distribution:
             value = getattr(self, key)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{key} must be a whole number above 0, got {value!r}")
-        for key in ("overlap_grad_reduce", "check_gradients", "strict"):
+        for key in self.__annotations__:
+            if self.__annotations__[key] is not bool:
+                continue
             value = getattr(self, key)
             if type(value) is not bool:
                 raise TypeError(f"{key} must be True or False, got {value!r}")
@@ -89,6 +98,10 @@ class Distribution:
 
         if self.buffers == "flat":
             self._check_flat()
+        elif self.overlap_param_gather:
+            raise ValueError('overlap_param_gather needs buffers="flat"')
+        if self.poison_early_reads and not self.overlap_param_gather:
+            raise ValueError("poison_early_reads concerns overlap_param_gather, which is off")
 
     def _check_flat(self) -> None:
         """Raise for what flat buffers do not go with."""

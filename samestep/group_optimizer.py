@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.apply import StepScalars, UpdateFunction, run_rule
+from samestep.buffers.in_flight import ParametersInFlight
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.groups import RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
@@ -61,6 +62,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None,
         update_rms: bool,
         distribution: Distribution,
+        model: nn.Module | None = None,
         order_of_use: Iterable[Tensor] = (),
     ) -> None:
         if max_grad_norm is not None:
@@ -79,6 +81,15 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._compile = compile
         self._reset_derived()
         self._reset_runner()
+        self._in_flight = ParametersInFlight()
+        model = params if isinstance(params, nn.Module) else model
+        if distribution.overlap_param_gather:
+            if model is None:
+                raise ValueError(
+                    "overlap_param_gather makes modules wait for their parameters: give the model "
+                    "instead of parameters or groups (groups= can sort its parameters)"
+                )
+            self._in_flight.watch(model)
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
@@ -184,6 +195,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             reduction.ranks,
             self._distribution,
             self._launch_order,
+            self._in_flight,
             reduction.divisor,
         )
 
@@ -315,6 +327,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         whole state goes to every rank, and for a moment about three times it is in memory: for
         checks and small models, not for saving large ones.
         """
+        self.wait_for_parameters()
         if self._rank_group is None:
             for group in self.param_groups:
                 for param in group["params"]:
@@ -349,9 +362,19 @@ class GroupOptimizer(torch.optim.Optimizer):
         have parameter names, these decide, not the order.
         """
         check_part(state_dict, self._part())
+        self.wait_for_parameters()
         load_state(self, super().load_state_dict, state_dict)
         for replicated in self._replicated:
             replicated.mend_replicas()
+
+    def wait_for_parameters(self) -> None:
+        """Return when all parameters have arrived that the last step sent on their way.
+
+        Before reading or changing parameters between a step and the next forward, where
+        `overlap_param_gather` is on; modules, `model.state_dict()` and `model.load_state_dict()`
+        wait by themselves. Not collective.
+        """
+        self._in_flight.wait_for_all()
 
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
@@ -376,5 +399,6 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._reset_runner()
             self._rank_group, self._replicated, self._reductions = None, [], {}
             self._launch_order = LaunchOrder()
+            self._in_flight = ParametersInFlight()
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

@@ -38,6 +38,8 @@ class DistributionOptions(TypedDict, total=False):
     reduction: str
     reduce_dtype: torch.dtype | None
     overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    poison_early_reads: bool
     grads: str
     process_group: Any
     crossover: int | str | Path
@@ -138,6 +140,7 @@ class MuonAdamW(RuleOptimizer):
             if name not in MuonAdamWOptions.__annotations__:
                 raise unknown_option(name, MuonAdamWOptions.__annotations__)
         distribution, given = _split_distribution(params, own_spelling(options))
+        model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
         rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
         if lr is not None:
@@ -184,6 +187,7 @@ class MuonAdamW(RuleOptimizer):
             update_rms=update_rms,
             compile=compile,
             distribution=distribution,
+            model=model,
             order_of_use=order_of_use,
         )
 

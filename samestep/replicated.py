@@ -6,11 +6,13 @@ whatever they own.
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from samestep.apply import Operand
+from samestep.buffers.in_flight import ParametersInFlight
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.buffers.parameters import FlatParameters
 from samestep.buffers.reduction import GradientReducer
@@ -53,6 +55,7 @@ class ReplicatedParameters(Placement):
         group: RankGroup,
         distribution: Distribution,
         order: LaunchOrder,
+        in_flight: ParametersInFlight,
         divisor: float | None = None,
     ) -> None:
         self.params = list(params)
@@ -81,7 +84,9 @@ class ReplicatedParameters(Placement):
             )
         self._flat: FlatParameters | None = None
         if distribution.buffers == "flat":
-            self._flat = FlatParameters(self.params, self.plan)
+            self._flat = FlatParameters(
+                self.params, self.plan, poison=distribution.poison_early_reads
+            )
         self.mend_replicas()
         divisor = group.size if divisor is None else divisor
         self.reducer = GradientReducer(params, self.plan, group, distribution, divisor, order)
@@ -90,7 +95,9 @@ class ReplicatedParameters(Placement):
             agrees=True,
             reduces=distribution.grads == "local",
             overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
+            defers=distribution.overlap_param_gather and in_flight.all_watched(self.params),
         )
+        self._in_flight = in_flight
         self._presence = PresenceAgreement([spec.name for spec in specs], group, self.device)
         self._present: list[bool | Tensor] = []
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
@@ -232,7 +239,7 @@ class ReplicatedParameters(Placement):
             return
         sizes, whole = bucket.segment_sizes, None
         if self._flat is not None:
-            whole = self._flat.buckets[number]
+            whole = self._flat.room(number)
             segment = torch.split(whole, sizes)[self.group.rank]
         else:
             owned = self._owned(bucket).pieces
@@ -242,6 +249,9 @@ class ReplicatedParameters(Placement):
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
         name = f"gather of bucket {number}"
         self._gathers[number] = gather_segments(name, segment, sizes, self.group, into=whole)
+        if self.shape.defers:
+            members = [self.params[index] for index in bucket.params]
+            self._in_flight.add(members, partial(self.place, number))
 
     def place(self, number: int) -> None:
         """Copy what the others updated into place."""
@@ -249,7 +259,8 @@ class ReplicatedParameters(Placement):
             return
         arrived = self._gathers.pop(number).wait()
         if self._flat is not None:
-            return  # it has arrived in place
+            self._flat.arrived(number)
+            return
         for rank, segment in enumerate(self.plan.buckets[number].segments):
             if rank != self.group.rank:
                 for piece, part in segment.parts(arrived[rank]):

@@ -76,6 +76,7 @@ class RuleOptimizer(GroupOptimizer):
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
         self._inverse_scale = inverse_scale
         self._verdict = Verdict()
+        self.wait_for_parameters()
         self._sizes = UpdateSizes(len(self.param_groups)) if self._update_rms else None
         problem = self._find_problem()
         self._placements = [*self._replicated] or [LocalParameters(self.param_groups, self._blocks)]

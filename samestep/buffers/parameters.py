@@ -12,8 +12,10 @@ from samestep.plan.sharding import ShardingPlan
 class FlatParameters:
     """Parameters as views of one buffer per dtype; `buckets[number]` is (size,), gaps included."""
 
-    def __init__(self, params: Sequence[Tensor], plan: ShardingPlan) -> None:
+    def __init__(self, params: Sequence[Tensor], plan: ShardingPlan, *, poison: bool) -> None:
         self._params = params
+        self._poison = poison
+        self._rooms: dict[int, Tensor] = {}
         self.buckets: list[Tensor] = [torch.empty(0)] * len(plan.buckets)
         for dtype in dict.fromkeys(bucket.dtype for bucket in plan.buckets):
             numbers = [i for i, bucket in enumerate(plan.buckets) if bucket.dtype == dtype]
@@ -39,3 +41,18 @@ class FlatParameters:
             if view is not None and param.data_ptr() != view.data_ptr():
                 view.copy_(param)
                 param.data = view
+
+    def room(self, number: int) -> Tensor:
+        """Where a bucket is gathered: in place, or elsewhere to show reads that come too early."""
+        bucket = self.buckets[number]
+        if not self._poison:
+            return bucket
+        self._rooms[number] = bucket.clone()
+        bucket.fill_(torch.nan)
+        return self._rooms[number]
+
+    @torch.no_grad()
+    def arrived(self, number: int) -> None:
+        """The gather of a bucket is over."""
+        if number in self._rooms:
+            self.buckets[number].copy_(self._rooms.pop(number))

@@ -4,6 +4,7 @@
 
 Reductions are all started first (by backward, where they overlap with it). Updates
 go in waves: while a wave is computed, the parameters of the wave before are on their way.
+Where gathers overlap with the next forward, nothing is placed here.
 """
 
 from collections.abc import Sequence
@@ -96,6 +97,7 @@ class PlacementShape(NamedTuple):
     agrees: bool  # on presence, with other ranks
     reduces: bool
     overlaps: bool = False  # reductions may have begun inside backward
+    defers: bool = False  # gathers are waited for by the next forward
 
 
 def step_schedule(
@@ -115,6 +117,8 @@ def step_schedule(
     operations = reduce + agree if late else agree + reduce
     if clip:  # the norm needs every gradient
         operations += [Average(bucket) for bucket in buckets] + [Clip()]
+    if any(placement.defers for placement in placements):
+        buckets.reverse()  # what forward uses first is on its way first
     before: tuple[BucketId, ...] = ()
     for wave in _waves(placements, buckets, waves):
         operations += [Average(bucket) for bucket in wave if not clip]
@@ -122,7 +126,7 @@ def step_schedule(
         shared = tuple(bucket for bucket in wave if placements[bucket.placement].agrees)
         operations += [Gather(bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
-        before = shared
+        before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
     if measure:
         operations.append(Measure())
     return (*operations, *(Place(bucket) for bucket in before))

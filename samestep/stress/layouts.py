@@ -63,5 +63,15 @@ for _layout in (
         "flat_zero2, reduced inside backward",
         {"buffers": "flat", "sharding": "zero2", "overlap_grad_reduce": True},
     ),
+    Layout(
+        "flat_gather_overlap",
+        "flat_zero2_overlap, gathered while the next forward runs",
+        {
+            "buffers": "flat",
+            "sharding": "zero2",
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
 ):
     register(_layout)

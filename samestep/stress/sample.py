@@ -40,6 +40,7 @@ class Ending:
 def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Sample:
     """Collective: the state of a parameter may be spread over ranks."""
     recorder.stop()  # sampling is no part of the run
+    training.optimizer.wait_for_parameters()
     params = {n: p.detach().cpu().clone() for n, p in training.model.named_parameters()}
     state = {
         name: {key: value.cpu() for key, value in entries.items()}

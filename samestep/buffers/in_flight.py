@@ -1,0 +1,69 @@
+"""Parameters that are still on their way when the step is over, and who waits for them."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class ParametersInFlight:
+    """Gathers that nobody has waited for yet.
+
+    Modules that are watched wait before they run, are saved or are loaded into. Everyone else
+    who reads or writes parameters between steps calls `wait_for_all` first.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: dict[Tensor, Callable[[], None]] = {}
+        self._watched: set[Tensor] = set()
+
+    def watch(self, model: nn.Module) -> None:
+        """From now on the modules of a model wait for their own parameters."""
+        for module in model.modules():
+            own = list(module.parameters(recurse=False))
+            if own:
+                wait = _WaitForOwn(self)
+                module.register_forward_pre_hook(wait, prepend=True)
+                module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
+                self._watched.update(own)
+
+    def all_watched(self, params: Iterable[Tensor]) -> bool:
+        """Whether some module waits for each of them."""
+        return self._watched.issuperset(params)
+
+    def add(self, params: Iterable[Tensor], arrive: Callable[[], None]) -> None:
+        """These are on their way until `arrive` was called; calling it again does nothing."""
+        self._arrivals.update(dict.fromkeys(params, arrive))
+
+    def wait_for(self, params: Iterable[Tensor]) -> None:
+        """Return when these have arrived."""
+        if self._arrivals:
+            for param in params:
+                arrive = self._arrivals.pop(param, None)
+                if arrive is not None:
+                    arrive()
+
+    def wait_for_all(self) -> None:
+        """Return when nothing is on its way."""
+        self.wait_for(list(self._arrivals))
+
+
+class _WaitForOwn:
+    """A hook of a module. A copy of the model has none; the original's are not saved with it."""
+
+    def __init__(self, in_flight: ParametersInFlight) -> None:
+        self._in_flight = in_flight
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, module: nn.Module, *_: object) -> None:
+        self._in_flight.wait_for(module.parameters(recurse=False))
+
+    def __reduce__(self) -> Any:
+        return _Nothing, ()
+
+
+class _Nothing:
+    def __call__(self, *_: object) -> None:
+        """The copied or loaded model belongs to no optimizer."""

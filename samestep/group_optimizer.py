@@ -255,7 +255,9 @@ class GroupOptimizer(torch.optim.Optimizer):
         return GroupReduction(own, divisor)
 
     def _refuse_unsupported(self, index: int, group: Group) -> None:
-        """Only real floating parameters."""
+        """Only real floating parameters, and the fused kernel only where it is."""
+        if group.get("fused") and self._compile:
+            raise ValueError("fused=True and compile exclude each other: leave one of them out")
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             if hasattr(param, "device_mesh"):
                 raise ValueError(
@@ -267,6 +269,11 @@ class GroupOptimizer(torch.optim.Optimizer):
                     f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
                     f"support {'complex' if param.is_complex() else 'integer or boolean'} "
                     "parameters; leave it out or freeze it"
+                )
+            if group.get("fused") and param.device.type != "cpu":
+                raise ValueError(
+                    f"fused=True is for parameters on CPU, and {name!r} is on {param.device.type}: "
+                    "compile=True does the same there"
                 )
 
     def _plan(self, index: int, group: Group) -> None:

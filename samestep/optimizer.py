@@ -82,6 +82,7 @@ class MuonAdamWOptions(MuonOptions, total=False):
     betas: tuple[float, float]
     eps: float
     amsgrad: bool
+    fused: bool
     matrix_lr: float | Tensor
     embedding_lr: float | Tensor
     unembedding_lr: float | Tensor
@@ -107,7 +108,7 @@ class MuonAdamW(RuleOptimizer):
             copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
         weight_decay, maximize: for both rules (default decay 0.1).
-        betas, eps, amsgrad: AdamW's (defaults (0.9, 0.95), 1e-8, False).
+        betas, eps, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, False, False).
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
         preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
@@ -233,6 +234,7 @@ class Muon(RuleOptimizer):
 class AdamW(RuleOptimizer):
     """AdamW for every parameter: the numbers of `torch.optim.AdamW`, bit for bit in fp32 on CPU.
 
+    With `fused=True` those of torch's fused form, in about half the time; for parameters on CPU.
     16-bit parameters keep fp32 moments, unlike torch's. A tensor `lr` is copied for each group.
     """
 
@@ -246,6 +248,7 @@ class AdamW(RuleOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        fused: bool = False,
         master_weights: bool = False,
         max_grad_norm: float | None = None,
         update_rms: bool = False,
@@ -258,7 +261,7 @@ class AdamW(RuleOptimizer):
         distribution, _ = _split_distribution(params, dict(options))
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": amsgrad, "maximize": maximize,
+            "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
         }  # fmt: skip
         super().__init__(
             params,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from samestep.rules import checks
+from samestep.rules.fused_adamw import fused_adamw_
 from samestep.rules.rule import Options, Shape, Update
 
 
@@ -18,7 +19,8 @@ class AdamWRule:
     v <- beta2 v + (1 - beta2) g^2
     p <- p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    With `amsgrad` the largest v so far stands for v in the last line.
+    With `amsgrad` the largest v so far stands for v in the last line. `fused` does all in one pass
+    over memory, on CPU, as torch's own does: about twice as fast, other by rounding.
     """
 
     name = "adamw"
@@ -29,6 +31,7 @@ class AdamWRule:
         "eps": 1e-8,
         "weight_decay": 0.01,
         "amsgrad": False,
+        "fused": False,
     }
     schedulable = frozenset({"lr", "betas", "eps", "weight_decay"})
 
@@ -39,6 +42,7 @@ class AdamWRule:
         checks.not_negative("eps", options["eps"])
         checks.not_negative("weight_decay", options["weight_decay"])
         checks.boolean("amsgrad", options["amsgrad"])
+        checks.boolean("fused", options["fused"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
         """Give the numbers that a schedule may change."""
@@ -96,6 +100,8 @@ def _step(
     on_host = param.device.type == "cpu" and not torch.compiler.is_compiling()
     if on_host:  # Python's arithmetic costs a tenth of that among 0-D tensors: the same result
         numbers = {key: value.item() for key, value in numbers.items()}
+    if options["fused"]:
+        return _fused_step(param, grad, {**state, "step": step}, numbers, in_place=in_place)
     count, lr, beta1, beta2 = (numbers[key] for key in ("step", "lr", "beta1", "beta2"))
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
     exp_avg = torch.lerp(exp_avg, grad, _in_dtype(1 - beta1, grad), out=into(exp_avg))
@@ -117,6 +123,29 @@ def _step(
     else:
         new_param.addcdiv_(exp_avg * -step_size, denominator)
     return Update(new_param, new_state, lambda: exp_avg / (denominator * correction1))
+
+
+def _fused_step(
+    param: Tensor,
+    grad: Tensor,
+    state: Mapping[str, Tensor],
+    numbers: dict[str, Any],
+    *,
+    in_place: bool,
+) -> Update:
+    if not in_place:
+        param = param.clone()
+        state = {key: value if key == "step" else value.clone() for key, value in state.items()}
+    count = numbers.pop("step")
+    fused_adamw_(param, grad, state, **numbers)
+    correction1, correction2 = 1 - numbers["beta1"] ** count, 1 - numbers["beta2"] ** count
+    second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
+
+    def direction() -> Tensor:
+        denominator = second_moment.sqrt().div_(correction2**0.5).add_(numbers["eps"])
+        return state["exp_avg"] / denominator.mul_(correction1)
+
+    return Update(param, dict(state), direction)
 
 
 def _add_product(into: Tensor, left: Tensor, factor: Any, right: Tensor) -> None:

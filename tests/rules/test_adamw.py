@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -345,3 +347,62 @@ def test_a_parameter_equals_its_slices_bit_for_bit(name, dtype, views):
     for key in ("exp_avg", "exp_avg_sq"):
         joined = torch.cat([pieces_opt.state[p][key] for p in pieces])
         assert torch.equal(joined, opt.state[whole][key])
+
+
+# --- one pass ------------------------------------------------------------------------------------
+
+
+@options
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_fused_is_torchs_fused(name, dtype):
+    ours = [torch.nn.Parameter(draw(s, dtype, i)) for i, s in enumerate(SHAPES)]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    torch_opt = torch.optim.AdamW(theirs, fused=True, **OPTIONS[name])
+    opt = samestep.AdamW(ours, fused=True, **OPTIONS[name])
+    for step in range(20):
+        for i, (p, q) in enumerate(zip(ours, theirs, strict=True)):
+            q.grad = gradient(p.shape, step, i, dtype)
+            p.grad = q.grad.clone()
+        opt.step()
+        torch_opt.step()
+    assert_same_state(opt, ours, torch_opt, theirs)
+
+
+def test_fused_in_parts_with_measures_and_with_strides_has_the_same_bits():
+    values = draw((1013, 3))
+    cuts = (0, 1, 7, 64, 500, 1013)
+
+    def trained(params, grads_of, **extra):
+        opt = samestep.AdamW(params, lr=0.01, fused=True, **extra)
+        for step in range(5):
+            for p, g in zip(params, grads_of(gradient(values.shape, step)), strict=True):
+                p.grad = g.clone()
+            opt.step()
+        return torch.cat([p.detach() for p in params])
+
+    def parts(whole):
+        return [whole[a:b] for a, b in pairwise(cuts)]
+
+    expected = trained([torch.nn.Parameter(values.clone())], lambda g: [g])
+    cut = trained([torch.nn.Parameter(part.clone()) for part in parts(values)], parts)
+    measured = trained([torch.nn.Parameter(values.clone())], lambda g: [g], update_rms=True)
+    strided = trained([torch.nn.Parameter(values.t().contiguous().t())], lambda g: [g])
+    assert torch.equal(cut, expected)
+    assert torch.equal(measured, expected)
+    assert torch.equal(strided, expected)
+    plain = samestep.AdamW([torch.nn.Parameter(values.clone())], lr=0.01)
+    (p,) = plain.param_groups[0]["params"]
+    for step in range(5):
+        p.grad = gradient(values.shape, step)
+        plain.step()
+    assert 0 < (p - expected).abs().max() < 1e-6
+
+
+def test_fused_is_not_loaded_and_not_compiled():
+    params = [torch.nn.Parameter(draw((4, 3)))]
+    torch_opt = torch.optim.AdamW(params, lr=0.1)
+    opt = samestep.AdamW(params, fused=True)
+    opt.load_state_dict(torch_opt.state_dict())  # where it is None
+    assert opt.param_groups[0]["fused"] is True
+    with pytest.raises(ValueError, match="fused=True and compile"):
+        samestep.AdamW(params, fused=True, compile=True)

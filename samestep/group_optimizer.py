@@ -15,7 +15,6 @@ from samestep.comm.groups import RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
-from samestep.local import LocalParameters
 from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
@@ -324,32 +323,6 @@ class GroupOptimizer(torch.optim.Optimizer):
             return ""
         text = "\n".join(line for shared in self._replicated for line in shared.plan.lines())
         return hashlib.sha256(text.encode()).hexdigest()
-
-    @torch.no_grad()
-    def whole_state(self) -> dict[str, State]:
-        """The state of every parameter by name, as one process would keep it, on every rank.
-
-        Collective: all ranks call it, between steps. Each gets copies of its own, put together
-        from the pieces of all; what every rank has does not travel and is this rank's own. The
-        whole state goes to every rank, and for a moment about three times it is in memory: for
-        checks and small models, not for saving large ones.
-        """
-        self.wait_for_parameters()
-        if self._rank_group is None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self._keep_state_beside(param, group)
-        placements: list[Placement] = [*self._replicated]
-        if not placements:
-            placements.append(LocalParameters(self.param_groups, self._blocks))
-        # All that travels is on its way before anything can raise.
-        gathers = [p.gather_state(self.state, self.param_groups) for p in placements]
-        by_param = {param: state for finish in gathers for param, state in finish().items()}
-        return {
-            name: by_param[param]
-            for index, group in enumerate(self.param_groups)
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
-        }
 
     @property
     def ranks(self) -> RankGroup | None:

@@ -105,19 +105,21 @@ def gather_whole(
     state: Mapping[Tensor, State],
     groups: Sequence[Group],
     group: RankGroup,
+    wanted: Iterable[int],
 ) -> Callable[[], dict[Tensor, State]]:
-    """Start gathering the state of all pieces, in one gather per dtype.
+    """Start gathering the state of the wanted parameters' pieces, in one gather per dtype.
 
     What it gives waits for that, and gives new tensors as one process would have them. What
     every rank has does not travel: that is this rank's own.
     """
-    owners = _owners(plan)
+    owners, indices = _owners(plan), list(wanted)
     keys = [list(state[param]) for param in params]
     layouts = [StateLayout(plan, rank, keys, groups) for rank in range(group.size)]
     travels: dict[torch.dtype, list[tuple[int, str]]] = {}
-    for index, param in enumerate(params):
+    for index in indices:
         if owners[index]:
-            travels.setdefault(math_dtype(param), []).extend((index, key) for key in keys[index])
+            entries = travels.setdefault(math_dtype(params[index]), [])
+            entries.extend((index, key) for key in keys[index])
     gathers = {}
     for dtype, entries in travels.items():
         mine = torch.cat([state[params[index]][key] for index, key in entries])
@@ -129,7 +131,7 @@ def gather_whole(
         for rank, layout in enumerate(layouts):
             theirs: dict[int, State] = {}
             if rank == group.rank:
-                theirs = {i: state[param] for i, param in enumerate(params) if not owners[i]}
+                theirs = {i: state[params[i]] for i in indices if not owners[i]}
             for dtype, entries in travels.items():
                 sizes = [layout.sizes[index][key] for index, key in entries]
                 parts = torch.split(arrived[dtype][rank], sizes)
@@ -140,7 +142,20 @@ def gather_whole(
                     views = layout.views(piece, theirs[piece.param])
                     yield _Held(group.members[rank], piece, views)
 
-    return lambda: _put_together(params, plan.params, keys, groups, held())
+    return lambda: _put_together(params, plan.params, keys, groups, indices, held())
+
+
+def piece_of_state(
+    piece: Piece, spec: ParamSpec, group: Group, key: str, whole: Mapping[str, Tensor]
+) -> Tensor:
+    """A piece's part of a parameter's whole state: the opposite of putting it together."""
+    if piece.block is not None:
+        assert spec.blocks is not None
+        views = block_states(rule_of(group), dict(whole), spec.blocks, group)
+        return views[spec.blocks.index(piece.block)][key]
+    if whole[key].ndim == 0 and key != MASTER:
+        return whole[key]  # a number that every piece has
+    return whole[key].reshape(-1)[piece.start : piece.stop]
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:
@@ -158,17 +173,19 @@ def _put_together(
     specs: Sequence[ParamSpec],
     keys: Sequence[Sequence[str]],
     groups: Sequence[Group],
+    wanted: Sequence[int],
     pieces: Iterable[_Held],
 ) -> dict[Tensor, State]:
     """The state of whole parameters; raises if numbers that each piece has are not the same."""
-    whole: list[State] = []
+    whole: dict[int, State] = {}
     block_views: dict[tuple[int, Block], State] = {}
-    for index, (param, spec) in enumerate(zip(params, specs, strict=True)):
+    for index in wanted:
+        param, spec = params[index], specs[index]
         group = groups[spec.group]
         state = initial_state(rule_of(group), param, spec.blocks, group, master_weights=False)
         if MASTER in keys[index]:
             state[MASTER] = torch.zeros(param.shape, dtype=math_dtype(param), device=param.device)
-        whole.append(state)
+        whole[index] = state
         blocks = spec.blocks or ()
         views = block_states(rule_of(group), state, blocks, group)
         block_views |= {(index, b): view for b, view in zip(blocks, views, strict=True)}
@@ -184,7 +201,7 @@ def _put_together(
     _require_same_numbers(specs, numbers)
     for (index, key), by_piece in numbers.items():
         whole[index][key].copy_(by_piece[0][1])
-    return dict(zip(params, whole, strict=True))
+    return {params[index]: state for index, state in whole.items()}
 
 
 def _require_same_numbers(

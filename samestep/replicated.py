@@ -14,11 +14,11 @@ from torch import Tensor
 from samestep.apply import Operand
 from samestep.buffers.in_flight import ParametersInFlight
 from samestep.buffers.launch_order import LaunchOrder
-from samestep.buffers.parameters import FlatParameters
+from samestep.buffers.parameters import FlatParameters, overlapping
 from samestep.buffers.reduction import GradientReducer
 from samestep.comm.agreement import broadcast_from_first, differing, require_same_lines
 from samestep.comm.checksum import checksums
-from samestep.comm.collectives import Pending, gather_segments
+from samestep.comm.collectives import Pending, gather_segments, maximum
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
@@ -27,6 +27,7 @@ from samestep.piece_state import (
     StateEntry,
     StateLayout,
     gather_whole,
+    piece_of_state,
     piece_shape,
     state_alike,
 )
@@ -71,6 +72,10 @@ class ReplicatedParameters(Placement):
         ]
         lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *option_lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
+        shared = []
+        if distribution.buffers == "flat":
+            shared = [specs[index].name for index in overlapping(self.params)]
+            lines.append(f"in the same memory: {shared}")
         require_same_lines("plan", lines, group, self.device)
         if strided:  # raised by all ranks or by none
             raise ValueError(
@@ -81,6 +86,12 @@ class ReplicatedParameters(Placement):
             raise ValueError(
                 f"parameter {elsewhere[0]}, others on {self.device.type}: parameters that ranks "
                 "share must be on one device"
+            )
+        if shared:
+            raise ValueError(
+                f"parameters {shared[0]!r} and {shared[1]!r} lie in the same memory, and flat "
+                "buffers would part them: make them one parameter (tied weights), or take "
+                'buffers="per_parameter"'
             )
         self._flat: FlatParameters | None = None
         if distribution.buffers == "flat":
@@ -98,7 +109,8 @@ class ReplicatedParameters(Placement):
             defers=distribution.overlap_param_gather and in_flight.all_watched(self.params),
         )
         self._in_flight = in_flight
-        self._presence = PresenceAgreement([spec.name for spec in specs], group, self.device)
+        self._names = [spec.name for spec in specs]
+        self._presence = PresenceAgreement(self._names, group, self.device)
         self._present: list[bool | Tensor] = []
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
@@ -141,10 +153,7 @@ class ReplicatedParameters(Placement):
             }
             for param, sizes in zip(self.params, self._layout.sizes, strict=True)
         }
-        for piece in self._layout.spans:
-            views = self._layout.views(piece, state[self.params[piece.param]])
-            if MASTER in views:
-                views[MASTER].copy_(self._view(piece))
+        self.refresh_masters(state)
         return state
 
     def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
@@ -152,10 +161,54 @@ class ReplicatedParameters(Placement):
         return state_alike(self.plan, self.params, self._layout, state, self.group)
 
     def gather_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Tensor | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
-        return gather_whole(self.plan, self.params, state, groups, self.group)
+        wanted = range(len(self.params)) if only is None else [self._index(only)]
+        return gather_whole(self.plan, self.params, state, groups, self.group, wanted)
+
+    def put_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's pieces of a parameter's state out of the whole."""
+        index = self._index(param)
+        spec = self.plan.params[index]
+        for piece in self._layout.spans:
+            if piece.param == index:
+                part = piece_of_state(piece, spec, groups[spec.group], key, whole)
+                self._layout.views(piece, state[param])[key].copy_(part)
+
+    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
+        """Take the parameters for their master copies."""
+        for piece in self._layout.spans:
+            views = self._layout.views(piece, state[self.params[piece.param]])
+            if MASTER in views:
+                views[MASTER].copy_(self._view(piece))
+
+    def full_gradient(self, name: str) -> Tensor | None:
+        """The mean of the rounds so far, for a parameter; None if no rank has a gradient."""
+        index = self._names.index(name)
+        here = torch.tensor([self.reducer.here[index]], dtype=torch.int64, device=self.device)
+        mean = self.reducer.mean_of(index)
+        present = bool(maximum(f"presence of {name}", here, self.group).wait())
+        return mean.view(self.params[index].shape) if present else None
+
+    def set_full_gradient(self, name: str, value: Tensor) -> None:
+        """Put a gradient in place of the mean of the rounds so far."""
+        index = self._names.index(name)
+        self.reducer.set_mean_of(index, value.reshape(-1))
+        self.reducer.here[index] = True
+
+    def _index(self, param: Tensor) -> int:
+        return next(i for i, other in enumerate(self.params) if other is param)
 
     # --- the step, operation by operation ------------------------------------------------
 

@@ -11,8 +11,8 @@ from samestep.apply import Operand, stacks, update_blocks, update_elementwise
 from samestep.comm.collectives import CollectiveError, total
 from samestep.comm.executor import execute
 from samestep.comm.presence import Problem
+from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
-from samestep.group_optimizer import GroupOptimizer
 from samestep.local import LocalParameters
 from samestep.metrics import UpdateSizes, present_counts
 from samestep.param_groups import LAYOUT_KEYS, rule_of
@@ -40,7 +40,7 @@ class Verdict(NamedTuple):
     skip: bool = False
 
 
-class RuleOptimizer(GroupOptimizer):
+class RuleOptimizer(FullValues):
     """Applies to each parameter the rule of its group."""
 
     @overload

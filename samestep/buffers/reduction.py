@@ -239,13 +239,56 @@ class GradientReducer:
         assert result is not None
         self._sums[number] = None
         bucket = self._plan.buckets[number]
-        if bucket.replicated and self._policy.reduction == "ordered":
+        if bucket.replicated and self._spreads(bucket):
             # Not sooner: ranks wait for their reductions at different times, and collectives
             # must be launched in one order.
             sizes = self._segment_sizes(bucket)
             name = f"sums of bucket {number}"
             result = torch.cat(gather_segments(name, result, sizes, self._group).wait())
         return result.div_(self._divisor)
+
+    def mean_of(self, index: int) -> Tensor:
+        """The mean gradient of a parameter over the rounds so far: (numel,). Collective."""
+        mean = torch.zeros(
+            self._params[index].numel(),
+            dtype=torch.promote_types(self._params[index].dtype, torch.float32),
+            device=self._params[index].device,
+        )
+        for number in self._buckets_of(index):
+            bucket, kept = self._plan.buckets[number], self._sums[number]
+            assert kept is not None
+            if self._spreads(bucket):
+                sizes = self._segment_sizes(bucket)
+                parts = gather_segments(f"sums of bucket {number}", kept, sizes, self._group)
+                kept = torch.cat(parts.wait())
+            for piece, start in bucket.places():
+                if piece.param == index:
+                    part = kept[start : start + piece.size]
+                    mean[piece.start : piece.stop] = part / self._divisor
+        return mean
+
+    def set_mean_of(self, index: int, mean: Tensor) -> None:
+        """Put a mean in place of that of the rounds so far, in this rank's part."""
+        for number in self._buckets_of(index):
+            bucket, kept = self._plan.buckets[number], self._sums[number]
+            assert kept is not None
+            first = 0
+            if self._spreads(bucket):
+                first = sum(self._segment_sizes(bucket)[: self._group.rank])
+            for piece, place in bucket.places():
+                if piece.param == index:
+                    start = max(place, first)
+                    stop = min(place + piece.size, first + kept.numel())
+                    if start < stop:
+                        part = mean[piece.start + start - place : piece.start + stop - place]
+                        kept[start - first : stop - first] = part * self._divisor
+
+    def _spreads(self, bucket: Bucket) -> bool:
+        """Whether each rank has the sum of its segment only."""
+        return not bucket.replicated or self._policy.reduction == "ordered"
+
+    def _buckets_of(self, index: int) -> range:
+        return range(self._first_bucket[index], self._last_bucket[index] + 1)
 
     def _segment_sizes(self, bucket: Bucket) -> list[int]:
         """Elements each rank adds up; a replicated bucket is spread evenly for that."""

@@ -62,12 +62,9 @@ def places(plan: ShardingPlan) -> list[Place | None]:
     """Where each parameter lies; None for one without elements."""
     found: list[Place | None] = [None] * len(plan.params)
     for number, bucket in enumerate(plan.buckets):
-        base = 0
-        for segment in bucket.segments:
-            for piece, start in zip(segment.pieces, segment.starts, strict=True):
-                if found[piece.param] is None:
-                    found[piece.param] = Place(number, base + start - piece.start)
-            base += segment.size
+        for piece, start in bucket.places():
+            if found[piece.param] is None:
+                found[piece.param] = Place(number, start - piece.start)
     return found
 
 

@@ -7,7 +7,7 @@ it owns. A reduction gives each rank the sum of its segment, a gather gives ever
 segments. Segments may differ in length and may be empty.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple
@@ -95,6 +95,14 @@ class Bucket(NamedTuple):
     def size(self) -> int:
         """Elements in all, gaps included."""
         return sum(segment.size for segment in self.segments)
+
+    def places(self) -> Iterator[tuple[Piece, int]]:
+        """Every piece, and where it starts in the bucket."""
+        base = 0
+        for segment in self.segments:
+            for piece, start in zip(segment.pieces, segment.starts, strict=True):
+                yield piece, base + start
+            base += segment.size
 
     @property
     def params(self) -> list[int]:

@@ -33,8 +33,12 @@ class Distribution:
     poison_early_reads: parameters that are on their way are NaN until they are waited for, so that
         a read that comes too early shows. For finding a fault: it costs a copy.
     grads: "local" gradients are averaged here; "reduced" ones already were, by DDP.
-    process_group: the ranks that hold a replica; default: all. A group dict may have its own,
-        and a "divisor" beside it.
+    grad_dtype: the dtype of gradients and of their accumulation, such as float32 for bfloat16
+        parameters; default: that of the parameter. Set through `Tensor.grad_dtype`.
+    process_group: the ranks that share state and updates; default: all. A group dict may have its
+        own, and a "divisor" beside it.
+    outer_group: ranks that do the same in other process groups, one of each: gradients are averaged
+        over these too (reduce-scatter inside, all-reduce of this rank's part outside).
     crossover: parameters with fewer elements are updated by every rank. A number, or the
         receipt that `samestep bench crossover` wrote.
     bucket_size: elements that travel together.
@@ -54,7 +58,9 @@ class Distribution:
     overlap_param_gather: bool = False
     poison_early_reads: bool = False
     grads: Grads = "local"
+    grad_dtype: torch.dtype | None = None
     process_group: dist.ProcessGroup | None = None
+    outer_group: dist.ProcessGroup | None = None
     crossover: int = 1024
     bucket_size: int = 25 * (1 << 18)  # 25 MiB in fp32, as DDP
     waves: int = 4
@@ -84,16 +90,27 @@ class Distribution:
             value = getattr(self, key)
             if type(value) is not bool:
                 raise TypeError(f"{key} must be True or False, got {value!r}")
+        for key in ("reduce_dtype", "grad_dtype"):
+            value = getattr(self, key)
+            if value is not None and not (
+                isinstance(value, torch.dtype) and value.is_floating_point
+            ):
+                raise TypeError(f"{key} must be a floating torch.dtype, got {value!r}")
         dtype, ratio = self.reduce_dtype, self.max_state_ratio
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"reduce_dtype must be a floating torch.dtype, got {dtype!r}")
+        if self.outer_group is not None and self.process_group is None:
+            raise ValueError(
+                "outer_group averages over several process groups: give process_group= too, the "
+                "ranks that share this rank's state"
+            )
         if ratio is not None and not (isinstance(ratio, int | float) and ratio >= 1):
             raise ValueError(f"max_state_ratio must be a number from 1 on, got {ratio!r}")
-        if self.grads == "reduced" and (self.overlap_grad_reduce or dtype is not None):
+        if self.grads == "reduced" and (
+            self.overlap_grad_reduce or dtype is not None or self.outer_group is not None
+        ):
             raise ValueError(
-                "overlap_grad_reduce and reduce_dtype concern gradients that are averaged here, "
-                'and grads="reduced" says (or a DistributedDataParallel model implies) that they '
-                "already were: leave them out, or unwrap the model"
+                "overlap_grad_reduce, reduce_dtype and outer_group concern gradients that are "
+                'averaged here, and grads="reduced" says (or a DistributedDataParallel model '
+                "implies) that they already were: leave them out, or unwrap the model"
             )
 
         if self.buffers == "flat":
@@ -123,5 +140,5 @@ class Distribution:
 
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""
-        own = ("process_group",)  # each rank has its handle
+        own = ("process_group", "outer_group")  # each rank has its handle
         return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from samestep.apply import StepScalars, UpdateFunction, run_rule
 from samestep.buffers.in_flight import ParametersInFlight
 from samestep.buffers.launch_order import LaunchOrder
-from samestep.comm.groups import RankGroup, rank_group, registry
+from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
@@ -33,7 +33,7 @@ from samestep.placement import Placement
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
-from samestep.sharing import GroupReduction, plan_members
+from samestep.sharing import plan_members
 from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
@@ -71,6 +71,14 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._update_rms = update_rms
         self._distribution = distribution
         self._rank_group = rank_group(distribution.process_group)
+        self._outer_group = None
+        if distribution.outer_group is not None:
+            self._outer_group = registry.of(distribution.outer_group)
+            if self._rank_group is None:
+                raise ValueError(
+                    "process_group has one rank, so there is nothing to share inside it: leave it "
+                    "and outer_group out"
+                )
         self._replicated: list[ReplicatedParameters] = []
         self._launch_order = LaunchOrder()
         self._reductions: dict[int, GroupReduction] = {}
@@ -156,9 +164,10 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Plan how ranks share the parameters of some groups, and make their state."""
         if self._rank_group is None:
             return
-        together: dict[GroupReduction, list[int]] = {GroupReduction(self._rank_group): []}
+        usual = GroupReduction(self._rank_group, outer=self._outer_group)
+        together: dict[GroupReduction, list[int]] = {usual: []}
         for index in indices:
-            reduction = self._reductions.get(index, GroupReduction(self._rank_group))
+            reduction = self._reductions.get(index, usual)
             together.setdefault(reduction, []).append(index)
         planned = []
         for reduction, alike in together.items():
@@ -191,11 +200,10 @@ class GroupOptimizer(torch.optim.Optimizer):
             params,
             specs,
             own + lines,
-            reduction.ranks,
+            reduction,
             self._distribution,
             self._launch_order,
             self._in_flight,
-            reduction.divisor,
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -246,6 +254,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         with naming_group(index):
             if self._rank_group is None:
                 raise ValueError("process_group and divisor need other ranks, and there are none")
+            if self._outer_group is not None:
+                raise ValueError("process_group and divisor of a group exclude outer_group")
             if divisor is not None:
                 checks.positive("divisor", divisor)
             if self._distribution.grads == "reduced":
@@ -280,8 +290,11 @@ class GroupOptimizer(torch.optim.Optimizer):
         cut = blocks_of_group(group, parameter_names(group, index))
         self._blocks.update(zip(group["params"], cut, strict=True))
         self._planned_options[index] = options_of(group)
+        grad_dtype = self._distribution.grad_dtype
         for param in group["params"]:
             self._made_for[param] = (param.shape, math_dtype(param))
+            if grad_dtype is not None and param.grad_dtype != grad_dtype:
+                param.grad_dtype = grad_dtype
 
     def _reset_derived(self) -> None:
         """Forget what is derived from the groups: it is never saved or copied."""

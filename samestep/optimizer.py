@@ -41,7 +41,9 @@ class DistributionOptions(TypedDict, total=False):
     overlap_param_gather: bool
     poison_early_reads: bool
     grads: str
+    grad_dtype: torch.dtype | None
     process_group: Any
+    outer_group: Any
     crossover: int | str | Path
     bucket_size: int
     waves: int

@@ -19,7 +19,7 @@ from samestep.buffers.reduction import GradientReducer
 from samestep.comm.agreement import broadcast_from_first, differing, require_same_lines
 from samestep.comm.checksum import checksums
 from samestep.comm.collectives import Pending, gather_segments, maximum
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
 from samestep.param_groups import Group, rule_of
@@ -53,14 +53,15 @@ class ReplicatedParameters(Placement):
         params: Sequence[Tensor],
         specs: Sequence[ParamSpec],
         option_lines: Sequence[str],
-        group: RankGroup,
+        reduction: GroupReduction,
         distribution: Distribution,
         order: LaunchOrder,
         in_flight: ParametersInFlight,
-        divisor: float | None = None,
     ) -> None:
+        group, divisor, outer = reduction
         self.params = list(params)
         self.group = group
+        self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
         self.plan = _planned(specs, group.size, distribution)
         self.device = self.params[0].device
@@ -76,7 +77,8 @@ class ReplicatedParameters(Placement):
         if distribution.buffers == "flat":
             shared = [specs[index].name for index in overlapping(self.params)]
             lines.append(f"in the same memory: {shared}")
-        require_same_lines("plan", lines, group, self.device)
+        for ranks in self._groups:
+            require_same_lines("plan", lines, ranks, self.device)
         if strided:  # raised by all ranks or by none
             raise ValueError(
                 f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
@@ -99,8 +101,7 @@ class ReplicatedParameters(Placement):
                 self.params, self.plan, poison=distribution.poison_early_reads
             )
         self.mend_replicas()
-        divisor = group.size if divisor is None else divisor
-        self.reducer = GradientReducer(params, self.plan, group, distribution, divisor, order)
+        self.reducer = GradientReducer(params, self.plan, reduction, distribution, order)
         self.shape = PlacementShape(
             bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
             agrees=True,
@@ -110,14 +111,18 @@ class ReplicatedParameters(Placement):
         )
         self._in_flight = in_flight
         self._names = [spec.name for spec in specs]
-        self._presence = PresenceAgreement(self._names, group, self.device)
+        self._presence = PresenceAgreement(self._names, self._groups, self.device)
         self._present: list[bool | Tensor] = []
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
-        different = differing(checksums(self.params), self.group)
+        for group in reversed(self._groups):
+            self._mend_replicas(group)
+
+    def _mend_replicas(self, group: RankGroup) -> None:
+        different = differing(checksums(self.params), group)
         if not different:
             return
         names = ", ".join(self.plan.params[index].name for index in different[:6])
@@ -128,13 +133,13 @@ class ReplicatedParameters(Placement):
                 "same checkpoint before building the optimizer"
             )
         warnings.warn(
-            f"replicas differ between ranks and were set to rank {self.group.members[0]}'s: "
+            f"replicas differ between ranks and were set to rank {group.members[0]}'s: "
             f"{names}{more}",
-            stacklevel=7,
+            stacklevel=8,
         )
         with torch.no_grad():
             for index in different:
-                broadcast_from_first(self.params[index], self.group)
+                broadcast_from_first(self.params[index], group)
 
     # --- state ---------------------------------------------------------------------------
 
@@ -198,7 +203,9 @@ class ReplicatedParameters(Placement):
         index = self._names.index(name)
         here = torch.tensor([self.reducer.here[index]], dtype=torch.int64, device=self.device)
         mean = self.reducer.mean_of(index)
-        present = bool(maximum(f"presence of {name}", here, self.group).wait())
+        for group in self._groups:
+            here = maximum(f"presence of {name}", here, group).wait()
+        present = bool(here)
         return mean.view(self.params[index].shape) if present else None
 
     def set_full_gradient(self, name: str, value: Tensor) -> None:

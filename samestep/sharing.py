@@ -1,4 +1,4 @@
-"""Parameter groups as ranks share them: who holds them, and what a plan needs to know."""
+"""Parameter groups as ranks share them: what a plan needs to know."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -6,22 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samestep.comm.groups import RankGroup
 from samestep.layout.blocks import Block
 from samestep.param_groups import Group, options_of, parameter_names, rule_of
 from samestep.plan.sharding import ParamSpec
 from samestep.state import needs_master
-
-
-class GroupReduction(NamedTuple):
-    """The ranks that hold a group's parameters, and what the sum of their gradients is divided by.
-
-    Experts live on some ranks and see the tokens of more: the divisor is the number of ranks
-    whose losses are averaged. None: the number of ranks that hold them.
-    """
-
-    ranks: RankGroup
-    divisor: float | None = None
 
 
 class PlanMembers(NamedTuple):

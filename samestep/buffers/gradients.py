@@ -26,7 +26,8 @@ class PackedGradients:
         """The local gradients of a bucket, segment after segment; zeros where there is none."""
         bucket = self._plan.buckets[number]
         like = self._params[bucket.params[0]]
-        buffer = like.new_empty(bucket.size, dtype=self._reduce_dtype or like.dtype)
+        dtype = self._reduce_dtype or gradient_dtype(like)
+        buffer = torch.empty(bucket.size, dtype=dtype, device=like.device)
         flats = torch.split(buffer, bucket.segment_sizes)
         for segment, flat in zip(bucket.segments, flats, strict=True):
             for piece, part in segment.parts(flat):
@@ -136,11 +137,17 @@ class FlatGradients(PackedGradients):
         buffer = self._buffers.get(number)
         if buffer is None:
             like, size = self._params[self._members[number][0]], self._plan.buckets[number].size
-            spare = self._spare.get((size, like.dtype))
+            dtype = gradient_dtype(like)
+            spare = self._spare.get((size, dtype))
             # Zeros once: gaps between gradients are never written.
-            buffer = spare.pop() if spare else like.new_zeros(size)
+            buffer = spare.pop() if spare else torch.zeros(size, dtype=dtype, device=like.device)
             self._buffers[number] = buffer
         return buffer
+
+
+def gradient_dtype(param: Tensor) -> torch.dtype:
+    """What `.grad` has; by default the parameter's."""
+    return param.grad_dtype or param.dtype
 
 
 def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:

@@ -23,7 +23,7 @@ from samestep.comm.collectives import (
     reduce_segments,
     total,
 )
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import GroupReduction
 from samestep.comm.presence import Problem
 from samestep.distribution import Distribution
 from samestep.plan.sharding import Bucket, ShardingPlan
@@ -39,18 +39,20 @@ class GradientReducer:
         self,
         params: Sequence[Tensor],
         plan: ShardingPlan,
-        group: RankGroup,
+        reduction: GroupReduction,
         distribution: Distribution,
-        divisor: float,
         order: LaunchOrder,
     ) -> None:
+        group, divisor, outer = reduction
         flat = distribution.buffers == "flat"
         self._order = weakref.proxy(order)  # which holds this reducer
         self._params = list(params)
         self._plan = plan
         self._group = group
+        self._outer = outer
         self._policy = distribution
-        self._divisor = divisor
+        replicas = group.size if outer is None else group.size * outer.size
+        self._divisor = replicas if divisor is None else divisor
         self._frees = distribution.sharding in ("auto", "zero2")
         if flat:
             self._gradients: PackedGradients = FlatGradients(
@@ -245,7 +247,18 @@ class GradientReducer:
             sizes = self._segment_sizes(bucket)
             name = f"sums of bucket {number}"
             result = torch.cat(gather_segments(name, result, sizes, self._group).wait())
-        return result.div_(self._divisor)
+        return self._over_outer(number, result).div_(self._divisor)
+
+    def _over_outer(self, number: int, summed: Tensor) -> Tensor:
+        """The sum of this rank's part over the groups that do the same."""
+        if self._outer is None:
+            return summed
+        name = f"outer sum of bucket {number}"
+        if self._policy.reduction != "ordered":
+            return total(name, summed, self._outer).wait()
+        sizes = _even_sizes(summed.numel(), self._outer.size)
+        mine = exchange_segments(name, summed, sizes, self._outer).wait()
+        return torch.cat(gather_segments(name, mine, sizes, self._outer).wait())
 
     def mean_of(self, index: int) -> Tensor:
         """The mean gradient of a parameter over the rounds so far: (numel,). Collective."""
@@ -261,6 +274,8 @@ class GradientReducer:
                 sizes = self._segment_sizes(bucket)
                 parts = gather_segments(f"sums of bucket {number}", kept, sizes, self._group)
                 kept = torch.cat(parts.wait())
+            if self._outer is not None:
+                kept = self._over_outer(number, kept.clone())
             for piece, start in bucket.places():
                 if piece.param == index:
                     part = kept[start : start + piece.size]
@@ -269,6 +284,7 @@ class GradientReducer:
 
     def set_mean_of(self, index: int, mean: Tensor) -> None:
         """Put a mean in place of that of the rounds so far, in this rank's part."""
+        share = self._divisor / (1 if self._outer is None else self._outer.size)
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None
@@ -281,7 +297,7 @@ class GradientReducer:
                     stop = min(place + piece.size, first + kept.numel())
                     if start < stop:
                         part = mean[piece.start + start - place : piece.start + stop - place]
-                        kept[start - first : stop - first] = part * self._divisor
+                        kept[start - first : stop - first] = part * share
 
     def _spreads(self, bucket: Bucket) -> bool:
         """Whether each rank has the sum of its segment only."""
@@ -294,8 +310,7 @@ class GradientReducer:
         """Elements each rank adds up; a replicated bucket is spread evenly for that."""
         if not bucket.replicated:
             return bucket.segment_sizes
-        bounds = [bucket.size * rank // self._group.size for rank in range(self._group.size + 1)]
-        return [stop - start for start, stop in itertools.pairwise(bounds)]
+        return _even_sizes(bucket.size, self._group.size)
 
     def begin_step(self) -> None:
         """The last step has taken everything: start afresh."""
@@ -329,3 +344,8 @@ class GradientReducer:
 
     def _name(self, index: int) -> str:
         return self._plan.params[index].name
+
+
+def _even_sizes(elements: int, parts: int) -> list[int]:
+    bounds = [elements * part // parts for part in range(parts + 1)]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]

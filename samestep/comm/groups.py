@@ -19,6 +19,18 @@ class RankGroup(NamedTuple):
     members: tuple[int, ...]  # global ranks, by place
 
 
+class GroupReduction(NamedTuple):
+    """The ranks that share a group's state, and what the sum of their gradients is divided by.
+
+    Experts live on some ranks and see the tokens of more: the divisor is the number of ranks
+    whose losses are averaged. None: the number of ranks that hold them.
+    """
+
+    ranks: RankGroup
+    divisor: float | None = None
+    outer: RankGroup | None = None  # those that do the same in other groups
+
+
 def rank_group(process_group: dist.ProcessGroup | None = None) -> RankGroup | None:
     """The group to work in: the given one, the default one, or None when there is no other rank.
 

@@ -29,9 +29,12 @@ class RankProblemError(RuntimeError):
 class PresenceAgreement:
     """The answers of all ranks, step after step."""
 
-    def __init__(self, names: Sequence[str], group: RankGroup, device: torch.device) -> None:
+    def __init__(
+        self, names: Sequence[str], groups: Sequence[RankGroup], device: torch.device
+    ) -> None:
         self._names = names
-        self._group = group
+        self._groups = groups  # one after the other they reach every rank
+        self._rank = groups[0].members[groups[0].rank]
         self._device = device
         self._on_their_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # codes of a GPU
 
@@ -46,13 +49,13 @@ class PresenceAgreement:
             self._raise_for(int(self._on_their_way.popleft()[0]))
         code = 0
         if problem is not None:
-            code = (self._group.rank + 1) << 32 | (
-                0 if problem.param is None else problem.param + 1
-            )
+            code = (self._rank + 1) << 32 | (0 if problem.param is None else problem.param + 1)
         on_gpu = self._device.type == "cuda"
         votes = torch.tensor([*here, code], dtype=torch.int64, pin_memory=on_gpu)
         votes = votes.to(self._device, non_blocking=True)
-        anywhere = maximum("presence", votes, self._group).wait()
+        anywhere = votes
+        for group in self._groups:
+            anywhere = maximum("presence", anywhere, group).wait()
         if problem is not None:
             raise problem.error
         if self._device.type == "cpu":
@@ -73,7 +76,7 @@ class PresenceAgreement:
     def _raise_for(self, code: int) -> None:
         if not code:
             return
-        rank, param = self._group.members[(code >> 32) - 1], code & 0xFFFFFFFF
+        rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
         about = f" because of parameter {self._names[param - 1]!r}" if param else ""
         raise RankProblemError(
             f"rank {rank} could not take the step{about}, so no rank took it; its own error says "

@@ -79,7 +79,8 @@ def update_elementwise(
     param, grad, state = _read(operand)
     # Nothing to select or convert afterwards: the rule may write into place by itself.
     plain = only_if is None and operand.present is None and not measure and run is run_rule
-    if plain and param is operand.param and isinstance(rule, InPlaceRule):
+    in_place = param is operand.param and all(state[key] is operand.state[key] for key in state)
+    if plain and in_place and isinstance(rule, InPlaceRule):
         rule.update_(param, grad, state, scalars, options)
         return None
     new = run(rule, param, grad, state, scalars, options, measure)
@@ -143,7 +144,7 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
         value = torch.where(master.to(param.dtype) == param, master, value)
-    rule_state = {key: tensor for key, tensor in state.items() if key != MASTER}
+    rule_state = {key: tensor.to(dtype) for key, tensor in state.items() if key != MASTER}
     return value, grad.to(dtype), rule_state
 
 

@@ -74,6 +74,7 @@ class MuonOptions(DistributionOptions, total=False):
     split_sizes: Any
     flatten: bool
     compute_dtype: torch.dtype | None
+    state_dtypes: Mapping[str, torch.dtype] | None
 
 
 class MuonAdamWOptions(MuonOptions, total=False):
@@ -118,6 +119,7 @@ class MuonAdamW(RuleOptimizer):
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
+        state_dtypes: keep moments in other dtypes: {"exp_avg": torch.bfloat16, ...}.
         master_weights: keep a 32-bit copy of 16-bit parameters and update that.
         max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
             if it is not finite; `metrics()` has the norm. math.inf: only that check.
@@ -251,6 +253,7 @@ class AdamW(RuleOptimizer):
         *,
         maximize: bool = False,
         fused: bool = False,
+        state_dtypes: Mapping[str, torch.dtype] | None = None,
         master_weights: bool = False,
         max_grad_norm: float | None = None,
         update_rms: bool = False,
@@ -264,6 +267,7 @@ class AdamW(RuleOptimizer):
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
+            "state_dtypes": state_dtypes,
         }  # fmt: skip
         super().__init__(
             params,

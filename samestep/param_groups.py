@@ -14,7 +14,8 @@ from samestep.rules import RULES
 from samestep.rules.rule import Rule
 
 Group = dict[str, Any]
-LAYOUT_KEYS = {"split_sizes", "flatten"}  # how parameters are cut: no business of the math
+# How parameters are cut and state is kept: no business of the math.
+LAYOUT_KEYS = {"split_sizes", "flatten", "state_dtypes"}
 ALWAYS_KNOWN = (
     "lr", "weight_decay", "maximize", "preset", "overrides", "groups", "master_weights", "compile",
     "max_grad_norm", "update_rms",
@@ -117,7 +118,7 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if new.get("rule") != old["rule"]:
         return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
     cuts = [(_normal(o.get("split_sizes")), o.get("flatten", False)) for o in (old, new)]
-    states = [set(rule.state_shapes((1, 1), o)) for o in (old, new)]
+    states = [(set(rule.state_shapes((1, 1), o)), o.get("state_dtypes")) for o in (old, new)]
     if cuts[0] == cuts[1] and states[0] == states[1]:
         return ""
     changes = []

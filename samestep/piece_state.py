@@ -118,8 +118,9 @@ def gather_whole(
     travels: dict[torch.dtype, list[tuple[int, str]]] = {}
     for index in indices:
         if owners[index]:
-            entries = travels.setdefault(math_dtype(params[index]), [])
-            entries.extend((index, key) for key in keys[index])
+            for key in keys[index]:
+                dtype = state[params[index]][key].dtype
+                travels.setdefault(dtype, []).append((index, key))
     gathers = {}
     for dtype, entries in travels.items():
         mine = torch.cat([state[params[index]][key] for index, key in entries])

@@ -42,7 +42,7 @@ from samestep.plan.sharding import (
     ShardingPlan,
     plan_sharding,
 )
-from samestep.state import MASTER, State, math_dtype, needs_master
+from samestep.state import MASTER, State, needs_master, state_dtype
 
 
 class ReplicatedParameters(Placement):
@@ -151,13 +151,15 @@ class ReplicatedParameters(Placement):
             master = [MASTER] if needs_master(param, master_weights) else []
             keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
         self._layout = StateLayout(self.plan, self.group.rank, keys, groups)
-        state: dict[Tensor, State] = {
-            param: {
-                key: torch.zeros(size, dtype=math_dtype(param), device=param.device)
+        state: dict[Tensor, State] = {}
+        for param, spec, sizes in zip(
+            self.params, self.plan.params, self._layout.sizes, strict=True
+        ):
+            options = groups[spec.group]
+            state[param] = {
+                key: torch.zeros(size, dtype=state_dtype(param, key, options), device=self.device)
                 for key, size in sizes.items()
             }
-            for param, sizes in zip(self.params, self._layout.sizes, strict=True)
-        }
         self.refresh_masters(state)
         return state
 

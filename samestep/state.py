@@ -20,6 +20,12 @@ def math_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
+def state_dtype(param: Tensor, key: str, options: Mapping[str, Any]) -> torch.dtype:
+    """The dtype in which one state tensor of a parameter is kept."""
+    chosen: Mapping[str, torch.dtype] = options.get("state_dtypes") or {}
+    return chosen.get(key, math_dtype(param))
+
+
 def needs_master(param: Tensor, master_weights: bool) -> bool:
     """Whether a master copy is kept beside the parameter."""
     return master_weights and param.dtype.itemsize < math_dtype(param).itemsize
@@ -38,7 +44,6 @@ def initial_state(
     is one tensor of the parameter's shape; any other is 1-D, block after block, so that
     blocks may differ in shape.
     """
-    dtype = math_dtype(param)
     shapes = {}
     if blocks is None:
         shapes = rule.state_shapes(tuple(param.shape), options)
@@ -51,10 +56,11 @@ def initial_state(
             else:
                 shapes[key] = (sum(prod(shape[key]) for shape in of_blocks),)
     state = {
-        key: torch.zeros(shape, dtype=dtype, device=param.device) for key, shape in shapes.items()
+        key: torch.zeros(shape, dtype=state_dtype(param, key, options), device=param.device)
+        for key, shape in shapes.items()
     }
     if needs_master(param, master_weights):
-        state[MASTER] = param.detach().to(dtype).contiguous()
+        state[MASTER] = param.detach().to(math_dtype(param)).contiguous()
     return state
 
 

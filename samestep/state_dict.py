@@ -152,8 +152,8 @@ def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
 
 def _merged(index: int, group: Group, saved: Group) -> Group:
     """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
-    # How a step is computed is no part of its state.
-    saved = {key: value for key, value in own_spelling(saved).items() if key != "fused"}
+    own = ("fused", "state_dtypes")  # how a step is computed and kept is not the file's business
+    saved = {key: value for key, value in own_spelling(saved).items() if key not in own}
     if group["rule"] == "muon" and "rule" not in saved:  # from torch.optim.Muon
         saved = {"orthogonalize": "newton-schulz", **saved}
     if saved.get("rule", group["rule"]) != group["rule"]:

@@ -588,6 +588,7 @@ CHANGES = {
         "split_sizes": [Change((3, 3)), Change([1, 5], {"split_sizes": [5, 1]})],
         "flatten": [Change(True, shape=(3, 4, 5))],
         "compute_dtype": [Change(torch.float64, roundings=True), Change(torch.bfloat16)],
+        "state_dtypes": [Change({"momentum_buffer": torch.bfloat16})],
         "maximize": [Change(True)],
     },
     "adamw": {
@@ -596,6 +597,8 @@ CHANGES = {
         "eps": [Change(0.1)],
         "weight_decay": [Change(0.5), Change(0.0)],
         "amsgrad": [Change(True, {"betas": (0.9, 0.5)})],
+        "fused": [Change(True, roundings=True)],
+        "state_dtypes": [Change({"exp_avg": torch.bfloat16}), Change({"exp_avg_sq": torch.half})],
         "maximize": [Change(True)],
     },
 }

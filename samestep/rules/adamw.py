@@ -32,6 +32,7 @@ class AdamWRule:
         "weight_decay": 0.01,
         "amsgrad": False,
         "fused": False,
+        "state_dtypes": None,  # {"exp_avg": torch.bfloat16, ...}: kept so, computed in 32 bits
     }
     schedulable = frozenset({"lr", "betas", "eps", "weight_decay"})
 
@@ -43,6 +44,7 @@ class AdamWRule:
         checks.not_negative("weight_decay", options["weight_decay"])
         checks.boolean("amsgrad", options["amsgrad"])
         checks.boolean("fused", options["fused"])
+        checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
         """Give the numbers that a schedule may change."""

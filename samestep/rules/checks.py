@@ -1,12 +1,15 @@
 """Checks of option values. Each raises with the option's name and the bad value."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# State of the parameter's shape. Counts and per-row variances are small and stay in 32 bits.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def _number(name: str, value: Any) -> float:
@@ -106,6 +109,19 @@ def coefficients(name: str, value: Any) -> None:
         raise ValueError(
             f"{name} must be finite numbers (a, b, c) or a list of such triples, got {value!r}"
         )
+
+
+def state_dtypes(name: str, value: Any) -> None:
+    """None, or a dtype for some of the moments: {"exp_avg": torch.bfloat16, ...}."""
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be None or a mapping of moments to dtypes, got {value!r}")
+    for key, dtype in value.items():
+        if key not in MOMENTS:
+            raise ValueError(f"{name} has {key!r}; only moments have a choice: {list(MOMENTS)}")
+        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"{name}[{key!r}] must be a floating torch.dtype, got {dtype!r}")
 
 
 def compute_dtype(name: str, value: Any) -> None:

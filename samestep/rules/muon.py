@@ -45,6 +45,7 @@ class MuonRule:
         "split_sizes": None,
         "flatten": False,
         "compute_dtype": None,  # None: bfloat16 on accelerators, float32 on CPU
+        "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
 
@@ -66,6 +67,7 @@ class MuonRule:
         checks.steps("ns_steps", options["ns_steps"])
         checks.coefficients("ns_coefficients", options["ns_coefficients"])
         checks.compute_dtype("compute_dtype", options["compute_dtype"])
+        checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
         """Give the numbers that a schedule may change."""

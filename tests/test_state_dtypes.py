@@ -1,0 +1,97 @@
+"""Moments kept in 16 bits: computed in 32, rounded once per step, the same in every layout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import samestep
+from tests.ranks import run_forked
+from tests.test_full_values import LAYOUTS, Net, backward, build
+
+CHOICE = {"exp_avg": torch.bfloat16, "momentum_buffer": torch.bfloat16}
+
+
+def trained(rank, ranks, layout, **options):
+    model = Net()
+    opt = build(model, state_dtypes=CHOICE, **layout, **options)
+    for step in range(4):
+        backward(model, rank, step)
+        opt.step()
+        opt.zero_grad()
+    opt.wait_for_parameters()
+    dtypes = {key: t.dtype for state in opt.state.values() for key, t in state.items()}
+    return dict(model.named_parameters()), opt.whole_state(), dtypes
+
+
+def test_layouts_agree_and_bytes_are_saved():
+    def job(rank):
+        return {name: trained(rank, 2, layout) for name, layout in LAYOUTS.items()}
+
+    for found in run_forked(2, job, timeout=60):
+        values, state, _ = found["none"]
+        for other, other_state, dtypes in found.values():
+            assert dtypes == {
+                "step": torch.float32,
+                "exp_avg": torch.bfloat16,
+                "exp_avg_sq": torch.float32,
+                "momentum_buffer": torch.bfloat16,
+                "variance": torch.float32,
+            }
+            assert all(torch.equal(other[name], values[name]) for name in values)
+            for name, entries in state.items():
+                for key, value in entries.items():
+                    assert other_state[name][key].dtype == value.dtype
+                    assert torch.equal(other_state[name][key], value), (name, key)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused": True}, {"update_rms": True}], ids=str)
+def test_one_rounding_per_step(options):
+    """Against moments rounded by hand between the steps of an optimizer in 32 bits."""
+    ours, plain = Net(), Net()
+    opt, other = build(ours, state_dtypes=CHOICE, **options), build(plain, **options)
+    for step in range(4):
+        for model, optimizer in ((ours, opt), (plain, other)):
+            backward(model, 0, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        for state in other.state.values():
+            for key in CHOICE.keys() & state.keys():
+                state[key].copy_(state[key].bfloat16())
+    for one, two in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_states_of_another_precision_are_rounded_when_loaded():
+    model = Net()
+    wide, narrow = build(model), build(model, state_dtypes=CHOICE)
+    backward(model, 0, 0)
+    wide.step()
+    narrow.load_state_dict(wide.state_dict())
+    name = "head.weight"
+    assert torch.equal(
+        narrow.full_state(name, "exp_avg"), wide.full_state(name, "exp_avg").bfloat16()
+    )
+    assert narrow.param_groups[0]["state_dtypes"] == CHOICE
+
+
+@pytest.mark.parametrize(
+    ("choice", "error", "text"),
+    [
+        ({"step": torch.bfloat16}, ValueError, "'step'; only moments"),
+        ({"exp_avg": "bf16"}, TypeError, r"state_dtypes\['exp_avg'\] must be a floating"),
+        (torch.bfloat16, TypeError, "a mapping of moments to dtypes"),
+    ],
+)
+def test_refused(choice, error, text):
+    with pytest.raises(error, match=text):
+        samestep.AdamW(Net(), state_dtypes=choice)
+
+
+def test_not_changed_afterwards():
+    model = Net()
+    opt = samestep.AdamW(model)
+    opt.param_groups[0]["state_dtypes"] = CHOICE
+    backward(model, 0, 0)
+    with pytest.raises(RuntimeError, match="state_dtypes: None ->"):
+        opt.step()

@@ -597,7 +597,7 @@ CHANGES = {
         "eps": [Change(0.1)],
         "weight_decay": [Change(0.5), Change(0.0)],
         "amsgrad": [Change(True, {"betas": (0.9, 0.5)})],
-        "fused": [Change(True, roundings=True)],
+        "fused": [Change(True, shape=(640, 65), roundings=True)],
         "state_dtypes": [Change({"exp_avg": torch.bfloat16}), Change({"exp_avg_sq": torch.half})],
         "maximize": [Change(True)],
     },

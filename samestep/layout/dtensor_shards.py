@@ -1,0 +1,117 @@
+"""The box of a tensor that a rank holds, for any way in which a mesh shards it.
+
+Every rank holds one box: a range of each dim. A mesh axis either replicates, or cuts one dim into
+pieces of equal length, rounded up, so that the last ones may be short or empty (as `torch.chunk`
+does). Axes that cut the same dim do so one after the other: plain shards from left to right, then
+strided shards from right to left. A strided shard is how an axis that was added later (FSDP) cuts
+what an axis to its right (tensor parallel) had cut before it.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """What a mesh axis does to a tensor: cuts `dim`, or replicates if that is None.
+
+    `strided`: it cuts what axes to its right have cut before, into `split_factor` parts.
+    """
+
+    dim: int | None = None
+    split_factor: int = 1
+    strided: bool = False
+
+
+class Box(NamedTuple):
+    """A range of each dim of a tensor."""
+
+    offsets: Shape
+    sizes: Shape
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        count = 1
+        for size in self.sizes:
+            count *= size
+        return count
+
+    def overlap(self, other: "Box") -> "Box":
+        """What both have; empty if that is nothing."""
+        pairs = list(zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True))
+        starts = tuple(max(a, b) for a, _, b, _ in pairs)
+        stops = [min(a + n, b + m) for a, n, b, m in pairs]
+        sizes = tuple(max(0, stop - start) for start, stop in zip(starts, stops, strict=True))
+        return Box(starts, sizes)
+
+    def within(self, outer: "Box") -> "Box":
+        """The same elements, counted from the start of `outer`."""
+        offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        return Box(offsets, self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """For indexing a tensor."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+
+def whole_box(shape: Shape) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def local_box(
+    shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]
+) -> Box:
+    """What the rank at `coordinate` of a mesh holds of a tensor of `shape`."""
+    offsets, sizes = [0] * len(shape), list(shape)
+    for axis in _order(mesh_shape, cuts):
+        dim = cuts[axis].dim
+        assert dim is not None
+        length = -(-sizes[dim] // mesh_shape[axis])
+        start = min(coordinate[axis] * length, sizes[dim])
+        offsets[dim] += start
+        sizes[dim] = min(length, sizes[dim] - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def all_boxes(shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> list[Box]:
+    """The boxes of all ranks, the last axis of the mesh running fastest."""
+    return [
+        local_box(shape, mesh_shape, cuts, coordinate)
+        for coordinate in product(*(range(size) for size in mesh_shape))
+    ]
+
+
+def replicas(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> list[int]:
+    """For each rank which copy of its box it holds: 0 for the first one."""
+    axes = [axis for axis, cut in enumerate(cuts) if cut.dim is None]
+    numbers = []
+    for coordinate in product(*(range(size) for size in mesh_shape)):
+        number = 0
+        for axis in axes:
+            number = number * mesh_shape[axis] + coordinate[axis]
+        numbers.append(number)
+    return numbers
+
+
+def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
+    """The axes that cut, in the order in which they do; raises if that is not known."""
+    axes = [axis for axis, cut in enumerate(cuts) if cut.dim is not None]
+    yield from (axis for axis in axes if not cuts[axis].strided)
+    for axis in reversed(axes):
+        if not cuts[axis].strided:
+            continue
+        before = 1
+        for other in axes:
+            if other > axis and cuts[other].dim == cuts[axis].dim:
+                before *= mesh_shape[other]
+        if cuts[axis].split_factor != before:
+            raise ValueError(
+                f"mesh axis {axis} shards dim {cuts[axis].dim} in strides of "
+                f"{cuts[axis].split_factor}, and the axes to its right have cut it into {before}"
+            )
+        yield axis

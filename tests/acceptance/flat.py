@@ -1,0 +1,106 @@
+"""The one configuration in which the promises about flat buffers are shown.
+
+Twelve layers with a tied embedding and head, fused QKV, an expert stack, recomputed activations
+in two of them, and a layer that is left out on some ranks in some steps. Every rank has data
+of its own, and training is a closed loop: one wrong bit anywhere, and everything after it differs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import samestep
+
+LAYERS, WIDTH, TOKENS = 12, 8, 19
+SKIPPED = 5  # the layer that is left out at times
+OPTIONS = {
+    "lr": 1e-2,
+    "momentum": 0.9,
+    "variance_beta2": 0.9,
+    "ns_steps": 2,
+    "waves": 2,
+    "reduction": "ordered",
+    "crossover": 20,
+}
+
+
+class Layer(nn.Module):
+    """Attention without attention, with fused QKV."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width, bias=False)
+        self.qkv = nn.Linear(width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        width = x.shape[-1]
+        fused = self.qkv(self.norm(x))
+        return x + self.out(fused[..., :width] * fused[..., width:].sum(-1, keepdim=True).tanh())
+
+
+class GPT(nn.Module):
+    """Layer 4 has experts beside it; the head is the embedding."""
+
+    def __init__(
+        self, width: int = WIDTH, layers: int = LAYERS, tokens: int = TOKENS, tied: bool = True
+    ) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.experts = nn.Parameter(torch.empty(3, width // 2, width))
+        self.scale = nn.Parameter(torch.empty(()))
+        self.head = nn.Linear(width, tokens, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.normal_(std=0.3, generator=generator)
+
+    def forward(self, tokens, skip=()):
+        """`skip`: layers that are left out."""
+        x = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            if number in skip:
+                continue
+            x = checkpoint(layer, x, use_reentrant=False) if number % 6 == 1 else layer(x)
+            if number == 4:
+                x = x + (x @ self.experts.transpose(1, 2) @ self.experts).mean(0)
+        return self.head(x * self.scale)
+
+
+def build(model, width=WIDTH, **options):
+    own = {
+        "*.qkv.weight": {"split_sizes": (width, width // 2, width // 2)},
+        "experts": {"rule": "muon"},
+    }
+    return samestep.MuonAdamW(model, **{**OPTIONS, **options}, overrides=own)
+
+
+def loss_of(model, rank, step):
+    """Data and skipped layers of a rank; in every seventh step no rank has the layer."""
+    generator = torch.Generator().manual_seed(101 * step + rank)
+    tokens = torch.randint(TOKENS, (5,), generator=generator)
+    skip = (SKIPPED,) if step % 7 == 6 or (rank + step) % 3 == 0 else ()
+    return nn.functional.cross_entropy(model(tokens, skip), tokens.roll(-1))
+
+
+def train(rank, steps, **options):
+    """Parameters and the whole state after so many steps."""
+    model = GPT()
+    opt = build(model, **options)
+    for step in range(steps):
+        loss_of(model, rank, step).backward()
+        opt.step()
+        opt.zero_grad()
+    state = opt.whole_state()
+    return values(model), {
+        f"{name}.{key}": tensor for name, own in state.items() for key, tensor in own.items()
+    }
+
+
+def values(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}

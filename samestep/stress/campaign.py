@@ -16,6 +16,8 @@ from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import SCENARIOS
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
+Patch = Callable[[], AbstractContextManager[object]]
+no_patch: Patch = nullcontext
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,12 @@ class Case:
     sample_every: int
     reduction: str = "ordered"
     seed: int = 0
+    also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
+
+    def due(self, scenario: Scenario) -> set[int]:
+        """The steps after which ranks are compared."""
+        extra = {step for step in self.also_after if step <= self.steps}
+        return due_steps(scenario, self.steps, self.sample_every) | extra
 
 
 @dataclass
@@ -47,6 +55,31 @@ class CaseResult:
         """The collective that each rank was in when something went wrong, where that is known."""
         known = {r: op for end in self.endings.values() for r, op in end.positions.items()}
         return dict(sorted(known.items()))
+
+
+class _Trial:
+    """A case that is running."""
+
+    def __init__(self, case: Case, judge: Judge) -> None:
+        self.case, self.judge = case, judge
+        self.samples: dict[int, Sample] = {}
+        self._start = time.monotonic()
+
+    def add(self, of_ranks: Sequence[Sample]) -> None:
+        self.samples[of_ranks[0].step] = of_ranks[0]
+        self.judge.add(of_ranks)
+
+    def end(self, endings: dict[int, Ending]) -> CaseResult:
+        self.judge.end(endings)
+        return self._result(self.judge.status(), endings)
+
+    def interrupted(self) -> CaseResult:
+        return self._result("failed" if self.judge.findings else "interrupted", {})
+
+    def _result(self, status: str, endings: dict[int, Ending]) -> CaseResult:
+        seconds = time.monotonic() - self._start
+        findings, verdicts = self.judge.findings, self.judge.verdicts
+        return CaseResult(self.case, status, findings, verdicts, endings, seconds)
 
 
 class Campaign:
@@ -69,55 +102,87 @@ class Campaign:
         self,
         case: Case,
         progress: Progress = lambda case, step, worst: None,
-        patch: Callable[[], AbstractContextManager[object]] = nullcontext,
+        patch: Patch = no_patch,
     ) -> CaseResult:
         """Run one case to its end, whatever that is; only Ctrl-C comes through."""
-        start = time.monotonic()
-        self._prepare(case, lambda step: progress(case, step, 0.0))
-        exact = case.reduction == "ordered"
-        judge = Judge(self._scenario, self._expected, dict(self._base), exact)
-        samples: dict[int, Sample] = {}
+        results: list[CaseResult] = []
+        self.run_all([case], results.append, progress, patch)
+        return results[0]
+
+    def run_all(
+        self,
+        cases: Sequence[Case],
+        on_result: Callable[[CaseResult], None],
+        progress: Progress = lambda case, step, worst: None,
+        patch: Patch = no_patch,
+    ) -> None:
+        """Run cases of one scenario on the same ranks as long as none fails."""
+        trial: _Trial | None = None
+        left = iter(cases)
+
+        def begin_next() -> None:
+            nonlocal trial
+            case = next(left, None)
+            trial = None if case is None else _Trial(case, self._judge(case))
+            if case is not None:
+                progress(case, 0, 0.0)
 
         def on_sample(of_ranks: Sequence[Sample]) -> None:
-            samples[of_ranks[0].step] = of_ranks[0]
-            judge.add(of_ranks)
-            progress(case, of_ranks[0].step, judge.worst)
+            assert trial is not None
+            trial.add(of_ranks)
+            progress(trial.case, of_ranks[0].step, trial.judge.worst)
 
-        work = Work(
-            self._scenario,
-            LAYOUTS[case.layout],
-            case.steps,
-            case.sample_every,
-            case.reduction,
-            patch,
-        )
+        def on_end(endings: dict[int, Ending]) -> None:
+            assert trial is not None
+            result = trial.end(endings)
+            if not self._base:
+                self._base = trial.samples
+            begin_next()
+            on_result(result)
+
         try:
-            endings = self._ranks.run(work, on_sample)
+            self._prepare(cases, lambda step: progress(cases[0], step, 0.0))
         except KeyboardInterrupt:
-            status = "failed" if judge.findings else "interrupted"
-            seconds = time.monotonic() - start
-            self.interrupted = CaseResult(case, status, judge.findings, judge.verdicts, {}, seconds)
+            self.interrupted = CaseResult(cases[0], "interrupted", [], [])
             raise
-        judge.end(endings)
-        if not self._base:
-            self._base = samples
-        seconds = time.monotonic() - start
-        return CaseResult(case, judge.status(), judge.findings, judge.verdicts, endings, seconds)
+        begin_next()
+        try:
+            self._ranks.run([self._work(case, patch) for case in cases], on_sample, on_end)
+        except KeyboardInterrupt:
+            if trial is not None:
+                self.interrupted = trial.interrupted()
+            raise
+
+    def _work(self, case: Case, patch: Patch) -> Work:
+        due = frozenset(case.due(self._scenario))
+        return Work(self._scenario, LAYOUTS[case.layout], case.steps, due, case.reduction, patch)
+
+    def _judge(self, case: Case) -> Judge:
+        return Judge(
+            self._scenario,
+            self._expected,
+            dict(self._base),
+            exact=case.reduction == "ordered",
+            ranks=1 if LAYOUTS[case.layout].one_process else case.world,
+            due=case.due(self._scenario),
+        )
 
     def forget_first_layout(self) -> None:
         """The next case is held against the reference alone."""
         self._base = {}
 
-    def _prepare(self, case: Case, progress: Callable[[int], None]) -> None:
-        kind = SCENARIOS[case.scenario]
-        scenario = kind(case.seed, case.world, self._make_model if kind.takes_any_model else None)
-        due = due_steps(scenario, case.steps, case.sample_every)
-        key = (case.scenario, case.world, case.reduction, case.seed)
+    def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
+        """Have a reference with the samples of all cases: the one that is known, or a new one."""
+        first = cases[0]
+        kind = SCENARIOS[first.scenario]
+        scenario = kind(first.seed, first.world, self._make_model if kind.takes_any_model else None)
+        due = set[int]().union(*(case.due(scenario) for case in cases))
+        key = (first.scenario, first.world, first.reduction, first.seed)
         if key == self._shared_by and due <= self._expected.samples.keys():
             return  # also a shorter case, if the longer one has its samples
-        expected = expected_run(scenario, case.steps, case.sample_every, progress)
+        expected = expected_run(scenario, due, progress)
         if scenario.loop == "recorded":
             scenario = Recorded(scenario, expected.gradients)
         self._scenario, self._expected, self._base = scenario, expected, {}
         self._shared_by = key
-        self.presence[case.scenario] = expected.presence
+        self.presence[first.scenario] = expected.presence

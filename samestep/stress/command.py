@@ -4,7 +4,9 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -25,15 +27,16 @@ from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult, MutantRunner
 from samestep.stress.options import Options
-from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
+from samestep.stress.ranks import ForkedRanks, Ranks
 from samestep.stress.receipt import machine, receipt
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS
 from samestep.stress.schema import check_receipt
+from samestep.stress.torchrun_ranks import TorchrunRanks
 
 # --other-steps is for all other scenarios, and for other layouts of these.
-LONG_SCENARIOS = ("dist_adamw_muon", "megatron_conditional")
-LONG_LAYOUTS = ("none", "zero1", "zero2")
+LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
+LONG_LAYOUTS = ("one_process", "none", "zero1", "zero2", "zero1_overlap", "zero2_overlap")
 MUTANT_WATCHDOG = 2.0
 
 
@@ -118,7 +121,9 @@ class Session:
                     steps = options.other_steps
                 every = min(options.sample_every, steps)
                 shared = options.reduction, options.seed
-                found.append(Case(name, layout, self.world, steps, every, *shared))
+                # The last sample of short layouts is one of the long ones, too.
+                meet = () if options.other_steps is None else (options.other_steps,)
+                found.append(Case(name, layout, self.world, steps, every, *shared, meet))
         # The longest layout of a scenario first: the others are compared with it.
         found.sort(key=lambda case: (names.index(case.scenario), -case.steps))
         return found
@@ -126,29 +131,28 @@ class Session:
     def _run_cases(self) -> None:
         cases = self.cases()
         what = f"{len(cases)} cases on {self.world} {self.backend} ranks, {self.options.reduction}"
-        if not self.speaks:
-            campaign = self._campaign()
-            for case in cases:
-                if _broken(campaign.run(case)):
-                    break
-            return
         display = Display(self.console, len(cases), what)
-        with display.shown():
-            campaign = self._campaign()
-            self.presence = campaign.presence
-            for case in cases:
-                try:
-                    result = campaign.run(case, display.step)
-                except KeyboardInterrupt:
-                    known = campaign.interrupted or CaseResult(case, "interrupted", [], [])
-                    self.results.append(known)
-                    raise
-                self.results.append(result)
+
+        def on_result(result: CaseResult) -> None:
+            self.results.append(result)
+            if self.speaks:
                 display.done()
                 for line in findings_lines([result]):
                     display.say(line)
-                if self.torchrun is not None and _broken(result):
-                    display.say("Ranks of torchrun cannot be started again: stopping here.")
+
+        with display.shown() if self.speaks else nullcontext():
+            campaign = self._campaign()
+            self.presence = campaign.presence
+            for _, alike in groupby(cases, key=lambda case: case.scenario):
+                try:
+                    campaign.run_all(list(alike), on_result, display.step)
+                except KeyboardInterrupt:
+                    if campaign.interrupted is not None:
+                        self.results.append(campaign.interrupted)
+                    raise
+                if self.torchrun is not None and _broken(self.results[-1]):
+                    if self.speaks:
+                        display.say("Ranks of torchrun cannot be started again: stopping here.")
                     break
 
     def _campaign(self) -> Campaign:

@@ -1,6 +1,6 @@
 """What every layout is held against: the reference's run of a scenario, with its samples."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,26 +52,28 @@ def due_steps(scenario: Scenario, steps: int, every: int) -> set[int]:
 
 
 def expected_run(
-    scenario: Scenario, steps: int, every: int, progress: Callable[[int], None] = lambda step: None
+    scenario: Scenario, due: Collection[int], progress: Callable[[int], None] = lambda step: None
 ) -> Expected:
-    """Run a scenario in float64, with the gradients of all ranks at the reference's parameters."""
+    """Run a scenario in float64, with the gradients of all ranks at the reference's parameters.
+
+    It goes on until the last step after which a sample is due.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in ranks; more would only slow down what is so small
     try:
-        return _run(scenario, steps, every, progress)
+        return _run(scenario, due, progress)
     finally:
         torch.set_num_threads(threads)
 
 
-def _run(scenario: Scenario, steps: int, every: int, progress: Callable[[int], None]) -> Expected:
+def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], None]) -> Expected:
     model = scenario.model()
     options = scenario.options()
     optimizer = samestep.MuonAdamW(scenario.model(), **options)
     reference = Reference(dict(model.named_parameters()), named_groups(optimizer))
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
-    due = due_steps(scenario, steps, every)
-    for step in range(steps):
+    for step in range(max(due)):
         _apply_events(scenario, step, model, reference)
         by_rank = _gradients(scenario, model, step)
         if scenario.loop == "recorded":

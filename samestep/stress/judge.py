@@ -11,10 +11,10 @@ Pure functions of samples. A check that fails gives a finding; the checks are
     promise     what the scenario itself promises
     hang        a collective did not come to its end: waited for in vain, or torn down because
                 ranks had launched different ones
-    error       anything else that kept a rank from its end
+    error       anything else that kept a rank from its end, or a sample from being taken
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -78,12 +78,16 @@ class Judge:
 
     base: another layout's samples by step, of the same scenario and world size.
     exact: whether layouts must agree to the bit.
+    ranks: how many there are; each has to say how it ended.
+    due: the steps after which there has to be a sample.
     """
 
     scenario: Scenario
     expected: Expected
     base: Mapping[int, Sample]
     exact: bool
+    ranks: int = 1
+    due: Collection[int] = ()
     verdicts: list[SampleVerdict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -108,10 +112,7 @@ class Judge:
         return verdict
 
     def end(self, endings: Mapping[int, Ending]) -> None:
-        """Judge how the ranks ended; without an ending nothing is known of the run."""
-        if not endings:
-            self._find("error", 0, "no rank has told how it ended")
-            return
+        """Judge how the ranks ended, and whether everything was seen that had to be."""
         failed = {rank: ending for rank, ending in endings.items() if ending.error is not None}
         # A rank that fails leaves the others hanging: its own error is the one to tell.
         for kind in ("plan", "state", "error", "hang"):
@@ -121,6 +122,11 @@ class Judge:
                     first_line = ending.error.split("\n")[0]
                     self._find(kind, ending.step, f"rank {rank}: {first_line}")
                     return
+        for rank in range(self.ranks):
+            if rank not in endings:
+                self._find("error", 0, f"rank {rank} has not told how it ended")
+        for step in sorted(set(self.due) - {verdict.step for verdict in self.verdicts}):
+            self._find("error", step, f"there is no sample of all ranks after step {step}")
         if len({ending.fingerprint for ending in endings.values()}) > 1:
             step = max(ending.step for ending in endings.values())
             self._find("plan", step, "the plans' fingerprints differ between ranks")

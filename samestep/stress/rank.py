@@ -12,7 +12,6 @@ from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import CollectiveError
 from samestep.comm.recorder import FlightRecorder, Record
 from samestep.piece_state import PiecesDisagreeError
-from samestep.stress.expected import due_steps
 from samestep.stress.layouts import Layout
 from samestep.stress.sample import Ending, Sample, take_sample
 from samestep.stress.scenario import Scenario
@@ -23,12 +22,15 @@ LAST_FLIGHTS = 32
 
 
 class Work(NamedTuple):
-    """A case as its ranks see it. `patch` changes the code under test while it runs."""
+    """A case as its ranks see it. `patch` changes the code under test while it runs.
+
+    due: the steps after which a sample is taken.
+    """
 
     scenario: Scenario
     layout: Layout
     steps: int
-    sample_every: int
+    due: frozenset[int]
     reduction: str
     patch: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -41,7 +43,6 @@ def run_rank(
     note: Callable[[str], None] = lambda operation: None,
 ) -> None:
     """Train, and send a sample whenever one is due, then an ending. `note` hears every launch."""
-    due = due_steps(work.scenario, work.steps, work.sample_every)
     step = 0
     error: Exception | None = None
     training: Training | None = None
@@ -56,7 +57,7 @@ def run_rank(
             while step < work.steps:
                 training.step(step)
                 step += 1
-                if step in due:
+                if step in work.due:
                     send(take_sample(step, training, recorder))
         except Exception as caught:
             error = caught

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from samestep.rule_optimizer import RuleOptimizer
+from samestep.stress import ranks
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.layouts import LAYOUTS, Layout, register
 from samestep.stress.ranks import ForkedRanks
@@ -25,7 +26,9 @@ PAIRS = list(itertools.pairwise([*(name for name in LAYOUTS if name != "one_proc
 def run(scenario, layouts, world, steps=STEPS, reduction="ordered", watchdog=60.0, **options):
     campaign = Campaign(ForkedRanks(world, watchdog))
     cases = [Case(scenario, name, world, steps, 11, reduction) for name in layouts]
-    return [campaign.run(case, **options) for case in cases]
+    results = []
+    campaign.run_all(cases, results.append, **options)
+    return results
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -122,9 +125,43 @@ def test_a_hang_is_a_result_that_names_the_collectives():
     assert campaign.run(case).status == "exact"
 
 
+def test_a_case_that_fails_ends_itself_and_no_other():
+    """Ranks go on from case to case; where one fails, the rest gets new ones."""
+    layouts = ["one_process", "none", "zero1", "zero2", "zero1_overlap"]
+    cases = [Case("dist_adamw_muon", name, 2, 4, 2) for name in layouts]
+
+    def fail_in_zero1(original, optimizer):
+        how = optimizer._distribution
+        if how.sharding == "zero1" and not how.overlap_grad_reduce and optimizer.ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original()
+
+    results = []
+    patch = patched("_run_step", fail_in_zero1)
+    Campaign(ForkedRanks(2, 5.0)).run_all(cases, results.append, patch=patch)
+    assert [result.case.layout for result in results] == layouts
+    assert [result.status for result in results] == ["exact", "exact", "failed", "exact", "exact"]
+    assert results[2].findings[0].message.startswith("rank 1: died of SIGKILL")
+    assert [sample.step for sample in results[3].samples] == [2, 4]
+    assert results[3].samples[0].layouts.largest == 0.0  # against one_process, from before
+
+
+def test_ranks_are_forked_once_for_cases_that_pass(monkeypatch):
+    forked = []
+
+    def run_forked(world, *args, **options):
+        forked.append(world)
+        return launch(world, *args, **options)
+
+    launch = ranks.run_forked
+    monkeypatch.setattr(ranks, "run_forked", run_forked)
+    run("dist_adamw_muon", ["one_process", "none", "zero1", "zero2"], 2, steps=3)
+    assert forked == [1, 2]
+
+
 def test_what_was_found_before_ctrl_c_is_kept():
     class Interrupted:
-        def run(self, work, on_sample):
+        def run(self, works, on_sample, on_end):
             first = campaign._expected.samples[2]
             moved = {name: value + 1 for name, value in first.params.items()}
             on_sample([first, replace(first, params=moved)])

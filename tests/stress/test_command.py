@@ -22,6 +22,7 @@ from samestep import cli
 from samestep.stress import command
 from samestep.stress.campaign import CaseResult
 from samestep.stress.judge import Finding
+from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult
 from samestep.stress.sample import Ending
@@ -67,7 +68,7 @@ def test_receipt_follows_its_schema_and_says_what_ran(result):
 def test_receipt_has_every_layout_with_every_sample(result):
     cases = result.receipt["cases"]
     assert [case["layout"] for case in cases] == list(result.receipt["layouts"])
-    assert len(cases) == 6
+    assert len(cases) == len(LAYOUTS)
     for case in cases:
         assert (case["status"], case["findings"], case["steps_taken"]) == ("exact", [], 8)
         assert [sample["step"] for sample in case["samples"]] == [4, 8]
@@ -87,8 +88,8 @@ def test_receipt_has_every_layout_with_every_sample(result):
 
 def test_table_and_files(result):
     assert "dist_adamw_muon" in result.shown
-    assert "0 in 6 layouts" in result.shown
-    assert "All 6 cases are clean: every difference is exactly 0." in result.shown
+    assert f"0 in {len(LAYOUTS)} layouts" in result.shown
+    assert f"All {len(LAYOUTS)} cases are clean: every difference is exactly 0." in result.shown
     assert max(map(len, result.shown.splitlines())) <= 80 + len(str(result.out))
     assert sorted(path.name for path in result.out.iterdir()) == ["receipt.json", "report.html"]
     assert "dist_adamw_muon" in (result.out / "report.html").read_text()
@@ -131,7 +132,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
     assert [bool(shown) for _, shown in results] == [True, False, False]
     content = json.loads((tmp_path / "receipt.json").read_text())
     assert (content["ran"]["runtime_mode"], content["ran"]["world_size"]) == ("torchrun", 3)
-    assert [case["status"] for case in content["cases"]] == ["exact"] * 6
+    assert [case["status"] for case in content["cases"]] == ["exact"] * len(LAYOUTS)
     assert all(len(case["samples"]) == 2 for case in content["cases"])
 
 
@@ -189,9 +190,22 @@ def test_all_scenarios_on_another_model_are_those_that_take_one():
 def test_long_and_short_scenarios():
     session = command.Session(command.Options(other_steps=50), None, console=None)
     long = {(case.scenario, case.layout) for case in session.cases() if case.steps == 1000}
-    assert {scenario for scenario, _ in long} == {"dist_adamw_muon", "megatron_conditional"}
-    assert {layout for _, layout in long} == {"none", "zero1", "zero2"}
+    assert {scenario for scenario, _ in long} == {"dist_adamw_muon", "dist_adamw_muon_random"}
+    whole = {"one_process", "none", "zero1", "zero2", "zero1_overlap", "zero2_overlap"}
+    assert {layout for _, layout in long} == whole
     assert {case.sample_every for case in session.cases() if case.steps == 50} == {50}
+
+
+def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path):
+    """6 steps against 2, sampled every 4: the short ones are compared after 2, in all layouts."""
+    options = ["--steps", "6", "--other-steps", "2", "--sample-every", "4", "--out", str(tmp_path)]
+    assert cli.main(["stress", "--scenario", "dist_adamw_muon", *options]) == 0
+    cases = json.loads((tmp_path / "receipt.json").read_text())["cases"]
+    steps = {case["layout"]: [sample["step"] for sample in case["samples"]] for case in cases}
+    assert steps["zero1"] == [2, 4, 6]
+    assert steps["flat_zero1"] == [2]
+    for case in cases[1:]:
+        assert all(sample["layouts"] is not None for sample in case["samples"]), case["layout"]
 
 
 # What cannot be done
@@ -248,21 +262,20 @@ def test_an_unwritable_folder(tmp_path, capsys, monkeypatch):
 
 
 def test_failures_are_shown_and_written(monkeypatch, tmp_path, capsys):
-    def run(self, case, progress):
+    def run_all(self, cases, on_result, progress):
         finding = Finding("hang", 3, "rank 0: presence failed [whatever]")
         ending = Ending(3, "presence failed", "hang", {0: "presence", 1: "gather of bucket 2"})
-        bad = case.layout == "zero1"
-        status = "failed" if bad else "exact"
-        return CaseResult(
-            case, status, [finding] if bad else [], [], {0: ending if bad else Ending(8)}
-        )
+        for case in cases:
+            bad = case.layout == "zero1"
+            status, findings = ("failed", [finding]) if bad else ("exact", [])
+            on_result(CaseResult(case, status, findings, [], {0: ending if bad else Ending(8)}))
 
-    monkeypatch.setattr(command.Campaign, "run", run)
+    monkeypatch.setattr(command.Campaign, "run_all", run_all)
     assert cli.main([*QUICK, "--out", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "dist_adamw_muon · zero1 · step 3 hang: rank 0: presence failed [whatever]" in shown
     assert "rank 1 was in: gather of bucket 2" in shown
-    assert "1 of 6 cases failed" in shown
+    assert f"1 of {len(LAYOUTS)} cases failed" in shown
     content = json.loads((tmp_path / "receipt.json").read_text())
     assert content["verdict"] == "failed"
     failed = content["cases"][2]

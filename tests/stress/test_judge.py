@@ -156,6 +156,23 @@ def test_a_run_of_which_nothing_is_known_is_not_clean():
     assert checks(judged) == ["error"]
 
 
+def test_every_rank_has_to_say_how_it_ended():
+    judged = judge()
+    judged.ranks = 3
+    judged.end({0: Ending(5), 2: Ending(5)})
+    assert [f.message for f in judged.findings] == ["rank 1 has not told how it ended"]
+
+
+def test_every_sample_that_is_due_has_to_come():
+    judged = judge()
+    judged.ranks, judged.due = 2, {5, 200}
+    judged.add([sample(), sample()])
+    judged.end({0: Ending(200), 1: Ending(200)})
+    assert checks(judged) == ["error"]
+    assert judged.findings[0].message == "there is no sample of all ranks after step 200"
+    assert judged.findings[0].step == 200
+
+
 def test_fingerprints_are_compared():
     judged = judge()
     judged.end({0: Ending(3, fingerprint="a"), 1: Ending(3, fingerprint="b")})

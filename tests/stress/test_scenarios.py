@@ -74,7 +74,7 @@ def test_zeros_and_none_are_the_difference_of_two_scenarios():
             else:
                 assert not grad.any()
     final = {
-        name: expected_run(make(name), 8, 8).samples[8].params
+        name: expected_run(make(name), {8}).samples[8].params
         for name in ("fixed_capacity", "conditional_compute")
     }
     apart = [
@@ -100,7 +100,7 @@ def test_accumulated_means_agree(accumulation):
 
 def test_a_recorded_run_gives_back_its_gradients():
     scenario = make("megatron_conditional")
-    expected = expected_run(scenario, 3, 3)
+    expected = expected_run(scenario, {3})
     replay = Recorded(scenario, expected.gradients)
     model = replay.model()
     for rank in range(2):
@@ -111,9 +111,9 @@ def test_a_recorded_run_gives_back_its_gradients():
 
 
 def test_presence_is_counted_per_parameter_and_step():
-    presence = expected_run(make("dist_adamw_muon"), 4, 4).presence
+    presence = expected_run(make("dist_adamw_muon"), {4}).presence
     assert presence["adam"] == [1, 1, 2, 0]
-    late = expected_run(make("frozen_and_added"), 9, 9).presence["late_muon_0"]
+    late = expected_run(make("frozen_and_added"), {9}).presence["late_muon_0"]
     assert len(late) == 9
     assert late[:7] == [0] * 7
     assert max(late) > 0
@@ -126,5 +126,5 @@ def test_own_models_are_used_where_they_can_be():
     own = SCENARIOS["dist_adamw_muon"](0, 2, linear)
     assert isinstance(own.model(), torch.nn.Linear)
     assert "groups" not in own.options()
-    expected = expected_run(own, 4, 2)
+    expected = expected_run(own, {2, 4})
     assert expected.families == {"weight": "mu_a", "bias": "adam"}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from samestep.rules import checks
 from samestep.rules.orthogonalize import POLYNOMIALS, block_norm, orthogonalize
-from samestep.rules.rule import Options, Shape, Update
+from samestep.rules.rule import Direction, Options, Shape, Update
 
 MomentumForm = Literal["ema", "sum"]
 
@@ -94,14 +94,33 @@ class MuonRule:
         options: Options,
     ) -> Update:
         """One Muon step on a stack of blocks. All tensors (B, rows, cols) but the variance."""
-        rows, cols = param.shape[-2:]
-        momentum = accumulate_momentum(
-            state["momentum_buffer"], grad, scalars["momentum"], options["momentum_form"]
-        )
-        new_state = {"momentum_buffer": momentum}
-        direction = momentum
-        if options["nesterov"]:
-            direction = look_ahead(momentum, grad, scalars["momentum"], options["momentum_form"])
+        prepared, kept = self.prepare(grad, state, scalars, options)
+        direction, of_blocks = self.transform(prepared, state, scalars, options)
+        new_param = self.finish(param, direction, tuple(param.shape[-2:]), scalars, options)
+        return Update(new_param, {**kept, **of_blocks}, lambda: direction)
+
+    def prepare(
+        self,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Direction:
+        """Momentum, of any part of a block."""
+        mu, form = scalars["momentum"], options["momentum_form"]
+        momentum = accumulate_momentum(state["momentum_buffer"], grad, mu, form)
+        direction = look_ahead(momentum, grad, mu, form) if options["nesterov"] else momentum
+        return Direction(direction, {"momentum_buffer": momentum})
+
+    def transform(
+        self,
+        prepared: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Direction:
+        """Orthogonalization and what else needs whole blocks: (B, rows, cols)."""
+        direction, new_state = prepared, {}
         if options["equilibrate"]:
             direction = equilibrate_rows(direction)
         direction = orthogonalize(
@@ -120,12 +139,23 @@ class MuonRule:
             direction, new_state["variance"] = reduce_variance(
                 direction, state["variance"], scalars["variance_beta2"]
             )
+        return Direction(direction, new_state)
+
+    def finish(
+        self,
+        param: Tensor,
+        direction: Tensor,
+        block_shape: Shape,
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Tensor:
+        """Weight decay and the step, of any part of a block of `block_shape` (rows, cols)."""
+        rows, cols = block_shape
         lr = scalars["lr"]
         adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"])
         decay = (adjusted_lr if options["scale_decay"] else lr) * scalars["weight_decay"]
         decayed = decay_weights(param, direction, decay, cautious=options["cautious"])
-        new_param = decayed.addcmul_(direction, -adjusted_lr.to(param.dtype))
-        return Update(new_param, new_state, lambda: direction)
+        return decayed.addcmul_(direction, -adjusted_lr.to(param.dtype))
 
 
 def accumulate_momentum(

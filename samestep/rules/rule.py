@@ -40,6 +40,53 @@ class InPlaceRule(Protocol):
         ...
 
 
+class Direction(NamedTuple):
+    """What a staged rule makes of whole blocks: where to go, and the blocks' new state."""
+
+    direction: Tensor
+    state: dict[str, Tensor]
+
+
+@runtime_checkable
+class StagedRule(Protocol):
+    """A matrix rule whose `update` is three steps, of which only the second needs whole blocks.
+
+    So a rank that holds a part of a block can do the first and the last by itself, and only what
+    goes into and comes out of the second has to travel.
+    """
+
+    def prepare(
+        self,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Direction:
+        """Of any part of a block: what `transform` is given, and new state of the block's shape."""
+        ...
+
+    def transform(
+        self,
+        prepared: Tensor,
+        state: Mapping[str, Tensor],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Direction:
+        """Of whole blocks (B, rows, cols): the direction, and new state of any other shape."""
+        ...
+
+    def finish(
+        self,
+        param: Tensor,
+        direction: Tensor,
+        block_shape: Shape,
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> Tensor:
+        """Of any part of a block of `block_shape`: the new parameter."""
+        ...
+
+
 class Rule(Protocol):
     """One update rule. Subclassing is not needed: any object with these members is a rule.
 

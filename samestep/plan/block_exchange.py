@@ -167,8 +167,10 @@ def _route(
     parts = []
     for part, ranks in holders.items():
         sender = min(ranks, key=lambda rank: _distance(spec, rank, owner))
-        parts += [Part(rank, part, part.within(box), rank == sender) for rank in ranks]
-    return Route(param, number, block, box, owner, tuple(sorted(parts)))
+        inside = part.within(box)
+        parts += [Part(rank, part, inside, rank == sender) for rank in ranks]
+    parts.sort(key=lambda part: part.rank)
+    return Route(param, number, block, box, owner, tuple(parts))
 
 
 def _distance(spec: ShardedSpec, rank: int, owner: int) -> tuple[bool, bool]:

@@ -121,6 +121,7 @@ def _run_rank(job: _Job, rank: int) -> None:
         # Else each message that wakes a thread of gloo takes the core from whoever computes:
         # steps of a few milliseconds take a quarter longer.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may have a handler
         os.setpgid(0, 0)  # so that the rank and its own children can be ended together
         assert _libc is not None
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from samestep.command.output import check_folder, write_files
 from samestep.command.request import BadRequestError
+from samestep.command.signals import Stopped, stopped_once
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.compare import changes_table, compare, read_receipt
@@ -74,20 +75,28 @@ class Session:
 
     def run(self) -> int:
         """Run everything; whatever happens, what was found is written."""
-        start = time.monotonic()
-        interrupted = False
-        try:
-            if self.options.mutants:
-                self._run_mutants()
-            else:
-                self._run_cases()
-        except KeyboardInterrupt:
-            interrupted = True
-        if not self.speaks:
-            return 0
+        with stopped_once():
+            start = time.monotonic()
+            stopped: int | None = None
+            try:
+                if self.options.mutants:
+                    self._run_mutants()
+                else:
+                    self._run_cases()
+            except Stopped as signal:
+                stopped = signal.status
+            if not self.speaks:
+                return stopped or 0
+            verdict = self._write(time.monotonic() - start, interrupted=stopped is not None)
+        if stopped is not None:
+            return stopped
+        return 0 if verdict == "clean" else 1
+
+    def _write(self, seconds: float, *, interrupted: bool) -> str:
+        """Write the files and show the tables; give the verdict."""
         content = receipt(
             asked=self._asked(),
-            ran=self._ran(time.monotonic() - start),
+            ran=self._ran(seconds),
             results=self.results,
             mutants=self.mutants,
             presence=self.presence,
@@ -101,9 +110,7 @@ class Session:
         write_files(self.options.out, files)  # first: the terminal may be gone
         self._show(content["verdict"])
         self.console.print(f"Wrote {' and '.join(files)} to {self.options.out}.", soft_wrap=True)
-        if interrupted:
-            return 130
-        return 0 if content["verdict"] == "clean" else 1
+        return str(content["verdict"])
 
     def cases(self) -> list[Case]:
         """Scenario by scenario, since layouts of one share its reference."""

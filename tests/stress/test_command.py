@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep import cli
+from samestep.command.signals import Stopped, stopped_once
 from samestep.stress import command
 from samestep.stress.campaign import CaseResult
 from samestep.stress.judge import Finding
@@ -305,26 +306,60 @@ def test_a_mutant_that_survives_fails_the_command(
     assert content["mutants"][0]["caught"] == (status == 0)
 
 
-def test_ctrl_c_ends_the_ranks_and_writes_what_there_is(tmp_path):
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        ([signal.SIGINT], 130),
+        ([signal.SIGTERM], 143),
+        ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
+        ([signal.SIGTERM, signal.SIGINT], 143),
+    ],
+)
+def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, status):
+    """Also a second one, which comes while the ranks are ended or the receipt is written."""
     code = "import sys; from samestep.cli import main; sys.exit(main())"
-    arguments = [*QUICK, "--steps", "1000", "--out", str(tmp_path), "--layout", "zero2"]
+    arguments = [*QUICK, "--steps", "1000", "--out", str(tmp_path / "out"), "--layout", "zero2"]
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     ) as process:
         deadline = time.monotonic() + 60
         while not children(process.pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        ranks = children(process.pid)
         time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+        ranks = children(process.pid)
+        assert [path.name[:6] for path in temporary.iterdir()] == ["ranks_"]
+        for number in signals:
+            process.send_signal(number)
+            time.sleep(0.05)
+        shown, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (status, "")
     assert "Stopped before the end" in shown
-    content = json.loads((tmp_path / "receipt.json").read_text())
+    content = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert content["verdict"] == "interrupted"
     assert [case["status"] for case in content["cases"]] == ["interrupted"]
     assert len(ranks) == 2
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with stopped_once():
+            os.kill(os.getpid(), signal.SIGTERM)
+            with pytest.raises(Stopped):
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def children(pid):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from samestep.stress.models import named_params
 from samestep.stress.reference import Reference
 from samestep.stress.sample import Sample
 from samestep.stress.scenario import (
@@ -70,7 +71,7 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
     model = scenario.model()
     options = scenario.options()
     optimizer = samestep.MuonAdamW(scenario.model(), **options)
-    reference = Reference(dict(model.named_parameters()), named_groups(optimizer))
+    reference = Reference(named_params(model), named_groups(optimizer))
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
     for step in range(max(due)):
@@ -109,7 +110,7 @@ def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[dict[str
 
 def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Reference) -> None:
     """Resuming changes nothing here."""
-    params = dict(model.named_parameters())
+    params = named_params(model)
     for event in scenario.events(step):
         match event:
             case SetOptions(rule, options):
@@ -135,7 +136,7 @@ def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Re
 
 def _copy_into(model: nn.Module, reference: Reference) -> None:
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for name, param in named_params(model).items():
             param.copy_(reference.params[name])
 
 

@@ -3,6 +3,15 @@
 import torch
 from torch import Tensor, nn
 
+from samestep.routing import without_wrappers
+
+
+def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters by the name they have without wrappers, as in the optimizer's groups."""
+    while isinstance(model, nn.DataParallel):
+        model = model.module
+    return {without_wrappers(name): param for name, param in model.named_parameters()}
+
 
 class Matrices(nn.Module):
     """Bare parameters by name; no forward, since the scenario gives the gradients."""

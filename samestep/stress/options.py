@@ -1,16 +1,10 @@
 """What `samestep stress` can be asked, and what of it can run here."""
 
-import importlib
-import importlib.util
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
-from torch import nn
 from tyro.conf import arg
 
 from samestep.command.ranks import nccl_devices, number_of_ranks
@@ -19,11 +13,11 @@ from samestep.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.models import gpt
+from samestep.stress.own_model import own_model
 from samestep.stress.scenario import MakeModel
 from samestep.stress.scenarios import SCENARIOS
 
 Backend = Literal["gloo", "nccl"]
-MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 
 
 @dataclass(frozen=True)
@@ -57,7 +51,7 @@ class Options:
     other_steps: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: as --steps)")
     ] = None
-    """Steps of all but dist_adamw_muon and megatron_conditional in none, zero1 and zero2."""
+    """Steps of all but dist_adamw_muon and dist_adamw_muon_random without flat buffers."""
     sample_every: int = 100
     """Steps between comparisons."""
     reduction: Reduction = "ordered"
@@ -122,67 +116,9 @@ class Options:
             raise BadRequestError(
                 f"scenario {self.scenario!r} has a model of its own: leave out --model"
             )
-        make: Callable[[], nn.Module] = gpt if self.model == "gpt" else _factory(self.model)
-        _try(make, self.model)
-        return make
+        return own_model(self.model, gpt if self.model == "gpt" else None, self.seed)
 
 
 def _known(flag: str, name: str, known: dict[str, Any]) -> None:
     if name != "all" and name not in known:
         raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
-
-
-def _factory(path: str) -> Callable[[], nn.Module]:
-    """The function that `module:name` or `file.py:name` means."""
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise BadRequestError(
-            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
-        )
-    try:
-        module = _from_file(Path(where)) if where.endswith(".py") else _imported(where)
-    except Exception as error:
-        raise BadRequestError(
-            f"--model: {where!r} cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise BadRequestError(f"--model: {where!r} has no function {name!r}")
-    found: Callable[[], nn.Module] = make
-    return found
-
-
-def _imported(name: str) -> Any:
-    if "" not in sys.path:  # as for `python -m`: the working folder counts
-        sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-def _from_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _try(make: Callable[[], nn.Module], path: str) -> None:
-    """Make one model, to see that it works."""
-    try:
-        model = make()
-    except Exception as error:
-        raise BadRequestError(f"--model {path}: {type(error).__name__}: {error}") from error
-    if not isinstance(model, nn.Module):
-        raise BadRequestError(f"--model {path} gave a {type(model).__name__}, not a torch module")
-    params = [param for param in model.parameters() if param.requires_grad]
-    if not params:
-        raise BadRequestError(f"--model {path} gave a module without trainable parameters")
-    if any(param.dtype != torch.float32 for param in params):
-        raise BadRequestError(f"--model {path}: the harness needs float32 parameters")
-    count = sum(param.numel() for param in params)
-    if count > MOST_ELEMENTS:
-        raise BadRequestError(
-            f"--model {path} has {count:,} trainable elements, and the float64 reference is made "
-            f"for {MOST_ELEMENTS:,} at most: give a smaller configuration of it"
-        )

@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from samestep.comm.recorder import FlightRecorder
+from samestep.stress.models import named_params
 from samestep.stress.training import Training
 
 Values = dict[str, Tensor]
@@ -41,7 +42,7 @@ def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Samp
     """Collective: the state of a parameter may be spread over ranks."""
     recorder.stop()  # sampling is no part of the run
     training.optimizer.wait_for_parameters()
-    params = {n: p.detach().cpu().clone() for n, p in training.model.named_parameters()}
+    params = {n: p.detach().cpu().clone() for n, p in named_params(training.model).items()}
     state = {
         name: {key: value.cpu() for key, value in entries.items()}
         for name, entries in training.optimizer.whole_state().items()

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from samestep.stress.models import named_params
+
 # 1 - lr wd is exact in fp32. Rounded, it pulls the same way at every step, by up to 3e-5 |p| in
 # 1000 steps, torch's optimizers included: more than the limit that AdamW is held to.
 RATES = {"lr": 2**-7, "weight_decay": 2**-3}
@@ -131,7 +133,7 @@ class GradientScenario(Scenario):
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         """The sum of parameter times gradient, in an order that ranks do not share."""
         terms = []
-        for place, (name, param) in enumerate(model.named_parameters()):
+        for place, (name, param) in enumerate(named_params(model).items()):
             if param.requires_grad:
                 grad = self.gradient(name, place, param, step, rank, micro)
                 if grad is not None:
@@ -172,7 +174,7 @@ class Recorded(Scenario):
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         """Has the recorded gradients."""
         grads = self.gradients[step][rank]
-        params = dict(model.named_parameters())
+        params = named_params(model)
         pairs = [(params[name], grad) for name, grad in grads.items()]
         return sum_of([(param * grad.to(param.device)).sum() for param, grad in pairs])
 

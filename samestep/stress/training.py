@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.rule_optimizer import RuleOptimizer
 from samestep.stress.layouts import Layout
+from samestep.stress.models import named_params
 from samestep.stress.scenario import (
     AddGroup,
     Edit,
@@ -54,7 +55,7 @@ class Training:
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
-        return dict(self.model.named_parameters())
+        return named_params(self.model)
 
     def _new_model(self) -> nn.Module:
         model = self.scenario.model()
@@ -151,7 +152,7 @@ def rank_gradients(
         if loss is not None:
             _backward(loss)
         if scenario.accumulation == "synchronize" or micro == count - 1:
-            rounds.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            rounds.append({n: p.grad for n, p in named_params(model).items() if p.grad is not None})
             model.zero_grad(set_to_none=True)
     return rounds
 
@@ -160,7 +161,7 @@ def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tens
     """The mean over all ranks, added in rank order in fp32; only what any rank has."""
     by_rank = [rank_gradients(scenario, model, step, rank) for rank in range(scenario.world)]
     sums: dict[Tensor, Tensor] = {}
-    params = dict(model.named_parameters())
+    params = named_params(model)
     present = {name for rounds in by_rank for grads in rounds for name in grads}
     for number in range(len(by_rank[0])):
         contributions = [rounds[number] for rounds in by_rank]

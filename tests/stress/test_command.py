@@ -26,6 +26,7 @@ from samestep.stress.judge import Finding
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult
+from samestep.stress.own_model import own_model
 from samestep.stress.sample import Ending
 from samestep.stress.schema import check_receipt
 from tests.ranks import run_forked
@@ -140,6 +141,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
 # Models of one's own
 
 MODEL = """
+    import random
     import torch
 
     def make():
@@ -159,6 +161,62 @@ MODEL = """
 
     def broken():
         raise KeyError("weights")
+
+    def many_lines():
+        raise RuntimeError("first line\\nsecond line")
+
+    def leaves():
+        raise SystemExit(3)
+
+    def unseeded():
+        model = torch.nn.Linear(2, 2)
+        with torch.no_grad():
+            model.weight.fill_(random.random())
+        return model
+
+    def renamed():
+        return torch.nn.ModuleDict({f"n{random.random()}".replace(".", ""): torch.nn.Linear(2, 2)})
+
+    def lazy():
+        return torch.nn.LazyLinear(2)
+
+    def meta():
+        return torch.nn.Linear(2, 2, device="meta")
+
+    def transposed():
+        model = torch.nn.Linear(2, 3)
+        model.weight = torch.nn.Parameter(torch.randn(2, 3).T)
+        return model
+
+    def sparse():
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.eye(3).to_sparse())
+        return model
+
+    def counted():
+        with open("calls", "a") as file:
+            file.write("x")
+        return make()
+
+    def compiled():
+        return torch.compile(make())
+
+    def checkpointed():
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+        return torch.nn.Sequential(checkpoint_wrapper(torch.nn.Linear(6, 9)), torch.nn.Linear(9, 5))
+"""
+SIBLINGS = """
+    from __future__ import annotations
+    from dataclasses import dataclass
+    from beside_it import WIDTH
+    import torch
+
+    @dataclass
+    class Config:
+        width: int = WIDTH
+
+    def make():
+        return torch.nn.Linear(Config().width, 3)
 """
 
 
@@ -177,6 +235,44 @@ def test_a_model_of_ones_own(own_models, tmp_path):
         names = content["scenarios"]["dist_adamw_muon"]["presence"]["params"]
         assert sorted(names) == ["0.bias", "0.weight", "1.weight"]
         assert content["asked"]["model"] == path
+
+
+def test_a_factory_file_may_import_files_beside_it_and_define_dataclasses(tmp_path, monkeypatch):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    (folder / "with_siblings.py").write_text(textwrap.dedent(SIBLINGS))
+    (folder / "beside_it.py").write_text("WIDTH = 5")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    make = own_model(f"{folder}/with_siblings.py:make", None, 0)
+    assert make().weight.shape == (3, 5)
+    for name in ("with_siblings", "beside_it"):
+        del sys.modules[name]
+
+
+def test_a_model_that_the_optimizer_refuses(own_models, monkeypatch, capsys):
+    def refuse(model, **options):
+        raise ValueError("no such shape\nfor 'weight'")
+
+    monkeypatch.setattr(samestep, "MuonAdamW", refuse)
+    assert cli.main(["stress", "--model", "own_models:make"]) == 2
+    assert capsys.readouterr().err == "error: --model own_models:make: ValueError: no such shape\n"
+
+
+def test_ranks_get_copies_so_that_a_slow_factory_is_no_hang(own_models, tmp_path):
+    """Resuming makes a new model every ten steps, on every rank."""
+    options = ["--scenario", "resume", "--steps", "22", "--layout", "zero2", "--out", "out"]
+    assert cli.main(["stress", *options, "--model", "own_models:counted"]) == 0
+    assert (tmp_path / "calls").read_text() == "xx"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # torch's own
+@pytest.mark.parametrize("factory", ["compiled", "checkpointed"])
+def test_wrapped_models_have_their_names_without_wrappers(own_models, tmp_path, factory):
+    options = ["--layout", "zero2", "--model", f"own_models:{factory}", "--out", "out"]
+    assert cli.main([*QUICK, *options]) == 0
+    content = json.loads((tmp_path / "out" / "receipt.json").read_text())
+    names = set(content["scenarios"]["dist_adamw_muon"]["presence"]["params"])
+    assert names >= {"0.bias", "0.weight", "1.weight"}
 
 
 def test_all_scenarios_on_another_model_are_those_that_take_one():
@@ -237,6 +333,14 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path):
         ("--model own_models:nothing", "gave a NoneType, not a torch module"),
         ("--model own_models:frozen", "gave a module without trainable parameters"),
         ("--model own_models:half", "the harness needs float32 parameters"),
+        ("--model own_models:many_lines", "own_models:many_lines: RuntimeError: first line"),
+        ("--model own_models:leaves", "own_models:leaves: SystemExit: 3"),
+        ("--model own_models:unseeded", "gave another 'weight' at its second call"),
+        ("--model own_models:renamed", "gave parameters of other names at its second call"),
+        ("--model own_models:lazy", "parameter 'weight' is lazy: call the model once"),
+        ("--model own_models:meta", "parameter 'weight' is on 'meta'"),
+        ("--model own_models:transposed", "parameter 'weight' is not contiguous"),
+        ("--model own_models:sparse", "parameter 'weight' is sparse_coo"),
         ("--model own_models:large", "has 4,196,352 trainable elements"),
         ("--model gpt --scenario resume --scenario fused_qkv_mha", "has a model of its own"),
         ("--out own_models.py/x", "own_models.py is not a directory"),

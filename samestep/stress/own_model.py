@@ -1,0 +1,144 @@
+"""A model of the user's own for the harness: found, tried, and refused in one line if need be."""
+
+import copy
+import importlib
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedTensorMixin
+
+import samestep
+from samestep.command.request import BadRequestError
+from samestep.stress.models import named_params
+from samestep.stress.scenario import RATES, MakeModel
+
+MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
+
+
+def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
+    """A function that gives the model again and again; `make` is None for `path` to be looked up.
+
+    The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
+    """
+    make = make or _factory(path)
+    first, second = _made(make, path, seed), _made(make, path, seed)
+    _check(first, path)
+    _compare(named_params(first), named_params(second), path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samestep.MuonAdamW(copy.deepcopy(first), **RATES)
+    except Exception as error:
+        raise BadRequestError(f"--model {path}: {_in_one_line(error)}") from error
+    return lambda: copy.deepcopy(first)
+
+
+def _factory(path: str) -> MakeModel:
+    """The function that `module:name` or `file.py:name` means."""
+    where, colon, name = path.rpartition(":")
+    if not colon or not where or not name:
+        raise BadRequestError(
+            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
+        )
+    try:
+        module = _from_file(Path(where)) if where.endswith(".py") else _imported(where)
+    except (Exception, SystemExit) as error:
+        raise BadRequestError(
+            f"--model: {where!r} cannot be imported: {_in_one_line(error)}"
+        ) from error
+    make: Callable[[], nn.Module] | None = getattr(module, name, None)
+    if not callable(make):
+        raise BadRequestError(f"--model: {where!r} has no function {name!r}")
+    return make
+
+
+def _imported(name: str) -> ModuleType:
+    if "" not in sys.path:  # as for `python -m`: the working folder counts
+        sys.path.insert(0, "")
+    return importlib.import_module(name)
+
+
+def _from_file(path: Path) -> ModuleType:
+    """As `python file.py` would: files beside it can be imported, and it is a known module."""
+    name = path.stem if path.stem not in sys.modules else f"samestep_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not path.exists():
+        raise FileNotFoundError(f"there is no file {str(path)!r}")
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = make()
+    except (Exception, SystemExit) as error:
+        raise BadRequestError(f"--model {path}: {_in_one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise BadRequestError(f"--model {path} gave a {type(model).__name__}, not a torch module")
+    return model
+
+
+def _check(model: nn.Module, path: str) -> None:
+    """Refuse what the harness cannot run on."""
+    params = {n: p for n, p in named_params(model).items() if p.requires_grad}
+    if not params:
+        raise BadRequestError(f"--model {path} gave a module without trainable parameters")
+    for name, param in params.items():
+        problem = _problem(param)
+        if problem is not None:
+            raise BadRequestError(f"--model {path}: parameter {name!r} {problem}")
+    count = sum(param.numel() for param in params.values())
+    if count > MOST_ELEMENTS:
+        raise BadRequestError(
+            f"--model {path} has {count:,} trainable elements, and the float64 reference is made "
+            f"for {MOST_ELEMENTS:,} at most: give a smaller configuration of it"
+        )
+
+
+def _problem(param: Tensor) -> str | None:
+    if isinstance(param, UninitializedTensorMixin):
+        return "is lazy: call the model once before it is returned"
+    if param.device.type != "cpu":
+        return f"is on {param.device.type!r}: the harness needs it on the CPU, with values"
+    if param.dtype != torch.float32:
+        return f"is {str(param.dtype).removeprefix('torch.')}: the harness needs float32 parameters"
+    if param.layout != torch.strided:
+        return f"is {str(param.layout).removeprefix('torch.')}: the harness needs dense parameters"
+    if not param.is_contiguous():
+        return "is not contiguous: give it as .contiguous()"
+    return None
+
+
+def _compare(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter], path: str) -> None:
+    """Every rank and every layout has to begin alike."""
+    if first.keys() != second.keys():
+        raise BadRequestError(f"--model {path} gave parameters of other names at its second call")
+    for name, param in first.items():
+        if not torch.equal(param, second[name]):
+            raise BadRequestError(
+                f"--model {path} gave another {name!r} at its second call under the same "
+                "torch.manual_seed: draw from torch's generator alone"
+            )
+
+
+def _in_one_line(error: BaseException) -> str:
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -483,6 +483,30 @@ def test_a_step_that_is_skipped_leaves_everything_as_it_was():
     assert all(same(found, values(Net())) for found in run_forked(2, job))
 
 
+@pytest.mark.parametrize("kind", [samestep.AdamW, samestep.Muon])
+def test_optimizers_of_one_rule(kind):
+    def job(rank):
+        found = []
+        for options in ({"sharding": "zero2"}, GATHER):
+            model = nn.Sequential(
+                nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False)
+            )
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.copy_(torch.linspace(-1, 1, 48).view_as(param))
+            opt = kind(model, lr=0.1, reduction="ordered", **options)
+            for step in range(3):
+                model(torch.eye(6) * (1 + rank + step)).square().sum().backward()
+                opt.step()
+                opt.zero_grad()
+            opt.wait_for_parameters()
+            found.append(values(model))
+        return found
+
+    for plain, found in run_forked(2, job):
+        assert same(found, plain)
+
+
 def test_one_process_waits_for_nothing():
     model = Net()
     opt = build_gather(model)

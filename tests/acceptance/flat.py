@@ -7,11 +7,14 @@ of its own, and training is a closed loop: one wrong bit anywhere, and everythin
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
+from tests.test_overlap import mean, values
 
 LAYERS, WIDTH, TOKENS = 12, 8, 19
 SKIPPED = 5  # the layer that is left out at times
@@ -88,19 +91,46 @@ def loss_of(model, rank, step):
     return nn.functional.cross_entropy(model(tokens, skip), tokens.roll(-1))
 
 
+class Trained(NamedTuple):
+    """Both by name."""
+
+    params: dict[str, torch.Tensor]
+    state: dict[str, torch.Tensor]
+
+
 def train(rank, steps, **options):
-    """Parameters and the whole state after so many steps."""
+    """One rank's training."""
     model = GPT()
     opt = build(model, **options)
     for step in range(steps):
         loss_of(model, rank, step).backward()
         opt.step()
         opt.zero_grad()
-    state = opt.whole_state()
-    return values(model), {
-        f"{name}.{key}": tensor for name, own in state.items() for key, tensor in own.items()
+    return trained(model, opt)
+
+
+def train_alone(world, steps):
+    """The same in one process, which is given the mean of all ranks' gradients."""
+    model = GPT()
+    opt = build(model)
+    for step in range(steps):
+        of_ranks = [gradients(model, rank, step) for rank in range(world)]
+        for param, *grads in zip(model.parameters(), *of_ranks, strict=True):
+            param.grad = mean(param, [grads])
+        opt.step()
+    return trained(model, opt)
+
+
+def gradients(model, rank, step):
+    model.zero_grad()
+    loss_of(model, rank, step).backward()
+    return [param.grad for param in model.parameters()]
+
+
+def trained(model, opt):
+    state = {
+        f"{name}.{key}": tensor
+        for name, own in opt.whole_state().items()  # waits for parameters too
+        for key, tensor in own.items()
     }
-
-
-def values(model):
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return Trained(values(model), state)

@@ -189,8 +189,8 @@ class Session:
 
     def _asked(self) -> dict[str, Any]:
         keys = (
-            "scenario", "layout", "world_size", "backend", "steps", "sample_every", "reduction",
-            "seed", "model", "watchdog", "mutants",
+            "scenario", "layout", "world_size", "backend", "steps", "other_steps", "sample_every",
+            "reduction", "seed", "model", "watchdog", "mutants",
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 

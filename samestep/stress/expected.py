@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.stress.models import named_params
 from samestep.stress.reference import Reference
-from samestep.stress.sample import Sample
+from samestep.stress.sample import SCALER, Sample
 from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
     AddGroup,
@@ -74,6 +74,7 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
     reference = Reference(named_params(model), named_groups(optimizer))
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
+    scale = _Scale()
     for step in range(max(due)):
         _apply_events(scenario, step, model, reference)
         by_rank = _gradients(scenario, model, step)
@@ -85,15 +86,32 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
             for name, of_ranks in grads.items():
                 row = expected.presence.setdefault(name, [0] * step)
                 row.append(sum(grad is not None for grad in of_ranks))
-        reference.step(grads, divisor=scenario.world, max_grad_norm=limit)
+        taken = reference.step(grads, divisor=scenario.world, max_grad_norm=limit)
+        scale.update(taken)
         _copy_into(model, reference)
         if step + 1 in due:
             state = {name: dict(entries) for name, entries in reference.state.items()}
+            if scenario.scales:
+                state[SCALER] = {"scale": torch.tensor(scale.value, dtype=torch.float64)}
             expected.samples[step + 1] = Sample(step + 1, dict(reference.params), state)
         if (step + 1) % 10 == 0 or step + 1 in due:
             progress(step + 1)
     expected.families = _families(reference.groups)
     return expected
+
+
+class _Scale:
+    """What a GradScaler is to do: halved by every step that was skipped, doubled by five taken."""
+
+    def __init__(self) -> None:
+        self.value, self._taken = 2.0**10, 0
+
+    def update(self, taken: bool) -> None:
+        self._taken = self._taken + 1 if taken else 0
+        if not taken:
+            self.value /= 2
+        elif self._taken == 5:
+            self.value, self._taken = self.value * 2, 0
 
 
 def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[dict[str, Tensor]]:

@@ -45,13 +45,18 @@ class MutantRunner:
         self._healthy: dict[Case, str] = {}
 
     def run(self, mutant: Mutant) -> MutantResult:
-        """Run its case as it is, unless that is known, then with the bug."""
+        """Run its case as it is, unless that is known, then with the bug.
+
+        Where layouts have to disagree, the case as it is stands for the first layout.
+        """
         start = time.monotonic()
         campaign = Campaign(ForkedRanks(mutant.world, self._watchdog))
         place = mutant.scenario, mutant.layout, mutant.world
         case = Case(*place, mutant.steps, 1, mutant.reduction, self._seed)
-        if case not in self._healthy:
+        against_itself = mutant.expected == "layouts"
+        if case not in self._healthy or against_itself:
             self._healthy[case] = campaign.run(case).status
+        if not against_itself:
             campaign.forget_first_layout()
         result = campaign.run(case, patch=mutant.patch)
         seconds = time.monotonic() - start

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 import samestep
 from samestep.command.request import BadRequestError
@@ -31,10 +31,11 @@ def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
     first, second = _made(make, path, seed), _made(make, path, seed)
     _check(first, path)
     _compare(named_params(first), named_params(second), path)
+    options: dict[str, Any] = dict(RATES)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            samestep.MuonAdamW(copy.deepcopy(first), **RATES)
+            samestep.MuonAdamW(copy.deepcopy(first), **options)
     except Exception as error:
         raise BadRequestError(f"--model {path}: {_in_one_line(error)}") from error
     return lambda: copy.deepcopy(first)
@@ -114,7 +115,7 @@ def _check(model: nn.Module, path: str) -> None:
 
 
 def _problem(param: Tensor) -> str | None:
-    if isinstance(param, UninitializedTensorMixin):
+    if is_lazy(param):
         return "is lazy: call the model once before it is returned"
     if param.device.type != "cpu":
         return f"is on {param.device.type!r}: the harness needs it on the CPU, with values"

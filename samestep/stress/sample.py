@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.comm.recorder import FlightRecorder
@@ -11,6 +12,7 @@ from samestep.stress.training import Training
 
 Values = dict[str, Tensor]
 State = dict[str, dict[str, Tensor]]
+SCALER = "GradScaler"  # its scale is state, too
 
 
 @dataclass(frozen=True)
@@ -47,5 +49,7 @@ def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Samp
         name: {key: value.cpu() for key, value in entries.items()}
         for name, entries in training.optimizer.whole_state().items()
     }
+    if training.scale is not None:
+        state[SCALER] = {"scale": torch.tensor(training.scale, dtype=torch.float64)}
     recorder.start()
     return Sample(step, params, state, recorder.count, recorder.digest)

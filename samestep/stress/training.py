@@ -24,6 +24,11 @@ from samestep.stress.scenario import (
     Unfreeze,
 )
 
+# Powers of two: scaling and unscaling changes no bit.
+SCALER: dict[str, Any] = {
+    "init_scale": 2.0**10, "growth_interval": 5, "growth_factor": 2.0, "backoff_factor": 0.5
+}  # fmt: skip
+
 
 class Training:
     """A model and its optimizer, made anew; `step` is one step of the scenario on this rank."""
@@ -48,10 +53,9 @@ class Training:
             _disturb(self.model, rank)
         self.optimizer = self._new_optimizer()
         self._scaler = None
-        if scenario.scales and not layout.one_process:
-            self._scaler = samestep.GradScaler(
-                "cpu" if device is None else device.type, init_scale=2.0**10, growth_interval=5
-            )
+        if scenario.scales:
+            kind = "cpu" if device is None else device.type
+            self._scaler = samestep.GradScaler(kind, **SCALER)  # in one process torch's own
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -63,8 +67,6 @@ class Training:
 
     def _new_optimizer(self) -> RuleOptimizer:
         options = {**self.scenario.options(), **self._distribution}
-        if self.layout.one_process and self.scenario.scales:
-            options["max_grad_norm"] = float("inf")  # what the scaler does: skip what is not finite
         if self._device is not None and self._device.type == "cuda":
             options["compute_dtype"] = torch.float32  # Muon's bfloat16 is far from any reference
         with warnings.catch_warnings():
@@ -78,7 +80,7 @@ class Training:
             self._apply(event)
         if self.layout.one_process:
             for param, grad in mean_gradients(self.scenario, self.model, number).items():
-                param.grad = grad
+                param.grad = grad if self._scaler is None else self._scaler.scale(grad)
         else:
             self._backward(number)
         if self._scaler is None:
@@ -87,6 +89,11 @@ class Training:
             self._scaler.step(self.optimizer)
             self._scaler.update()
         self.optimizer.zero_grad()
+
+    @property
+    def scale(self) -> float | None:
+        """That of the GradScaler, if there is one."""
+        return None if self._scaler is None else self._scaler.get_scale()
 
     def _backward(self, number: int) -> None:
         count = self.scenario.micro_batches(number)

@@ -160,6 +160,7 @@ def receipt(scenarios, layouts, *, world=2, steps=1000, every=100, reduction="or
             "world_size": world,
             "backend": None,
             "steps": steps,
+            "other_steps": None,
             "sample_every": every,
             "reduction": reduction,
             "seed": 0,

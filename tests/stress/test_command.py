@@ -1,6 +1,7 @@
 """`samestep stress` from its arguments to its files and exit status."""
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -29,7 +30,8 @@ from samestep.stress.mutation import MutantResult
 from samestep.stress.own_model import own_model
 from samestep.stress.sample import Ending
 from samestep.stress.schema import check_receipt
-from tests.ranks import run_forked
+from samestep.stress.torchrun_ranks import TorchrunRanks
+from tests.ranks import RanksFailed, run_forked
 
 QUICK = ["stress", "--scenario", "dist_adamw_muon", "--steps", "8", "--sample-every", "4"]
 
@@ -136,6 +138,42 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
     assert (content["ran"]["runtime_mode"], content["ran"]["world_size"]) == ("torchrun", 3)
     assert [case["status"] for case in content["cases"]] == ["exact"] * len(LAYOUTS)
     assert all(len(case["samples"]) == 2 for case in content["cases"])
+
+
+def test_a_rank_of_torchrun_that_vanishes_is_not_waited_for(tmp_path):
+    """Rank 1 is gone after the first case: the others notice before the next, and stop."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+
+    def fn(rank):
+        dist.destroy_process_group()
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="3", RANK=str(rank))
+        meet, meetings = TorchrunRanks._meet, []
+
+        def meet_or_vanish(self):
+            meetings.append(time.monotonic())
+            if rank == 1 and len(meetings) == 2:
+                self._pulse.stop()  # as the end of its process would
+                time.sleep(60)
+            meet(self)
+
+        with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as shown:
+            patch.setattr(TorchrunRanks, "_meet", meet_or_vanish)
+            status = cli.main([*QUICK, "--watchdog", "2", "--out", str(tmp_path)])
+        return status, shown.getvalue(), time.monotonic() - meetings[-1]
+
+    results = multiprocessing.get_context("fork").SimpleQueue()
+    with pytest.raises(RanksFailed) as caught:
+        run_forked(3, lambda rank: results.put((rank, fn(rank))), timeout=30)
+    assert set(caught.value.reports) == {1}
+    found = dict(results.get() for _ in range(2))
+    assert (found[0][0], found[2][0]) == (1, 0)
+    assert "rank 1 was not heard of for 2 s between two cases" in " ".join(found[0][1].split())
+    assert "stopping here" in found[0][1]
+    assert max(found[0][2], found[2][2]) < 10
+    content = json.loads((tmp_path / "receipt.json").read_text())
+    assert [case["status"] for case in content["cases"]] == ["exact", "exact", "failed"]
 
 
 # Models of one's own
@@ -297,7 +335,9 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path):
     """6 steps against 2, sampled every 4: the short ones are compared after 2, in all layouts."""
     options = ["--steps", "6", "--other-steps", "2", "--sample-every", "4", "--out", str(tmp_path)]
     assert cli.main(["stress", "--scenario", "dist_adamw_muon", *options]) == 0
-    cases = json.loads((tmp_path / "receipt.json").read_text())["cases"]
+    receipt = json.loads((tmp_path / "receipt.json").read_text())
+    assert (receipt["asked"]["steps"], receipt["asked"]["other_steps"]) == (6, 2)
+    cases = receipt["cases"]
     steps = {case["layout"]: [sample["step"] for sample in case["samples"]] for case in cases}
     assert steps["zero1"] == [2, 4, 6]
     assert steps["flat_zero1"] == [2]

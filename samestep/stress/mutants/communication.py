@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep import replicated, rule_optimizer
+from samestep import replicated
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.buffers.reduction import GradientReducer
-from samestep.comm.collectives import Pending, gather_segments, maximum, total
+from samestep.comm import collectives
+from samestep.comm.collectives import gather_segments, maximum, total
 from samestep.plan import sharding
 from samestep.replicated import ReplicatedParameters
 from samestep.stress.mutants.mutant import RANDOM, mutant
@@ -80,6 +81,37 @@ def owner_order_differs() -> list[Any]:
 
 
 @mutant(
+    "sums are taken in another order than that of the ranks, so that layouts differ in a last bit",
+    expected="layouts",
+    scenario=RANDOM,
+    world=3,
+)
+def sums_in_another_order() -> list[Any]:
+    """Two numbers have but one sum; three have several, in floating point."""
+
+    def backwards(original: Any, contributions: Any, **how: Any) -> Tensor:
+        result: Tensor = original(list(contributions)[::-1], **how)
+        return result
+
+    return [(collectives, "sum_in_order", backwards)]
+
+
+@mutant(
+    "a rank counts its buckets from another start, so that logs of collectives do not match",
+    expected="collectives",
+    scenario=RANDOM,
+)
+def collectives_misnamed() -> list[Any]:
+    """All goes well, until somebody reads the log of a hang."""
+
+    def name(original: Any, self: GradientReducer, index: int) -> str:
+        others = len(self._params)
+        return str(original(self, (index + 1) % others if dist.get_rank() == 1 else index))
+
+    return [(GradientReducer, "_name", name)]
+
+
+@mutant(
     "a rank that owns nothing in a bucket does not take part in its gather",
     expected="hang",
     scenario="conditional_compute",
@@ -112,50 +144,6 @@ def buffer_reused_before_wait() -> list[Any]:
         return view
 
     return [(GradientReducer, "_packed", packed)]
-
-
-@mutant(
-    "each rank clips by the norm of its own gradients, before they are averaged",
-    expected="state",
-    scenario="clipped",
-)
-def clipped_before_averaging() -> list[Any]:
-    """Ranks with large gradients count for less."""
-
-    def end_round(original: Any, self: GradientReducer, problem: Any) -> None:
-        torch.nn.utils.clip_grad_norm_(self._params, 1.0)
-        original(self, problem)
-
-    return [(GradientReducer, "end_round", end_round)]
-
-
-@mutant(
-    "each rank decides by itself whether a step has overflowed",
-    expected="state",
-    scenario="not_finite",
-)
-def overflow_not_shared() -> list[Any]:
-    """Owners of the bad values skip, the others do not."""
-
-    def own_norm(original: Any, name: str, values: Tensor, group: Any) -> Pending[Tensor]:
-        return Pending(None, (values,), lambda: values)
-
-    return [(rule_optimizer, "total", own_norm)]
-
-
-@mutant(
-    "a step with inf or NaN is taken, and momentum never recovers",
-    expected="reference",
-    scenario="not_finite",
-)
-def overflow_taken() -> list[Any]:
-    """The verdict is ignored."""
-
-    def clip(original: Any, self: Any, operation: Any) -> None:
-        original(self, operation)
-        self._verdict = rule_optimizer.Verdict()
-
-    return [(rule_optimizer.RuleOptimizer, "_clip", clip)]
 
 
 @mutant(

@@ -183,3 +183,20 @@ def momentum_lost_at_resume() -> list[Any]:
                     state[key].zero_()
 
     return [(group_optimizer, "load_state", load)]
+
+
+@mutant(
+    "options that were set while training are lost when a run is resumed",
+    expected="reference",
+    scenario="resume",
+)
+def options_lost_at_resume() -> list[Any]:
+    """Learning rate and momentum are again those that the optimizer was built with."""
+
+    def load(original: Any, optimizer: Any, *args: Any) -> None:
+        built = [dict(group) for group in optimizer.param_groups]
+        original(optimizer, *args)
+        for group, before in zip(optimizer.param_groups, built, strict=True):
+            group.update({key: before[key] for key in ("lr", "momentum", "betas") if key in before})
+
+    return [(group_optimizer, "load_state", load)]

@@ -20,6 +20,8 @@ from samestep.stress.scenario import (
 )
 from samestep.stress.scenarios.patterns import FourPatternsRandom, TinyScenario
 
+SMALL_TOO = 170  # as crossover: the second group of Muon's is replicated, the rest is sharded
+
 
 class FrozenAndAdded(TinyScenario):
     """Parameters leave and come back, and new ones come."""
@@ -68,15 +70,15 @@ class NotFinite(FourPatternsRandom):
 
     def options(self) -> dict[str, Any]:
         """No limit, but the check."""
-        return {**super().options(), "max_grad_norm": math.inf}
+        return {**super().options(), "max_grad_norm": math.inf, "crossover": SMALL_TOO}
 
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
     ) -> Tensor | None:
-        """One bad element in one parameter of one rank."""
+        """One bad element in one parameter of one rank; also of those that are replicated."""
         grad = super().gradient(name, place, param, step, rank, micro)
         number, phase = divmod(step, 7)
-        unlucky = phase >= 5 and rank == number % self.world and place == number % 3
+        unlucky = phase >= 5 and rank == number % self.world and place == 4 * number % 6
         if grad is not None and unlucky:
             grad.view(-1)[number % grad.numel()] = math.inf if number % 2 else math.nan
         return grad
@@ -102,7 +104,7 @@ class Clipped(FourPatternsRandom):
 
     def options(self) -> dict[str, Any]:
         """A limit that most steps exceed."""
-        return {**super().options(), "max_grad_norm": 1.0}
+        return {**super().options(), "max_grad_norm": 1.0, "crossover": SMALL_TOO}
 
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
@@ -158,10 +160,15 @@ class Resumed(FourPatternsRandom):
     """What was saved is what the run goes on with."""
 
     name = "resume"
-    story = "saved, and loaded into a new optimizer, every 10 steps"
+    story = "saved, and loaded into a new optimizer, every 10 steps; options set between are kept"
 
     def events(self, step: int) -> Sequence[Event]:
-        """After 10, 20, ... steps."""
+        """Resumed after 10, 20, ... steps; options are set in between, and not again after."""
+        if step % 10 == 4:
+            low = step % 20 == 4
+            muon = {"lr": 2**-8 if low else 2**-7, "momentum": 0.9 if low else 0.95}
+            adamw = {"lr": muon["lr"], "betas": (0.8, 0.9) if low else (0.9, 0.95)}
+            return SetOptions("muon", muon), SetOptions("adamw", adamw)
         return (Resume(),) if step and step % 10 == 0 else ()
 
 

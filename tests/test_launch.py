@@ -1,5 +1,9 @@
 """Ranks that torchrun has started; those that are forked here are tested in test_ranks.py."""
 
+import os
+import signal
+import time
+
 import pytest
 
 from samestep.launch import RanksFailed, forked, run_forked, torchrun_rank
@@ -49,3 +53,28 @@ def test_forking_is_refused_where_ranks_could_outlive_their_parent(monkeypatch):
     with pytest.raises(RuntimeError, match="on Linux only; start them with torchrun") as caught:
         run_forked(2, lambda rank: rank)
     assert not isinstance(caught.value, RanksFailed)
+
+
+def test_ranks_do_not_preempt_each_other_for_every_message():
+    assert run_forked(2, lambda rank: os.sched_getscheduler(0)) == [os.SCHED_BATCH] * 2
+
+
+def test_ranks_that_get_on_are_given_more_time():
+    start = time.monotonic()
+
+    def limit():
+        return 30.0 if time.monotonic() - start < 0.3 else 1.0
+
+    with pytest.raises(RanksFailed, match="had not finished after 1 s"):
+        run_forked(1, lambda rank: time.sleep(60), timeout=limit)
+    assert 1.0 <= time.monotonic() - start < 20
+
+
+def test_handlers_of_the_parent_are_not_those_of_ranks():
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with pytest.raises(RanksFailed) as caught:
+            run_forked(2, lambda rank: os.kill(os.getpid(), signal.SIGTERM) if rank else None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert caught.value.reports[1].startswith("died of SIGTERM")

@@ -45,6 +45,10 @@ def test_mutants_name_what_exists():
         assert mutant.story
 
 
+def test_every_check_has_a_bug_that_it_has_to_catch():
+    assert {mutant.expected for mutant in MUTANTS.values()} == set(CHECKS)
+
+
 def test_patches_are_undone():
     for mutant in MUTANTS.values():
         with mutant.patch():

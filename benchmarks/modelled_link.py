@@ -1,0 +1,216 @@
+"""A link of known speed between forked ranks: gloo moves the data, a model says how long it takes.
+
+    link = ModelledLink(ranks=2)  # before ranks are forked
+    link.install()                # in every rank, before the first group or optimizer is made
+    link.set_speed(latency=1e-4, bandwidth=50e6)  # at the same place in all ranks
+
+It is the backend "modelled". Transfers follow each other, as they do on one stream:
+
+    start(k) = max(launch(k) on every rank, end(k - 1))
+    end(k) = start(k) + latency + bytes / bandwidth
+
+Bytes are what the busier direction of a rank's link carries: the most of sent and received. A
+transfer is complete when its end has passed and gloo is done. Two clocks can tell:
+
+    wall  the system's monotonic clock. Whoever waits sleeps: a network card works beside the CPU
+    cpu   what a rank has computed, plus what it has waited for the link by the model; nobody
+          sleeps, and other work on the machine does not count. For ranks of one thread. A barrier
+          makes the clocks of all ranks equal
+"""
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+
+CAPACITY = 1 << 20  # transfers in the life of a link
+POLL = 1e-4  # seconds
+
+Clock = Literal["wall", "cpu"]
+
+
+@dataclass(slots=True)
+class Transfer:
+    """One collective of this rank; times in seconds of the link's clock."""
+
+    number: int
+    kind: str
+    bytes: float
+    seconds: float  # that it occupies the link
+    launched: float
+    name: str = ""
+    start: float = math.nan  # known once every rank has launched it
+    end: float = math.nan
+    waits: tuple[tuple[float, float], ...] = ()  # when the host was held up for it
+
+
+class ModelledLink:
+    """Which rank launched what when, in memory that forked ranks share, and how long that takes."""
+
+    def __init__(self, ranks: int, clock: Clock = "wall") -> None:
+        self._sleeps = clock == "wall"
+        self._waited = 0.0  # of the CPU's clock
+        self._launches = [multiprocessing.RawArray("d", CAPACITY) for _ in range(ranks)]
+        self._rank = -1
+        self._count = 0
+        self._unknown: list[Transfer] = []  # of which some rank was not seen to launch
+        self._last_end = 0.0
+        self.transfers: list[Transfer] = []  # in order of launch; to be cleared by whoever reads
+        self.set_speed(0.0, math.inf)
+
+    def set_speed(self, latency: float, bandwidth: float) -> None:
+        """For transfers to come: seconds per transfer, and bytes per second."""
+        self._latency, self._bandwidth = latency, bandwidth
+
+    def now(self) -> float:
+        """Seconds by the clock of the link."""
+        return time.monotonic() if self._sleeps else time.thread_time() + self._waited
+
+    def install(self) -> None:
+        """Put the link under the default group, on all ranks; handles from before are void."""
+        world = dist.group.WORLD
+        assert world is not None
+        self._rank = world.rank()
+        dist.Backend.register_backend(
+            "modelled", lambda *args: ModelledGroup(self, *args), devices=["cpu"]
+        )
+        store = dist.PrefixStore("modelled", world.get_group_store())
+        size = world.size()
+        self._replaced = world  # kept, since other ranks may still use its connections
+        dist.destroy_process_group()
+        dist.init_process_group("modelled", store=store, rank=self._rank, world_size=size)
+
+    def launch(self, kind: str, carried: float) -> Transfer:
+        """A collective of this rank begins."""
+        seconds = self._latency + carried / self._bandwidth
+        transfer = Transfer(self._count, kind, carried, seconds, self.now())
+        self._launches[self._rank][self._count] = transfer.launched
+        self._count += 1
+        self._unknown.append(transfer)
+        self.transfers.append(transfer)
+        return transfer
+
+    def is_over(self, transfer: Transfer) -> bool:
+        """Whether the modelled time of a transfer has passed."""
+        return self._is_known(transfer) and self.now() >= transfer.end
+
+    def pass_time(self, transfer: Transfer, limit: float) -> None:
+        """Come nearer to the end of a transfer, by at most `limit` seconds."""
+        if not self._is_known(transfer):
+            time.sleep(POLL)
+        elif self._sleeps:
+            time.sleep(min(max(transfer.end - self.now(), 0.0), limit))
+        else:
+            self._waited += max(transfer.end - self.now(), 0.0)
+
+    def _is_known(self, transfer: Transfer) -> bool:
+        while self._unknown and math.isnan(transfer.end):
+            first = self._unknown[0]
+            launches = [times[first.number] for times in self._launches]
+            if not all(launches):
+                return False
+            first.start = max(*launches, self._last_end)
+            first.end = self._last_end = first.start + first.seconds
+            self._unknown.pop(0)
+        return True
+
+
+class ModelledWork(dist.Work):
+    """Complete when both gloo and the model of the link say so."""
+
+    def __init__(self, link: ModelledLink, transfer: Transfer, real: dist.Work) -> None:
+        super().__init__()
+        self._link, self._transfer, self._real = link, transfer, real
+
+    def is_completed(self) -> bool:
+        """Whether waiting would return at once."""
+        return self._real.is_completed() and self._link.is_over(self._transfer)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Sleep until it is complete; raises if that takes longer than a timeout above 0."""
+        transfer, limit = self._transfer, timeout.total_seconds() or math.inf
+        begun, deadline = self._link.now(), time.monotonic() + limit
+        try:
+            self._real.wait(timeout)
+            while not self._link.is_over(transfer):
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"{transfer.kind} is not over after {limit} s")
+                self._link.pass_time(transfer, limit)
+        finally:
+            transfer.waits += ((begun, self._link.now()),)
+        return True
+
+
+class ModelledGroup(dist.ProcessGroup):
+    """A gloo group whose collectives take the time of a modelled link.
+
+    It has the collectives that samestep launches on CPU; others find no backend and raise.
+    """
+
+    def __init__(
+        self, link: ModelledLink, store: dist.Store, rank: int, size: int, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)  # torch refuses the store from a Python subclass
+        self._link, self._store, self._name = link, store, ""
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    # torch's own versions of these ask a registered backend, which would not be modelled.
+
+    def get_group_store(self) -> dist.Store:
+        """Where ranks meet."""
+        return self._store
+
+    def name(self) -> str:
+        """The backend's name."""
+        return "modelled"
+
+    @property
+    def group_name(self) -> str:
+        """As torch knows the group."""
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    # By the names under which torch calls them.
+
+    def all_to_all_single(
+        self, output: Tensor, input: Tensor, incoming: list[int], outgoing: list[int], *opts: Any
+    ) -> dist.Work:
+        """Every rank sends a segment to each other one."""
+        sent = sum(outgoing) - outgoing[self.rank()]
+        received = sum(incoming) - incoming[self.rank()]
+        carried = max(sent, received) * input.element_size()
+        launch = self._gloo.alltoall_base
+        return self._launch("all_to_all", carried, launch, output, input, incoming, outgoing, *opts)
+
+    def allreduce(self, tensors: Any, *opts: Any) -> dist.Work:
+        """A reduce-scatter and an all-gather."""
+        carried = 2 * self._share(tensors)
+        return self._launch("all_reduce", carried, self._gloo.allreduce, tensors, *opts)
+
+    def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
+        """From one rank to all."""
+        carried = sum(tensor.nbytes for tensor in tensors)
+        return self._launch("broadcast", carried, self._gloo.broadcast, tensors, *opts)
+
+    def barrier(self, opts: Any) -> dist.Work:
+        """Nothing travels."""
+        return self._launch("barrier", 0, self._gloo.barrier, opts)
+
+    alltoall_base = all_to_all_single  # before torch 2.13
+
+    def _share(self, tensors: list[Tensor]) -> float:
+        return sum(tensor.nbytes for tensor in tensors) * (self.size() - 1) / self.size()
+
+    def _launch(
+        self, kind: str, carried: float, launch: Callable[..., dist.Work], *args: Any
+    ) -> dist.Work:
+        transfer = self._link.launch(kind, carried)
+        return ModelledWork(self._link, transfer, launch(*args))

@@ -1,0 +1,235 @@
+"""How much communication overlap hides, on two gloo ranks with a modelled link between them.
+
+A GPT with a tied weight, recomputed activations and a layer that one rank leaves out now and then
+trains with flat buffers: without overlap, with reductions inside backward, with gathers inside the
+next forward, with both. Exposed communication is the median step minus the median step of the same
+configuration on a link that costs nothing; both are run in turns.
+"""
+
+import json
+import os
+import platform
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+
+import samestep
+from benchmarks.modelled_link import Clock, ModelledLink, Transfer
+from benchmarks.overlap_table import Results
+from benchmarks.overlap_timeline import chrome_trace, picture
+from benchmarks.overlap_training import FREE, Case, Sample, Shape, Speed, Trace, Training, slowest
+from samestep.command.output import check_folder, write_files
+from samestep.command.progress import from_other_processes, progress_bar
+from samestep.launch import run_forked
+
+RANKS = 2
+MIDDLE = "middle"
+SHARDINGS = ("zero1", "zero2")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    shape: Shape = field(default_factory=Shape)
+    rounds: int = 4
+    steps: int = 4
+    """Of a block: a case on a link. In the third, one rank leaves out a layer."""
+    ratio: float = 0.8
+    """All communication of a step on the middle link, against backward; fast: half, slow: twice."""
+    latency: float = 2e-4
+    """Seconds per transfer."""
+    bandwidth: float | None = None
+    """MB/s of the middle link, in place of the one that follows from the ratio."""
+    clock: Clock = "wall"
+    """"cpu": computing time plus modelled waits, for a machine that has other work too."""
+    links: tuple[Literal["fast", "middle", "slow"], ...] = ("fast", "middle", "slow")
+    only_main: bool = False
+    """Leave out other bucket sizes and AdamW."""
+    out: Path = Path("out/bench")
+
+
+class RankResult(NamedTuple):
+    """What a rank has measured."""
+
+    parameters: int
+    speeds: dict[str, Speed]
+    samples: dict[tuple[Case, str], list[list[Sample]]]
+    traces: dict[tuple[Case, int], tuple[list[Sample], Trace]]
+
+
+def cases(options: Options) -> dict[Case, tuple[str, ...]]:
+    """All cases, with the links they run on."""
+    every, two = (FREE, *options.links), (FREE, MIDDLE)
+    ways = [(False, False), (True, False), (False, True), (True, True)]
+    found = {Case(sharding, *way): every for sharding in SHARDINGS for way in ways}
+    if not options.only_main:
+        for overlap in (False, True):
+            for parts in (4, 64):
+                for sharding in SHARDINGS:
+                    found[Case(sharding, overlap, overlap, parts)] = two
+            for parts in (16, 64):
+                found[Case("zero2", overlap, overlap, parts, "AdamW")] = two
+    return found
+
+
+def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[str, Speed]:
+    """Links whose transfers take so long as the ratio says."""
+    free = Speed(0.0, float("inf"))
+    training.run(free, 2, -1)
+    samples, trace = training.run(free, 7, -1)
+    steps = 1 + len(samples)
+    backward = torch.tensor(statistics.median(sample.backward for sample in samples))
+    dist.all_reduce(backward, dist.ReduceOp.MIN)  # the same on all ranks, with the least noise
+    carried = sum(transfer.bytes for transfer in trace.transfers) / steps
+    latencies = options.latency * len(trace.transfers) / steps
+    middle = carried / max(options.ratio * float(backward) - latencies, 1e-3)
+    if options.bandwidth is not None:
+        middle = 1e6 * options.bandwidth
+    return {
+        FREE: free,
+        "fast": Speed(options.latency, 2 * middle),
+        MIDDLE: Speed(options.latency, middle),
+        "slow": Speed(options.latency, middle / 2),
+    }
+
+
+def blocks(options: Options) -> int:
+    """How many blocks a run has."""
+    return options.rounds * sum(map(len, cases(options).values()))
+
+
+def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
+    """Measure everything, in turns."""
+    link.install()
+    trainings = {case: Training(case, options.shape, link) for case in cases(options)}
+    speeds = calibrate(trainings[Case("zero2", True, True)], options, link)
+    for training in trainings.values():
+        training.run(speeds[FREE], 1, -1)
+    samples: dict[tuple[Case, str], list[list[Sample]]] = {
+        (case, name): [] for case, names in cases(options).items() for name in names
+    }
+    done = 0
+    for number in range(options.rounds):
+        turns = list(samples)
+        for case, name in turns if number % 2 else reversed(turns):
+            found, _ = trainings[case].run(speeds[name], options.steps, skip_at=3)
+            samples[case, name].append(found)
+            done += 1
+            if rank == 0:
+                report(done, blocks(options))
+    recorder = samestep.FlightRecorder()
+    recorder.on_launch.append(lambda record: _give_name(link.transfers[-1], record.name))
+    traces = {}
+    with recorder:
+        for attempt in range(5):
+            for overlap in (False, True):
+                case = Case("zero2", overlap, overlap)
+                traces[case, attempt] = trainings[case].run(speeds[MIDDLE], 3, -1)
+    return RankResult(trainings[case].parameters, speeds, samples, traces)
+
+
+def _give_name(transfer: Transfer, name: str) -> None:
+    transfer.name = name
+
+
+def typical(results: list[RankResult], case: Case) -> list[Trace]:
+    """The traces of all ranks in the attempt whose steps are in the middle."""
+    attempts = sorted(
+        (sum(sample.whole for sample in result.traces[key][0]), key)
+        for result in results[:1]
+        for key in result.traces
+        if key[0] == case
+    )
+    key = attempts[len(attempts) // 2][1] if attempts else (case, 0)
+    return [result.traces[key][1] for result in results]
+
+
+def main(options: Options) -> None:
+    """Measure, print the tables and how the bar was met, write JSON, a trace and a picture."""
+    console = Console(highlight=False)
+    check_folder(options.out)
+    load_before = os.getloadavg()[0]
+    link = ModelledLink(RANKS, options.clock)
+    with progress_bar(console, "block") as show, from_other_processes(show) as report:
+        ranks: list[RankResult] = run_forked(
+            RANKS, on_rank, options, link, report, timeout=float("inf"), collective_timeout=300.0
+        )
+    first = ranks[0]
+    merged = {
+        key: [
+            slowest([result.samples[key][number] for result in ranks])
+            for number in range(options.rounds)
+        ]
+        for key in first.samples
+    }
+    results = Results(merged)
+    main_rows = results.rows(lambda case, _: case.parts == 16 and case.rule == "MuonAdamW")
+    main_rows.sort(key=lambda r: (options.links.index(r.link), r.case.sharding))
+    console.print(results.table(f"{first.parameters / 1e6:.1f} M parameters", main_rows))
+    for r in main_rows:
+        if r.case.overlap == "none":
+            console.print(
+                f"{r.case.sharding}, {r.link} link ({first.speeds[r.link].bandwidth / 1e6:.1f} "
+                f"MB/s): communication is {r.busy / r.backward:.0%} of backward"
+            )
+    for r in main_rows:
+        if r.case.overlap == "both":
+            console.print(results.bar_line(r.case, r.link))
+    if not options.only_main:
+        for title, keep in {
+            "bucket sizes": lambda case, name: (
+                name == MIDDLE and case.rule == "MuonAdamW" and case.overlap in ("none", "both")
+            ),
+            "AdamW alone: equal segments": lambda case, name: case.rule == "AdamW",
+        }.items():
+            found = sorted(results.rows(keep), key=lambda r: (r.case.sharding, r.case.parts))
+            console.print(results.table(title, found))
+    load = [load_before, os.getloadavg()[0]]
+    console.print(
+        "ms: medians of steps as long as the slower rank's. free: on a link that costs nothing. "
+        "busy: the link.\nexposed: step minus free. wait: the same by time inside waits. skip: "
+        "exposed in steps in which one rank\nleaves out a layer. less: by how much overlap makes "
+        "exposed fall.\n"
+        f"Load of this machine before and after: {load[0]:.1f}, {load[1]:.1f}; "
+        f"{os.cpu_count()} CPUs."
+    )
+    shown = {
+        "no overlap": typical(ranks, Case("zero2", False, False)),
+        "overlap_grad_reduce, overlap_param_gather": typical(ranks, Case("zero2", True, True)),
+    }
+    receipt = {
+        "command": "python -m benchmarks.overlap",
+        "options": {**asdict(options), "out": str(options.out)},
+        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpus": os.cpu_count(),
+        "load": load,
+        "ranks": RANKS,
+        "threads_per_rank": 1,
+        "parameters": first.parameters,
+        "links": {n: s._asdict() for n, s in first.speeds.items() if n != FREE},
+        "rows": results.summary(),
+    }
+    files = {
+        "overlap.json": json.dumps(receipt, indent=2).encode() + b"\n",
+        "overlap_trace.json.gz": chrome_trace(shown),
+        "overlap.png": picture(
+            f"MuonAdamW, flat buffers, zero2, {RANKS} ranks, a link of "
+            f"{first.speeds[MIDDLE].bandwidth / 1e6:.0f} MB/s",
+            shown,
+        ),
+    }
+    write_files(options.out, files)
+    console.print(f"written to {options.out}: {', '.join(files)}")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

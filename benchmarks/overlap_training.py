@@ -1,0 +1,161 @@
+"""Trainings whose communication may be hidden, run step after step on a modelled link."""
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import samestep
+from benchmarks.modelled_link import ModelledLink, Transfer
+from benchmarks.overlap_model import RecomputedGPT, build
+
+FREE = "free"  # the link that costs nothing
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and its batch."""
+
+    width: int = 128
+    layers: int = 12
+    vocabulary: int = 512
+    sequences: int = 8
+    tokens: int = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer and what it overlaps."""
+
+    sharding: str
+    grad: bool
+    gather: bool
+    parts: int = 16  # a bucket has 1/parts of the parameters
+    rule: str = "MuonAdamW"
+
+    @property
+    def overlap(self) -> str:
+        """In words."""
+        return {
+            (False, False): "none",
+            (True, False): "gradients",
+            (False, True): "parameters",
+            (True, True): "both",
+        }[self.grad, self.gather]
+
+    @property
+    def without(self) -> "Case":
+        """The same without overlap."""
+        return Case(self.sharding, False, False, self.parts, self.rule)
+
+
+class Speed(NamedTuple):
+    """Of a link: seconds per transfer, and bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
+class Sample(NamedTuple):
+    """One step of one rank, in seconds."""
+
+    whole: float  # to the start of the next step
+    forward: float
+    backward: float
+    update: float
+    link: float  # that the modelled link is busy with it
+    waited: float  # that the host was held up by transfers, whatever for
+    skips: bool  # one rank left out a layer
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A block of steps of one rank, for a timeline."""
+
+    marks: list[tuple[str, float, float]]  # phase, begin, end
+    transfers: list[Transfer]
+
+
+class Training:
+    """A model of its own with an optimizer."""
+
+    def __init__(self, case: Case, shape: Shape, link: ModelledLink) -> None:
+        self._shape, self._link = shape, link
+        self.model: RecomputedGPT = build(shape.width, shape.layers, shape.vocabulary, shape.tokens)
+        self.parameters = sum(param.numel() for param in self.model.parameters())
+        options: dict[str, Any] = {
+            "buffers": "flat",
+            "sharding": case.sharding,
+            "overlap_grad_reduce": case.grad,
+            "overlap_param_gather": case.gather,
+            "bucket_size": self.parameters // case.parts,
+        }
+        if case.rule == "MuonAdamW":
+            split = {"split_sizes": self.model.config.qkv_split_sizes}
+            self.optimizer = samestep.MuonAdamW(
+                self.model, overrides={"*.qkv.weight": split}, **options
+            )
+        else:
+            self.optimizer = samestep.AdamW(self.model, **options)
+
+    def run(self, speed: Speed, steps: int, skip_at: int) -> tuple[list[Sample], Trace]:
+        """Steps on a link, after one that fills the pipeline; `skip_at` leaves a layer out."""
+        batches = [self._batch(step) for step in range(steps + 1)]
+        dist.barrier()
+        self._link.set_speed(*speed)
+        self._link.transfers = transfers = []
+        now = self._link.now
+        last = dist.get_rank() == dist.get_world_size() - 1
+        marks: list[tuple[str, float, float]] = []
+        firsts = []  # of each step: how many transfers were launched before it
+        for step, (tokens, targets) in enumerate(batches):
+            firsts.append(len(transfers))
+            self.model.skipped = self._shape.layers // 2 if last and step == skip_at else None
+            times = [now()]
+            loss = self.model.loss(tokens, targets)
+            times.append(now())
+            loss.backward()
+            times.append(now())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            times.append(now())
+            for name, *span in zip(("forward", "backward", "step"), times, times[1:], strict=False):
+                marks.append((name, *span))
+        ended = now()
+        self.optimizer.wait_for_parameters()
+        self._link.set_speed(0.0, float("inf"))
+        samples = []
+        for step in range(1, steps + 1):
+            phases = marks[3 * step : 3 * step + 3]
+            begin = phases[0][1]
+            end = marks[3 * step + 3][1] if step < steps else ended
+            own = transfers[firsts[step] : firsts[step + 1] if step < steps else None]
+            waits = [wait for transfer in transfers for wait in transfer.waits]
+            samples.append(
+                Sample(
+                    end - begin,
+                    *(stop - start for _, start, stop in phases),
+                    sum(transfer.seconds for transfer in own),
+                    sum(stop - start for start, stop in waits if begin <= start < end),
+                    step == skip_at,
+                )
+            )
+        return samples, Trace(marks, transfers)
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
+        size = (2, self._shape.sequences, self._shape.tokens)
+        tokens, targets = torch.randint(self._shape.vocabulary, size, generator=generator)
+        return tokens, targets
+
+
+def slowest(per_rank: list[list[Sample]]) -> list[Sample]:
+    """Steps as long as those of the slowest rank."""
+    return [Sample(*map(max, zip(*step, strict=True))) for step in zip(*per_rank, strict=True)]
+
+
+def described(case: Case) -> dict[str, Any]:
+    """A case for JSON."""
+    return {**asdict(case), "overlap": case.overlap}

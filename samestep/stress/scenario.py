@@ -116,6 +116,12 @@ class Scenario:
         """What a rank sends backward; None: this rank has no gradient at all."""
         raise NotImplementedError
 
+    def known_gradients(
+        self, model: nn.Module, step: int, rank: int, micro: int
+    ) -> dict[str, Tensor] | None:
+        """What backward from `loss` gives, where that is known without it."""
+        return None
+
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
         """What the scenario itself promises of the parameters, if that does not hold."""
         return None
@@ -132,14 +138,26 @@ class GradientScenario(Scenario):
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         """The sum of parameter times gradient, in an order that ranks do not share."""
-        terms = []
-        for place, (name, param) in enumerate(named_params(model).items()):
-            if param.requires_grad:
-                grad = self.gradient(name, place, param, step, rank, micro)
-                if grad is not None:
-                    terms.append((param * grad.to(param.device)).sum())
+        params = named_params(model)
+        grads = self.known_gradients(model, step, rank, micro)
+        terms = [
+            (params[name] * grad.to(params[name].device)).sum() for name, grad in grads.items()
+        ]
         turn = (7 * rank + step) % max(len(terms), 1)
         return sum_of(terms[turn:] + terms[:turn])
+
+    def known_gradients(
+        self, model: nn.Module, step: int, rank: int, micro: int
+    ) -> dict[str, Tensor]:
+        """Those of the parameters that are trained and have one."""
+        found = {}
+        for place, (name, param) in enumerate(named_params(model).items()):
+            grad = None
+            if param.requires_grad:
+                grad = self.gradient(name, place, param, step, rank, micro)
+            if grad is not None:
+                found[name] = grad
+        return found
 
     def random(self, shape: Sequence[int], *key: int) -> Tensor:
         """Normal numbers of full rank, the same for the same key."""
@@ -173,10 +191,16 @@ class Recorded(Scenario):
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         """Has the recorded gradients."""
-        grads = self.gradients[step][rank]
+        grads = self.known_gradients(model, step, rank, micro)
         params = named_params(model)
         pairs = [(params[name], grad) for name, grad in grads.items()]
         return sum_of([(param * grad.to(param.device)).sum() for param, grad in pairs])
+
+    def known_gradients(
+        self, model: nn.Module, step: int, rank: int, micro: int
+    ) -> dict[str, Tensor]:
+        """The recorded ones."""
+        return dict(self.gradients[step][rank])
 
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
         """The inner scenario's."""

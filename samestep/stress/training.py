@@ -154,14 +154,29 @@ def rank_gradients(
     """What a rank contributes, one entry for each time that gradients are reduced."""
     rounds = []
     count = scenario.micro_batches(step)
+    sums: dict[str, Tensor] = {}
     for micro in range(count):
-        loss = scenario.loss(model, step, rank, micro)
-        if loss is not None:
-            _backward(loss)
+        for name, grad in _gradients(scenario, model, step, rank, micro).items():
+            sums[name] = sums[name] + grad if name in sums else grad
         if scenario.accumulation == "synchronize" or micro == count - 1:
-            rounds.append({n: p.grad for n, p in named_params(model).items() if p.grad is not None})
-            model.zero_grad(set_to_none=True)
+            rounds.append(sums)
+            sums = {}
     return rounds
+
+
+def _gradients(
+    scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int
+) -> dict[str, Tensor]:
+    """Of one micro-batch; without backward where that would only give what went in."""
+    known = scenario.known_gradients(model, step, rank, micro)
+    if known is not None:
+        return known
+    loss = scenario.loss(model, step, rank, micro)
+    if loss is not None:
+        _backward(loss)
+    found = {n: p.grad for n, p in named_params(model).items() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
 
 
 def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tensor, Tensor]:

@@ -7,7 +7,7 @@ whatever the dtype of the parameter.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +28,36 @@ class Operand(NamedTuple):
     state: State
     present: Tensor | None = None  # a flag on the device: False leaves all as it is
     counted: bool = True  # whether this rank answers for it in sums over ranks
+    share: float = 1.0  # there, where others that the plan does not know hold copies
+
+
+class DirectionSizes(Protocol):
+    """Adds up the squares of directions."""
+
+    def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
+        """Count the squares, (B,), of some operands of a group."""
+        ...
+
+
+class GroupMath(NamedTuple):
+    """How one group's rule is run in this step, on one device."""
+
+    rule: Rule
+    scalars: Scalars
+    options: Mapping[str, Any]
+    factor: Tensor | None  # gradients are multiplied with it
+    maximize: bool
+    only_if: Tensor | None  # a flag on the device: False leaves all as it is
+    sizes: "DirectionSizes | None"  # told of every direction, if these are measured
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """A gradient as the rule shall see it."""
+        if self.factor is not None:
+            grad = grad * self.factor.to(grad)
+        return -grad if self.maximize else grad
+
+
+GroupMaths = Callable[[int], GroupMath]  # by index of the group
 
 
 class Result(NamedTuple):
@@ -140,12 +170,23 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
     """
     param, grad, state = operand.param, operand.grad, operand.state
     dtype = math_dtype(param)
-    value = param.to(dtype)
+    value = exact_value(param, state)
+    rule_state = {key: tensor.to(dtype) for key, tensor in state.items() if key != MASTER}
+    return value, grad.to(dtype), rule_state
+
+
+def exact_value(param: Tensor, state: State) -> Tensor:
+    """A parameter in the math dtype: its master copy, wherever that is still the same."""
+    value = param.to(math_dtype(param))
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
         value = torch.where(master.to(param.dtype) == param, master, value)
-    rule_state = {key: tensor.to(dtype) for key, tensor in state.items() if key != MASTER}
-    return value, grad.to(dtype), rule_state
+    return value
+
+
+def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:
+    """Write a new value into place, unless the flag is False."""
+    old.copy_(value if only_if is None else torch.where(only_if, value, old))
 
 
 def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
@@ -158,7 +199,7 @@ def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
         value = new.param if key == MASTER else new.state[key]
         pairs.append((tensor, value.reshape(tensor.shape)))
     for old, value in pairs:
-        old.copy_(value if only_if is None else torch.where(only_if, value, old))
+        put(old, value, only_if)
 
 
 class StepScalars:

@@ -12,6 +12,7 @@ Sharding = Literal["auto", "none", "zero1", "zero2"]
 Reduction = Literal["fast", "ordered"]
 Grads = Literal["local", "reduced"]
 Buffers = Literal["per_parameter", "flat"]
+MuonSchedule = Literal["parallel", "gather"]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class Distribution:
     waves: parts of a step; the parameters of one travel while the next is computed.
     owners: how Muon's blocks are given to ranks.
     max_state_ratio: how much more state than the mean a rank may own to balance the work.
+    muon_schedule: for DTensors: "parallel" gives every block one owner, to which its parts travel
+        and from which the result comes back, in a pipeline; "gather" has every rank gather and
+        compute all.
+    chunks_ahead: chunks of blocks that are collected ahead of the one that is computed.
+    block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
     check_gradients: report a gradient that is not finite, with parameter and rank, before it is
         averaged with others. Reads every gradient on the host: for finding a fault.
     strict: replicas that differ at construction are an error instead of being mended.
@@ -66,6 +72,9 @@ class Distribution:
     waves: int = 4
     owners: OwnerStrategy = "balanced"
     max_state_ratio: float | None = None
+    muon_schedule: MuonSchedule = "parallel"
+    chunks_ahead: int = 1
+    block_dtype: torch.dtype | None = None
     check_gradients: bool = False
     strict: bool = False
 
@@ -76,11 +85,12 @@ class Distribution:
             ("reduction", get_args(Reduction)),
             ("grads", get_args(Grads)),
             ("owners", get_args(OwnerStrategy)),
+            ("muon_schedule", get_args(MuonSchedule)),
         ):
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"{key} {value!r} is not supported; choose one of {list(allowed)}")
-        for key in ("crossover", "bucket_size", "waves"):
+        for key in ("crossover", "bucket_size", "waves", "chunks_ahead"):
             value = getattr(self, key)
             if type(value) is not int or value < 1:
                 raise ValueError(f"{key} must be a whole number above 0, got {value!r}")
@@ -90,7 +100,7 @@ class Distribution:
             value = getattr(self, key)
             if type(value) is not bool:
                 raise TypeError(f"{key} must be True or False, got {value!r}")
-        for key in ("reduce_dtype", "grad_dtype"):
+        for key in ("reduce_dtype", "grad_dtype", "block_dtype"):
             value = getattr(self, key)
             if value is not None and not (
                 isinstance(value, torch.dtype) and value.is_floating_point

@@ -1,17 +1,24 @@
 """Whole parameters, gradients and state, wherever their pieces are: for looking and for editing."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.comm.collectives import from_first
 from samestep.group_optimizer import GroupOptimizer
-from samestep.local import LocalParameters
 from samestep.param_groups import parameter_names
-from samestep.placement import Placement
 from samestep.replicated import ReplicatedParameters
 from samestep.state import MASTER, State, math_dtype
+
+if TYPE_CHECKING:
+    from samestep.sharded import ShardedParameters
+
+
+class _Sharding(NamedTuple):
+    placement: "ShardedParameters"
+    place: int
 
 
 class FullValues(GroupOptimizer):
@@ -35,9 +42,7 @@ class FullValues(GroupOptimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     self._keep_state_beside(param, group)
-        placements: list[Placement] = [*self._replicated]
-        if not placements:
-            placements.append(LocalParameters(self.param_groups, self._blocks))
+        placements = self._all_placements()
         # All that travels is on its way before anything can raise.
         gathers = [p.gather_state(self.state, self.param_groups) for p in placements]
         by_param = {param: state for finish in gathers for param, state in finish().items()}
@@ -62,7 +67,10 @@ class FullValues(GroupOptimizer):
         param = self._param(name)
         if MASTER in self.state[param]:
             return self.full_state(name, MASTER)
-        return param.detach().to(math_dtype(param), copy=True)
+        value, sharded = param.detach(), self._sharding(param)
+        if sharded is not None:
+            value = sharded.placement.whole(sharded.place, value)
+        return value.to(math_dtype(param), copy=True)
 
     @torch.no_grad()
     def set_full_parameter(self, name: str, value: Tensor) -> None:
@@ -72,7 +80,11 @@ class FullValues(GroupOptimizer):
         wide = self._checked(name, value, param.shape).to(param.device, math_dtype(param))
         wide = wide.contiguous().clone()
         self._from_first(name, "value", wide)
-        param.copy_(wide)
+        sharded = self._sharding(param)
+        if sharded is None:
+            param.copy_(wide)
+        else:
+            sharded.placement.put_whole(sharded.place, param, wide)
         if MASTER in self.state[param]:
             whole = self._state_of(name, MASTER)
             whole[MASTER].copy_(wide)
@@ -85,7 +97,9 @@ class FullValues(GroupOptimizer):
         Between backward and step. On several ranks it calls `synchronize()`: gradients are reduced
         now, are gone from `.grad`, and the step reduces what may come after.
         """
-        shared = self._holder(name)
+        shared, sharded = self._holder(name), self._sharding(self._param(name))
+        if sharded is not None:
+            return sharded.placement.full_gradient(sharded.place)
         if shared is None or shared.distribution.grads == "reduced":
             grad = self._param(name).grad
             return None if grad is None else grad.detach().clone()
@@ -102,6 +116,10 @@ class FullValues(GroupOptimizer):
         value = self._checked(f"gradient of {name}", value, param.shape)
         value = value.to(param.device, math_dtype(param)).contiguous().clone()
         self._from_first(name, "gradient", value)
+        sharded = self._sharding(param)
+        if sharded is not None:
+            sharded.placement.set_gradient(sharded.place, value)
+            return
         if shared is None or shared.distribution.grads == "reduced":
             param.grad = value.to(param.dtype)
             return
@@ -119,10 +137,10 @@ class FullValues(GroupOptimizer):
         self.wait_for_parameters()
         for shared in self._replicated:
             shared.refresh_masters(self.state)
-        if self._rank_group is None:
-            for param, state in self.state.items():
-                if MASTER in state:
-                    state[MASTER].copy_(param)
+        pieces = {param for shared in self._replicated for param in shared.params}
+        for param, state in self.state.items():
+            if MASTER in state and param not in pieces:
+                state[MASTER].copy_(param)
 
     def synchronize(self) -> None:
         """See `RuleOptimizer`."""
@@ -152,26 +170,43 @@ class FullValues(GroupOptimizer):
                 return shared
         return None
 
+    def _sharding(self, param: Tensor) -> "_Sharding | None":
+        """The plan that has a DTensor, and the DTensor's place in it; None for others."""
+        for placement in self._sharded:
+            index = placement.index_of(param)
+            if index is not None:
+                return _Sharding(placement, index)
+        return None
+
     def _state_of(self, name: str, key: str) -> State:
         """The whole state of one parameter, which has `key`."""
         param, shared = self._param(name), self._holder(name)
         if key not in self.state[param]:
             raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self.state[param])}")
+        sharded = self._sharding(param)
+        if sharded is not None:
+            return sharded.placement.gather_state(self.state, self.param_groups, only=param)()[
+                param
+            ]
         if shared is None:
             return {k: tensor.clone() for k, tensor in self.state[param].items()}
         return shared.gather_state(self.state, self.param_groups, only=param)()[param]
 
     def _put_state(self, name: str, key: str, whole: Mapping[str, Tensor]) -> None:
         param, shared = self._param(name), self._holder(name)
-        if shared is None:
+        sharded = self._sharding(param)
+        if sharded is not None:
+            sharded.placement.put_whole(sharded.place, self.state[param][key], whole[key])
+        elif shared is None:
             self.state[param][key].copy_(whole[key])
         else:
             shared.put_state(self.state, self.param_groups, param, key, whole)
 
     def _from_first(self, name: str, what: str, value: Tensor) -> None:
-        shared = self._holder(name)
-        if shared is not None:
-            from_first(f"{what} of {name}", value, shared.group).wait()
+        shared, sharded = self._holder(name), self._sharding(self._param(name))
+        placement = shared if sharded is None else sharded.placement
+        if placement is not None:
+            from_first(f"{what} of {name}", value, placement.group).wait()
 
     def _checked(self, what: str, value: Tensor, shape: torch.Size) -> Tensor:
         if not isinstance(value, Tensor) or value.shape != shape:

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
+from samestep.local import LocalParameters
 from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
@@ -33,10 +34,13 @@ from samestep.placement import Placement
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
-from samestep.sharing import plan_members
+from samestep.sharing import PlanMembers, mesh_of, plan_members
 from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
+
+if TYPE_CHECKING:
+    from samestep.sharded import ShardedParameters
 
 Params = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
@@ -80,6 +84,8 @@ class GroupOptimizer(torch.optim.Optimizer):
                     "and outer_group out"
                 )
         self._replicated: list[ReplicatedParameters] = []
+        self._sharded: list[ShardedParameters] = []
+        self._constructed = False
         self._launch_order = LaunchOrder()
         self._reductions: dict[int, GroupReduction] = {}
         self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
@@ -101,6 +107,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
         self._share(range(len(self.param_groups)))
+        self._constructed = True
 
     @property
     def _device(self) -> torch.device:
@@ -149,7 +156,7 @@ class GroupOptimizer(torch.optim.Optimizer):
     def _keep_state_beside(self, param: Tensor, group: Group) -> None:
         """State follows a parameter to its device; cleared state starts afresh."""
         state = self.state[param]
-        if self._rank_group is not None:
+        if self._rank_group is not None or mesh_of(param) is not None:
             return
         if not state or (needs_master(param, self._master_weights) and MASTER not in state):
             fresh = initial_state(
@@ -162,23 +169,18 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
-        if self._rank_group is None:
-            return
-        usual = GroupReduction(self._rank_group, outer=self._outer_group)
-        together: dict[GroupReduction, list[int]] = {usual: []}
-        for index in indices:
-            reduction = self._reductions.get(index, usual)
-            together.setdefault(reduction, []).append(index)
-        planned = []
-        for reduction, alike in together.items():
-            if alike:
-                planned.append(self._planned(reduction, alike))
+        wanted = list(indices)
+        members = [param for index in wanted for param in self.param_groups[index]["params"]]
+        meshes = dict.fromkeys(map(mesh_of, members))
+        planned = self._plans_of_plain(wanted) if None in meshes else []
+        sharded = [self._plan_of_mesh(mesh, wanted) for mesh in meshes if mesh is not None]
         made: dict[Tensor, State] = {}
-        for replicated in planned:  # nothing is made before all are agreed on
-            made |= replicated.make_state(self.param_groups, self._master_weights)
-        for index in sorted(i for alike in together.values() for i in alike):
-            for param in self.param_groups[index]["params"]:
+        for placement in (*planned, *sharded):  # nothing is made before all are agreed on
+            made |= placement.make_state(self.param_groups, self._master_weights)
+        for param in members:
+            if param in made:
                 self.state[param] = made[param]
+        self._sharded += sharded
         for replicated in planned:
             # A bucket is complete with the parameter that forward uses first.
             firsts = [replicated.params[bucket.params[0]] for bucket in replicated.plan.buckets]
@@ -186,25 +188,57 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._launch_order.add(replicated.reducer, places)
         self._replicated += planned
 
-    def _planned(self, reduction: GroupReduction, indices: Sequence[int]) -> ReplicatedParameters:
-        """The plan of groups that are reduced alike, compared over the ranks they live on."""
+    def _plans_of_plain(self, indices: Sequence[int]) -> list[ReplicatedParameters]:
+        """One plan for groups that are reduced alike, compared over the ranks they live on."""
+        if self._rank_group is None:
+            return []
+        usual = GroupReduction(self._rank_group, outer=self._outer_group)
+        together: dict[GroupReduction, list[int]] = {usual: []}
+        for index in indices:
+            if any(mesh_of(param) is None for param in self.param_groups[index]["params"]):
+                reduction = self._reductions.get(index, usual)
+                together.setdefault(reduction, []).append(index)
+        planned = []
+        for reduction, alike in together.items():
+            if alike:
+                params, specs, lines = self._members(alike)
+                planned.append(
+                    ReplicatedParameters(
+                        params,
+                        specs,
+                        lines,
+                        reduction,
+                        self._distribution,
+                        self._launch_order,
+                        self._in_flight,
+                    )
+                )
+        return planned
+
+    def _plan_of_mesh(self, mesh: Any, indices: Sequence[int]) -> "ShardedParameters":
+        """The plan of all DTensors on a mesh."""
+        from samestep.sharded import ShardedParameters  # DTensors take long to import
+
+        params, specs, lines = self._members(indices, mesh)
+        return ShardedParameters(params, specs, lines, mesh, self._distribution)
+
+    def _members(self, indices: Sequence[int], mesh: Any = None) -> PlanMembers:
         params, specs, lines = plan_members(
-            self.param_groups, indices, self._blocks, self._place_of_use, self._master_weights
+            self.param_groups, indices, self._blocks, self._place_of_use, self._master_weights, mesh
         )
         own = [
             f"master_weights = {self._master_weights}",
             f"max_grad_norm = {self._max_grad_norm}",
             f"update_rms = {self._update_rms}",
         ]
-        return ReplicatedParameters(
-            params,
-            specs,
-            own + lines,
-            reduction,
-            self._distribution,
-            self._launch_order,
-            self._in_flight,
-        )
+        return PlanMembers(params, specs, own + lines)
+
+    def _all_placements(self) -> list[Placement]:
+        """Everything a step is about."""
+        placements: list[Placement] = [*self._replicated, *self._sharded]
+        if not self._replicated and (self._rank_group is None or not placements):
+            placements.append(LocalParameters(self.param_groups, self._blocks))
+        return placements
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
@@ -230,7 +264,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._plan(index, group)
             if reduction is not None:
                 self._reductions[index] = reduction
-            if self._replicated:  # a group added later; those of the constructor go together
+            if self._constructed:  # those of the constructor go together
                 self._share([index])
         except Exception:
             self.param_groups.pop()
@@ -242,9 +276,10 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise
         if self._rank_group is None:
             for param in group["params"]:
-                self.state[param] = initial_state(
-                    rule_of(group), param, self._blocks[param], group, self._master_weights
-                )
+                if mesh_of(param) is None:
+                    self.state[param] = initial_state(
+                        rule_of(group), param, self._blocks[param], group, self._master_weights
+                    )
 
     def _own_reduction(self, index: int, group: Group) -> GroupReduction | None:
         """Take a process group and divisor of its own out of a group: they are not saved."""
@@ -268,11 +303,6 @@ class GroupOptimizer(torch.optim.Optimizer):
         if group.get("fused") and self._compile:
             raise ValueError("fused=True and compile exclude each other: leave one of them out")
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            if hasattr(param, "device_mesh"):
-                raise ValueError(
-                    f"parameter {name!r} is a DTensor, which is not supported yet: build the "
-                    "optimizer on plain parameters"
-                )
             if not param.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
@@ -322,7 +352,7 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it."""
-        if self._rank_group is None:
+        if not self._replicated or self._rank_group is None:
             return None
         ranks = self._rank_group
         return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
@@ -332,9 +362,11 @@ class GroupOptimizer(torch.optim.Optimizer):
 
         Of one process it is "".
         """
-        if self._rank_group is None:
+        if not self._replicated and not self._sharded:
             return ""
-        text = "\n".join(line for shared in self._replicated for line in shared.plan.lines())
+        lines = [line for shared in self._replicated for line in shared.plan.lines()]
+        lines += [line for sharded in self._sharded for line in sharded.lines()]
+        text = "\n".join(lines)
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -374,7 +406,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         return table(self.param_groups, self._blocks)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._rank_group is not None:
+        if self._replicated or self._sharded:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
@@ -391,6 +423,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
             self._reset_runner()
             self._rank_group, self._replicated, self._reductions = None, [], {}
+            self._sharded, self._constructed, self._outer_group = [], True, None
             self._launch_order = LaunchOrder()
             self._in_flight = ParametersInFlight()
         for index, group in enumerate(self.param_groups):

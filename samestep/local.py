@@ -9,6 +9,7 @@ from samestep.layout.blocks import Block
 from samestep.param_groups import Group, rule_of
 from samestep.placement import Placement
 from samestep.plan.schedule import PlacementShape
+from samestep.sharing import mesh_of
 from samestep.state import State, block_states
 
 
@@ -26,7 +27,7 @@ class LocalParameters(Placement):
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """Every parameter with a gradient, cut into its blocks, with the index of its group."""
         for index, group in enumerate(self._groups):
-            for param in group["params"]:
+            for param in plain(group):
                 for operand in self._operands(param, group):
                     yield index, operand
 
@@ -35,7 +36,7 @@ class LocalParameters(Placement):
         return [
             (index, param.grad is not None)
             for index, group in enumerate(self._groups)
-            for param in group["params"]
+            for param in plain(group)
         ]
 
     def gather_state(
@@ -45,7 +46,7 @@ class LocalParameters(Placement):
         return lambda: {
             param: {key: tensor.clone() for key, tensor in state[param].items()}
             for group in groups
-            for param in group["params"]
+            for param in plain(group)
         }
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:
@@ -62,3 +63,8 @@ class LocalParameters(Placement):
         states = block_states(rule_of(group), state, blocks, group)
         pairs = zip(blocks, states, strict=True)
         return [Operand(block.view(param), block.view(grad), view) for block, view in pairs]
+
+
+def plain(group: Group) -> list[Tensor]:
+    """The parameters of a group that are no DTensors."""
+    return [param for param in group["params"] if mesh_of(param) is None]

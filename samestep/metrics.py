@@ -23,7 +23,8 @@ class UpdateSizes:
         """Count the squares, (B,), of what this rank answers for and what is present."""
         for operand, square in zip(operands, squares, strict=True):
             if operand.counted:
-                size = torch.full_like(square, operand.param.numel())
+                square = square * operand.share
+                size = torch.full_like(square, operand.param.numel() * operand.share)
                 if operand.present is not None:
                     square, size = (torch.where(operand.present, x, 0.0) for x in (square, size))
                 self._sums.append((group, square, size))

@@ -49,6 +49,9 @@ class DistributionOptions(TypedDict, total=False):
     waves: int
     owners: str
     max_state_ratio: float | None
+    muon_schedule: str
+    chunks_ahead: int
+    block_dtype: torch.dtype | None
     check_gradients: bool
     strict: bool
 

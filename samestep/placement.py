@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
-from samestep.apply import Operand
+from samestep.apply import GroupMaths, Operand
+from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.param_groups import Group
 from samestep.plan.schedule import PlacementShape
@@ -15,7 +17,15 @@ class Placement:
     """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing."""
 
     shape: PlacementShape
+    device: torch.device
+    sums_over: RankGroup | None = (
+        None  # where sums of it are taken; None: over the optimizer's ranks
+    )
     problem: Problem | None = None  # what keeps this rank from taking the step
+
+    def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
+        """The state of this rank's parts."""
+        raise NotImplementedError
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         """No gradient comes any more."""
@@ -34,6 +44,13 @@ class Placement:
         """What this rank updates in a bucket, with the index of its group."""
         raise NotImplementedError
 
+    def gradients(self) -> Iterable[Tensor]:
+        """The averaged gradients that this rank answers for in sums over ranks."""
+        for number in range(len(self.shape.bucket_sizes)):
+            for _, operand in self.operands(number):
+                if operand.counted:
+                    yield operand.grad
+
     def drop_gradients(self, number: int) -> None:
         """The bucket is updated."""
 
@@ -42,6 +59,22 @@ class Placement:
 
     def place(self, number: int) -> None:
         """Copy what others updated into place."""
+
+    def collect(self, number: int, math: GroupMaths) -> None:
+        """Start sending a chunk of spread blocks to their owners."""
+        raise NotImplementedError
+
+    def transform(self, number: int, math: GroupMaths) -> None:
+        """Run the rule on the whole blocks that this rank owns in a chunk."""
+        raise NotImplementedError
+
+    def give_back(self, number: int) -> None:
+        """Start sending the directions of a chunk to those who hold parts of its blocks."""
+        raise NotImplementedError
+
+    def apply(self, number: int, math: GroupMaths) -> None:
+        """Step in the directions of a chunk."""
+        raise NotImplementedError
 
     def present(self) -> Iterable[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""

@@ -7,25 +7,37 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from samestep.apply import Operand, stacks, update_blocks, update_elementwise
+from samestep.apply import (
+    GroupMath,
+    GroupMaths,
+    Operand,
+    stacks,
+    update_blocks,
+    update_elementwise,
+)
 from samestep.comm.collectives import CollectiveError, total
 from samestep.comm.executor import execute
+from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
-from samestep.local import LocalParameters
 from samestep.metrics import UpdateSizes, present_counts
 from samestep.param_groups import LAYOUT_KEYS, rule_of
 from samestep.placement import Placement
 from samestep.plan.schedule import (
     Agree,
+    Apply,
     Average,
     Clip,
+    Collect,
     Gather,
+    GiveBack,
     Measure,
+    OfBucket,
     Place,
     Reduce,
     Schedule,
+    Transform,
     Update,
     line_of,
     step_schedule,
@@ -79,7 +91,7 @@ class RuleOptimizer(FullValues):
         self.wait_for_parameters()
         self._sizes = UpdateSizes(len(self.param_groups)) if self._update_rms else None
         problem = self._find_problem()
-        self._placements = [*self._replicated] or [LocalParameters(self.param_groups, self._blocks)]
+        self._placements = self._all_placements()
         for placement in self._placements:
             placement.begin_step(self.state, problem)
         try:
@@ -93,6 +105,10 @@ class RuleOptimizer(FullValues):
                     Update: self._update,
                     Gather: lambda op: self._placement(op).gather(op.bucket.bucket),
                     Place: lambda op: self._placement(op).place(op.bucket.bucket),
+                    Collect: self._collect,
+                    Transform: self._transform,
+                    GiveBack: self._give_back,
+                    Apply: self._apply,
                     Measure: self._measure,
                 },
             )
@@ -124,13 +140,14 @@ class RuleOptimizer(FullValues):
             waves=self._distribution.waves,
             clip=self._max_grad_norm is not None or self._inverse_scale is not None,
             measure=self._sizes is not None,
+            chunks_ahead=self._distribution.chunks_ahead,
         )
 
     def schedule_lines(self) -> tuple[str, ...]:
         """The operations of a step in order, as text, once there was one."""
         return tuple(map(line_of, self._schedule())) if self._placements else ()
 
-    def _placement(self, operation: Reduce | Average | Gather | Place) -> Placement:
+    def _placement(self, operation: OfBucket) -> Placement:
         return self._placements[operation.bucket.placement]
 
     def _find_problem(self) -> Problem | None:
@@ -156,12 +173,7 @@ class RuleOptimizer(FullValues):
         On CPU the step is skipped right here; elsewhere a flag stays on the device, so that
         nothing waits for it.
         """
-        counted = [operand.grad for _, operand in self._operands() if operand.counted]
-        square = square_sum(counted)
-        if self._rank_group is not None:
-            own = torch.zeros((), dtype=torch.float64, device=self._device)
-            own = own if square is None else square
-            square = total("gradient norm", own.reshape(1), self._rank_group).wait()[0]
+        square = self._square_of_norm()
         if square is None:
             return
         norm = square.sqrt()
@@ -180,11 +192,25 @@ class RuleOptimizer(FullValues):
         else:
             self._verdict = Verdict(factor=factor, only_if=norm.isfinite())
 
-    def _operands(self) -> Iterator[tuple[int, Operand]]:
-        """Everything this rank updates in this step."""
+    def _square_of_norm(self) -> Tensor | None:
+        """The sum of squares of all averaged gradients, (); None if there are none.
+
+        DTensors are summed over their own mesh: ranks outside of it hold copies, or other models.
+        """
+        together: dict[RankGroup | None, list[Placement]] = {}
         for placement in self._placements:
-            for bucket in range(len(placement.shape.bucket_sizes)):
-                yield from placement.operands(bucket)
+            ranks = placement.sums_over or self._rank_group
+            together.setdefault(ranks, []).append(placement)
+        squares = []
+        for ranks, placements in together.items():
+            square = square_sum(grad for p in placements for grad in p.gradients())
+            if ranks is not None:
+                own = torch.zeros((), dtype=torch.float64, device=self._device)
+                own = own if square is None else square
+                square = total("gradient norm", own.reshape(1), ranks).wait()[0]
+            if square is not None:
+                squares.append(square)
+        return torch.stack(squares).sum() if squares else None
 
     def _update(self, operation: Update) -> None:
         """Run the rules on a wave, group by group."""
@@ -199,27 +225,64 @@ class RuleOptimizer(FullValues):
 
     def _update_group(self, index: int, operands: list[Operand]) -> None:
         """Run the group's rule on its present operands, device by device."""
+        by_device: dict[torch.device, list[Operand]] = {}
+        for operand in operands:
+            by_device.setdefault(operand.param.device, []).append(operand)
+        for device, members in by_device.items():
+            math = self._math(index, device)
+            rule = math.rule
+            seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
+            measure = self._sizes is not None
+            arguments = math.scalars, math.options, self._run, math.only_if, measure
+            if rule.kind == "matrix":
+                for stack in stacks(seen):
+                    self._count(index, stack, update_blocks(rule, stack, *arguments))
+            else:
+                for operand in seen:
+                    self._count(index, [operand], update_elementwise(rule, operand, *arguments))
+
+    def _math(self, index: int, device: torch.device) -> GroupMath:
+        """How the rule of a group is run in this step."""
         group = self.param_groups[index]
         rule = rule_of(group)
         keys = rule.defaults.keys() - rule.schedulable - LAYOUT_KEYS
-        options = {key: group[key] for key in sorted(keys)}
-        factor, only_if, _ = self._verdict
-        by_device: dict[torch.device, list[Operand]] = {}
-        for operand in operands:
-            if factor is not None:
-                operand = operand._replace(grad=operand.grad * factor.to(operand.grad))
-            if group["maximize"]:
-                operand = operand._replace(grad=-operand.grad)
-            by_device.setdefault(operand.param.device, []).append(operand)
-        for device, members in by_device.items():
-            scalars = self._scalars.refill(index, device, rule.scalars(group))
-            arguments = scalars, options, self._run, only_if, self._sizes is not None
-            if rule.kind == "matrix":
-                for stack in stacks(members):
-                    self._count(index, stack, update_blocks(rule, stack, *arguments))
-            else:
-                for operand in members:
-                    self._count(index, [operand], update_elementwise(rule, operand, *arguments))
+        return GroupMath(
+            rule,
+            self._scalars.refill(index, device, rule.scalars(group)),
+            {key: group[key] for key in sorted(keys)},
+            self._verdict.factor,
+            group["maximize"],
+            self._verdict.only_if,
+            self._sizes,
+        )
+
+    def _maths(self, operation: OfBucket) -> GroupMaths:
+        """The same by index, for blocks that are spread over ranks."""
+        device = self._placement(operation).device
+        known: dict[int, GroupMath] = {}
+
+        def of_group(index: int) -> GroupMath:
+            if index not in known:
+                known[index] = self._math(index, device)
+            return known[index]
+
+        return of_group
+
+    def _collect(self, operation: Collect) -> None:
+        if not self._verdict.skip:
+            self._placement(operation).collect(operation.bucket.bucket, self._maths(operation))
+
+    def _transform(self, operation: Transform) -> None:
+        if not self._verdict.skip:
+            self._placement(operation).transform(operation.bucket.bucket, self._maths(operation))
+
+    def _give_back(self, operation: GiveBack) -> None:
+        if not self._verdict.skip:
+            self._placement(operation).give_back(operation.bucket.bucket)
+
+    def _apply(self, operation: Apply) -> None:
+        if not self._verdict.skip:
+            self._placement(operation).apply(operation.bucket.bucket, self._maths(operation))
 
     def _count(self, index: int, operands: list[Operand], squares: Tensor | None) -> None:
         if self._sizes is not None and squares is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -10,6 +10,11 @@ from samestep.layout.blocks import Block
 from samestep.param_groups import Group, options_of, parameter_names, rule_of
 from samestep.plan.sharding import ParamSpec
 from samestep.state import needs_master
+
+
+def mesh_of(param: Tensor) -> Any:
+    """The mesh of a DTensor; None for a plain tensor."""
+    return getattr(param, "device_mesh", None)
 
 
 class PlanMembers(NamedTuple):
@@ -26,8 +31,9 @@ def plan_members(
     blocks: Mapping[Tensor, list[Block] | None],
     place_of_use: Mapping[Tensor, int],
     master_weights: bool,
+    mesh: object = None,
 ) -> PlanMembers:
-    """What a plan of the groups at `indices` is made of."""
+    """What a plan of the groups at `indices` is made of: of their parameters those on `mesh`."""
     members: list[tuple[Tensor, ParamSpec]] = []
     lines = []
     for index in indices:
@@ -35,6 +41,8 @@ def plan_members(
         lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
         kept = rule_of(group).state_shapes((64, 64), group).values()
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            if mesh_of(param) != mesh:
+                continue
             cut = blocks[param]
             spec = ParamSpec(
                 name,

@@ -80,6 +80,30 @@ def exchange_segments(
     return Pending(flight, (buffer, received), add_up)
 
 
+def move_parts(
+    name: str,
+    buffer: Tensor,
+    outgoing: Sequence[int],
+    incoming: Sequence[int],
+    sent: Sequence[int],
+    group: RankGroup,
+) -> Pending[Tensor]:
+    """Send parts of a buffer to other ranks, and get theirs, rank after rank.
+
+    `outgoing` and `incoming` are elements to and from each rank; `sent` what each of them sends.
+    """
+    if not any(sent):
+        return Pending(None, (buffer,), lambda: buffer.new_empty(0))
+    received = buffer.new_empty(sum(incoming))
+    flight = _launch(
+        Transfer(Traffic.PARTS, name, group, buffer, sent),
+        lambda: dist.all_to_all_single(
+            received, buffer, list(incoming), list(outgoing), group.handle, async_op=True
+        ),
+    )
+    return Pending(flight, (buffer, received), lambda: received)
+
+
 def reduce_segments(
     name: str, buffer: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[Tensor]:

@@ -99,6 +99,22 @@ class GroupRegistry(threading.local):
             self._by_members[members] = self.of(handle) if inside else None
         return self._by_members[members]
 
+    def of_members(self, ranks: Iterable[int]) -> RankGroup:
+        """The group of these global ranks, of which I am one, made when first asked for.
+
+        Only these ranks call it, all of them in the same order.
+        """
+        whole = self.of()
+        members = tuple(sorted(set(ranks)))
+        if members == whole.members:
+            return whole
+        if members not in self._by_members:
+            handle = dist.new_group(list(members), use_local_synchronization=True)
+            self._by_members[members] = self.of(handle)
+        found = self._by_members[members]
+        assert found is not None
+        return found
+
     def forget(self) -> None:
         """Let go of all groups, for a process that forks ranks after it had groups of its own.
 

@@ -15,6 +15,7 @@ class Traffic(Enum):
     From the bytes of the whole, of this rank's segment, and the number of ranks.
     """
 
+    PARTS = "all_to_all", lambda whole, mine, ranks: mine
     EXCHANGE = "all_to_all", lambda whole, mine, ranks: whole - mine
     COPIES = "all_to_all", lambda whole, mine, ranks: mine * (ranks - 1)
     REDUCE_SCATTER = "reduce_scatter", lambda whole, mine, ranks: whole - mine

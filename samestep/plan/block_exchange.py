@@ -16,15 +16,14 @@ from samestep.layout.owners import balanced_owners, cyclic_owners
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
+Key = tuple[int, int]  # a block: its parameter, and its number among the parameter's blocks
 
 
 class ShardedSpec(NamedTuple):
-    """A matrix parameter and who holds what of it, by rank of the group."""
+    """A parameter, its blocks if it has any, and who holds what of it, by rank of the group."""
 
     name: str
     shape: Shape
-    dtype: str
-    group: int  # index of its parameter group
     blocks: tuple[Block, ...]
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]  # which copy of its box a rank holds
@@ -50,6 +49,11 @@ class Route(NamedTuple):
     parts: tuple[Part, ...]
 
     @property
+    def key(self) -> Key:
+        """What tells the block apart."""
+        return self.param, self.number
+
+    @property
     def travels(self) -> bool:
         """Whether any other rank than the owner holds some of it."""
         return any(part.rank != self.owner for part in self.parts)
@@ -59,15 +63,6 @@ class ExchangePlan(NamedTuple):
     """Chunks of blocks, in the order in which they move."""
 
     chunks: tuple[tuple[Route, ...], ...]
-
-    def lines(self, specs: Sequence[ShardedSpec]) -> list[str]:
-        """The plan as text, for comparing it between ranks."""
-        return [
-            f"chunk {number}: block {route.number} of {specs[route.param].name} on {route.owner}, "
-            f"from {[part.rank for part in route.parts if part.sent]}"
-            for number, chunk in enumerate(self.chunks)
-            for route in chunk
-        ]
 
 
 def plan_exchange(
@@ -106,6 +101,74 @@ def plan_exchange(
         chunks[-1] += together
         room -= size
     return ExchangePlan(tuple(map(tuple, chunks)))
+
+
+def plan_gather(specs: Sequence[ShardedSpec], ranks: int, *, chunk_elements: int) -> ExchangePlan:
+    """Every rank is the owner of every block: it gathers all, and nothing goes back."""
+    chunks: list[list[Route]] = []
+    room = 0
+    for i, spec in enumerate(specs):
+        for j, block in enumerate(spec.blocks):
+            box = block_box(block, spec.shape)
+            holders = _holders(box, spec.boxes)
+            if not chunks or box.numel > room:
+                chunks.append([])
+                room = chunk_elements
+            chunks[-1] += [_route(i, j, spec, holders, owner) for owner in range(ranks)]
+            room -= box.numel
+    return ExchangePlan(tuple(map(tuple, chunks)))
+
+
+class Item(NamedTuple):
+    """A part of a block that travels, and the other rank: where it goes to, or comes from."""
+
+    rank: int
+    route: int  # place in the chunk
+    part: Part | None  # None: only what belongs to the whole block
+
+    @property
+    def numel(self) -> int:
+        """Elements of the part."""
+        return 0 if self.part is None else self.part.in_block.numel
+
+
+def to_owners(chunk: Sequence[Route], rank: int) -> tuple[list[Item], list[Item]]:
+    """What a rank sends to the owners of a chunk's blocks, and what it gets as one of them.
+
+    Each in the order in which it travels: rank after rank, block after block.
+    """
+    out, into = [], []
+    for number, route in enumerate(chunk):
+        for part in route.parts:
+            if part.sent and part.rank != route.owner:
+                if part.rank == rank:
+                    out.append(Item(route.owner, number, part))
+                if route.owner == rank:
+                    into.append(Item(part.rank, number, part))
+    return sorted(out, key=_order), sorted(into, key=_order)
+
+
+def from_owners(
+    chunk: Sequence[Route], rank: int, ranks: int, *, to_all: bool
+) -> tuple[list[Item], list[Item]]:
+    """What a rank sends back as an owner, and what it gets for the parts it holds.
+
+    `to_all`: also to ranks that hold nothing of a block, what belongs to the whole of it.
+    """
+    out, into = [], []
+    for number, route in enumerate(chunk):
+        parts = {part.rank: part for part in route.parts}
+        for other in range(ranks):
+            if other != route.owner and (to_all or other in parts):
+                if route.owner == rank:
+                    out.append(Item(other, number, parts.get(other)))
+                if other == rank:
+                    into.append(Item(route.owner, number, parts.get(rank)))
+    return sorted(out, key=_order), sorted(into, key=_order)
+
+
+def _order(item: Item) -> tuple[int, int]:
+    return item.rank, item.route
 
 
 def block_box(block: Block, shape: Shape) -> Box:

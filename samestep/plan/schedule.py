@@ -67,25 +67,54 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Collect:
+    """Start sending a chunk of spread blocks to their owners."""
+
+    bucket: BucketId
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Wait for a chunk, and run the rule on the blocks that this rank owns."""
+
+    bucket: BucketId
+
+
+@dataclass(frozen=True)
+class GiveBack:
+    """Start sending the directions of a chunk to those who hold parts of its blocks."""
+
+    bucket: BucketId
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Wait for the directions of a chunk, and step."""
+
+    bucket: BucketId
+
+
+@dataclass(frozen=True)
 class Measure:
     """Combine what `metrics()` tells of the updates."""
 
 
-Operation = Reduce | Agree | Average | Clip | Update | Gather | Place | Measure
+OfBucket = Reduce | Average | Gather | Place | Collect | Transform | GiveBack | Apply
+Operation = OfBucket | Agree | Clip | Update | Measure
 Schedule = tuple[Operation, ...]
 
 
 def line_of(operation: Operation) -> str:
     """An operation as text: "Reduce 0.3" is about bucket 3 of placement 0."""
     match operation:
-        case Reduce(bucket) | Average(bucket) | Gather(bucket) | Place(bucket):
-            about = [bucket]
         case Update(buckets):
             about = [*buckets]
         case Agree(placement):
             return f"Agree {placement}"
-        case _:
+        case Clip() | Measure():
             about = []
+        case _:
+            about = [operation.bucket]
     places = [f"{bucket.placement}.{bucket.bucket}" for bucket in about]
     return " ".join([type(operation).__name__, *places])
 
@@ -98,10 +127,17 @@ class PlacementShape(NamedTuple):
     reduces: bool
     overlaps: bool = False  # reductions may have begun inside backward
     defers: bool = False  # gathers are waited for by the next forward
+    chunks: int = 0  # of blocks that come together on their owners
+    gives_back: bool = True  # what the owners found; else every rank is one
 
 
 def step_schedule(
-    placements: Sequence[PlacementShape], *, waves: int, clip: bool, measure: bool
+    placements: Sequence[PlacementShape],
+    *,
+    waves: int,
+    clip: bool,
+    measure: bool,
+    chunks_ahead: int = 1,
 ) -> Schedule:
     """The operations of one step over all placements."""
     buckets = [
@@ -119,6 +155,9 @@ def step_schedule(
         operations += [Average(bucket) for bucket in buckets] + [Clip()]
     if any(placement.defers for placement in placements):
         buckets.reverse()  # what forward uses first is on its way first
+    chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
+    ahead = chunks[:chunks_ahead]
+    operations += [Collect(chunk) for chunk in ahead]
     before: tuple[BucketId, ...] = ()
     for wave in _waves(placements, buckets, waves):
         operations += [Average(bucket) for bucket in wave if not clip]
@@ -127,9 +166,27 @@ def step_schedule(
         operations += [Gather(bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
         before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
+    operations += _chunks(placements, chunks, chunks_ahead)
     if measure:
         operations.append(Measure())
     return (*operations, *(Place(bucket) for bucket in before))
+
+
+def _chunks(
+    placements: Sequence[PlacementShape], chunks: Sequence[BucketId], ahead: int
+) -> list[Operation]:
+    """Chunks in a pipeline; the first `ahead` are on their way already.
+
+    While a chunk is computed, the next are collected and the one before is given back.
+    """
+    operations: list[Operation] = []
+    for number, chunk in enumerate(chunks):
+        operations += [Collect(later) for later in chunks[number + ahead : number + ahead + 1]]
+        operations.append(Transform(chunk))
+        if placements[chunk.placement].gives_back:
+            operations.append(GiveBack(chunk))
+        operations += [Apply(earlier) for earlier in chunks[max(0, number - 1) : number]]
+    return operations + [Apply(chunk) for chunk in chunks[-1:]]
 
 
 def _waves(

@@ -18,8 +18,6 @@ def sharded(name, shape, mesh, cuts, splits=None, flatten=False):
     return ShardedSpec(
         name,
         tuple(shape),
-        "torch.float32",
-        0,
         tuple(blocks_of(tuple(shape), splits, flatten)),
         tuple(all_boxes(tuple(shape), mesh, cuts)),
         tuple(replicas(mesh, cuts)),
@@ -84,13 +82,6 @@ def test_whole_experts_stay_where_they_are():
     routes = [route for chunk in plan.chunks for route in chunk]
     assert not any(route.travels for route in routes)
     assert {route.number: route.owner for route in routes} == {i: i // 2 for i in range(8)}
-
-
-def test_lines_tell_owners():
-    spec = sharded("w", (8, 6), (2,), [Cut(0)])
-    assert plan_exchange([spec], 2, chunk_elements=1).lines([spec]) == [
-        "chunk 0: block 0 of w on 0, from [0, 1]"
-    ]
 
 
 MODELS = {

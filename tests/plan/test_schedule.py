@@ -10,20 +10,33 @@ from hypothesis import strategies as st
 from samestep.comm.executor import execute
 from samestep.plan.schedule import (
     Agree,
+    Apply,
     Average,
     BucketId,
     Clip,
+    Collect,
     Gather,
+    GiveBack,
     Measure,
     Place,
     PlacementShape,
     Reduce,
+    Transform,
     Update,
     step_schedule,
 )
 
 sizes = st.lists(st.integers(0, 50), min_size=1, max_size=12).map(tuple)
-shapes = st.builds(PlacementShape, sizes, st.booleans(), st.booleans(), st.booleans())
+shapes = st.builds(
+    PlacementShape,
+    sizes,
+    agrees=st.booleans(),
+    reduces=st.booleans(),
+    overlaps=st.booleans(),
+    defers=st.just(False),
+    chunks=st.integers(0, 5),
+    gives_back=st.booleans(),
+)
 schedules = st.tuples(
     st.lists(shapes, min_size=1, max_size=4), st.integers(1, 6), st.booleans(), st.booleans()
 )
@@ -34,11 +47,51 @@ def build(case):
     return placements, step_schedule(placements, waves=waves, clip=clip, measure=measure)
 
 
+@given(schedules, st.integers(1, 3))
+def test_chunks_go_through_a_pipeline(case, ahead):
+    placements, waves, clip, measure = case
+    schedule = step_schedule(
+        placements, waves=waves, clip=clip, measure=measure, chunks_ahead=ahead
+    )
+    where = {(type(op), op.bucket): i for i, op in enumerate(schedule) if hasattr(op, "bucket")}
+    chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
+    for place, chunk in enumerate(chunks):
+        kinds = [Collect, Transform, Apply]
+        if placements[chunk.placement].gives_back:
+            kinds.insert(2, GiveBack)
+        order = [where[kind, chunk] for kind in kinds]
+        assert order == sorted(order)
+        if clip:
+            assert order[0] > schedule.index(Clip())
+        if place + ahead < len(chunks):  # so many are collected ahead
+            assert where[Collect, chunks[place + ahead]] < order[1]
+        if place + ahead + 1 < len(chunks):  # and no more
+            assert where[Collect, chunks[place + ahead + 1]] > order[1]
+        if place:
+            assert where[Apply, chunks[place - 1]] > where[Transform, chunk]
+    counted = [op for op in schedule if isinstance(op, Collect | Transform | GiveBack | Apply)]
+    back = sum(p.chunks for p in placements if p.gives_back)
+    assert len(counted) == 3 * len(chunks) + back
+
+
+@given(schedules)
+def test_deferred_gathers_go_in_the_order_of_use_and_are_not_placed(case):
+    placements, waves, clip, measure = case
+    placements = [placement._replace(agrees=True, defers=True) for placement in placements]
+    schedule = step_schedule(placements, waves=waves, clip=clip, measure=measure)
+    gathered = [op.bucket for op in schedule if isinstance(op, Gather)]
+    assert gathered == sorted(gathered, reverse=True)
+    assert len(gathered) == sum(len(placement.bucket_sizes) for placement in placements)
+    assert not any(isinstance(op, Place) for op in schedule)
+
+
 @given(schedules)
 def test_every_bucket_goes_through_every_operation_once_and_in_order(case):
     placements, schedule = build(case)
     where = {}
     for place, operation in enumerate(schedule):
+        if isinstance(operation, Collect | Transform | GiveBack | Apply):
+            continue  # about chunks
         keys = getattr(operation, "buckets", [getattr(operation, "bucket", None)])
         for key in keys:
             if isinstance(key, BucketId):

@@ -1,0 +1,58 @@
+"""DTensors: their boxes, and the ranks of their mesh as one group."""
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.groups import RankGroup, registry
+from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
+
+
+class Held(NamedTuple):
+    """Who holds what of a DTensor, by rank of its mesh's group."""
+
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]  # which copy of its box a rank holds; 0 answers for it
+
+
+def mesh_group(mesh: DeviceMesh) -> RankGroup:
+    """All ranks of a mesh as one group; made when first asked for, by these ranks alone."""
+    ranks = mesh.mesh.flatten().tolist()
+    if mesh.ndim == 1:
+        return registry.of(mesh.get_group())
+    return registry.of_members(ranks)
+
+
+def held(tensor: DTensor, group: RankGroup) -> Held:
+    """Who holds what; raises ValueError for a placement that cannot be supported."""
+    mesh = tensor.device_mesh
+    cuts = [_cut(placement) for placement in tensor.placements]
+    shape, mesh_shape = tuple(tensor.shape), tuple(mesh.shape)
+    by_position = list(
+        zip(all_boxes(shape, mesh_shape, cuts), replicas(mesh_shape, cuts), strict=True)
+    )
+    places = {rank: place for place, rank in enumerate(mesh.mesh.flatten().tolist())}
+    boxes, copies = zip(*(by_position[places[rank]] for rank in group.members), strict=True)
+    mine = boxes[group.rank]
+    if tuple(tensor.to_local().shape) != mine.sizes:
+        raise ValueError(
+            f"rank {dist.get_rank()} holds {tuple(tensor.to_local().shape)} of it and should hold "
+            f"{mine.sizes} by its placements {tensor.placements}"
+        )
+    return Held(boxes, copies)
+
+
+def _cut(placement: object) -> Cut:
+    """A placement as data. A strided shard is a private class of torch, known by its name."""
+    name = type(placement).__name__
+    if name == "Replicate":
+        return Cut()
+    if name in ("Shard", "_StridedShard"):
+        factor = getattr(placement, "split_factor", 1)
+        return Cut(placement.dim, factor, strided=name == "_StridedShard")  # type: ignore[attr-defined]
+    raise ValueError(
+        f"placement {placement} cannot be supported: parameters are replicated or sharded on each "
+        "mesh axis (a partial one must be reduced first)"
+    )

@@ -1,0 +1,161 @@
+"""DTensors: FSDP2, HSDP and tensor parallel, against one process that sees all gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import samestep
+from tests.ranks import run_forked
+
+STEPS = 6
+OPTIONS = {
+    "lr": 1e-2,
+    "variance_beta2": 0.9,
+    "cautious": True,
+    "max_grad_norm": 0.7,
+    "overrides": {"*.up.weight": {"split_sizes": (9, 10, 14)}, "experts": {"rule": "muon"}},
+    "bucket_size": 700,
+}
+
+
+class Block(nn.Module):
+    """Tensor parallel needs a width that it divides; FSDP2 does not."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.up = nn.Linear(5, hidden)
+        self.down = nn.Linear(hidden, 5, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    """Two blocks, a stack of experts, a row vector as matrix, and what goes to AdamW."""
+
+    def __init__(self, hidden=33):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.embedding = nn.Embedding(13, 5)
+        self.blocks = nn.ModuleList([Block(hidden), Block(hidden)])
+        self.experts = nn.Parameter(torch.zeros(3, 5, 5))
+        self.row = nn.Linear(5, 1, bias=False)
+        self.scale = nn.Parameter(torch.ones(5))
+        self.head = nn.Linear(5, 13, bias=False)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.normal_(std=0.3, generator=generator)
+
+    def forward(self, tokens, expert):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        x = x + x @ self.experts[expert]
+        return self.head(x * self.scale * self.row(x).sigmoid())
+
+
+def loss_of(model, rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(13, (6,), generator=generator)
+    logits = model(tokens, step % 3)
+    return nn.functional.cross_entropy(logits, tokens.roll(-1))
+
+
+def alone(ranks, hidden=33, **options):
+    """One process with the mean of all ranks' losses."""
+    model = Net(hidden)
+    opt = samestep.MuonAdamW(model, **{**OPTIONS, **options})
+    for step in range(STEPS):
+        sum(loss_of(model, rank, step) for rank in range(ranks)).div(ranks).backward()
+        opt.step()
+        metrics = opt.metrics()
+        opt.zero_grad()
+    values = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return values, opt.whole_state(), metrics
+
+
+def train(model, opt, rank):
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        opt.step()
+        metrics = opt.metrics()
+        opt.zero_grad()
+    values = {name: opt.full_parameter(name) for name, _ in model.named_parameters()}
+    return values, opt.whole_state(), metrics
+
+
+def near(found, expected):
+    values, state, metrics = found
+    for name, value in expected[0].items():
+        assert (values[name] - value).abs().max() < 3e-4, name
+    for name, entries in expected[1].items():
+        for key, value in entries.items():
+            assert state[name][key].shape == value.shape
+            assert (state[name][key] - value).abs().max() < 2e-5, (name, key)
+    assert torch.equal(metrics["present"], expected[2]["present"])
+    for key in expected[2]:
+        assert torch.allclose(metrics[key].double(), expected[2][key].double(), rtol=1e-4), key
+
+
+def fsdp(model, mesh=None):
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "gather"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_fsdp2(world, schedule):
+    expected = alone(world, update_rms=True)
+
+    def job(rank):
+        model = fsdp(Net())
+        opt = samestep.MuonAdamW(model, muon_schedule=schedule, update_rms=True, **OPTIONS)
+        return train(model, opt, rank)
+
+    results = run_forked(world, job, timeout=90)
+    for found in results:
+        near(found, expected)
+        assert all(torch.equal(found[0][name], results[0][0][name]) for name in expected[0])
+
+
+@pytest.mark.parametrize("schedule", ["parallel", "gather"])
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3)])
+def test_hsdp(shape, schedule):
+    world = shape[0] * shape[1]
+    expected = alone(world)
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+        model = fsdp(Net(), mesh)
+        opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
+        return train(model, opt, rank)
+
+    for found in run_forked(world, job, timeout=90):
+        near(found, expected)
+
+
+@pytest.mark.parametrize(("data", "model_ranks"), [(2, 2), (3, 2), (1, 4)])
+def test_tensor_parallel_and_fsdp2(data, model_ranks):
+    options = {**OPTIONS, "overrides": {"experts": {"rule": "muon"}}}
+    expected = alone(data, 36, **options)
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (data, model_ranks), mesh_dim_names=("data", "model"))
+        model = Net(36)
+        for block in model.blocks:
+            parallelize_module(
+                block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        if data > 1:
+            fsdp(model, mesh["data"])
+        opt = samestep.MuonAdamW(model, **options)
+        return train(model, opt, rank // model_ranks)
+
+    for found in run_forked(data * model_ranks, job, timeout=90):
+        near(found, expected)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.apply import StepScalars, UpdateFunction, run_rule
-from samestep.buffers.in_flight import ParametersInFlight
+from samestep.buffers.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
@@ -256,6 +256,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         index = len(self.param_groups)
         reduction = self._own_reduction(index, group)
         super().add_param_group(group)
+        wait_for_anyone(group["params"])
         for key in self.defaults:
             if key not in own_keys:  # torch fills in every default, of either rule
                 del group[key]

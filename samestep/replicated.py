@@ -224,10 +224,24 @@ class ReplicatedParameters(Placement):
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         """No gradient comes any more."""
         super().begin_step(state, problem)
-        if self._flat is not None:
-            self._flat.adopt()
-        self.reducer.end_round(problem)
+        self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
+
+    def _parameter_problem(self) -> Problem | None:
+        """What was done to a parameter since the plan was made."""
+        if self._flat is None:
+            changed = next((i for i, p in enumerate(self.params) if not p.is_contiguous()), None)
+            now = "is not contiguous any more"
+        else:
+            changed = self._flat.adopt()
+            now = "has another dtype or device now"
+        if changed is None:
+            return None
+        name, rank = self._names[changed], self.group.members[self.group.rank]
+        message = (
+            f"parameter {name!r} {now} on rank {rank}: build the optimizer after changing the model"
+        )
+        return Problem(RuntimeError(message), changed)
 
     def finish_step(self) -> None:
         """Everything was taken and placed."""

@@ -73,7 +73,10 @@ class FlatGradients(PackedGradients):
         self._places = places(plan)
         self._members = [bucket.params for bucket in plan.buckets]
         self._buffers: dict[int, Tensor] = {}
-        self._spare: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._spare: dict[torch.dtype, list[Tensor]] = {}  # each has room for any bucket
+        self._room: dict[str, int] = {}
+        for bucket in plan.buckets:
+            self._room[bucket.dtype] = max(bucket.size, self._room.get(bucket.dtype, 0))
 
     def arrived(self, index: int) -> None:
         """Move a gradient into its place."""
@@ -82,7 +85,7 @@ class FlatGradients(PackedGradients):
         if place is None or grad is None or grad.layout != torch.strided:
             return
         view = self._view(index, place)
-        if grad.data_ptr() != view.data_ptr():
+        if grad.data_ptr() != view.data_ptr() and grad.dtype == view.dtype:
             view.copy_(grad)
             param.grad = view
 
@@ -96,17 +99,19 @@ class FlatGradients(PackedGradients):
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr():
                 view.copy_(grad)
-        buffer = self._buffer(number)
+        buffer = self._buffer(number)[: self._plan.buckets[number].size]
         return buffer if self._reduce_dtype is None else buffer.to(self._reduce_dtype)
 
     def landed(self, number: int, total: Tensor) -> Tensor:
         """Keep the sum in this rank's segment, or give the buffer back."""
+        bucket = self._plan.buckets[number]
         if not self._keep:
             buffer = self._buffers.pop(number)
-            self._spare.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+            self._spare.setdefault(buffer.dtype, []).append(buffer)
             return total
-        bucket = self._plan.buckets[number]
-        own = torch.split(self._buffers[number], bucket.segment_sizes)[self._rank]
+        if bucket.replicated:
+            return total
+        own = torch.split(self._buffers[number][: bucket.size], bucket.segment_sizes)[self._rank]
         if total.dtype != own.dtype:
             return total
         if total.data_ptr() != own.data_ptr():
@@ -134,13 +139,18 @@ class FlatGradients(PackedGradients):
         return flat.view(param.shape).data
 
     def _buffer(self, number: int) -> Tensor:
+        """Has room for the bucket; gaps between gradients hold anything, and nobody reads them."""
         buffer = self._buffers.get(number)
         if buffer is None:
-            like, size = self._params[self._members[number][0]], self._plan.buckets[number].size
+            bucket = self._plan.buckets[number]
+            like = self._params[self._members[number][0]]
             dtype = gradient_dtype(like)
-            spare = self._spare.get((size, dtype))
-            # Zeros once: gaps between gradients are never written.
-            buffer = spare.pop() if spare else torch.zeros(size, dtype=dtype, device=like.device)
+            spare = self._spare.get(dtype)
+            if spare:
+                buffer = spare.pop()
+            else:
+                size = bucket.size if self._keep else self._room[bucket.dtype]
+                buffer = torch.zeros(size, dtype=dtype, device=like.device)
             self._buffers[number] = buffer
         return buffer
 

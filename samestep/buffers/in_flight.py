@@ -1,10 +1,14 @@
 """Parameters that are still on their way when the step is over, and who waits for them."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# They compute with the weights of modules inside them, without calling these.
+READ_THEIR_CHILDREN = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
 class ParametersInFlight:
@@ -17,13 +21,15 @@ class ParametersInFlight:
     def __init__(self) -> None:
         self._arrivals: dict[Tensor, Callable[[], None]] = {}
         self._watched: set[Tensor] = set()
+        _tables.add(self)
 
     def watch(self, model: nn.Module) -> None:
         """From now on the modules of a model wait for their own parameters."""
         for module in model.modules():
-            own = list(module.parameters(recurse=False))
+            reads_children = isinstance(module, READ_THEIR_CHILDREN)
+            own = list(module.parameters(recurse=reads_children))
             if own:
-                wait = _WaitForOwn(self)
+                wait = _WaitFor(self, recurse=reads_children)
                 module.register_forward_pre_hook(wait, prepend=True)
                 module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
@@ -50,15 +56,16 @@ class ParametersInFlight:
         self.wait_for(list(self._arrivals))
 
 
-class _WaitForOwn:
+class _WaitFor:
     """A hook of a module. A copy of the model has none; the original's are not saved with it."""
 
-    def __init__(self, in_flight: ParametersInFlight) -> None:
+    def __init__(self, in_flight: ParametersInFlight, *, recurse: bool) -> None:
         self._in_flight = in_flight
+        self._recurse = recurse
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *_: object) -> None:
-        self._in_flight.wait_for(module.parameters(recurse=False))
+        self._in_flight.wait_for(module.parameters(recurse=self._recurse))
 
     def __reduce__(self) -> Any:
         return _Nothing, ()
@@ -67,3 +74,13 @@ class _WaitForOwn:
 class _Nothing:
     def __call__(self, *_: object) -> None:
         """The copied or loaded model belongs to no optimizer."""
+
+
+_tables: "weakref.WeakSet[ParametersInFlight]" = weakref.WeakSet()
+
+
+def wait_for_anyone(params: Iterable[Tensor]) -> None:
+    """Return when these have arrived, whichever optimizer has sent them on their way."""
+    wanted = list(params)
+    for table in list(_tables):
+        table.wait_for(wanted)

@@ -36,12 +36,23 @@ class FlatParameters:
         self.adopt()
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Bring in parameters that lie elsewhere: all at first, later those that were replaced."""
-        for param, view in zip(self._params, self._views, strict=True):
-            if view is not None and param.data_ptr() != view.data_ptr():
-                view.copy_(param)
-                param.data = view
+    def adopt(self) -> int | None:
+        """Bring in parameters that lie elsewhere: all at first, later those that were replaced.
+
+        Gives the first one that cannot be, since its dtype or device has changed.
+        """
+        for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
+            if view is None or (param.data_ptr(), param.stride()) == self._at(view):
+                continue
+            if (param.dtype, param.device) != (view.dtype, view.device):
+                return index
+            view.copy_(param.clone())  # it may lie across the very same memory
+            param.data = view
+        return None
+
+    @staticmethod
+    def _at(view: Tensor) -> tuple[int, tuple[int, ...]]:
+        return view.data_ptr(), view.stride()
 
     def room(self, number: int) -> Tensor:
         """Where a bucket is gathered: in place, or elsewhere to show reads that come too early."""

@@ -61,8 +61,10 @@ class GradientReducer:
         else:
             self._gradients = PackedGradients(params, plan, distribution.reduce_dtype)
         # Not by when a bucket is launched: some ranks may launch it later than others.
-        self._frugal = self._frees and distribution.overlap_grad_reduce and not flat
+        overlaps = distribution.overlap_grad_reduce
+        self._frugal = overlaps and (group.size > 2 if flat else self._frees)
         self._reuses = not (self._frees and (flat or self._frugal))
+        self._one_in_flight = self._frees or flat
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
         self._first_bucket = [len(plan.buckets)] * len(params)
@@ -137,8 +139,8 @@ class GradientReducer:
         return self._awaited
 
     def make_room(self) -> None:
-        """One bucket in flight, under zero2: its buffer goes before the next is made."""
-        if self._frees:
+        """One bucket in flight, where memory counts: its buffers go before the next is packed."""
+        if self._one_in_flight:
             self._land_all()
 
     def launch_through(self, number: int) -> None:

@@ -37,8 +37,15 @@ class Place(NamedTuple):
 
 def plan_flat(params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int) -> ShardingPlan:
     """Lay out `params` (in order of use) in buckets for `ranks` ranks, last ones first."""
-    order = [i for i in range(len(params) - 1, -1, -1) if params[i].numel]
+    backwards = range(len(params) - 1, -1, -1)
+    order = [i for i in backwards if params[i].numel]
     buckets: list[Bucket] = []
+    for dtype in dict.fromkeys(params[i].dtype for i in backwards if not params[i].numel):
+        # Without elements they still count their steps.
+        empty = [i for i in backwards if params[i].dtype == dtype and not params[i].numel]
+        pieces = [piece for i in empty for piece in whole_pieces(i, params[i])]
+        if pieces:
+            buckets.append(Bucket(dtype, (Segment.of(pieces),), replicated=True))
     for dtype, matrix in dict.fromkeys(
         (params[i].dtype, params[i].blocks is not None) for i in order
     ):
@@ -52,14 +59,14 @@ def plan_flat(params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int) 
             layout = owner_shards(sizes, ranks, bucket_elements)
         else:
             layout = equal_shards([params[i].numel for i in alike], ranks, bucket_elements)
-        pieces = [whole_pieces(i, params[i]) for i in alike]
+        of_params = [whole_pieces(i, params[i]) for i in alike]
         for number in range(len(layout.buckets)):
-            buckets.append(Bucket(dtype, _segments(layout, number, pieces)))
+            buckets.append(Bucket(dtype, _segments(layout, number, of_params)))
     return ShardingPlan(tuple(params), ranks, in_launch_order(buckets))
 
 
 def places(plan: ShardingPlan) -> list[Place | None]:
-    """Where each parameter lies; None for one without elements."""
+    """Where each parameter lies; None for one without elements or blocks."""
     found: list[Place | None] = [None] * len(plan.params)
     for number, bucket in enumerate(plan.buckets):
         for piece, start in bucket.places():

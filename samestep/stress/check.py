@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from samestep.buffers.in_flight import wait_for_anyone
 from samestep.comm.agreement import (
     RanksDisagreeError,
     agreed,
@@ -56,6 +57,7 @@ def check(
         buffers: compare buffers as well. Those of BatchNorm may differ for good reasons.
         process_group: the ranks to compare; default: those of the optimizer, or else all.
     """
+    wait_for_anyone(model.parameters())
     ranks = optimizer.ranks if isinstance(optimizer, GroupOptimizer) else None
     if process_group is not None or ranks is None:
         ranks = rank_group(process_group)

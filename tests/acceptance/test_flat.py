@@ -172,10 +172,13 @@ def measured(world, sharding):
 
 @pytest.mark.parametrize("world", [2, 4, 8])
 def test_bytes_of_a_step(world):
-    """Counted by a process group in between: nothing travels twice, and hardly any padding."""
+    """Counted by a process group in between: nothing travels twice, and hardly any padding.
+
+    Owners of whole blocks do not all own the same, so that some send more than the mean.
+    """
     for found in measured(world, "zero2"):
         least = 2 * found.params * (world - 1) / world
-        assert found.sent <= 1.02 * least + found.mask
+        assert found.sent <= 1.03 * least + found.mask
     total = sum(found.sent for found in measured(world, "zero2"))
     assert total <= 1.001 * world * least + world * found.mask
 

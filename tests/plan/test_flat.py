@@ -36,13 +36,16 @@ def test_pieces_lie_in_their_buckets_as_in_their_parameters(plan):
                 seen[piece.param][piece.start : piece.stop] += 1
     assert all(bool((count == 1).all()) for count in seen)
     for place, spec in zip(where, plan.params, strict=True):
-        assert (place is None) == (spec.numel == 0)
+        assert place is not None or spec.numel == 0
 
 
 @given(plans)
 def test_shards_are_equal_for_elementwise_rules_and_whole_blocks_for_others(plan):
     for bucket in plan.buckets:
         pieces = [piece for segment in bucket.segments for piece in segment.pieces]
+        if bucket.replicated:
+            assert bucket.size == 0  # nothing to share
+            continue
         kinds = {plan.params[piece.param].blocks is not None for piece in pieces}
         assert len(kinds) == 1
         assert {plan.params[piece.param].dtype for piece in pieces} == {bucket.dtype}

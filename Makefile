@@ -33,8 +33,10 @@ lint: venv
 types: venv
 	$(PY) -m mypy
 
+# Two at a time, then those that start processes of their own.
 unit: venv
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 -m "not browser and not ranks"
+	$(PY) -m pytest -m "not browser and ranks"
 
 # The same tests, a quarter slower, with the share of lines and branches that they reach.
 coverage: venv

@@ -1,6 +1,7 @@
 """One thread per process: the tensors here are small, and ranks share the cores."""
 
 import os
+import re
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
 
@@ -16,6 +17,22 @@ torch.set_num_threads(1)
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
+
+
+STARTS_PROCESSES = re.compile(
+    r"run_forked|run_threaded|subprocess|ForkedRanks|MutantRunner|run_cli"
+)
+
+
+def pytest_collection_modifyitems(items):
+    """What starts processes, or waits for a clock, runs alone; all else two at a time."""
+    sources = {}
+    for item in items:
+        path = item.path
+        if path not in sources:
+            sources[path] = STARTS_PROCESSES.search(path.read_text()) is not None
+        if sources[path]:
+            item.add_marker("ranks")
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,7 @@ def test_defaults_and_options_are_those_of_the_rules():
     """An option that the package gains must get a meaning here too."""
     assert reference.DEFAULTS.keys() == RULES.keys() & {"muon", "adamw"}
     for name, defaults in reference.DEFAULTS.items():
-        no_matter = {"execution", "compute_dtype"}
+        no_matter = {"execution", "compute_dtype", "fused", "state_dtypes"}
         known = {key: v for key, v in RULES[name].defaults.items() if key not in no_matter}
         assert defaults == {**known, "maximize": False}
 

@@ -1,0 +1,155 @@
+"""FSDP2 and HSDP that add up gradients in rank order, as `reduction="ordered"` does elsewhere."""
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.collectives import exchange_segments
+from samestep.comm.groups import RankGroup, registry
+
+
+def use_ordered_reduction(model: nn.Module) -> None:
+    """Let every FSDP2 module of a model add up gradients in rank order, in fp32 or wider.
+
+    FSDP2 and HSDP then give the bits of `MuonAdamW(..., reduction="ordered")` on plain parameters,
+    with as many ranks and the same data on each. As many bytes travel as without it, but for fp16
+    gradients and HSDP's sums over copies of 16 bits, which are fp32. A gradient divide factor is
+    respected.
+
+    Call it after `fully_shard`, on all ranks; once more changes nothing. It takes the place of a
+    custom reduce-scatter and of `set_force_sum_reduction_for_comms`.
+
+    Raises:
+        ValueError: The model has no FSDP2 module, or one whose sum cannot be ordered.
+    """
+    modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
+    if not modules:
+        raise ValueError(
+            "the model has no FSDP2 module: call fully_shard first (for plain parameters there is "
+            'MuonAdamW(..., reduction="ordered"))'
+        )
+    comms = {name: _ordered(name, model.get_submodule(name)) for name in modules}
+    for name, comm in comms.items():
+        if comm is not None:
+            # torch divides the sum at the very end then, with div_, as all of samestep does.
+            modules[name].set_force_sum_reduction_for_comms(True)
+            modules[name].set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+
+
+class OrderedReduceScatter:
+    """For `set_custom_reduce_scatter`: a sum in rank order over shards and their copies.
+
+    In HSDP the copies of a shard divide it among them: each adds up a part over all ranks, and
+    leaves the rest at -0.0, so that torch's own sum over copies changes no bit.
+
+    Args:
+        name: Of the operation.
+        grid: Global ranks: a row per copy of the model, a column per shard. [[0, 1], [2, 3]] is
+            HSDP on 2 x 2 ranks, [[0, 1, 2]] is FSDP2 on three.
+    """
+
+    def __init__(self, name: str, grid: Sequence[Sequence[int]]) -> None:
+        self._name = name
+        self._copies, self._shards = len(grid), len(grid[0])
+        self._row = next(tuple(row) for row in grid if dist.get_rank() in row)
+        places = {rank: (r, s) for r, row in enumerate(grid) for s, rank in enumerate(row)}
+        self._places = [places[rank] for rank in sorted(places)]
+        self._everyone = registry.of_members(places) if self._copies > 1 else None
+        self._asked = -1  # elements of an input that has no output yet
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Room for the gradients of all shards, then for the sum of one: that is in fp32 or wider.
+
+        Other narrow dtypes than bf16 are divided by a power of two before they are sent, which is
+        exact in fp32 only.
+        """
+        elements = prod(int(length) for length in size)
+        is_output = elements * self._shards == self._asked
+        self._asked = -1 if is_output else elements
+        if is_output or dtype != torch.bfloat16:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return torch.empty([int(length) for length in size], dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Give this rank the sum of its part; done on return."""
+        shards = registry.of(group)
+        self._check(shards, op)
+        everyone = self._everyone or shards
+        copies = self._copies
+        pieces = [shard.tensor_split(copies) for shard in input_tensor.tensor_split(self._shards)]
+        segments = [pieces[shard][copy] for copy, shard in self._places]
+        buffer = input_tensor if copies == 1 else torch.cat(segments)
+        sizes = [segment.numel() for segment in segments]
+        summed = exchange_segments(self._name, buffer, sizes, everyone, reuse=True).wait()
+        my_copy, _ = self._places[everyone.rank]
+        if copies > 1:
+            output_tensor.fill_(-0.0)
+        output_tensor.tensor_split(copies)[my_copy].copy_(summed)
+
+    def _check(self, shards: RankGroup, op: object) -> None:
+        if op != dist.ReduceOp.SUM:
+            raise RuntimeError(
+                f"{self._name}: torch asks for {op} in place of a sum; do not call "
+                "set_force_sum_reduction_for_comms(False) after use_ordered_reduction"
+            )
+        if shards.members != self._row:
+            raise RuntimeError(
+                f"{self._name}: sharded over ranks {shards.members}, and its mesh has "
+                f"{self._row}; the first axes of a mesh must be those of FSDP, in rank order"
+            )
+
+
+def _ordered(name: str, module: nn.Module) -> OrderedReduceScatter | None:
+    """What a module shall reduce with; None if there is nothing to add."""
+    what = f"FSDP module {name!r}" if name else "the outermost FSDP module"
+    grid = _grid(module)
+    if not grid or grid == [[dist.get_rank()]]:
+        return None
+    if len(grid[0]) == 1:
+        raise ValueError(
+            f"{what} is replicated on {len(grid)} ranks and not sharded, and torch lets nobody "
+            "replace that sum: use a mesh that shards, or plain parameters"
+        )
+    return OrderedReduceScatter(f"reduction of {what}", grid)
+
+
+def _grid(module: nn.Module) -> list[list[int]]:
+    """The ranks that hold a module's parameters: a row per copy of the model, a column per shard.
+
+    Empty if all parameters belong to FSDP modules inside it. FSDP's axes are the first of a mesh,
+    others are of tensor parallel, where this rank stays in its place.
+    """
+    inside = {
+        param
+        for child in module.modules()
+        if child is not module and isinstance(child, FSDPModule)
+        for param in child.parameters()
+    }
+    own = (p for p in module.parameters() if isinstance(p, DTensor) and p not in inside)
+    param = next(own, None)
+    if param is None:
+        return []
+    mesh = param.device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None
+    # The module of torch's `replicate` is known by its name alone: its class is private.
+    is_sharded = all(base.__name__ != "ReplicateModule" for base in type(module).__mro__)
+    has_copies = param.placements[0].is_replicate()
+    axes = int(is_sharded) + int(has_copies)
+    ranks = mesh.mesh[(slice(None),) * axes + tuple(here[axes:])]
+    grid: list[list[int]] = ranks.reshape(len(ranks) if has_copies else 1, -1).tolist()
+    return grid

@@ -1,0 +1,360 @@
+"""FSDP2 and HSDP with ordered sums end with the bits of plain parameters."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import samestep
+from samestep.comm.recorder import FlightRecorder
+from samestep.fsdp import use_ordered_reduction
+from tests.ranks import run_forked
+from tests.test_failures import die, messages_of, timed
+from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+AXES = ("replicate", "shard")
+SHAPES = [(2,), (3,), (4,), (2, 2), (2, 3)]
+LAYOUTS = [(shape, schedule) for shape in SHAPES for schedule in ("parallel", "gather")]
+
+
+def mesh_of(shape, device="cpu"):
+    return init_device_mesh(device, shape, mesh_dim_names=AXES[-len(shape) :])
+
+
+def train(model, opt, data_rank, *, steps=20, micro_batches=1):
+    """All values and state, after steps of which only the last micro-batch is summed."""
+    for step in range(steps):
+        for batch in range(micro_batches):
+            last = batch == micro_batches - 1
+            if hasattr(model, "set_requires_gradient_sync"):
+                model.set_requires_gradient_sync(last)
+                alone = nullcontext()
+            else:
+                alone = nullcontext() if last else opt.no_sync()
+            with alone:
+                loss_of(model, data_rank, micro_batches * step + batch).backward()
+        opt.step()
+        opt.zero_grad()
+    values = {(name,): opt.full_parameter(name) for name, _ in model.named_parameters()}
+    state = {
+        (name, key): value
+        for name, entries in opt.whole_state().items()
+        for key, value in entries.items()
+    }
+    return {key: value.cpu() for key, value in (values | state).items()}
+
+
+def plain_job(sharding, dtype=torch.float32, micro_batches=1):
+    def job(rank):
+        model = Net().to(dtype)
+        opt = samestep.MuonAdamW(model, sharding=sharding, reduction="ordered", **OPTIONS)
+        return train(model, opt, rank, micro_batches=micro_batches)
+
+    return job
+
+
+@cache
+def plain(world, **options):
+    """What every other layout must give; itself the same with and without sharding."""
+    expected = run_forked(world, plain_job("none", **options), timeout=90)[0]
+    for found in run_forked(world, plain_job("zero2", **options), timeout=90):
+        assert_same_bits(found, expected)
+    return expected
+
+
+def sharded_job(shape, *, ordered=True, dtype=torch.float32, schedule="parallel", micro_batches=1):
+    def job(rank):
+        model = fsdp(Net().to(dtype), mesh_of(shape))
+        for _ in range(2 * ordered):  # a second time changes nothing
+            use_ordered_reduction(model)
+        opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
+        return train(model, opt, rank, micro_batches=micro_batches)
+
+    return job
+
+
+def ranks_in(shape):
+    return torch.Size(shape).numel()
+
+
+def differing(found, expected):
+    assert found.keys() == expected.keys()
+    return [key for key in expected if not torch.equal(found[key], expected[key])]
+
+
+def assert_same_bits(found, expected):
+    assert differing(found, expected) == []
+
+
+@pytest.mark.parametrize(("shape", "schedule"), LAYOUTS)
+def test_sharded_training_has_the_bits_of_plain_training(shape, schedule):
+    world = ranks_in(shape)
+    expected = plain(world)
+    for found in run_forked(world, sharded_job(shape, schedule=schedule), timeout=90):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_without_it_bits_differ(shape):
+    world = ranks_in(shape)
+    found = run_forked(world, sharded_job(shape, ordered=False), timeout=90)[0]
+    assert len(differing(found, plain(world))) > 20
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_micro_batches_of_which_only_the_last_is_summed(shape):
+    world = ranks_in(shape)
+    expected = plain(world, micro_batches=2)
+    for found in run_forked(world, sharded_job(shape, micro_batches=2), timeout=90):
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_float64_where_torch_divides_before_and_after(shape):
+    world = ranks_in(shape)
+    expected = plain(world, dtype=torch.float64)
+    for found in run_forked(world, sharded_job(shape, dtype=torch.float64), timeout=90):
+        assert_same_bits(found, expected)
+
+
+def test_tensor_parallel_with_copies_has_the_bits_of_more_shards():
+    options = {**OPTIONS, "overrides": {"experts": {"rule": "muon"}}}
+
+    def job(rank, shape):
+        mesh = init_device_mesh("cpu", (*shape, 2), mesh_dim_names=(*AXES[-len(shape) :], "model"))
+        model = Net(36)
+        for block in model.blocks:
+            parallelize_module(
+                block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        fsdp(model, mesh[AXES[-len(shape) :]])
+        use_ordered_reduction(model)
+        return train(model, samestep.MuonAdamW(model, **options), rank // 2, steps=5)
+
+    expected = run_forked(8, job, (4,), timeout=90)[0]
+    for found in run_forked(8, job, (2, 2), timeout=90):
+        assert_same_bits(found, expected)
+
+
+# --- one gradient, added by hand ----------------------------------------------------------------
+
+
+def weights():
+    return torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+
+
+def inputs(rank):
+    return torch.randn(6, 5, generator=torch.Generator().manual_seed(1 + rank))
+
+
+def gradient(rank, dtype, scale=1.0):
+    """One rank's, as it leaves backward."""
+    weight = weights().to(dtype).requires_grad_()
+    loss = nn.functional.linear(inputs(rank).to(dtype), weight).square().sum() * scale
+    return torch.autograd.grad(loss, weight)[0]
+
+
+def sharded_gradient(rank, shape, policy, scale=1.0, divide_by=None):
+    model = nn.Linear(5, 7, bias=False)
+    model.weight.data.copy_(weights())
+    fully_shard(model, mesh=mesh_of(shape), mp_policy=policy)
+    use_ordered_reduction(model)
+    if divide_by is not None:
+        model.set_gradient_divide_factor(divide_by)
+    (model(inputs(rank)).square().sum() * scale).backward()
+    return model.weight.grad.full_tensor()
+
+
+def ordered_sum(grads):
+    total = grads[0].float()
+    for grad in grads[1:]:
+        total = total + grad.float()
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_gradients_of_16_bits_are_added_in_fp32(shape, dtype):
+    world = ranks_in(shape)
+    scale = 2.0**-20 if dtype == torch.float16 else 1.0  # subnormals: halves are not exact
+    expected = ordered_sum([gradient(rank, dtype, scale) for rank in range(world)]) / world
+    for reduce_dtype in (None, torch.float32):
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+        for found in run_forked(world, sharded_gradient, shape, policy, scale):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+def test_divide_factor_is_kept(shape):
+    world = ranks_in(shape)
+    expected = ordered_sum([gradient(rank, torch.float32) for rank in range(world)]) / 7.0
+    policy = MixedPrecisionPolicy()
+    for found in run_forked(world, sharded_gradient, shape, policy, 1.0, 7.0):
+        assert torch.equal(found, expected)
+
+
+def test_all_reduce_of_the_last_micro_batch_only():
+    def job(rank):
+        model = nn.Linear(5, 7, bias=False)
+        model.weight.data.copy_(weights())
+        fully_shard(model, mesh=mesh_of((2, 3)))
+        use_ordered_reduction(model)
+        for batch in range(2):
+            model.set_requires_all_reduce(batch == 1)
+            model(inputs(6 * batch + rank)).square().sum().backward()
+        return model.weight.grad.full_tensor()
+
+    grads = [gradient(rank, torch.float32) for rank in range(12)]
+    expected = (ordered_sum(grads[:6]) + ordered_sum(grads[6:])) / 6
+    assert all(torch.equal(found, expected) for found in run_forked(6, job))
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(7))
+
+    def forward(self, x):
+        return self.scale * x
+
+
+def test_zeros_keep_their_sign():
+    def job(rank):
+        model = fully_shard(Scale(), mesh=mesh_of((2, 2)))
+        use_ordered_reduction(model)
+        model(torch.full((7,), -0.0)).sum().backward()
+        return model.scale.grad.full_tensor()
+
+    assert all(torch.signbit(found).all() for found in run_forked(4, job))
+
+
+# --- what it tells ------------------------------------------------------------------------------
+
+
+def test_recorder_knows_the_modules():
+    def job(rank):
+        model = fsdp(Net(), mesh_of((2, 2)))
+        use_ordered_reduction(model)
+        with FlightRecorder() as recorder:
+            loss_of(model, rank, 0).backward()
+        return [(record.name, record.kind, record.ranks) for record in recorder.records]
+
+    everyone = ("all_to_all", (0, 1, 2, 3))
+    for records in run_forked(4, job):
+        assert records == [
+            ("reduction of FSDP module 'blocks.1'", *everyone),
+            ("reduction of FSDP module 'blocks.0'", *everyone),
+            ("reduction of the outermost FSDP module", *everyone),
+        ]
+
+
+def test_a_rank_that_died_in_backward_is_named():
+    def job(rank):
+        model = fully_shard(nn.Linear(5, 7), mesh=mesh_of((3,)))
+        use_ordered_reduction(model)
+        loss = model(inputs(rank)).sum()
+        if rank == 2:
+            die()
+        timed(loss.backward)
+
+    for message in messages_of(job, within=6):
+        assert message.startswith("reduction of the outermost FSDP module failed: "), message
+        assert "rank 2" in message
+
+
+def test_a_model_without_fsdp():
+    with pytest.raises(ValueError, match=r"no FSDP2 module: call fully_shard first"):
+        use_ordered_reduction(nn.Linear(2, 2))
+
+
+def test_copies_that_are_not_sharded():
+    def job(rank):
+        model = fsdp(Net(), mesh_of((2, 1)))
+        with pytest.raises(ValueError, match=r"outermost FSDP module is replicated on 2 ranks"):
+            use_ordered_reduction(model)
+
+    run_forked(2, job)
+
+
+def test_one_rank_has_nothing_to_add():
+    def job(rank):
+        model = fsdp(Net(), mesh_of((1,)))
+        use_ordered_reduction(model)
+        loss_of(model, 0, 0).backward()
+        return [isinstance(param.grad, DTensor) for param in model.parameters()]
+
+    assert all(run_forked(1, job)[0])
+
+
+def test_a_sum_that_was_taken_back():
+    def job(rank):
+        model = fully_shard(nn.Linear(5, 7), mesh=mesh_of((2,)))
+        use_ordered_reduction(model)
+        model.set_force_sum_reduction_for_comms(False)
+        with pytest.raises(RuntimeError, match=r"in place of a sum; do not call"):
+            model(inputs(rank)).sum().backward()
+
+    run_forked(2, job)
+
+
+def test_a_mesh_out_of_rank_order():
+    def job(rank):
+        mesh = dist.device_mesh.DeviceMesh("cpu", [[1, 0], [3, 2]], mesh_dim_names=AXES)
+        model = fully_shard(nn.Linear(5, 7), mesh=mesh)
+        use_ordered_reduction(model)
+        with pytest.raises(RuntimeError, match=r"the first axes of a mesh must be those of FSDP"):
+            model(inputs(rank)).sum().backward()
+
+    run_forked(4, job)
+
+
+# --- on a GPU -----------------------------------------------------------------------------------
+
+
+class OnGpu(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, expert):
+        return self.model(tokens.cuda(), expert).cpu()
+
+    def set_requires_gradient_sync(self, wanted):
+        assert wanted
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_on_a_gpu(shape):
+    options = {**OPTIONS, "compute_dtype": torch.float32}
+
+    def plain_on_gpu(rank):
+        torch.cuda.set_device(0)
+        model = OnGpu(Net().cuda())
+        opt = samestep.MuonAdamW(model, sharding="none", reduction="ordered", **options)
+        return train(model, opt, rank)
+
+    def sharded_on_gpu(rank):
+        torch.cuda.set_device(0)
+        model = OnGpu(fsdp(Net().cuda(), mesh_of(shape, "cuda")))
+        use_ordered_reduction(model)
+        opt = samestep.MuonAdamW(model, block_dtype=torch.float32, **options)
+        return train(model, opt, rank)
+
+    world = ranks_in(shape)
+    expected = run_forked(world, plain_on_gpu, timeout=90)[0]
+    for found in run_forked(world, sharded_on_gpu, timeout=90):
+        assert_same_bits(found, expected)

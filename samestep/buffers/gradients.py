@@ -74,6 +74,7 @@ class FlatGradients(PackedGradients):
         self._members = [bucket.params for bucket in plan.buckets]
         self._buffers: dict[int, Tensor] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}  # each has room for any bucket
+        self._views: dict[tuple[int, int], Tensor] = {}  # by address of the buffer, and parameter
         self._room: dict[str, int] = {}
         for bucket in plan.buckets:
             self._room[bucket.dtype] = max(bucket.size, self._room.get(bucket.dtype, 0))
@@ -134,9 +135,13 @@ class FlatGradients(PackedGradients):
 
     def _view(self, index: int, place: Place) -> Tensor:
         """The place of a gradient, in the parameter's shape; its version counts for itself."""
-        param = self._params[index]
-        flat = self._buffer(place.bucket)[place.start : place.start + param.numel()]
-        return flat.view(param.shape).data
+        buffer = self._buffer(place.bucket)
+        view = self._views.get((buffer.data_ptr(), index))
+        if view is None:
+            param = self._params[index]
+            flat = buffer[place.start : place.start + param.numel()]
+            view = self._views[buffer.data_ptr(), index] = flat.view(param.shape).data
+        return view
 
     def _buffer(self, number: int) -> Tensor:
         """Has room for the bucket; gaps between gradients hold anything, and nobody reads them."""

@@ -75,6 +75,8 @@ def exchange_segments(
     def add_up() -> Tensor:
         contributions = list(torch.split(received, incoming))
         contributions[group.rank] = own
+        if reuse and group.rank == 1:  # a + b is b + a: the sum of the first two may lie in mine
+            contributions[:2] = reversed(contributions[:2])
         return sum_in_order(contributions, in_place=reuse)
 
     return Pending(flight, (buffer, received), add_up)

@@ -95,7 +95,7 @@ def samestep_muon(model: GPT, **options: Any) -> Training:
 def samestep_adamw(model: GPT, **options: Any) -> Training:
     """samestep's AdamW, whose defaults are torch's."""
     plain = deepcopy(model)
-    optimizer = samestep.AdamW(plain, sharding="zero2", **options)
+    optimizer = samestep.AdamW(plain, **{"sharding": "zero2", **options})
     return Training(plain, plain, optimizer.step, optimizer.zero_grad)
 
 

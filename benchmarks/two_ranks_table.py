@@ -101,7 +101,7 @@ def closing_table(result: ContestResult, width: int, ranks: int) -> Table:
 
 
 def bar_line(result: ContestResult) -> str:
-    """How samestep did against the bar, which is for its defaults."""
+    """How samestep did against the bar, which is for the first of ours."""
     speed, least, most = result.speed(result.ours[0])
     verdict = "met" if speed >= result.bar else "not met"
     best = min(result.ours, key=result.median)

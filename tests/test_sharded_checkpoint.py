@@ -1,0 +1,323 @@
+"""DTensors and torch's checkpoints: saved on some ranks, loaded on as many or others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import samestep
+from tests.ranks import run_forked
+from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
+
+BEFORE, AFTER = 3, 3  # steps
+
+
+def build(**options):
+    model = fsdp(Net())
+    return model, samestep.MuonAdamW(model, **{**OPTIONS, **options})
+
+
+def train(model, opt, steps):
+    """All ranks have the same data, so that their number does not matter."""
+    for step in steps:
+        loss_of(model, 0, step).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def other_values(model):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(-1)
+
+
+def snapshot(opt):
+    names = [name for group in opt.param_groups for name in group["param_names"]]
+    found = {name: opt.full_parameter(name) for name in names}
+    for name, state in opt.whole_state().items():
+        found |= {f"{name}.{key}": tensor for key, tensor in state.items()}
+    return found
+
+
+def save(model, opt, folder):
+    of_model, of_optimizer = get_state_dict(model, opt)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+
+
+def load(model, opt, folder):
+    of_model, of_optimizer = get_state_dict(model, opt)
+    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=of_model, optim_state_dict=of_optimizer)
+
+
+def saving(folder, make=build, **options):
+    """What a rank does that saves and goes on: what it has then, and at the end."""
+
+    def job(rank):
+        model, opt = make(**options)
+        train(model, opt, range(BEFORE))
+        save(model, opt, folder)
+        at_save = snapshot(opt)
+        train(model, opt, range(BEFORE, BEFORE + AFTER))
+        return at_save, snapshot(opt)
+
+    return job
+
+
+def loading(folder, make=build, **options):
+    """The same from another start, without a step before."""
+
+    def job(rank):
+        model, opt = make(**options)
+        other_values(model)
+        load(model, opt, folder)
+        at_load = snapshot(opt)
+        train(model, opt, range(BEFORE, BEFORE + AFTER))
+        return at_load, snapshot(opt)
+
+    return job
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def assert_near(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].shape == value.shape
+        assert (found[name] - value).abs().max() < 2e-5, name
+
+
+@pytest.mark.parametrize("options", [{}, {"muon_schedule": "gather", "chunks_ahead": 2}])
+def test_saved_on_two_ranks(tmp_path, options):
+    """What is loaded is what was saved, to the bit, on any number of ranks."""
+    at_save, at_end = run_forked(2, saving(tmp_path), timeout=60)[0]
+    for world in (2, 3, 4) if not options else (2,):
+        for at_load, found in run_forked(world, loading(tmp_path, **options), timeout=60):
+            assert_equal(at_load, at_save)
+            if world == 2 and not options:
+                assert_equal(found, at_end)
+            else:
+                assert_near(found, at_end)
+
+
+def test_master_weights(tmp_path):
+    def make():
+        model = fsdp(Net().bfloat16())
+        return model, samestep.MuonAdamW(model, **{**OPTIONS, "master_weights": True})
+
+    at_save, at_end = run_forked(2, saving(tmp_path, make), timeout=60)[0]
+    assert at_save["head.weight.master_weight"].dtype == torch.float32
+    for world in (2, 3):
+        for at_load, found in run_forked(world, loading(tmp_path, make), timeout=60):
+            assert_equal(at_load, at_save)
+            if world == 2:
+                assert_equal(found, at_end)
+
+
+def on_mesh(*shape):
+    """Data and tensor parallel, or replicas of shards."""
+
+    def make():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+        model = Net(36)
+        for block in model.blocks:
+            parallelize_module(
+                block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            )
+        fsdp(model, mesh["data"])
+        own = {"experts": {"rule": "muon"}}
+        return model, samestep.MuonAdamW(model, **{**OPTIONS, "overrides": own})
+
+    return make
+
+
+def test_from_one_mesh_to_another(tmp_path):
+    """Tensor parallel over two ranks, then FSDP2 alone."""
+    at_save, at_end = run_forked(4, saving(tmp_path, on_mesh(2, 2)), timeout=60)[0]
+    at_load, found = run_forked(2, loading(tmp_path, on_mesh(2, 1)), timeout=60)[0]
+    assert_equal(at_load, at_save)
+    assert_near(found, at_end)
+
+
+def test_before_the_first_step(tmp_path):
+    """A state of zeros is saved and loaded over one that is not."""
+
+    def job(rank):
+        model, opt = build()
+        save(model, opt, tmp_path)
+        first = snapshot(opt)
+        train(model, opt, range(2))
+        load(model, opt, tmp_path)
+        return first, snapshot(opt)
+
+    for first, found in run_forked(2, job, timeout=60):
+        assert_equal(found, first)
+        assert not found["head.weight.exp_avg"].any()
+
+
+def test_learning_rates_are_loaded(tmp_path):
+    def job(rank):
+        model, opt = build()
+        for group in opt.param_groups:
+            group["lr"] = 0.125
+        save(model, opt, tmp_path)
+        model, opt = build()
+        load(model, opt, tmp_path)
+        return [group["lr"] for group in opt.param_groups]
+
+    for rates in run_forked(2, job, timeout=60):
+        assert set(rates) == {0.125}
+
+
+@pytest.mark.parametrize("form", ["whole", "from the first rank", "flattened"])
+def test_other_forms(form):
+    """Whole tensors on every rank, on the first alone, or flat keys."""
+
+    def job(rank):
+        model, opt = build()
+        train(model, opt, range(BEFORE))
+        another, loaded = build()
+        other_values(another)
+        if form == "from the first rank":
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            saved = get_state_dict(model, opt, options=options)
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            of_model, of_optimizer = saved if rank == 0 else ({}, {})
+            set_model_state_dict(another, of_model, options=options)
+            set_optimizer_state_dict(another, loaded, of_optimizer, options=options)
+        else:
+            flat = form == "flattened"
+            options = StateDictOptions(full_state_dict=not flat, flatten_optimizer_state_dict=flat)
+            of_model, of_optimizer = get_state_dict(model, opt, options=options)
+            set_state_dict(
+                another,
+                loaded,
+                model_state_dict=of_model,
+                optim_state_dict=of_optimizer,
+                options=options,
+            )
+        at_load = snapshot(opt), snapshot(loaded)
+        train(model, opt, range(3, 5))
+        train(another, loaded, range(3, 5))
+        return at_load, (snapshot(opt), snapshot(loaded))
+
+    for pairs in run_forked(2, job, timeout=60):
+        for expected, found in pairs:
+            assert_equal(found, expected)
+
+
+def test_the_state_dict_of_a_rank(tmp_path):
+    """Without torch's helpers: every rank loads its own file."""
+
+    def job(rank):
+        model, opt = build()
+        train(model, opt, range(BEFORE))
+        torch.save((model.state_dict(), opt.state_dict()), tmp_path / f"{rank}.pt")
+        train(model, opt, range(BEFORE, BEFORE + AFTER))
+        another, loaded = build()
+        of_model, of_optimizer = torch.load(tmp_path / f"{rank}.pt", weights_only=False)
+        another.load_state_dict(of_model)
+        loaded.load_state_dict(of_optimizer)
+        train(another, loaded, range(BEFORE, BEFORE + AFTER))
+        return snapshot(opt), snapshot(loaded)
+
+    for expected, found in run_forked(2, job, timeout=60):
+        assert_equal(found, expected)
+
+
+class Mixed(nn.Module):
+    """One layer for FSDP2, and one that it leaves alone."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.plain = nn.Linear(6, 6, bias=False)
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.layer(self.plain(x))
+
+
+def make_mixed(**options):
+    model = Mixed()
+    fully_shard(model, ignored_params={model.plain.weight})
+    return model, samestep.MuonAdamW(model, lr=0.01, variance_beta2=0.9, **options)
+
+
+def train_mixed(model, opt, rank):
+    for step in range(2):
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(2 * step + rank))
+        model(x).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def test_the_state_dict_of_a_rank_with_plain_parameters():
+    def job(rank):
+        model, opt = make_mixed()
+        train_mixed(model, opt, rank)
+        another, loaded = make_mixed()
+        another.load_state_dict(model.state_dict())
+        loaded.load_state_dict(opt.state_dict())
+        train_mixed(model, opt, rank)
+        train_mixed(another, loaded, rank)
+        return snapshot(opt), snapshot(loaded)
+
+    for expected, found in run_forked(2, job, timeout=60):
+        assert_equal(found, expected)
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "none"])
+def test_plain_parameters_beside_dtensors(tmp_path, sharding):
+    """A checkpoint that was written can be loaded; what cannot be saved is refused before."""
+
+    def job(rank):
+        model, opt = make_mixed(sharding=sharding)
+        train_mixed(model, opt, rank)
+        try:
+            save(model, opt, tmp_path)
+        except Exception as error:
+            return str(error)
+        another, loaded = make_mixed(sharding=sharding)
+        load(another, loaded, tmp_path)
+        train_mixed(model, opt, rank)
+        train_mixed(another, loaded, rank)
+        return snapshot(opt), snapshot(loaded)
+
+    for found in run_forked(2, job, timeout=60):
+        if isinstance(found, str):
+            assert "rank" in found
+        else:
+            assert_equal(found[1], found[0])
+
+
+def test_one_process_and_two_ranks(tmp_path):
+    """Either loads what the other has saved."""
+
+    def plain():
+        model = Net()
+        return model, samestep.MuonAdamW(model, **OPTIONS)
+
+    for number, (worlds, makers) in enumerate([((1, 2), (plain, build)), ((2, 1), (build, plain))]):
+        folder = tmp_path / str(number)
+        at_save, at_end = run_forked(worlds[0], saving(folder, makers[0]), timeout=60)[0]
+        for at_load, found in run_forked(worlds[1], loading(folder, makers[1]), timeout=60):
+            assert_equal(at_load, at_save)
+            assert_near(found, at_end)

@@ -7,12 +7,13 @@ whatever the dtype of the parameter.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from samestep.rules.rule import InPlaceRule, Rule
+from samestep.rules.rule import InPlaceRule, Rule, TogetherRule
 from samestep.state import MASTER, State, math_dtype
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
@@ -93,6 +94,51 @@ def run_rule(
     return Result(new.param, new.state, direction.square().sum(dim=dims, dtype=torch.float64))
 
 
+def update_together(
+    rule: Rule, operands: Sequence[Operand], math: "GroupMath", run: UpdateFunction
+) -> bool:
+    """Apply an elementwise rule to all operands in one call; False if that cannot be done.
+
+    It can where nothing is selected, converted or measured.
+    """
+    if math.only_if is not None or math.sizes is not None or run is not run_rule:
+        return False
+    if not _is_together(type(rule)) or not rule.runs_together(math.options):  # type: ignore[attr-defined]
+        return False
+    if not all(map(_is_plain, operands)):
+        return False
+    rule.update_all_(  # type: ignore[attr-defined]
+        [operand.param for operand in operands],
+        [operand.grad for operand in operands],
+        [operand.state for operand in operands],
+        math.scalars,
+        math.options,
+    )
+    return True
+
+
+@cache
+def _is_together(kind: type) -> bool:
+    """Asking a protocol takes as long as a small update."""
+    return issubclass(kind, TogetherRule)
+
+
+@cache
+def _is_in_place(kind: type) -> bool:
+    return issubclass(kind, InPlaceRule)
+
+
+def _is_plain(operand: Operand) -> bool:
+    """Whether parameter, gradient and state are what the rule reads and writes."""
+    dtype = operand.param.dtype
+    tensors = (operand.grad, *operand.state.values())
+    return (
+        operand.present is None
+        and dtype == math_dtype(operand.param)
+        and all(tensor.dtype == dtype for tensor in tensors)
+    )
+
+
 def update_elementwise(
     rule: Rule,
     operand: Operand,
@@ -110,8 +156,8 @@ def update_elementwise(
     # Nothing to select or convert afterwards: the rule may write into place by itself.
     plain = only_if is None and operand.present is None and not measure and run is run_rule
     in_place = param is operand.param and all(state[key] is operand.state[key] for key in state)
-    if plain and in_place and isinstance(rule, InPlaceRule):
-        rule.update_(param, grad, state, scalars, options)
+    if plain and in_place and _is_in_place(type(rule)):
+        rule.update_(param, grad, state, scalars, options)  # type: ignore[attr-defined]
         return None
     new = run(rule, param, grad, state, scalars, options, measure)
     _write(operand, new, only_if)

@@ -4,9 +4,11 @@ All ranks run the same collectives with the same sizes, whatever gradients they 
 whatever they own.
 """
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,6 +117,7 @@ class ReplicatedParameters(Placement):
         self._present: list[bool | Tensor] = []
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
+        self._known_views: dict[Piece, _PieceViews] = {}
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
@@ -298,10 +301,9 @@ class ReplicatedParameters(Placement):
             present = self._present[piece.param]
             if present is False:
                 continue
-            views = self._layout.views(piece, self._state[self.params[piece.param]])
+            value, views = self._views(piece)
             flag = present if isinstance(present, Tensor) else None
-            gradient = grad.view(piece_shape(piece))
-            operand = Operand(self._view(piece), gradient, views, flag, counted)
+            operand = Operand(value, grad.view(value.shape), views, flag, counted)
             yield self.plan.params[piece.param].group, operand
 
     def drop_gradients(self, number: int) -> None:
@@ -350,10 +352,38 @@ class ReplicatedParameters(Placement):
     def _owned(self, bucket: Bucket) -> Segment:
         return bucket.segments[0 if bucket.replicated else self.group.rank]
 
+    def _views(self, piece: Piece) -> tuple[Tensor, State]:
+        """The piece in its parameter, and its state; made once, unless either was replaced."""
+        param = self.params[piece.param]
+        state = self._state[param]
+        known = self._known_views.get(piece)
+        if (
+            known is None
+            or known.address != param.data_ptr()
+            or not all(map(operator.is_, known.of, state.values()))
+        ):
+            known = _PieceViews(
+                param.data_ptr(),
+                tuple(state.values()),
+                self._view(piece),
+                self._layout.views(piece, state),
+            )
+            self._known_views[piece] = known
+        return known.value, known.state
+
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
         flat = self.params[piece.param].detach().view(-1)
         return flat[piece.start : piece.stop].view(piece_shape(piece))
+
+
+class _PieceViews(NamedTuple):
+    """Views of a piece, and what they are views of."""
+
+    address: int
+    of: tuple[Tensor, ...]
+    value: Tensor
+    state: State
 
 
 def _planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) -> ShardingPlan:

@@ -14,6 +14,7 @@ from samestep.apply import (
     stacks,
     update_blocks,
     update_elementwise,
+    update_together,
 )
 from samestep.comm.collectives import CollectiveError, total
 from samestep.comm.executor import execute
@@ -237,7 +238,7 @@ class RuleOptimizer(FullValues):
             if rule.kind == "matrix":
                 for stack in stacks(seen):
                     self._count(index, stack, update_blocks(rule, stack, *arguments))
-            else:
+            elif not update_together(rule, seen, math, self._run):
                 for operand in seen:
                     self._count(index, [operand], update_elementwise(rule, operand, *arguments))
 

@@ -1,6 +1,6 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -84,6 +84,24 @@ class AdamWRule:
         """The same into `param` and `state`."""
         _step(param, grad, state, scalars, options, in_place=True)
 
+    def runs_together(self, options: Options) -> bool:
+        """With torch's fused kernel."""
+        return bool(options["fused"])
+
+    def update_all_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Mapping[str, Tensor]],
+        scalars: Mapping[str, Tensor],
+        options: Options,
+    ) -> None:
+        """One AdamW step on many tensors."""
+        for state in states:
+            state["step"].add_(1)
+        numbers = {key: value.item() for key, value in scalars.items()}
+        fused_adamw_(params, grads, states, **numbers)
+
 
 def _step(
     param: Tensor,
@@ -139,7 +157,7 @@ def _fused_step(
         param = param.clone()
         state = {key: value if key == "step" else value.clone() for key, value in state.items()}
     count = numbers.pop("step")
-    fused_adamw_(param, grad, state, **numbers)
+    fused_adamw_([param], [grad], [state], **numbers)
     correction1, correction2 = 1 - numbers["beta1"] ** count, 1 - numbers["beta2"] ** count
     second_moment = state.get("max_exp_avg_sq", state["exp_avg_sq"])
 

@@ -4,16 +4,18 @@ The kernel has no public name. It rounds otherwise than separate operations do, 
 a slice of a parameter gets the same bits as the whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
 
 def fused_adamw_(
-    param: Tensor,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Mapping[str, Tensor]],
     *,
     lr: float,
     beta1: float,
@@ -21,18 +23,18 @@ def fused_adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step into `param` and `state`, whose count is that of this step already."""
-    keys = [key for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if key in state]
-    tensors = [param, *(state[key] for key in keys)]
+    """One step into each parameter and its state, whose counts are those of this step already."""
+    moments = [[state[key] for state in states] for key in MOMENTS if key in states[0]]
+    tensors = [list(params), *moments]
     # With strides the kernel writes where it should not.
-    dense = [tensor.contiguous() for tensor in tensors]
+    dense = [[tensor.contiguous() for tensor in alike] for alike in tensors]
     torch._fused_adamw_(
-        [dense[0]],
-        [grad.contiguous()],
-        [dense[1]],
-        [dense[2]],
-        dense[3:],
-        [state["step"].float()],
+        dense[0],
+        [grad.contiguous() for grad in grads],
+        dense[1],
+        dense[2],
+        dense[3] if len(dense) > 3 else [],
+        [state["step"].float() for state in states],
         lr=lr,
         beta1=beta1,
         beta2=beta2,
@@ -41,6 +43,7 @@ def fused_adamw_(
         amsgrad=len(dense) > 3,
         maximize=False,
     )
-    for tensor, result in zip(tensors, dense, strict=True):
-        if result is not tensor:
-            tensor.copy_(result)
+    for alike, results in zip(tensors, dense, strict=True):
+        for tensor, result in zip(alike, results, strict=True):
+            if result is not tensor:
+                tensor.copy_(result)

@@ -237,6 +237,8 @@ def sent_in_a_step(shape, **options):
         moved = log.of("all_to_all")
         rest = [call for call in log if call.op != "all_to_all"]
         assert all(call.asynchronous for call in moved)
+        of_others = sum(call.elements * call.dtype.itemsize for call in moved)
+        assert of_others == moved.sent  # nothing is handed in for oneself
         return blocks, float(moved.sent), len(moved), len(placement.plan.chunks), rest
 
     return run_forked(torch.Size(shape).numel(), job, timeout=60)
@@ -988,18 +990,23 @@ def test_a_gradient_that_does_not_fit(kind, mixed):
     assert first[1] == second[1] == []
 
 
+def data_and_tensor_parallel():
+    """On four ranks: what is not tensor parallel has a copy in each of two groups."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = Net(36)
+    for block in model.blocks:
+        parallelize_module(
+            block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        )
+    return fsdp(model, mesh["data"])
+
+
 @pytest.mark.parametrize("what", ["gradient", "option"])
 def test_a_problem_where_parameters_are_on_several_meshes(what):
     """Tensor parallel and FSDP2: a rank's problem reaches those that share no mesh with it."""
 
     def job(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
-        model = Net(36)
-        for block in model.blocks:
-            parallelize_module(
-                block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            )
-        fsdp(model, mesh["data"])
+        model = data_and_tensor_parallel()
         opt = samestep.MuonAdamW(model, overrides=OWN_RULES)
         loss_of(model, rank // 2, 0).backward()
         if rank == 0 and what == "gradient":
@@ -1011,7 +1018,23 @@ def test_a_problem_where_parameters_are_on_several_meshes(what):
         return type(caught.value).__name__
 
     own = "RuntimeError" if what == "gradient" else "ValueError"
-    assert run_forked(4, job, collective_timeout=5) == [own, *3 * ["RankProblemError"]]
+    assert run_forked(4, job, collective_timeout=3) == [own, *3 * ["RankProblemError"]]
+
+
+def test_a_copy_that_is_not_finite():
+    """Only one group of ranks sees it in its copy: all skip the step, or none can go on."""
+
+    def job(rank):
+        model = data_and_tensor_parallel()
+        opt = samestep.MuonAdamW(model, overrides=OWN_RULES, max_grad_norm=1.0)
+        before = snapshot(opt)
+        loss_of(model, rank // 2, 0).backward()
+        if rank == 0:
+            model.embedding.weight.grad.to_local()[0] = torch.inf
+        opt.step()
+        return different(snapshot(opt), before)
+
+    assert run_forked(4, job, collective_timeout=3) == 4 * [[]]
 
 
 def test_a_rule_without_stages():

@@ -1,6 +1,6 @@
 """How an optimizer spreads its work over ranks: what the user asked for, as one value."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -21,7 +21,7 @@ class Distribution:
 
     sharding: "zero2" and "zero1" give each rank a part of the state and of the update; zero2
         frees a full gradient once it is reduced. "none" keeps all on every rank. "auto" is
-        zero2 where there are ranks to share with.
+        zero2 where there are ranks to share with, and none beside DTensors.
     buffers: "flat" lays parameters end to end in buffers of which they are views, and gradients
         likewise, so that nothing is packed or copied around a collective.
     reduction: "ordered" adds gradients in rank order in fp32, so that the result does not
@@ -147,6 +147,12 @@ class Distribution:
                     f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
                     'buffers="per_parameter"'
                 )
+
+    def beside_dtensors(self) -> "Distribution":
+        """What "auto" means for plain parameters of a model that has DTensors."""
+        if self.sharding == "auto" and self.buffers == "per_parameter":
+            return replace(self, sharding="none")
+        return self
 
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""

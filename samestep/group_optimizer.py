@@ -192,6 +192,11 @@ class GroupOptimizer(torch.optim.Optimizer):
         """One plan for groups that are reduced alike, compared over the ranks they live on."""
         if self._rank_group is None:
             return []
+        distribution = self._distribution
+        everything = [param for group in self.param_groups for param in group["params"]]
+        if any(mesh_of(param) is not None for param in everything):
+            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
+            distribution = distribution.beside_dtensors()
         usual = GroupReduction(self._rank_group, outer=self._outer_group)
         together: dict[GroupReduction, list[int]] = {usual: []}
         for index in indices:
@@ -208,7 +213,7 @@ class GroupOptimizer(torch.optim.Optimizer):
                         specs,
                         lines,
                         reduction,
-                        self._distribution,
+                        distribution,
                         self._launch_order,
                         self._in_flight,
                     )
@@ -220,7 +225,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         from samestep.sharded import ShardedParameters  # DTensors take long to import
 
         params, specs, lines = self._members(indices, mesh)
-        return ShardedParameters(params, specs, lines, mesh, self._distribution)
+        ranks = 1 if self._rank_group is None else self._rank_group.size
+        return ShardedParameters(params, specs, lines, mesh, self._distribution, ranks)
 
     def _members(self, indices: Sequence[int], mesh: Any = None) -> PlanMembers:
         params, specs, lines = plan_members(
@@ -349,11 +355,19 @@ class GroupOptimizer(torch.optim.Optimizer):
         """
         saved = super().state_dict()
         part = self._part()
+        if part is not None and self._sharded:
+            raise RuntimeError(
+                "plain parameters beside DTensors keep only a part of their state on each rank, "
+                "which torch's checkpoints of DTensors would lose: build the optimizer with "
+                'sharding="none", which concerns the plain ones alone'
+            )
         return saved if part is None else {**saved, PART: part}
 
     def _part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it."""
         if not self._replicated or self._rank_group is None:
+            return None
+        if self._sharded and all(plan.keeps_all for plan in self._replicated):
             return None
         ranks = self._rank_group
         return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}

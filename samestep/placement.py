@@ -18,6 +18,7 @@ class Placement:
 
     shape: PlacementShape
     device: torch.device
+    held_by: RankGroup | None = None  # None: this process alone
     sums_over: RankGroup | None = (
         None  # where sums of it are taken; None: over the optimizer's ranks
     )

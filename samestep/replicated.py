@@ -62,7 +62,7 @@ class ReplicatedParameters(Placement):
     ) -> None:
         group, divisor, outer = reduction
         self.params = list(params)
-        self.group = group
+        self.group = self.held_by = group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
         self.plan = _planned(specs, group.size, distribution)
@@ -118,6 +118,11 @@ class ReplicatedParameters(Placement):
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
         self._known_views: dict[Piece, _PieceViews] = {}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every rank has all state."""
+        return all(bucket.replicated for bucket in self.plan.buckets)
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""

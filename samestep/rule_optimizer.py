@@ -16,10 +16,10 @@ from samestep.apply import (
     update_elementwise,
     update_together,
 )
-from samestep.comm.collectives import CollectiveError, total
+from samestep.comm.collectives import CollectiveError, maximum, total
 from samestep.comm.executor import execute
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem
+from samestep.comm.presence import Problem, tell_problem
 from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
 from samestep.metrics import UpdateSizes, present_counts
@@ -166,7 +166,24 @@ class RuleOptimizer(FullValues):
         own = self._placements[operation.placement]
         problems = [placement.problem for placement in self._placements]
         other = next((Problem(p.error) for p in problems if p is not None), None)
+        if operation.placement == 0:
+            self._tell_everyone(own.problem or other)
         own.agree(own.problem or other)
+
+    def _everyone(self) -> RankGroup | None:
+        """All ranks that take part, where no placement has all of them; None: not needed."""
+        held_by = [placement.held_by for placement in self._placements]
+        groups = {group.members: group for group in held_by if group is not None}
+        if len(groups) < 2:
+            return None
+        members = {rank for group in groups for rank in group}
+        return next((g for g in groups.values() if members == set(g.members)), self._rank_group)
+
+    def _tell_everyone(self, problem: Problem | None) -> None:
+        """A problem of one rank, told to ranks that share no parameter with it. Not on a GPU."""
+        everyone = self._everyone()
+        if everyone is not None and self._device.type == "cpu":
+            tell_problem(problem, everyone)
 
     def _clip(self, _: Clip) -> None:
         """Decide by the joint norm: how gradients are scaled, and whether the step is skipped.
@@ -189,6 +206,10 @@ class RuleOptimizer(FullValues):
         if norm.device.type == "cpu":
             unchanged = factor is not None and float(factor) == 1.0
             skip = not norm.isfinite()
+            everyone = self._everyone()
+            if everyone is not None:  # or those with another copy of it would go on alone
+                flag = torch.tensor([skip], dtype=torch.int64)
+                skip = bool(maximum("not finite", flag, everyone).wait())
             self._verdict = Verdict(factor=None if unchanged else factor, skip=skip)
         else:
             self._verdict = Verdict(factor=factor, only_if=norm.isfinite())

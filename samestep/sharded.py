@@ -7,7 +7,6 @@ chunk by chunk; only what needs the whole block is done there.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -32,7 +31,7 @@ from samestep.plan.block_exchange import (
 )
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.rule import StagedRule
+from samestep.rules.rule import Rule, StagedRule
 from samestep.state import MASTER, State, block_states, initial_state, math_dtype, needs_master
 
 
@@ -46,13 +45,14 @@ class ShardedParameters(Placement):
         option_lines: Sequence[str],
         mesh: DeviceMesh,
         distribution: Distribution,
+        ranks: int,
     ) -> None:
         self.params = [param for param in params if isinstance(param, DTensor)]
         self.specs = tuple(specs)
         self.mesh = mesh
-        self.group = self.sums_over = mesh_group(mesh)
-        # Other meshes of the same kind hold copies: of sums over all ranks this is its share.
-        self._share = self.group.size / (dist.get_world_size() if dist.is_initialized() else 1)
+        self.group = self.held_by = self.sums_over = mesh_group(mesh)
+        # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
+        self._share = self.group.size / ranks
         self.device = self.params[0].to_local().device
         self._held = []
         for param, spec in zip(self.params, specs, strict=True):
@@ -117,7 +117,10 @@ class ShardedParameters(Placement):
                 )
             like = torch.empty(param.shape, dtype=param.dtype, device="meta")
             wanted = initial_state(rule, like, spec.blocks, group, master_weights=False)
-            made[param] = {key: self._zeros(param, tensor) for key, tensor in wanted.items()}
+            made[param] = {
+                key: self._zeros(param, tensor, _is_elementwise(rule, key, group))
+                for key, tensor in wanted.items()
+            }
             if needs_master(param, master_weights):
                 made[param][MASTER] = _beside(param, param.to_local().to(math_dtype(param)))
         self._moves = [
@@ -125,8 +128,8 @@ class ShardedParameters(Placement):
         ]
         return made
 
-    def _zeros(self, param: DTensor, like: Tensor) -> Tensor:
-        if like.shape == param.shape and like.ndim:
+    def _zeros(self, param: DTensor, like: Tensor, sharded: bool) -> Tensor:
+        if sharded:
             return _beside(param, torch.zeros_like(param.to_local(), dtype=like.dtype))
         return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
 
@@ -204,6 +207,8 @@ class ShardedParameters(Placement):
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         """No gradient comes any more."""
         super().begin_step(state, problem)
+        for param in self.params:
+            _reduce_partial(param)
         self.problem = problem or self._gradient_problem()
 
     def _gradient_problem(self) -> Problem | None:
@@ -291,9 +296,18 @@ class ShardedParameters(Placement):
         directions: dict[Key, Tensor] = {}
         for routes in stacks.values():
             rule, of_group = self._staged(routes[0], math)
-            states = [self._whole_state(r, self._state[self.params[r.param]]) for r in routes]
+            params = [self.params[route.param] for route in routes]
+            states = [
+                self._whole_state(route, self._state[param])
+                for route, param in zip(routes, params, strict=True)
+            ]
             found, new = rule.transform(
-                torch.stack([blocks[route.key].view(route.block.shape) for route in routes]),
+                torch.stack(
+                    [
+                        blocks[route.key].view(route.block.shape).to(math_dtype(params[0]))
+                        for route in routes
+                    ]
+                ),
                 {key: torch.stack([state[key] for state in states]) for key in states[0]},
                 of_group.scalars,
                 of_group.options,
@@ -391,6 +405,26 @@ class ShardedParameters(Placement):
             only_if = present if only_if is None else only_if & present
         for old, value in pairs:
             put(old, value, only_if)
+
+
+def _is_elementwise(rule: Rule, key: str, group: Group) -> bool:
+    """Whether a state tensor has an element for each of the parameter's: then it is sharded too."""
+    shape = (64, 48)
+    return rule.state_shapes(shape, group)[key] == shape
+
+
+def _reduce_partial(param: DTensor) -> None:
+    """Add up a gradient of which the ranks of an axis have a summand each (sequence parallel).
+
+    They have run the same graph, so all of them are here.
+    """
+    grad = param.grad
+    if isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements):
+        wanted = [
+            own if found.is_partial() else found
+            for found, own in zip(grad.placements, param.placements, strict=True)
+        ]
+        param.grad = grad.redistribute(placements=wanted)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -26,6 +26,19 @@ class RankProblemError(RuntimeError):
     """Another rank could not take the step, so no rank takes it."""
 
 
+def tell_problem(problem: Problem | None, group: RankGroup) -> None:
+    """Raise on every rank of a group if any has a problem; waits for them."""
+    rank = group.members[group.rank]
+    code = torch.tensor([0 if problem is None else rank + 1], dtype=torch.int64)
+    found = int(maximum("problems", code, group).wait())
+    if problem is not None:
+        raise problem.error
+    if found:
+        raise RankProblemError(
+            f"rank {found - 1} could not take the step, so no rank took it; its own error says why"
+        )
+
+
 class PresenceAgreement:
     """The answers of all ranks, step after step."""
 

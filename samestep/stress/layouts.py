@@ -65,12 +65,13 @@ for _layout in (
     ),
     Layout(
         "flat_gather_overlap",
-        "flat_zero2_overlap, gathered while the next forward runs",
+        "flat_zero2_overlap, gathered while the next forward runs, NaN until waited for",
         {
             "buffers": "flat",
             "sharding": "zero2",
             "overlap_grad_reduce": True,
             "overlap_param_gather": True,
+            "poison_early_reads": True,
         },
     ),
 ):

@@ -119,6 +119,7 @@ class Training:
                 self._added.append(event)
                 self._add(event)
             case Edit(name, value):
+                self.optimizer.wait_for_parameters()  # or what is on its way would undo it
                 with torch.no_grad():
                     self._named[name].copy_(value)
             case Resume():

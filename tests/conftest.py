@@ -19,9 +19,7 @@ settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
 
 
-STARTS_PROCESSES = re.compile(
-    r"run_forked|run_threaded|subprocess|ForkedRanks|MutantRunner|run_cli"
-)
+STARTS_PROCESSES = re.compile("run_forked|run_threaded|ForkedRanks|MutantRunner|import cli")
 
 
 def pytest_collection_modifyitems(items):

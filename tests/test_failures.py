@@ -304,6 +304,6 @@ def test_a_member_that_does_not_make_the_group_is_named():
         timed(registry.of_ranks, [1, 2], timedelta(seconds=TIMEOUT))
         timed(lambda: total("the sum of all", torch.ones(3), registry.of()).wait())
 
-    outside, inside = messages_of(job, within=TIMEOUT + LAST_CALL + 1.8, patience=1.0)
+    outside, inside = messages_of(job, within=TIMEOUT + LAST_CALL + 1.8, patience=3.0)
     assert inside.startswith("creation of the group of ranks 1, 2 failed: rank 2 did not answer")
     assert outside.startswith("the sum of all failed: rank 2 did not answer")

@@ -34,7 +34,7 @@ def mesh_of(shape, device="cpu"):
     return init_device_mesh(device, shape, mesh_dim_names=AXES[-len(shape) :])
 
 
-def train(model, opt, data_rank, *, steps=20, micro_batches=1):
+def train(model, opt, data_rank, *, steps=12, micro_batches=1):
     """All values and state, after steps of which only the last micro-batch is summed."""
     for step in range(steps):
         for batch in range(micro_batches):

@@ -24,7 +24,7 @@ from tests.test_sharded import Net, fsdp, loss_of
 pytestmark = pytest.mark.timeout(300)  # for slow machines
 
 STEPS, FEWER = 100, 20
-STEPS_OF_EIGHT = STEPS if os.environ.get("SAMESTEP_SOAK") else 30  # ranks, on two cores
+STEPS_OF_EIGHT = STEPS if os.environ.get("SAMESTEP_SOAK") else 12  # ranks, on two cores
 ADAMW, MUON = 2e-5, 3e-4  # how far parameters of either rule may be apart
 OPTIONS = {
     "lr": 5e-3,
@@ -67,12 +67,12 @@ def alone(ranks, hidden, steps):
     return snapshot(opt)
 
 
-def assert_near(found, expected, start):
+def assert_near(found, expected, start, steps):
     values, state, rules = expected
     for name, value in values.items():
         limit = MUON if rules[name] == "muon" else ADAMW
         assert (found[0][name] - value).abs().max() < limit, name
-        assert (value - start[name]).abs().max() > 100 * limit, name  # it was trained
+        assert (value - start[name]).abs().max() > steps * limit, name  # it was trained
     for name, entries in state.items():
         for key, value in entries.items():
             assert found[1][name][key].shape == value.shape
@@ -135,7 +135,7 @@ def test_a_hundred_steps(world, layout, shape, options):
     steps = STEPS_OF_EIGHT if world == 8 else STEPS
     results = train(world, layout, shape, hidden, steps, **options)
     for found in results:
-        assert_near(found, alone(data, hidden, steps), start)
+        assert_near(found, alone(data, hidden, steps), start, steps)
         for name, value in results[0][0].items():
             assert torch.equal(found[0][name], value), name
 
@@ -214,6 +214,6 @@ def test_data_experts_and_tensor_parallel(dim):
         assert axes["experts.weight"] == ("data", "expert")
         assert axes["up.weight"] == ("data", "model")
         assert axes["head.weight"] == ("data",)
-        assert_near(found, expected, start)
+        assert_near(found, expected, start, FEWER)
         for key, value in metrics.items():
             assert torch.allclose(found[3][key].double(), value.double(), rtol=1e-4), key

@@ -8,7 +8,7 @@ whatever the dtype of the parameter.
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -103,11 +103,11 @@ def update_together(
     """
     if math.only_if is not None or math.sizes is not None or run is not run_rule:
         return False
-    if not _is_together(type(rule)) or not rule.runs_together(math.options):  # type: ignore[attr-defined]
+    if not _is_together(rule) or not rule.runs_together(math.options):
         return False
     if not all(map(_is_plain, operands)):
         return False
-    rule.update_all_(  # type: ignore[attr-defined]
+    rule.update_all_(
         [operand.param for operand in operands],
         [operand.grad for operand in operands],
         [operand.state for operand in operands],
@@ -118,14 +118,17 @@ def update_together(
 
 
 @cache
-def _is_together(kind: type) -> bool:
-    """Asking a protocol takes as long as a small update."""
-    return issubclass(kind, TogetherRule)
+def _follows(kind: type, protocol: type) -> bool:
+    """Asking a protocol takes as long as a small update, so it is asked once."""
+    return issubclass(kind, protocol)
 
 
-@cache
-def _is_in_place(kind: type) -> bool:
-    return issubclass(kind, InPlaceRule)
+def _is_together(rule: Rule) -> TypeGuard[TogetherRule]:
+    return _follows(type(rule), TogetherRule)
+
+
+def _is_in_place(rule: Rule) -> TypeGuard[InPlaceRule]:
+    return _follows(type(rule), InPlaceRule)
 
 
 def _is_plain(operand: Operand) -> bool:
@@ -156,8 +159,8 @@ def update_elementwise(
     # Nothing to select or convert afterwards: the rule may write into place by itself.
     plain = only_if is None and operand.present is None and not measure and run is run_rule
     in_place = param is operand.param and all(state[key] is operand.state[key] for key in state)
-    if plain and in_place and _is_in_place(type(rule)):
-        rule.update_(param, grad, state, scalars, options)  # type: ignore[attr-defined]
+    if plain and in_place and _is_in_place(rule):
+        rule.update_(param, grad, state, scalars, options)
         return None
     new = run(rule, param, grad, state, scalars, options, measure)
     _write(operand, new, only_if)

@@ -36,18 +36,16 @@ class BlockMoves:
         self._device = device
         self._extra = [count * wide.itemsize // dtype.itemsize for count in extra]
         ranks, to_all = range(group.size), any(extra)
-        self._to = [to_owners(chunk, rank) for rank in ranks]
-        self._back = [from_owners(chunk, rank, group.size, to_all=to_all) for rank in ranks]
-        self._sent_to = [sum(item.numel for item in out) for out, _ in self._to]
-        self._sent_back = [sum(map(self._size_back, out)) for out, _ in self._back]
-        # Only what this rank needs is kept: plans of many ranks are long.
-        self._to = [self._to[group.rank]]
-        self._back = [self._back[group.rank]]
+        to = [to_owners(chunk, rank) for rank in ranks]
+        back = [from_owners(chunk, rank, group.size, to_all=to_all) for rank in ranks]
+        self._sent_to = [sum(item.numel for item in out) for out, _ in to]
+        self._sent_back = [sum(map(self._size_back, out)) for out, _ in back]
+        self._to, self._back = to[group.rank], back[group.rank]  # the others' are long
         self._waiting: Pending[Tensor] | None = None
 
     def collect(self, prepared: dict[Key, Tensor]) -> None:
         """Start sending this rank's parts to the owners."""
-        out, into = self._to[0]
+        out, into = self._to
         buffer = self._joined([self._packed(prepared[self.chunk[item.route].key]) for item in out])
         self._waiting = self._launch(
             f"collection of {self._name}", buffer, out, into, lambda item: item.numel, self._sent_to
@@ -57,7 +55,7 @@ class BlockMoves:
         """Wait, and give the whole blocks that this rank owns, in the shapes of their boxes."""
         assert self._waiting is not None
         received, self._waiting = self._waiting.wait(), None
-        into = self._to[0][1]
+        into = self._to[1]
         arrived = dict(zip(into, torch.split(received, [i.numel for i in into]), strict=True))
         found = {}
         for route in self.chunk:
@@ -75,7 +73,7 @@ class BlockMoves:
 
     def give_back(self, directions: dict[Key, Tensor], extra: dict[Key, Tensor]) -> None:
         """Start sending every holder its parts of the directions, and the extra of each block."""
-        out, into = self._back[0]
+        out, into = self._back
         pieces = []
         for item in out:
             key = self.chunk[item.route].key
@@ -96,7 +94,7 @@ class BlockMoves:
         """Wait, and give this rank's part of each direction that came, and the block's extra."""
         assert self._waiting is not None
         received, self._waiting = self._waiting.wait(), None
-        into = self._back[0][1]
+        into = self._back[1]
         found: dict[Key, tuple[Tensor | None, Tensor | None]] = {}
         arrived = torch.split(received, [self._size_back(item) for item in into]) if into else ()
         for item, values in zip(into, arrived, strict=True):

@@ -1,7 +1,6 @@
 """Whole parameters, gradients and state, wherever their pieces are: for looking and for editing."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,16 +8,8 @@ from torch import Tensor
 from samestep.comm.collectives import from_first
 from samestep.group_optimizer import GroupOptimizer
 from samestep.param_groups import parameter_names
-from samestep.replicated import ReplicatedParameters
+from samestep.placement import Placement
 from samestep.state import MASTER, State, math_dtype
-
-if TYPE_CHECKING:
-    from samestep.sharded import ShardedParameters
-
-
-class _Sharding(NamedTuple):
-    placement: "ShardedParameters"
-    place: int
 
 
 class FullValues(GroupOptimizer):
@@ -67,10 +58,7 @@ class FullValues(GroupOptimizer):
         param = self._param(name)
         if MASTER in self.state[param]:
             return self.full_state(name, MASTER)
-        value, sharded = param.detach(), self._sharding(param)
-        if sharded is not None:
-            value = sharded.placement.whole(sharded.place, value)
-        return value.to(math_dtype(param), copy=True)
+        return self._holder(param).whole_value(param).to(math_dtype(param), copy=True)
 
     @torch.no_grad()
     def set_full_parameter(self, name: str, value: Tensor) -> None:
@@ -80,11 +68,7 @@ class FullValues(GroupOptimizer):
         wide = self._checked(name, value, param.shape).to(param.device, math_dtype(param))
         wide = wide.contiguous().clone()
         self._from_first(name, "value", wide)
-        sharded = self._sharding(param)
-        if sharded is None:
-            param.copy_(wide)
-        else:
-            sharded.placement.put_whole(sharded.place, param, wide)
+        self._holder(param).put_value(param, wide)
         if MASTER in self.state[param]:
             whole = self._state_of(name, MASTER)
             whole[MASTER].copy_(wide)
@@ -94,17 +78,12 @@ class FullValues(GroupOptimizer):
     def full_gradient(self, name: str) -> Tensor | None:
         """The mean gradient over ranks, before clipping; None if no rank has one.
 
-        Between backward and step. On several ranks it calls `synchronize()`: gradients are reduced
-        now, are gone from `.grad`, and the step reduces what may come after.
+        Between backward and step. It calls `synchronize()`: gradients that are averaged here are
+        reduced now, are gone from `.grad`, and the step reduces what may come after.
         """
-        shared, sharded = self._holder(name), self._sharding(self._param(name))
-        if sharded is not None:
-            return sharded.placement.full_gradient(sharded.place)
-        if shared is None or shared.distribution.grads == "reduced":
-            grad = self._param(name).grad
-            return None if grad is None else grad.detach().clone()
+        param = self._param(name)
         self.synchronize()
-        return shared.full_gradient(name)
+        return self._holder(param).whole_gradient(param)
 
     @torch.no_grad()
     def set_full_gradient(self, name: str, value: Tensor) -> None:
@@ -112,19 +91,12 @@ class FullValues(GroupOptimizer):
 
         As `full_gradient`. What the step uses is value * ranks / ranks, rounded.
         """
-        param, shared = self._param(name), self._holder(name)
+        param = self._param(name)
         value = self._checked(f"gradient of {name}", value, param.shape)
         value = value.to(param.device, math_dtype(param)).contiguous().clone()
         self._from_first(name, "gradient", value)
-        sharded = self._sharding(param)
-        if sharded is not None:
-            sharded.placement.set_gradient(sharded.place, value)
-            return
-        if shared is None or shared.distribution.grads == "reduced":
-            param.grad = value.to(param.dtype)
-            return
         self.synchronize()
-        shared.set_full_gradient(name, value)
+        self._holder(param).put_gradient(param, value)
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
@@ -135,12 +107,8 @@ class FullValues(GroupOptimizer):
         unless the edit is smaller than the parameter's rounding.
         """
         self.wait_for_parameters()
-        for shared in self._replicated:
-            shared.refresh_masters(self.state)
-        pieces = {param for shared in self._replicated for param in shared.params}
-        for param, state in self.state.items():
-            if MASTER in state and param not in pieces:
-                state[MASTER].copy_(param)
+        for placement in self._all_placements():
+            placement.refresh_masters(self.state)
 
     def synchronize(self) -> None:
         """See `RuleOptimizer`."""
@@ -162,51 +130,25 @@ class FullValues(GroupOptimizer):
             raise KeyError(f"there is no parameter {name!r}; there are {some}, ...")
         return known[name]
 
-    def _holder(self, name: str) -> ReplicatedParameters | None:
-        """The plan that has the parameter; None in one process."""
-        param = self._param(name)
-        for shared in self._replicated:
-            if any(param is other for other in shared.params):
-                return shared
-        return None
-
-    def _sharding(self, param: Tensor) -> "_Sharding | None":
-        """The plan that has a DTensor, and the DTensor's place in it; None for others."""
-        for placement in self._sharded:
-            index = placement.index_of(param)
-            if index is not None:
-                return _Sharding(placement, index)
-        return None
+    def _holder(self, param: Tensor) -> Placement:
+        return next(p for p in self._all_placements() if p.holds(param))
 
     def _state_of(self, name: str, key: str) -> State:
         """The whole state of one parameter, which has `key`."""
-        param, shared = self._param(name), self._holder(name)
+        param = self._param(name)
         if key not in self.state[param]:
             raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self.state[param])}")
-        sharded = self._sharding(param)
-        if sharded is not None:
-            return sharded.placement.gather_state(self.state, self.param_groups, only=param)()[
-                param
-            ]
-        if shared is None:
-            return {k: tensor.clone() for k, tensor in self.state[param].items()}
-        return shared.gather_state(self.state, self.param_groups, only=param)()[param]
+        gather = self._holder(param).gather_state(self.state, self.param_groups, only=param)
+        return gather()[param]
 
     def _put_state(self, name: str, key: str, whole: Mapping[str, Tensor]) -> None:
-        param, shared = self._param(name), self._holder(name)
-        sharded = self._sharding(param)
-        if sharded is not None:
-            sharded.placement.put_whole(sharded.place, self.state[param][key], whole[key])
-        elif shared is None:
-            self.state[param][key].copy_(whole[key])
-        else:
-            shared.put_state(self.state, self.param_groups, param, key, whole)
+        param = self._param(name)
+        self._holder(param).put_state(self.state, self.param_groups, param, key, whole)
 
     def _from_first(self, name: str, what: str, value: Tensor) -> None:
-        shared, sharded = self._holder(name), self._sharding(self._param(name))
-        placement = shared if sharded is None else sharded.placement
-        if placement is not None:
-            from_first(f"{what} of {name}", value, placement.group).wait()
+        ranks = self._holder(self._param(name)).held_by
+        if ranks is not None:
+            from_first(f"{what} of {name}", value, ranks).wait()
 
     def _checked(self, what: str, value: Tensor, shape: torch.Size) -> Tensor:
         if not isinstance(value, Tensor) or value.shape != shape:

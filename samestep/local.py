@@ -39,14 +39,22 @@ class LocalParameters(Placement):
             for param in plain(group)
         ]
 
+    def holds(self, param: Tensor) -> bool:
+        """Every one that is no DTensor."""
+        return mesh_of(param) is None
+
     def gather_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Tensor | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
         """A copy."""
         return lambda: {
             param: {key: tensor.clone() for key, tensor in state[param].items()}
             for group in groups
             for param in plain(group)
+            if only is None or param is only
         }
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:

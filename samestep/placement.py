@@ -10,7 +10,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.param_groups import Group
 from samestep.plan.schedule import PlacementShape
-from samestep.state import State
+from samestep.state import MASTER, State
 
 
 class Placement:
@@ -87,8 +87,50 @@ class Placement:
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
 
+    # --- whole values, of a parameter that is here ---------------------------------------
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether a parameter is here."""
+        raise NotImplementedError
+
     def gather_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Tensor | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering all state; what it gives waits, and makes it what one process has."""
         raise NotImplementedError
+
+    def put_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's part of a parameter's state out of the whole."""
+        state[param][key].copy_(whole[key])
+
+    def whole_value(self, param: Tensor) -> Tensor:
+        """All of a parameter."""
+        return param.detach()
+
+    def put_value(self, param: Tensor, whole: Tensor) -> None:
+        """Take this rank's part of a parameter out of the whole."""
+        param.copy_(whole)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean gradient of what `synchronize()` has reduced; None if no rank has one."""
+        return None if param.grad is None else param.grad.detach().clone()
+
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
+        """Put a gradient in place of the mean; the parameter is then present."""
+        param.grad = whole.to(param.dtype)
+
+    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
+        """Take the parameters for their master copies."""
+        for param, entries in state.items():
+            if MASTER in entries and self.holds(param):
+                entries[MASTER].copy_(param)

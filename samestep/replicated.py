@@ -208,20 +208,28 @@ class ReplicatedParameters(Placement):
             if MASTER in views:
                 views[MASTER].copy_(self._view(piece))
 
-    def full_gradient(self, name: str) -> Tensor | None:
+    def holds(self, param: Tensor) -> bool:
+        """Whether the plan has it."""
+        return any(param is other for other in self.params)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
         """The mean of the rounds so far, for a parameter; None if no rank has a gradient."""
-        index = self._names.index(name)
+        if self.distribution.grads == "reduced":
+            return super().whole_gradient(param)
+        index = self._index(param)
         here = torch.tensor([self.reducer.here[index]], dtype=torch.int64, device=self.device)
         mean = self.reducer.mean_of(index)
         for group in self._groups:
-            here = maximum(f"presence of {name}", here, group).wait()
-        present = bool(here)
-        return mean.view(self.params[index].shape) if present else None
+            here = maximum(f"presence of {self._names[index]}", here, group).wait()
+        return mean.view(param.shape) if bool(here) else None
 
-    def set_full_gradient(self, name: str, value: Tensor) -> None:
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""
-        index = self._names.index(name)
-        self.reducer.set_mean_of(index, value.reshape(-1))
+        if self.distribution.grads == "reduced":
+            super().put_gradient(param, whole)
+            return
+        index = self._index(param)
+        self.reducer.set_mean_of(index, whole.reshape(-1))
         self.reducer.here[index] = True
 
     def _index(self, param: Tensor) -> int:

@@ -161,35 +161,57 @@ class ShardedParameters(Placement):
         wanted = [i for i, param in enumerate(self.params) if only is None or param is only]
         return lambda: {
             self.params[i]: {
-                key: self.whole(i, tensor) for key, tensor in state[self.params[i]].items()
+                key: self._whole(i, tensor) for key, tensor in state[self.params[i]].items()
             }
             for i in wanted
         }
 
-    def index_of(self, param: Tensor) -> int | None:
-        """The place of a parameter; None if it is not here."""
-        return next((i for i, other in enumerate(self.params) if other is param), None)
+    def holds(self, param: Tensor) -> bool:
+        """Whether it is on this mesh."""
+        return any(param is other for other in self.params)
 
-    def full_gradient(self, index: int) -> Tensor | None:
+    def put_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's part of a parameter's state out of the whole."""
+        self._put_part(self._index(param), state[param][key], whole[key])
+
+    def whole_value(self, param: Tensor) -> Tensor:
+        """All of a parameter; collective."""
+        return self._whole(self._index(param), param.detach())
+
+    def put_value(self, param: Tensor, whole: Tensor) -> None:
+        """Take this rank's part of a parameter out of the whole."""
+        self._put_part(self._index(param), param, whole)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""
-        param = self.params[index]
+        index = self._index(param)
         here = torch.tensor([param.grad is not None], dtype=torch.int64, device=self.device)
-        whole = self.whole(index, _beside(param, self._grad(index)))
+        whole = self._whole(index, _beside(self.params[index], self._grad(index)))
         return whole if bool(maximum("presence of a gradient", here, self.group).wait()) else None
 
-    def put_whole(self, index: int, tensor: Tensor, whole: Tensor) -> None:
-        """Take this rank's part of a tensor that is sharded as a parameter is."""
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
+        """Give a parameter its part of a gradient."""
+        index = self._index(param)
+        part = whole[self._held[index].boxes[self.group.rank].slices]
+        param.grad = _beside(self.params[index], part.to(param.dtype).clone())
+
+    def _index(self, param: Tensor) -> int:
+        return next(i for i, other in enumerate(self.params) if other is param)
+
+    def _put_part(self, index: int, tensor: Tensor, whole: Tensor) -> None:
+        """Write this rank's part into a tensor that is sharded as a parameter is."""
         if isinstance(tensor, DTensor):
             whole = whole[self._held[index].boxes[self.group.rank].slices]
         _local(tensor).copy_(whole)
 
-    def set_gradient(self, index: int, whole: Tensor) -> None:
-        """Give a parameter its part of a gradient."""
-        param = self.params[index]
-        part = whole[self._held[index].boxes[self.group.rank].slices]
-        param.grad = _beside(param, part.to(param.dtype).clone())
-
-    def whole(self, index: int, tensor: Tensor) -> Tensor:
+    def _whole(self, index: int, tensor: Tensor) -> Tensor:
         """All of a tensor that is sharded as a parameter is; collective."""
         if not isinstance(tensor, DTensor):
             return tensor.clone()

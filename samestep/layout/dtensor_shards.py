@@ -58,11 +58,6 @@ class Box(NamedTuple):
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
 
-def whole_box(shape: Shape) -> Box:
-    """All of a tensor."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
 def local_box(
     shape: Shape, mesh_shape: Sequence[int], cuts: Sequence[Cut], coordinate: Sequence[int]
 ) -> Box:

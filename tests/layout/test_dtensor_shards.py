@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from samestep.layout.dtensor_shards import Box, Cut, all_boxes, local_box, replicas, whole_box
+from samestep.layout.dtensor_shards import Box, Cut, all_boxes, local_box, replicas
 from tests.ranks import run_forked
 
 
@@ -59,7 +59,7 @@ def test_boxes():
     assert one.overlap(other) == other.overlap(one) == Box((3, 2), (1, 1))
     assert one.overlap(Box((4, 0), (1, 9))).numel == 0
     assert Box((3, 2), (1, 1)).within(one) == Box((3, 0), (1, 1))
-    assert whole_box((2, 3)).numel == 6
+    assert Box((0, 0), (2, 3)).numel == 6
 
 
 def test_an_order_of_cuts_that_is_not_known_is_refused():

@@ -1,7 +1,7 @@
 """Groups, state and plans of an optimizer: everything but the step."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from samestep.apply import StepScalars, UpdateFunction, run_rule
 from samestep.buffers.in_flight import ParametersInFlight, wait_for_anyone
-from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
@@ -30,11 +29,11 @@ from samestep.param_groups import (
     refuse_repeated,
     rule_of,
 )
-from samestep.placement import Placement
+from samestep.placement import Placement, mesh_of
 from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
-from samestep.sharing import PlanMembers, mesh_of, plan_members
+from samestep.sharing import Planner
 from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
@@ -86,15 +85,14 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._replicated: list[ReplicatedParameters] = []
         self._sharded: list[ShardedParameters] = []
         self._constructed = False
-        self._launch_order = LaunchOrder()
         self._reductions: dict[int, GroupReduction] = {}
-        self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
         self._rule_options = rule_options
         self._master_weights = master_weights
         self._compile = compile
         self._reset_derived()
         self._reset_runner()
         self._in_flight = ParametersInFlight()
+        self._planner = self._new_planner(order_of_use)
         model = params if isinstance(params, nn.Module) else model
         if distribution.overlap_param_gather:
             if model is None:
@@ -108,6 +106,18 @@ class GroupOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._share(range(len(self.param_groups)))
         self._constructed = True
+
+    def _new_planner(self, order_of_use: Iterable[Tensor]) -> Planner:
+        alike = ("master_weights", "max_grad_norm", "update_rms")
+        return Planner(
+            self._rank_group,
+            self._outer_group,
+            self._distribution,
+            self._in_flight,
+            order_of_use,
+            master_weights=self._master_weights,
+            lines=[f"{key} = {getattr(self, f'_{key}')}" for key in alike],
+        )
 
     @property
     def _device(self) -> torch.device:
@@ -170,74 +180,19 @@ class GroupOptimizer(torch.optim.Optimizer):
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
         wanted = list(indices)
-        members = [param for index in wanted for param in self.param_groups[index]["params"]]
-        meshes = dict.fromkeys(map(mesh_of, members))
-        planned = self._plans_of_plain(wanted) if None in meshes else []
-        sharded = [self._plan_of_mesh(mesh, wanted) for mesh in meshes if mesh is not None]
-        made: dict[Tensor, State] = {}
-        for placement in (*planned, *sharded):  # nothing is made before all are agreed on
-            made |= placement.make_state(self.param_groups, self._master_weights)
-        for param in members:
-            if param in made:
-                self.state[param] = made[param]
-        self._sharded += sharded
-        for replicated in planned:
-            # A bucket is complete with the parameter that forward uses first.
-            firsts = [replicated.params[bucket.params[0]] for bucket in replicated.plan.buckets]
-            places = [self._place_of_use.get(param, -1) for param in firsts]
-            self._launch_order.add(replicated.reducer, places)
-        self._replicated += planned
-
-    def _plans_of_plain(self, indices: Sequence[int]) -> list[ReplicatedParameters]:
-        """One plan for groups that are reduced alike, compared over the ranks they live on."""
-        if self._rank_group is None:
-            return []
-        distribution = self._distribution
-        everything = [param for group in self.param_groups for param in group["params"]]
-        if any(mesh_of(param) is not None for param in everything):
-            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
-            distribution = distribution.beside_dtensors()
-        usual = GroupReduction(self._rank_group, outer=self._outer_group)
-        together: dict[GroupReduction, list[int]] = {usual: []}
-        for index in indices:
-            if any(mesh_of(param) is None for param in self.param_groups[index]["params"]):
-                reduction = self._reductions.get(index, usual)
-                together.setdefault(reduction, []).append(index)
-        planned = []
-        for reduction, alike in together.items():
-            if alike:
-                params, specs, lines = self._members(alike)
-                planned.append(
-                    ReplicatedParameters(
-                        params,
-                        specs,
-                        lines,
-                        reduction,
-                        distribution,
-                        self._launch_order,
-                        self._in_flight,
-                    )
-                )
-        return planned
-
-    def _plan_of_mesh(self, mesh: Any, indices: Sequence[int]) -> "ShardedParameters":
-        """The plan of all DTensors on a mesh."""
-        from samestep.sharded import ShardedParameters  # DTensors take long to import
-
-        params, specs, lines = self._members(indices, mesh)
-        ranks = 1 if self._rank_group is None else self._rank_group.size
-        return ShardedParameters(params, specs, lines, mesh, self._distribution, ranks)
-
-    def _members(self, indices: Sequence[int], mesh: Any = None) -> PlanMembers:
-        params, specs, lines = plan_members(
-            self.param_groups, indices, self._blocks, self._place_of_use, self._master_weights, mesh
+        replicated, sharded = self._planner.plans(
+            self.param_groups, wanted, self._blocks, self._reductions
         )
-        own = [
-            f"master_weights = {self._master_weights}",
-            f"max_grad_norm = {self._max_grad_norm}",
-            f"update_rms = {self._update_rms}",
-        ]
-        return PlanMembers(params, specs, own + lines)
+        made: dict[Tensor, State] = {}
+        for placement in (*replicated, *sharded):  # nothing is made before all are agreed on
+            made |= placement.make_state(self.param_groups, self._master_weights)
+        for index in wanted:
+            for param in self.param_groups[index]["params"]:
+                if param in made:
+                    self.state[param] = made[param]
+        self._planner.launch_in_order(replicated)
+        self._replicated += replicated
+        self._sharded += sharded
 
     def _all_placements(self) -> list[Placement]:
         """Everything a step is about."""
@@ -439,7 +394,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._reset_runner()
             self._rank_group, self._replicated, self._reductions = None, [], {}
             self._sharded, self._constructed, self._outer_group = [], True, None
-            self._launch_order = LaunchOrder()
             self._in_flight = ParametersInFlight()
+            self._planner = self._new_planner(())
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

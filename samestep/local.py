@@ -7,9 +7,8 @@ from torch import Tensor
 from samestep.apply import Operand
 from samestep.layout.blocks import Block
 from samestep.param_groups import Group, rule_of
-from samestep.placement import Placement
+from samestep.placement import Placement, mesh_of
 from samestep.plan.schedule import PlacementShape
-from samestep.sharing import mesh_of
 from samestep.state import State, block_states
 
 

@@ -1,6 +1,7 @@
 """Where parameters live: what the step asks of every placement."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from samestep.comm.presence import Problem
 from samestep.param_groups import Group
 from samestep.plan.schedule import PlacementShape
 from samestep.state import MASTER, State
+
+
+def mesh_of(param: Tensor) -> Any:
+    """The mesh of a DTensor; None for a plain tensor."""
+    return getattr(param, "device_mesh", None)
 
 
 class Placement:

@@ -39,7 +39,7 @@ from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
 if TYPE_CHECKING:
-    from samestep.sharded import ShardedParameters
+    from samestep.sharded_blocks import ShardedParameters
 
 Params = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]

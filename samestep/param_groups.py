@@ -1,7 +1,6 @@
 """Parameter groups: completed and checked."""
 
 import difflib
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -12,6 +11,7 @@ from torch import Tensor
 from samestep.layout.blocks import Block, blocks_of
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
+from samestep.warn import warn_user
 
 Group = dict[str, Any]
 # How parameters are cut and state is kept: no business of the math.
@@ -78,9 +78,7 @@ def _warn_of_slips(group: Mapping[str, Any], rule: Rule) -> None:
     for key in group.keys() - known:
         close = difflib.get_close_matches(str(key), rule.defaults, n=1, cutoff=0.85)
         if close:
-            warnings.warn(
-                f"group key {key!r} is not known; did you mean {close[0]!r}?", stacklevel=6
-            )
+            warn_user(f"group key {key!r} is not known; did you mean {close[0]!r}?")
 
 
 def check(group: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ whatever they own.
 """
 
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -45,6 +44,7 @@ from samestep.plan.sharding import (
     plan_sharding,
 )
 from samestep.state import MASTER, State, needs_master, state_dtype
+from samestep.warn import warn_user
 
 
 class ReplicatedParameters(Placement):
@@ -140,10 +140,9 @@ class ReplicatedParameters(Placement):
                 f"replicas differ between ranks: {names}{more}. Seed every rank alike or load the "
                 "same checkpoint before building the optimizer"
             )
-        warnings.warn(
+        warn_user(
             f"replicas differ between ranks and were set to rank {group.members[0]}'s: "
-            f"{names}{more}",
-            stacklevel=8,
+            f"{names}{more}"
         )
         with torch.no_grad():
             for index in different:

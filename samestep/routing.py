@@ -5,7 +5,6 @@ AdamW, and so do LoRA factors and convolutions, unless an override says otherwis
 """
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, cast
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from samestep.param_groups import Group, name_matches
 from samestep.rules import RULES
+from samestep.warn import warn_user
 
 Predicate = Callable[[str, Tensor], bool]
 Matcher = str | Predicate  # a name pattern such as "blocks.*.qkv.weight", or a predicate
@@ -323,7 +323,7 @@ def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
 def _warn(parameters: Sequence[str], text: str) -> None:
     """One warning for all, at the line that built the optimizer."""
     if parameters:
-        warnings.warn(f"{_some(parameters)}: {text}", stacklevel=5)
+        warn_user(f"{_some(parameters)}: {text}")
 
 
 def _describe(parameter: NamedParameter) -> str:

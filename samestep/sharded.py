@@ -1,51 +1,31 @@
 """DTensors: every rank holds a part, and gradients come reduced (FSDP2, HSDP, tensor parallel).
 
-Elementwise rules run on the local parts. Blocks of matrix rules come together on their owners,
-chunk by chunk; only what needs the whole block is done there.
+Elementwise rules run on the local parts; `sharded_blocks` adds what matrix rules need.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from samestep.apply import GroupMath, GroupMaths, Operand, exact_value, put
-from samestep.block_moves import BlockMoves
-from samestep.comm.agreement import require_same_lines
+from samestep.apply import Operand
 from samestep.comm.collectives import gather_segments, maximum
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.presence import PresenceAgreement, Problem
-from samestep.distribution import Distribution
 from samestep.param_groups import Group, rule_of
 from samestep.placement import Placement
-from samestep.plan.block_exchange import (
-    ExchangePlan,
-    Key,
-    Part,
-    Route,
-    ShardedSpec,
-    plan_exchange,
-    plan_gather,
-)
-from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import Rule, StagedRule
-from samestep.state import MASTER, State, block_states, initial_state, math_dtype, needs_master
+from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
 
 
-class ShardedParameters(Placement):
-    """The DTensors of one mesh: those of a construction or of one added group."""
+class ShardedTensors(Placement):
+    """Who holds what of the DTensors of one mesh: state, presence, gradients, whole values."""
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        specs: Sequence[ParamSpec],
-        option_lines: Sequence[str],
-        mesh: DeviceMesh,
-        distribution: Distribution,
-        ranks: int,
+        self, params: Sequence[Tensor], specs: Sequence[ParamSpec], mesh: DeviceMesh, ranks: int
     ) -> None:
         self.params = [param for param in params if isinstance(param, DTensor)]
         self.specs = tuple(specs)
@@ -60,46 +40,8 @@ class ShardedParameters(Placement):
                 self._held.append(held(param, self.group))
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
-        self.plan = self._planned(distribution)
-        lines = [*distribution.lines(), *self.lines(), *option_lines]
-        require_same_lines("plan", lines, self.group, self.device)
-        self.shape = PlacementShape(
-            bucket_sizes=(sum(param.to_local().numel() for param in self.params),),
-            agrees=True,
-            reduces=False,
-            chunks=len(self.plan.chunks),
-            gives_back=distribution.muon_schedule == "parallel",
-        )
-        self._block_dtype = distribution.block_dtype
         self._presence = PresenceAgreement([s.name for s in specs], [self.group], self.device)
         self._present: list[bool | Tensor] = []
-        self._prepared: dict[int, dict[Key, Tensor]] = {}
-        self._directions: dict[int, dict[Key, Tensor]] = {}
-
-    def _planned(self, distribution: Distribution) -> ExchangePlan:
-        specs = [
-            ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
-            for spec, of_param in zip(self.specs, self._held, strict=True)
-        ]
-        ranks, size = self.group.size, distribution.bucket_size
-        if distribution.muon_schedule == "gather":
-            return plan_gather(specs, ranks, chunk_elements=size)
-        return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)
-
-    def lines(self) -> list[str]:
-        """Who holds and owns what, as text."""
-        lines = [f"mesh {tuple(self.mesh.shape)} of ranks {self.mesh.mesh.flatten().tolist()}"]
-        for spec, param in zip(self.specs, self.params, strict=True):
-            what = f"{spec.shape} {spec.dtype}, group {spec.group}, {spec.rule}"
-            lines.append(f"{spec.name}: {what}, {param.placements}")
-        for number, chunk in enumerate(self.plan.chunks):
-            for route in chunk:
-                senders = [part.rank for part in route.parts if part.sent]
-                lines.append(
-                    f"chunk {number}: block {route.number} of {self.specs[route.param].name} from "
-                    f"{senders} on {route.owner}"
-                )
-        return lines
 
     # --- state ---------------------------------------------------------------------------
 
@@ -123,36 +65,12 @@ class ShardedParameters(Placement):
             }
             if needs_master(param, master_weights):
                 made[param][MASTER] = _beside(param, param.to_local().to(math_dtype(param)))
-        self._moves = [
-            self._moves_of(number, chunk, made) for number, chunk in enumerate(self.plan.chunks)
-        ]
         return made
 
     def _zeros(self, param: DTensor, like: Tensor, sharded: bool) -> Tensor:
         if sharded:
             return _beside(param, torch.zeros_like(param.to_local(), dtype=like.dtype))
         return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
-
-    def _moves_of(
-        self, number: int, chunk: Sequence[Route], made: Mapping[Tensor, State]
-    ) -> BlockMoves:
-        wide, extra = torch.float32, []
-        for route in chunk:
-            param = self.params[route.param]
-            wide = torch.promote_types(wide, math_dtype(param))
-            of_block = sum(t.numel() for t in self._whole_state(route, made[param]).values())
-            extra.append(of_block if self.shape.gives_back else 0)
-        dtype = self._block_dtype or (wide if self.device.type == "cpu" else torch.bfloat16)
-        return BlockMoves(
-            f"chunk {number}", chunk, extra, self.group, dtype=dtype, wide=wide, device=self.device
-        )
-
-    def _whole_state(self, route: Route, state: State) -> State:
-        """Views of the state that belongs to a whole block, such as its variance."""
-        spec = self.specs[route.param]
-        group = self._groups[spec.group]
-        plain = {key: tensor for key, tensor in state.items() if not isinstance(tensor, DTensor)}
-        return block_states(rule_of(group), plain, spec.blocks or (), group)[route.number]
 
     def gather_state(
         self, state: Mapping[Tensor, State], groups: Sequence[Group], only: Tensor | None = None
@@ -209,7 +127,7 @@ class ShardedParameters(Placement):
         """Write this rank's part into a tensor that is sharded as a parameter is."""
         if isinstance(tensor, DTensor):
             whole = whole[self._held[index].boxes[self.group.rank].slices]
-        _local(tensor).copy_(whole)
+        local_part(tensor).copy_(whole)
 
     def _whole(self, index: int, tensor: Tensor) -> Tensor:
         """All of a tensor that is sharded as a parameter is; collective."""
@@ -260,7 +178,7 @@ class ShardedParameters(Placement):
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             present = self._present[index]
             if spec.blocks is None and present is not False:
-                state = {key: _local(tensor) for key, tensor in self._state[param].items()}
+                state = {key: local_part(tensor) for key, tensor in self._state[param].items()}
                 flag = present if isinstance(present, Tensor) else None
                 operand = Operand(
                     param.to_local(),
@@ -283,150 +201,7 @@ class ShardedParameters(Placement):
 
     def _grad(self, index: int) -> Tensor:
         param = self.params[index]
-        return torch.zeros_like(param.to_local()) if param.grad is None else _local(param.grad)
-
-    # --- chunks of blocks ----------------------------------------------------------------
-
-    def collect(self, number: int, math: GroupMaths) -> None:
-        """Prepare the parts held here, and start sending them to the owners."""
-        prepared: dict[Key, Tensor] = {}
-        for route, part in self._mine(number):
-            rule, of_group = self._staged(route, math)
-            param = self.params[route.param]
-            state = {
-                key: self._slice(route, part, tensor)
-                for key, tensor in self._state[param].items()
-                if isinstance(tensor, DTensor) and key != MASTER
-            }
-            dtype = math_dtype(param)
-            grad = of_group.gradient(self._grad(route.param)[self._slices(route, part)].to(dtype))
-            wide = {key: tensor.to(dtype) for key, tensor in state.items()}
-            prepared[route.key], new = rule.prepare(grad, wide, of_group.scalars, of_group.options)
-            self._put(route, of_group, ((state[key], new[key]) for key in state))
-        self._moves[number].collect(prepared)
-        self._prepared[number] = prepared
-
-    def transform(self, number: int, math: GroupMaths) -> None:
-        """Run the rule on the whole blocks that this rank owns, those of one shape together."""
-        moves = self._moves[number]
-        blocks = moves.blocks(self._prepared.pop(number))
-        stacks: dict[object, list[Route]] = {}
-        for route in moves.chunk:
-            if route.owner == self.group.rank:
-                spec = self.specs[route.param]
-                stacks.setdefault((route.block.shape, spec.group, spec.dtype), []).append(route)
-        directions: dict[Key, Tensor] = {}
-        for routes in stacks.values():
-            rule, of_group = self._staged(routes[0], math)
-            params = [self.params[route.param] for route in routes]
-            states = [
-                self._whole_state(route, self._state[param])
-                for route, param in zip(routes, params, strict=True)
-            ]
-            found, new = rule.transform(
-                torch.stack(
-                    [
-                        blocks[route.key].view(route.block.shape).to(math_dtype(params[0]))
-                        for route in routes
-                    ]
-                ),
-                {key: torch.stack([state[key] for state in states]) for key in states[0]},
-                of_group.scalars,
-                of_group.options,
-            )
-            for place, route in enumerate(routes):
-                directions[route.key] = found[place].view(route.box.sizes)
-                pairs = [(states[place][key], new[key][place]) for key in states[place]]
-                self._put(route, of_group, pairs)
-        self._directions[number] = directions
-
-    def give_back(self, number: int) -> None:
-        """Start sending everyone the parts of the directions that they hold."""
-        moves = self._moves[number]
-        extra = {}
-        for route in moves.chunk:
-            if route.owner == self.group.rank:
-                state = self._whole_state(route, self._state[self.params[route.param]])
-                if state:
-                    extra[route.key] = torch.cat([t.reshape(-1) for t in state.values()])
-        moves.give_back(self._directions[number], extra)
-
-    def apply(self, number: int, math: GroupMaths) -> None:
-        """Step in the directions, on the parts held here."""
-        moves = self._moves[number]
-        came = moves.parts() if self.shape.gives_back else {}
-        own = self._directions.pop(number)
-        for route in moves.chunk:  # what was decided with the whole block in sight
-            extra = came.get(route.key, (None, None))[1]
-            if extra is not None:
-                state = self._whole_state(route, self._state[self.params[route.param]])
-                sizes = [tensor.numel() for tensor in state.values()]
-                for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
-                    tensor.copy_(values.view(tensor.shape))
-        for route, part in self._mine(number):
-            rule, of_group = self._staged(route, math)
-            param = self.params[route.param]
-            if route.key in own:
-                direction: Tensor | None = own[route.key][part.in_block.slices]
-            else:
-                direction = came[route.key][0]
-            assert direction is not None
-            state = {
-                key: self._slice(route, part, tensor)
-                for key, tensor in self._state[param].items()
-                if key == MASTER
-            }
-            target = self._slice(route, part, param)
-            value = exact_value(target, state)
-            new = rule.finish(
-                value, direction.to(value.dtype), route.block.shape, of_group.scalars,
-                of_group.options,
-            )  # fmt: skip
-            self._put(route, of_group, [(target, new), *((old, new) for old in state.values())])
-            if of_group.sizes is not None and self._present[route.param] is not False:
-                self._count(route, of_group, direction)
-
-    def _count(self, route: Route, of_group: GroupMath, direction: Tensor) -> None:
-        present = self._present[route.param]
-        flag = present if isinstance(present, Tensor) else None
-        counted = self._answers_for(route.param)
-        operand = Operand(direction, direction, {}, flag, counted, self._share)
-        square = direction.square().sum(dtype=torch.float64).reshape(1)
-        assert of_group.sizes is not None
-        of_group.sizes.add(self.specs[route.param].group, [operand], square)
-
-    def _mine(self, number: int) -> Iterator[tuple[Route, Part]]:
-        """Every block of a chunk of which this rank holds a part, once."""
-        seen = set()
-        for route in self._moves[number].chunk:
-            if route.key not in seen:
-                seen.add(route.key)
-                for part in route.parts:
-                    if part.rank == self.group.rank:
-                        yield route, part
-
-    def _staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
-        of_group = math(self.specs[route.param].group)
-        assert isinstance(of_group.rule, StagedRule)
-        return of_group.rule, of_group
-
-    def _slices(self, route: Route, part: Part) -> tuple[slice, ...]:
-        return part.in_param.within(self._held[route.param].boxes[self.group.rank]).slices
-
-    def _slice(self, route: Route, part: Part, tensor: Tensor) -> Tensor:
-        return _local(tensor)[self._slices(route, part)]
-
-    def _put(
-        self, route: Route, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Write new values, unless the parameter is absent or the step is skipped."""
-        present, only_if = self._present[route.param], of_group.only_if
-        if present is False:
-            return
-        if isinstance(present, Tensor):
-            only_if = present if only_if is None else only_if & present
-        for old, value in pairs:
-            put(old, value, only_if)
+        return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
 
 
 def _is_elementwise(rule: Rule, key: str, group: Group) -> bool:
@@ -449,7 +224,8 @@ def _reduce_partial(param: DTensor) -> None:
         param.grad = grad.redistribute(placements=wanted)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

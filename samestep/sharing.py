@@ -18,7 +18,7 @@ from samestep.replicated import ReplicatedParameters
 from samestep.state import needs_master
 
 if TYPE_CHECKING:
-    from samestep.sharded import ShardedParameters
+    from samestep.sharded_blocks import ShardedParameters
 
 Blocks = Mapping[Tensor, list[Block] | None]
 
@@ -108,7 +108,7 @@ class Planner:
     def _of_mesh(
         self, mesh: Any, groups: Sequence[Group], indices: Sequence[int], blocks: Blocks
     ) -> "ShardedParameters":
-        from samestep.sharded import ShardedParameters  # DTensors take long to import
+        from samestep.sharded_blocks import ShardedParameters  # DTensors take long to import
 
         members = self._members(groups, indices, blocks, mesh)
         ranks = 1 if self._ranks is None else self._ranks.size

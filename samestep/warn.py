@@ -1,0 +1,21 @@
+"""Warnings that point at the user's line, however deep in the library they arise."""
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+# torch.optim wraps the constructors and steps of optimizers in frames of its own.
+_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+
+
+def warn_user(message: str) -> None:
+    """Warn at the nearest line outside this library and torch."""
+    level = 2
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
+        frame = frame.f_back
+        level += 1
+    warnings.warn(message, stacklevel=level)

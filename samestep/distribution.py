@@ -49,7 +49,8 @@ class Distribution:
     muon_schedule: for DTensors: "parallel" gives every block one owner, to which its parts travel
         and from which the result comes back, in a pipeline; "gather" has every rank gather and
         compute all.
-    chunks_ahead: chunks of blocks that are collected ahead of the one that is computed.
+    chunks_ahead: chunks of blocks that are collected ahead of the one that is computed; 0: no
+        pipeline, every chunk is waited for, there and back.
     block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
     check_gradients: report a gradient that is not finite, with parameter and rank, before it is
         averaged with others. Reads every gradient on the host: for finding a fault.
@@ -90,10 +91,10 @@ class Distribution:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"{key} {value!r} is not supported; choose one of {list(allowed)}")
-        for key in ("crossover", "bucket_size", "waves", "chunks_ahead"):
+        for key, least in ("crossover", 1), ("bucket_size", 1), ("waves", 1), ("chunks_ahead", 0):
             value = getattr(self, key)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{key} must be a whole number above 0, got {value!r}")
+            if type(value) is not int or value < least:
+                raise ValueError(f"{key} must be a whole number from {least} on, got {value!r}")
         for key in self.__annotations__:
             if self.__annotations__[key] is not bool:
                 continue

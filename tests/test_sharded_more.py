@@ -386,6 +386,26 @@ def test_the_pipeline(ahead):
         assert most == min(ahead, chunks - 1) + 2 - (ahead >= chunks)
 
 
+def test_without_a_pipeline_one_chunk_is_over_before_the_next_begins():
+    def job(rank):
+        found = []
+        for ahead in (0, 1):
+            model = fsdp(Net())
+            options = {**OPTIONS, "bucket_size": 80, "chunks_ahead": ahead}
+            opt = samestep.MuonAdamW(model, **options)
+            loss_of(model, rank, 0).backward()
+            with moves_in_flight() as count:
+                opt.step()
+            found.append((chunk_lines(opt), count[1], [p.to_local() for p in model.parameters()]))
+        return found
+
+    kinds = ("Collect", "Transform", "GiveBack", "Apply")
+    for (lines, most, alone), (_, _, piped) in run_forked(2, job):
+        assert lines == [(kind, chunk) for chunk in range(len(lines) // 4) for kind in kinds]
+        assert most == 1
+        assert all(map(torch.equal, alone, piped))
+
+
 def test_chunks_are_as_large_as_asked_for():
     """One turn of all owners at least: on two ranks two blocks."""
 

@@ -177,16 +177,18 @@ def _chunks(
 ) -> list[Operation]:
     """Chunks in a pipeline; the first `ahead` are on their way already.
 
-    While a chunk is computed, the next are collected and the one before is given back.
+    While a chunk is computed, the next are collected and the one before is given back; with none
+    ahead nothing is: each chunk is waited for, there and back.
     """
+    late = min(1, ahead)  # a chunk is applied after the next one was computed
     operations: list[Operation] = []
     for number, chunk in enumerate(chunks):
         operations += [Collect(later) for later in chunks[number + ahead : number + ahead + 1]]
         operations.append(Transform(chunk))
         if placements[chunk.placement].gives_back:
             operations.append(GiveBack(chunk))
-        operations += [Apply(earlier) for earlier in chunks[max(0, number - 1) : number]]
-    return operations + [Apply(chunk) for chunk in chunks[-1:]]
+        operations += [Apply(done) for done in chunks[max(0, number - late) : number - late + 1]]
+    return operations + [Apply(chunk) for chunk in chunks[len(chunks) - late :]]
 
 
 def _waves(

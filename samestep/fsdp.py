@@ -1,4 +1,7 @@
-"""FSDP2 and HSDP that add up gradients in rank order, as `reduction="ordered"` does elsewhere."""
+"""For FSDP2 and HSDP: ranks that use different modules, and sums in rank order.
+
+`take_part` and `skip` are in `participation`.
+"""
 
 from collections.abc import Sequence
 from math import prod
@@ -7,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import RankGroup, registry
+from samestep.fsdp_units import called, fsdp_modules, grid
+from samestep.participation import skip, take_part
+
+__all__ = ["OrderedReduceScatter", "skip", "take_part", "use_ordered_reduction"]
 
 
 def use_ordered_reduction(model: nn.Module) -> None:
@@ -27,18 +33,13 @@ def use_ordered_reduction(model: nn.Module) -> None:
     Raises:
         ValueError: The model has no FSDP2 module, or one whose sum cannot be ordered.
     """
-    modules = {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
-    if not modules:
-        raise ValueError(
-            "the model has no FSDP2 module: call fully_shard first (for plain parameters there is "
-            'MuonAdamW(..., reduction="ordered"))'
-        )
-    comms = {name: _ordered(name, model.get_submodule(name)) for name in modules}
-    for name, comm in comms.items():
+    comms = [(module, _ordered(name, module)) for name, module in fsdp_modules(model).items()]
+    for module, comm in comms:
         if comm is not None:
+            assert isinstance(module, FSDPModule)
             # torch divides the sum at the very end then, with div_, as all of samestep does.
-            modules[name].set_force_sum_reduction_for_comms(True)
-            modules[name].set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_custom_reduce_scatter(comm)  # type: ignore[arg-type]
 
 
 class OrderedReduceScatter:
@@ -115,41 +116,13 @@ class OrderedReduceScatter:
 
 def _ordered(name: str, module: nn.Module) -> OrderedReduceScatter | None:
     """What a module shall reduce with; None if there is nothing to add."""
-    what = f"FSDP module {name!r}" if name else "the outermost FSDP module"
-    grid = _grid(module)
-    if not grid or grid == [[dist.get_rank()]]:
+    what = called(name)
+    ranks = grid(module)
+    if not ranks or ranks == [[dist.get_rank()]]:
         return None
-    if len(grid[0]) == 1:
+    if len(ranks[0]) == 1:
         raise ValueError(
-            f"{what} is replicated on {len(grid)} ranks and not sharded, and torch lets nobody "
+            f"{what} is replicated on {len(ranks)} ranks and not sharded, and torch lets nobody "
             "replace that sum: use a mesh that shards, or plain parameters"
         )
-    return OrderedReduceScatter(f"reduction of {what}", grid)
-
-
-def _grid(module: nn.Module) -> list[list[int]]:
-    """The ranks that hold a module's parameters: a row per copy of the model, a column per shard.
-
-    Empty if all parameters belong to FSDP modules inside it. FSDP's axes are the first of a mesh,
-    others are of tensor parallel, where this rank stays in its place.
-    """
-    inside = {
-        param
-        for child in module.modules()
-        if child is not module and isinstance(child, FSDPModule)
-        for param in child.parameters()
-    }
-    own = (p for p in module.parameters() if isinstance(p, DTensor) and p not in inside)
-    param = next(own, None)
-    if param is None:
-        return []
-    mesh = param.device_mesh
-    here = mesh.get_coordinate()
-    assert here is not None
-    # The module of torch's `replicate` is known by its name alone: its class is private.
-    is_sharded = all(base.__name__ != "ReplicateModule" for base in type(module).__mro__)
-    has_copies = param.placements[0].is_replicate()
-    axes = int(is_sharded) + int(has_copies)
-    ranks = mesh.mesh[(slice(None),) * axes + tuple(here[axes:])]
-    grid: list[list[int]] = ranks.reshape(len(ranks) if has_copies else 1, -1).tolist()
-    return grid
+    return OrderedReduceScatter(f"reduction of {what}", ranks)

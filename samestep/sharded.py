@@ -19,6 +19,7 @@ from samestep.placement import Placement
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import Rule, StagedRule
 from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
+from samestep.use_marks import has_gradient
 
 
 class ShardedTensors(Placement):
@@ -110,7 +111,7 @@ class ShardedTensors(Placement):
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""
         index = self._index(param)
-        here = torch.tensor([param.grad is not None], dtype=torch.int64, device=self.device)
+        here = torch.tensor([has_gradient(param)], dtype=torch.int64, device=self.device)
         whole = self._whole(index, _beside(self.params[index], self._grad(index)))
         return whole if bool(maximum("presence of a gradient", here, self.group).wait()) else None
 
@@ -165,7 +166,7 @@ class ShardedTensors(Placement):
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
-        here = [param.grad is not None for param in self.params]
+        here = [has_gradient(param) for param in self.params]
         self._present = self._presence.agree(here, problem)
 
     def present(self) -> list[tuple[int, bool | Tensor]]:

@@ -1,0 +1,81 @@
+"""Units of FSDP2: the parameters of one `fully_shard` call, gathered and reduced at once."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class Place(NamedTuple):
+    """Where a parameter hangs. FSDP2 swaps what is there: a shard, or the gathered whole."""
+
+    owner: nn.Module
+    name: str
+
+    @property
+    def now(self) -> Tensor:
+        """What hangs there now."""
+        found: Tensor = getattr(self.owner, self.name)
+        return found
+
+
+def fsdp_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every FSDP2 module of a model by name, outer ones first.
+
+    Raises:
+        ValueError: There is none.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            found[name] = module  # type: ignore[assignment]  # torch types it as no module
+    if not found:
+        raise ValueError("the model has no FSDP2 module: call fully_shard first")
+    return found
+
+
+def called(name: str) -> str:
+    """What messages call a module."""
+    return f"FSDP module {name!r}" if name else "the outermost FSDP module"
+
+
+def own_places(module: nn.Module) -> Iterator[Place]:
+    """Where the parameters of a module hang that belong to no FSDP2 module inside it."""
+    for name, _ in module.named_parameters(recurse=False):
+        yield Place(module, name)
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from own_places(child)
+
+
+def nested_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The FSDP2 modules inside a module, in order of registration; not those inside them."""
+    for child in module.children():
+        if isinstance(child, FSDPModule):
+            yield child
+        else:
+            yield from nested_modules(child)
+
+
+def grid(module: nn.Module) -> list[list[int]]:
+    """The ranks that hold a module's parameters: a row per copy of the model, a column per shard.
+
+    Empty if all parameters belong to FSDP modules inside it. FSDP's axes are the first of a mesh,
+    others are of tensor parallel, where this rank stays in its place.
+    """
+    own = (place.now for place in own_places(module))
+    param = next((p for p in own if isinstance(p, DTensor)), None)
+    if param is None:
+        return []
+    mesh = param.device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None
+    # The module of torch's `replicate` is known by its name alone: its class is private.
+    is_sharded = all(base.__name__ != "ReplicateModule" for base in type(module).__mro__)
+    has_copies = param.placements[0].is_replicate()
+    axes = int(is_sharded) + int(has_copies)
+    ranks = mesh.mesh[(slice(None),) * axes + tuple(here[axes:])]
+    found: list[list[int]] = ranks.reshape(len(ranks) if has_copies else 1, -1).tolist()
+    return found

@@ -18,7 +18,8 @@ $(STAMP): pyproject.toml constraints.txt
 # The stress harness on 2 ranks: 1000 steps of the two classic scenarios in the six layouts without flat
 # buffers, 50 of everything else.
 demo: venv
-	$(PY) -m samestep stress --steps 1000 --other-steps 50 --sample-every 50 --out out/demo
+	$(PY) -m samestep stress --lanes 2 --steps 1000 --other-steps 50 --sample-every 50 \
+		--out out/demo
 
 # A small GPT with AdamW and with MuonAdamW: table, JSON and picture.
 train: venv
@@ -33,10 +34,10 @@ lint: venv
 types: venv
 	$(PY) -m mypy
 
-# Two at a time, then those that start processes of their own.
+# Two at a time, then those that look at a clock.
 unit: venv
-	$(PY) -m pytest -n 2 -m "not browser and not ranks"
-	$(PY) -m pytest -m "not browser and ranks"
+	$(PY) -m pytest -n 2 --dist worksteal -m "not browser and not alone"
+	$(PY) -m pytest -m "not browser and alone"
 
 # The same tests, a quarter slower, with the share of lines and branches that they reach.
 coverage: venv

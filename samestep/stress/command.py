@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from itertools import groupby
@@ -24,6 +24,7 @@ from samestep.stress.display import (
     mutants_table,
     results_table,
 )
+from samestep.stress.lanes import Lanes
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult, MutantRunner
@@ -147,20 +148,39 @@ class Session:
                 for line in findings_lines([result]):
                     display.say(line)
 
+        scenarios = [list(alike) for _, alike in groupby(cases, key=lambda case: case.scenario)]
         with display.shown() if self.speaks else nullcontext():
-            campaign = self._campaign()
-            self.presence = campaign.presence
-            for _, alike in groupby(cases, key=lambda case: case.scenario):
-                try:
-                    campaign.run_all(list(alike), on_result, display.step)
-                except KeyboardInterrupt:
-                    if campaign.interrupted is not None:
-                        self.results.append(campaign.interrupted)
-                    raise
-                if self.torchrun is not None and _broken(self.results[-1]):
-                    if self.speaks:
-                        display.say("Ranks of torchrun cannot be started again: stopping here.")
-                    break
+            if self.torchrun is not None or self.options.lanes == 1:
+                self._run_in_order(scenarios, on_result, display)
+                return
+            lanes = Lanes(self.options.lanes, self._campaign)
+            self.presence = lanes.presence
+            try:
+                lanes.run(scenarios, on_result, display.step)
+            finally:
+                self.results += lanes.interrupted
+                self.results.sort(key=lambda result: cases.index(result.case))
+
+    def _run_in_order(
+        self,
+        scenarios: Sequence[Sequence[Case]],
+        on_result: Callable[[CaseResult], None],
+        display: Display,
+    ) -> None:
+        """One scenario after the other; ranks of torchrun cannot be started again."""
+        campaign = self._campaign()
+        self.presence = campaign.presence
+        for alike in scenarios:
+            try:
+                campaign.run_all(alike, on_result, display.step)
+            except KeyboardInterrupt:
+                if campaign.interrupted is not None:
+                    self.results.append(campaign.interrupted)
+                raise
+            if self.torchrun is not None and _broken(self.results[-1]):
+                if self.speaks:
+                    display.say("Ranks of torchrun cannot be started again: stopping here.")
+                break
 
     def _campaign(self) -> Campaign:
         ranks: Ranks = ForkedRanks(self.world, self.options.watchdog)

@@ -62,6 +62,8 @@ class Options:
     """For scenarios that take any model: mypackage.mymodule:make_model, or file.py:make_model."""
     watchdog: float = 10.0
     """Seconds that a collective may take before it counts as a hang."""
+    lanes: int = 1
+    """Scenarios that run side by side, each on ranks of its own."""
     out: Path = Path("out/stress")
     """Folder for receipt.json and report.html; made if missing."""
     mutants: bool = False
@@ -75,7 +77,7 @@ class Options:
         """Raise BadRequestError for what can never run."""
         _known("--scenario", self.scenario, SCENARIOS)
         _known("--layout", self.layout, LAYOUTS)
-        for name in ("steps", "other_steps", "sample_every"):
+        for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 flag = name.replace("_", "-")

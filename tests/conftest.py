@@ -1,7 +1,6 @@
 """One thread per process: the tensors here are small, and ranks share the cores."""
 
 import os
-from pathlib import Path
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
 
@@ -17,29 +16,6 @@ torch.set_num_threads(1)
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
-
-
-# What looks at a clock, or sends signals, runs with nothing beside it; all else two at a time.
-ALONE = {
-    "bench/test_crossover.py",
-    "comm/test_flight.py",
-    "comm/test_groups.py",
-    "comm/test_recorder.py",
-    "stress/test_cases.py",
-    "stress/test_command.py",
-    "stress/test_lanes.py",
-    "test_failures.py",
-    "test_launch.py",
-    "test_ranks.py",
-}
-
-
-def pytest_collection_modifyitems(items):
-    """Mark what has to run alone."""
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.relative_to(here).as_posix() in ALONE:
-            item.add_marker("alone")
 
 
 @pytest.fixture(scope="module")

@@ -276,9 +276,9 @@ def plan_llama():
 def test_planning_a_large_model_on_many_ranks():
     def job(rank):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.monotonic()
+        start = time.process_time()
         lines = plan_llama()
-        seconds = time.monotonic() - start
+        seconds = time.process_time() - start
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         return len(lines), seconds, grown
 

@@ -9,8 +9,9 @@ It is the backend "modelled". Transfers follow each other, as they do on one str
     start(k) = max(launch(k) on every rank, end(k - 1))
     end(k) = start(k) + latency + bytes / bandwidth
 
-Bytes are what the busier direction of a rank's link carries: the most of sent and received. A
-transfer is complete when its end has passed and gloo is done. Two clocks can tell:
+Bytes are what the busiest direction of any rank's link carries: the most of sent and received. A
+transfer is complete when its end has passed and gloo is done. All groups must have all ranks.
+Two clocks can tell:
 
     wall  the system's monotonic clock. Whoever waits sleeps: a network card works beside the CPU
     cpu   what a rank has computed, plus what it has waited for the link by the model; nobody
@@ -24,7 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -35,6 +36,13 @@ POLL = 1e-4  # seconds
 Clock = Literal["wall", "cpu"]
 
 
+class Speed(NamedTuple):
+    """Of a link: seconds per transfer, and bytes per second."""
+
+    latency: float
+    bandwidth: float
+
+
 @dataclass(slots=True)
 class Transfer:
     """One collective of this rank; times in seconds of the link's clock."""
@@ -42,10 +50,11 @@ class Transfer:
     number: int
     kind: str
     bytes: float
-    seconds: float  # that it occupies the link
+    seconds: float  # that it occupies the link; of this rank alone until all have launched it
     launched: float
     name: str = ""
-    start: float = math.nan  # known once every rank has launched it
+    ready: float = math.nan  # when the last rank launched it; before that nobody can know
+    start: float = math.nan
     end: float = math.nan
     waits: tuple[tuple[float, float], ...] = ()  # when the host was held up for it
 
@@ -57,6 +66,7 @@ class ModelledLink:
         self._sleeps = clock == "wall"
         self._waited = 0.0  # of the CPU's clock
         self._launches = [multiprocessing.RawArray("d", CAPACITY) for _ in range(ranks)]
+        self._alone = [multiprocessing.RawArray("d", CAPACITY) for _ in range(ranks)]
         self._rank = -1
         self._count = 0
         self._unknown: list[Transfer] = []  # of which some rank was not seen to launch
@@ -91,6 +101,7 @@ class ModelledLink:
         seconds = self._latency + carried / self._bandwidth
         transfer = Transfer(self._count, kind, carried, seconds, self.now())
         self._launches[self._rank][self._count] = transfer.launched
+        self._alone[self._rank][self._count] = transfer.launched + seconds  # on an idle link
         self._count += 1
         self._unknown.append(transfer)
         self.transfers.append(transfer)
@@ -113,9 +124,12 @@ class ModelledLink:
         while self._unknown and math.isnan(transfer.end):
             first = self._unknown[0]
             launches = [times[first.number] for times in self._launches]
-            if not all(launches):
+            ends = [times[first.number] for times in self._alone]
+            if not (all(launches) and all(ends)):
                 return False
-            first.start = max(*launches, self._last_end)
+            first.seconds = max(end - begun for begun, end in zip(launches, ends, strict=True))
+            first.ready = max(launches)
+            first.start = max(first.ready, self._last_end)
             first.end = self._last_end = first.start + first.seconds
             self._unknown.pop(0)
         return True
@@ -150,7 +164,7 @@ class ModelledWork(dist.Work):
 class ModelledGroup(dist.ProcessGroup):
     """A gloo group whose collectives take the time of a modelled link.
 
-    It has the collectives that samestep launches on CPU; others find no backend and raise.
+    It has the collectives that samestep and FSDP2 launch on CPU; others find no backend and raise.
     """
 
     def __init__(
@@ -200,11 +214,24 @@ class ModelledGroup(dist.ProcessGroup):
         carried = sum(tensor.nbytes for tensor in tensors)
         return self._launch("broadcast", carried, self._gloo.broadcast, tensors, *opts)
 
+    def all_gather_single(self, output: Tensor, input: Tensor, *opts: Any) -> dist.Work:
+        """Everyone gets the equal parts of all."""
+        carried = self._share([output])
+        return self._launch("all_gather", carried, self._gloo._allgather_base, output, input, *opts)
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, *opts: Any) -> dist.Work:
+        """Everyone gets one of the equal parts of the sum."""
+        launch = self._gloo._reduce_scatter_base
+        return self._launch("reduce_scatter", self._share([input]), launch, output, input, *opts)
+
     def barrier(self, opts: Any) -> dist.Work:
         """Nothing travels."""
         return self._launch("barrier", 0, self._gloo.barrier, opts)
 
-    alltoall_base = all_to_all_single  # before torch 2.13
+    # Their names before torch 2.13.
+    alltoall_base = all_to_all_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
 
     def _share(self, tensors: list[Tensor]) -> float:
         return sum(tensor.nbytes for tensor in tensors) * (self.size() - 1) / self.size()

@@ -20,10 +20,11 @@ import tyro
 from rich.console import Console
 
 import samestep
-from benchmarks.modelled_link import Clock, ModelledLink, Transfer
+from benchmarks.modelled_link import Clock, ModelledLink, Speed, Transfer
 from benchmarks.overlap_table import Results
-from benchmarks.overlap_timeline import chrome_trace, picture
-from benchmarks.overlap_training import FREE, Case, Sample, Shape, Speed, Trace, Training, slowest
+from benchmarks.overlap_timeline import picture
+from benchmarks.overlap_training import FREE, Case, Sample, Shape, Training, slowest
+from benchmarks.timeline import Trace, chrome_trace
 from samestep.command.output import check_folder, write_files
 from samestep.command.progress import from_other_processes, progress_bar
 from samestep.launch import run_forked

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import samestep
-from benchmarks.modelled_link import ModelledLink, Transfer
+from benchmarks.modelled_link import ModelledLink, Speed
 from benchmarks.overlap_model import RecomputedGPT, build
+from benchmarks.timeline import Trace
 
 FREE = "free"  # the link that costs nothing
 
@@ -51,13 +52,6 @@ class Case:
         return Case(self.sharding, False, False, self.parts, self.rule)
 
 
-class Speed(NamedTuple):
-    """Of a link: seconds per transfer, and bytes per second."""
-
-    latency: float
-    bandwidth: float
-
-
 class Sample(NamedTuple):
     """One step of one rank, in seconds."""
 
@@ -68,14 +62,6 @@ class Sample(NamedTuple):
     link: float  # that the modelled link is busy with it
     waited: float  # that the host was held up by transfers, whatever for
     skips: bool  # one rank left out a layer
-
-
-@dataclass(frozen=True)
-class Trace:
-    """A block of steps of one rank, for a timeline."""
-
-    marks: list[tuple[str, float, float]]  # phase, begin, end
-    transfers: list[Transfer]
 
 
 class Training:

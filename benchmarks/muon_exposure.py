@@ -1,0 +1,203 @@
+"""What traces of Muon's steps tell: pure functions, and the rows of a table.
+
+A rank waits for a transfer either because another rank has not launched it yet (idle: work is
+uneven), or because it is on the link or behind others there (exposed communication).
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from benchmarks.timeline import Trace
+
+BAR = 1 / 3  # of what is exposed without a pipeline, at most
+
+
+class Case(NamedTuple):
+    """A way to run Muon over shards."""
+
+    schedule: str
+    pipelined: bool
+    owners: str = ""  # of the gather schedule everyone is one
+
+    @property
+    def unpipelined(self) -> "Case":
+        """The same without a pipeline."""
+        return self._replace(pipelined=False)
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        words = [self.schedule, self.owners, "pipelined" if self.pipelined else "no pipeline"]
+        return ", ".join(word for word in words if word)
+
+
+class Step(NamedTuple):
+    """One step over all ranks, in seconds: the slowest's end, and means over ranks."""
+
+    whole: float
+    compute: float
+    busy: float  # the link, with Muon's transfers
+    exposed: float
+    most_exposed: float  # of any rank
+    idle: float
+    ends: float  # the first collection and the last return, which nothing can hide
+
+
+def about_blocks(trace: Trace) -> Trace:
+    """Without transfers of anything but Muon's blocks."""
+    kinds = ("collection", "return")
+    return Trace(trace.marks, [t for t in trace.transfers if t.name.startswith(kinds)])
+
+
+def busy(trace: Trace) -> float:
+    """Seconds that the link is busy."""
+    return sum(transfer.seconds for transfer in trace.transfers)
+
+
+def waited(trace: Trace) -> float:
+    """Seconds inside waits."""
+    return sum(stop - start for t in trace.transfers for start, stop in t.waits)
+
+
+def exposed(trace: Trace) -> float:
+    """Seconds inside waits for transfers that every rank has launched."""
+    return sum(
+        max(stop - max(start, transfer.ready), 0.0)
+        for transfer in trace.transfers
+        for start, stop in transfer.waits
+    )
+
+
+def whole(trace: Trace) -> float:
+    """From the first operation to the last."""
+    return trace.marks[-1][2] - trace.marks[0][1]
+
+
+def computed(trace: Trace) -> float:
+    """What a step takes without its waits."""
+    return whole(trace) - waited(trace)
+
+
+def measure(traces: Sequence[Trace]) -> Step:
+    """A step from the traces of all its ranks."""
+    moves = list(map(about_blocks, traces))
+    begin = min(trace.marks[0][1] for trace in traces)
+    end = max(trace.marks[-1][2] for trace in traces)
+    shown = list(map(exposed, moves))
+    ends = [t.seconds for t in moves[0].transfers if t.name.startswith("collection")][:1]
+    ends += [t.seconds for t in moves[0].transfers if t.name.startswith("return")][-1:]
+    return Step(
+        whole=end - begin,
+        compute=statistics.mean(map(computed, traces)),
+        busy=max(map(busy, moves)),
+        exposed=statistics.mean(shown),
+        most_exposed=max(shown),
+        idle=statistics.mean(map(waited, moves)) - statistics.mean(shown),
+        ends=sum(ends),
+    )
+
+
+class Results:
+    """All steps of a run, round by round."""
+
+    def __init__(self, steps: Mapping[tuple[Case, str], Sequence[Step]], free: str) -> None:
+        self._steps, self._free = steps, free
+
+    def median(self, case: Case, link: str, of: Callable[[Step], float]) -> float:
+        """Of all rounds, in milliseconds."""
+        return 1e3 * statistics.median(map(of, self._steps[case, link]))
+
+    def longer(self, case: Case, link: str) -> float:
+        """What a step takes more than on a link that costs nothing, in milliseconds."""
+        return self.median(case, link, _whole) - self.median(case, self._free, _whole)
+
+    def typical(self, case: Case, link: str) -> int:
+        """The round whose step is in the middle."""
+        lengths = [step.whole for step in self._steps[case, link]]
+        return sorted(range(len(lengths)), key=lengths.__getitem__)[len(lengths) // 2]
+
+    def row(self, case: Case, link: str) -> dict[str, Any]:
+        """One case on one link, against the same without a pipeline."""
+        plain = case.unpipelined
+        medians = {
+            f"{key}_ms": self.median(case, link, lambda step, key=key: getattr(step, key))
+            for key in Step._fields
+        }
+        kept = {}
+        if case.pipelined:
+            kept["exposed_of_unpipelined"] = medians["exposed_ms"] / self.median(
+                plain, link, _exposed
+            )
+            kept["longer_of_unpipelined"] = self.longer(case, link) / self.longer(plain, link)
+            pairs = zip(self._steps[case, link], self._steps[plain, link], strict=True)
+            kept["in_single_rounds"] = [one.exposed / other.exposed for one, other in pairs]
+        return {
+            **case._asdict(),
+            "link": link,
+            **medians,
+            "free_ms": self.median(case, self._free, _whole),
+            "longer_ms": self.longer(case, link),
+            **kept,
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every case on every link but the free one."""
+        return [self.row(case, link) for case, link in self._steps if link != self._free]
+
+
+def _whole(step: Step) -> float:
+    return step.whole
+
+
+def _exposed(step: Step) -> float:
+    return step.exposed
+
+
+COLUMNS = {
+    "link": "link",
+    "schedule": "schedule",
+    "owners": "owners",
+    "pipelined": "pipeline",
+    "whole_ms": "step",
+    "free_ms": "on a free link",
+    "busy_ms": "link busy",
+    "exposed_ms": "exposed",
+    "exposed_of_unpipelined": "of unpipelined",
+    "idle_ms": "idle",
+    "longer_ms": "longer than free",
+    "longer_of_unpipelined": "of unpipelined",
+}
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Rows as a table in Markdown."""
+    lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
+    for row in rows:
+        lines.append(f"| {' | '.join(_cell(row, key) for key in COLUMNS)} |")
+    return "\n".join(lines)
+
+
+def _cell(row: Mapping[str, Any], key: str) -> str:
+    value = row.get(key, "")
+    if key.endswith("_ms"):
+        return f"{value:.0f}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.0%}" if isinstance(value, float) else str(value)
+
+
+def verdicts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """How each pipeline of the parallel schedule did against the bar."""
+    lines = []
+    for row in rows:
+        if row["schedule"] == "parallel" and row["pipelined"]:
+            share, rounds = row["exposed_of_unpipelined"], row["in_single_rounds"]
+            lines.append(
+                f"{row['link']} link ({row['busy_ms'] / row['compute_ms']:.2f} of computing), "
+                f"{row['owners']} owners: a pipeline exposes {share:.0%} of what is exposed "
+                f"without ({min(rounds):.0%} to {max(rounds):.0%} in single rounds); at most "
+                f"{BAR:.0%}: {'met' if share <= BAR else 'not met'}. First collection and last "
+                f"return: {row['ends_ms']:.1f} of {row['exposed_ms']:.1f} ms."
+            )
+    return lines

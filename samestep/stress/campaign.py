@@ -41,7 +41,11 @@ class Case:
 
 @dataclass
 class CaseResult:
-    """What came of a case. `status`: exact, within_tolerance, failed or interrupted."""
+    """What came of a case.
+
+    status: exact, within_tolerance, failed, interrupted, or does_not_apply: it was not run.
+    reason: why it does not apply.
+    """
 
     case: Case
     status: str
@@ -49,6 +53,7 @@ class CaseResult:
     samples: list[SampleVerdict]
     endings: dict[int, Ending] = field(default_factory=dict)
     seconds: float = 0.0
+    reason: str = ""
 
     @property
     def positions(self) -> dict[int, str]:
@@ -117,6 +122,9 @@ class Campaign:
         patch: Patch = no_patch,
     ) -> None:
         """Run cases of one scenario on the same ranks as long as none fails."""
+        cases = [case for case in cases if not _does_not_apply(case, on_result)]
+        if not cases:
+            return
         trial: _Trial | None = None
         left = iter(cases)
 
@@ -186,3 +194,11 @@ class Campaign:
         self._scenario, self._expected, self._base = scenario, expected, {}
         self._shared_by = key
         self.presence[first.scenario] = expected.presence
+
+
+def _does_not_apply(case: Case, on_result: Callable[[CaseResult], None]) -> bool:
+    """Whether a scenario makes no sense in a layout; that is a result."""
+    reason = LAYOUTS[case.layout].reason_against(SCENARIOS[case.scenario])
+    if reason is not None:
+        on_result(CaseResult(case, "does_not_apply", [], [], reason=reason))
+    return reason is not None

@@ -243,6 +243,9 @@ def _sentence(verdict: str, results: Sequence[CaseResult], mutants: Sequence[Mut
             count = f"{len(escaped)} of {len(mutants)}"
             return f"[bold red]{count} known bugs escape:[/] {', '.join(escaped)}"
         return f"[green]All {len(mutants)} known bugs are caught, each by the check it should.[/]"
+    results = [result for result in results if result.status != "does_not_apply"]
+    if not results:
+        return "[yellow]Nothing was run: no scenario applies to the layout.[/]"
     failed = sum(result.status == "failed" for result in results)
     if failed:
         return f"[bold red]{failed} of {len(results)} cases failed.[/]"

@@ -31,7 +31,7 @@ Pair = tuple[Case, Case]
 GROWTH = 2.0  # of a distance, from which on it is told
 NOISE = 1.5  # of a time, below which it is not
 VERDICTS = ("clean", "interrupted", "failed")
-BADNESS = {"exact": 0, "within_tolerance": 1, "interrupted": 2, "failed": 3}
+BADNESS = {"exact": 0, "does_not_apply": 0.5, "within_tolerance": 1, "interrupted": 2, "failed": 3}
 SAME_WORK = ("world_size", "seed", "steps", "sample_every", "reduction")
 STYLES = {"worse": "bold red", "better": "green", "changed": "yellow"}
 

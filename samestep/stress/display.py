@@ -88,8 +88,15 @@ def _summary(results: Sequence[CaseResult]) -> str:
             parts.append(
                 f"[yellow]{result.case.layout} {largest_difference(result.samples):.1e}[/]"
             )
-        elif result.status != "exact":
+        elif result.status in MARKS:
             parts.append(f"{result.case.layout} {MARKS[result.status]}")
+    reasons: dict[str, list[str]] = {}
+    for result in results:
+        if result.status == "does_not_apply":
+            reasons.setdefault(result.reason, []).append(result.case.layout)
+    for reason, layouts in reasons.items():
+        whom = ", ".join(layouts) if len(layouts) < 3 else f"{len(layouts)} others"
+        parts.append(f"[dim]does not apply to {whom}: {reason}[/]")
     return ", ".join(parts)
 
 

@@ -2,7 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from samestep.stress.scenario import Scenario
+
+# Where the parameters themselves are: whole on every rank, or DTensors.
+Parameters = Literal["plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2"]
 
 
 @dataclass(frozen=True)
@@ -10,12 +16,20 @@ class Layout:
     """Where parameters, gradients and state live: keywords of the optimizer.
 
     one_process: all ranks' gradients are averaged and applied by a single process.
+    parameters: `sharded_training` tells what the DTensor kinds are.
     """
 
     name: str
     story: str
     options: Mapping[str, Any] = field(default_factory=dict)
     one_process: bool = False
+    parameters: Parameters = "plain"
+
+    def reason_against(self, scenario: "type[Scenario]") -> str | None:
+        """Why a scenario does not apply here, if it does not."""
+        if scenario.starts_differ and self.parameters != "plain":
+            return "each rank begins with its own part: no start is common to all"
+        return None
 
 
 LAYOUTS: dict[str, Layout] = {}
@@ -73,6 +87,30 @@ for _layout in (
             "overlap_param_gather": True,
             "poison_early_reads": True,
         },
+    ),
+    Layout(
+        "fsdp2_gather",
+        "FSDP2, every rank gathers and computes all of Muon's blocks",
+        {"muon_schedule": "gather"},
+        parameters="fsdp2",
+    ),
+    Layout(
+        "fsdp2_parallel",
+        "FSDP2, each of Muon's blocks computed by one owner",
+        {"muon_schedule": "parallel"},
+        parameters="fsdp2",
+    ),
+    Layout("hsdp", "FSDP2 in two copies, if ranks are even and more than two", parameters="hsdp"),
+    Layout(
+        "tp_fsdp2",
+        "DTensors as of FSDP2 over tensor parallel, given gradients that were averaged in rank "
+        "order on a plain copy",
+        parameters="tp_fsdp2",
+    ),
+    Layout(
+        "ep_fsdp2",
+        "the same over expert parallel: stacks sharded by expert, all else in copies",
+        parameters="ep_fsdp2",
     ),
 ):
     register(_layout)

@@ -1,5 +1,7 @@
 """Small models for the harness."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +48,9 @@ TINY_GROUPS = [
 ]
 
 
+LeaveOut = Callable[[nn.Module, Tensor], Tensor]  # in place of a layer that is not used
+
+
 class Layer(nn.Module):
     """Attention with fused QKV, then an MLP; `recycle` scales neurons that were given new life."""
 
@@ -76,6 +81,7 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.second_head = nn.Linear(width, vocabulary, bias=False)
+        self.leave_out: LeaveOut = _unchanged  # FSDP2 wants to hear of layers that are not used
 
     def forward(
         self,
@@ -87,8 +93,7 @@ class GPT(nn.Module):
         """(batch, length) -> the loss: (). `skipped` layers and unused parts get no gradient."""
         x = self.embedding(tokens)
         for number, layer in enumerate(self.layers):
-            if number not in skipped:
-                x = layer(x, recycled)
+            x = self.leave_out(layer, x) if number in skipped else layer(x, recycled)
         loss = _next_token_loss(self.head(x), tokens, 1)
         return loss + _next_token_loss(self.second_head(x), tokens, 2) if second else loss
 
@@ -120,6 +125,10 @@ class MixtureOfExperts(nn.Module):
                 update = expert(x[mine]) * weights[mine, number, None]
                 parts.append(torch.zeros_like(x).index_add(0, mine, update))
         return _next_token_loss(self.head(torch.stack(parts).sum(0)), tokens, 1)
+
+
+def _unchanged(layer: nn.Module, x: Tensor) -> Tensor:
+    return x
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor, distance: int) -> Tensor:

@@ -15,6 +15,7 @@ from samestep.piece_state import PiecesDisagreeError
 from samestep.stress.layouts import Layout
 from samestep.stress.sample import Ending, Sample, take_sample
 from samestep.stress.scenario import Scenario
+from samestep.stress.sharded_training import new_training
 from samestep.stress.training import Training
 
 Message = Sample | Ending
@@ -51,7 +52,7 @@ def run_rank(
         if work.scenario.churns:
             recorder.on_launch.append(lambda record: _churn(record, device))
         try:
-            training = Training(
+            training = new_training(
                 work.scenario, work.layout, rank, reduction=work.reduction, device=device
             )
             while step < work.steps:

@@ -94,6 +94,7 @@ def _case(result: CaseResult) -> dict[str, Any]:
         "sample_every": case.sample_every,
         "steps_taken": min((end.step for end in result.endings.values()), default=0),
         "status": result.status,
+        "reason": result.reason,
         "findings": [asdict(finding) for finding in result.findings],
         "samples": [_sample(sample) for sample in result.samples],
         "fingerprint": "" if first is None else first.fingerprint,

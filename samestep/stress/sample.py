@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from samestep.comm.recorder import FlightRecorder
-from samestep.stress.models import named_params
 from samestep.stress.training import Training
 
 Values = dict[str, Tensor]
@@ -41,10 +40,9 @@ class Ending:
 
 
 def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Sample:
-    """Collective: the state of a parameter may be spread over ranks."""
+    """Collective: parameters and their state may be spread over ranks."""
     recorder.stop()  # sampling is no part of the run
-    training.optimizer.wait_for_parameters()
-    params = {n: p.detach().cpu().clone() for n, p in named_params(training.model).items()}
+    params = training.parameters()
     state = {
         name: {key: value.cpu() for key, value in entries.items()}
         for name, entries in training.optimizer.whole_state().items()

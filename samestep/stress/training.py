@@ -78,11 +78,7 @@ class Training:
         """Events, backward passes, optimizer step."""
         for event in self.scenario.events(number):
             self._apply(event)
-        if self.layout.one_process:
-            for param, grad in mean_gradients(self.scenario, self.model, number).items():
-                param.grad = grad if self._scaler is None else self._scaler.scale(grad)
-        else:
-            self._backward(number)
+        self._make_gradients(number)
         if self._scaler is None:
             self.optimizer.step()
         else:
@@ -95,16 +91,30 @@ class Training:
         """That of the GradScaler, if there is one."""
         return None if self._scaler is None else self._scaler.get_scale()
 
-    def _backward(self, number: int) -> None:
+    def parameters(self) -> dict[str, Tensor]:
+        """All parameters by name, on the host. Collective where ranks hold parts."""
+        self.optimizer.wait_for_parameters()
+        return {name: param.detach().cpu().clone() for name, param in self._named.items()}
+
+    def _make_gradients(self, number: int) -> None:
+        """What a step finds in `.grad`."""
+        if self.layout.one_process:
+            for param, grad in mean_gradients(self.scenario, self.model, number).items():
+                param.grad = self._scaled(grad)
+            return
         count = self.scenario.micro_batches(number)
         for micro in range(count):
             waits = micro < count - 1 and self.scenario.accumulation == "no_sync"
             with self.optimizer.no_sync() if waits else nullcontext():
                 loss = self.scenario.loss(self.model, number, self.rank, micro)
                 if loss is not None:
-                    _backward(loss if self._scaler is None else self._scaler.scale(loss))
+                    backward(self._scaled(loss))
             if micro < count - 1 and self.scenario.accumulation == "synchronize":
                 self.optimizer.synchronize()
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        """By the GradScaler, if there is one."""
+        return value if self._scaler is None else self._scaler.scale(value)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -113,22 +123,29 @@ class Training:
                     if group["rule"] == rule:
                         group.update(options)
             case Freeze(names) | Unfreeze(names):
-                for name in names:
-                    self._named[name].requires_grad_(isinstance(event, Unfreeze))
+                self._train(dict.fromkeys(names, isinstance(event, Unfreeze)))
             case AddGroup():
                 self._added.append(event)
                 self._add(event)
             case Edit(name, value):
                 self.optimizer.wait_for_parameters()  # or what is on its way would undo it
                 with torch.no_grad():
-                    self._named[name].copy_(value)
+                    self._edit(self._named[name], value)
             case Resume():
                 self._resume()
 
-    def _add(self, event: AddGroup) -> None:
+    def _train(self, wanted: Mapping[str, bool]) -> None:
+        """Let parameters be trained, or rest."""
         named = self._named
-        for name in event.names:
-            named[name].requires_grad_(True)
+        for name, trained in wanted.items():
+            named[name].requires_grad_(trained)
+
+    def _edit(self, param: Tensor, value: Tensor) -> None:
+        param.copy_(value)
+
+    def _add(self, event: AddGroup) -> None:
+        self._train(dict.fromkeys(event.names, True))
+        named = self._named
         members = [(name, named[name]) for name in event.names]
         self.optimizer.add_param_group({"params": members, **event.options})
 
@@ -138,15 +155,18 @@ class Training:
         torch.save({"model": self.model.state_dict(), "opt": self.optimizer.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
+        self._start_anew()
+        self.model.load_state_dict(saved["model"])
+        self.optimizer.load_state_dict(saved["opt"])
+
+    def _start_anew(self) -> None:
+        """A new model, and a new optimizer with the groups of the old one."""
         trained = {name: param.requires_grad for name, param in self._named.items()}
         self.model = self._new_model()
-        self.model.load_state_dict(saved["model"])
         self.optimizer = self._new_optimizer()
         for event in self._added:
             self._add(event)
-        for name, requires_grad in trained.items():
-            self._named[name].requires_grad_(requires_grad)
-        self.optimizer.load_state_dict(saved["opt"])
+        self._train(trained)
 
 
 def rank_gradients(
@@ -174,7 +194,7 @@ def _gradients(
         return known
     loss = scenario.loss(model, step, rank, micro)
     if loss is not None:
-        _backward(loss)
+        backward(loss)
     found = {n: p.grad for n, p in named_params(model).items() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
@@ -209,7 +229,8 @@ def _disturb(model: nn.Module, rank: int) -> None:
             param.add_(0.01 * rank)
 
 
-def _backward(loss: Tensor) -> None:
+def backward(loss: Tensor) -> None:
+    """From a loss."""
     loss.backward()  # type: ignore[no-untyped-call]
 
 

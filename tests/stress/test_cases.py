@@ -20,7 +20,8 @@ from samestep.stress.scenarios import SCENARIOS
 pytestmark = pytest.mark.timeout(300)  # for slow machines
 
 STEPS = 22  # so that everything happens that a scenario has in store
-PAIRS = list(itertools.pairwise([*(name for name in LAYOUTS if name != "one_process"), "none"]))
+PLAIN = [name for name, layout in LAYOUTS.items() if layout.parameters == "plain"][1:]
+PAIRS = list(itertools.pairwise([*PLAIN, "none"]))
 
 
 def run(scenario, layouts, world, steps=STEPS, reduction="ordered", watchdog=60.0, **options):

@@ -1,6 +1,8 @@
 """Every known bug that the harness has to catch, by name."""
 
-from samestep.stress.mutants import clipping, communication, flat, mathematics, presence
+from samestep.stress.mutants import clipping, communication, flat, mathematics, presence, sharded
 from samestep.stress.mutants.mutant import MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "clipping", "communication", "flat", "mathematics", "presence"]
+__all__ = [
+    "MUTANTS", "Mutant", "clipping", "communication", "flat", "mathematics", "presence", "sharded",
+]  # fmt: skip

@@ -90,6 +90,8 @@ def cell(case: Case, limits: Mapping[str, float]) -> Cell:
         )
     if case["findings"]:
         numbers.insert(0, ", ".join(finding["check"] for finding in case["findings"]))
-    if case["steps_taken"] < case["steps"]:
+    if case["status"] == "does_not_apply":
+        tip.append(case["reason"])
+    elif case["steps_taken"] < case["steps"]:
         numbers.append(f"after {case['steps_taken']:,} steps")
     return Cell(case["status"], symbol, label, numbers, "; ".join(tip))

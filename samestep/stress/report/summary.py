@@ -58,7 +58,8 @@ def _sentence(receipt: Receipt) -> tuple[str, list[str]]:
         steps = count(first["findings"][0]["step"] if first["findings"] else 0, "step")
         rest = [f"first {first['scenario']} in {first['layout']}, after {steps}"]
         rest += [f"the checks that found it: {enumeration(checks, most=9)}"] if checks else []
-        return f"{len(failed)} of {count(len(cases), 'run')} failed", [*rest, *_mutants(receipt)]
+        of_all = count(len(_applying(cases)), "run")
+        return f"{len(failed)} of {of_all} failed", [*rest, *_mutants(receipt)]
     passed = [_passed(cases)] if cases else []
     if escaped:
         them = [enumeration(escaped), *passed, *_numbers(receipt)]
@@ -72,6 +73,9 @@ def _sentence(receipt: Receipt) -> tuple[str, list[str]]:
 
 def _passed(cases: Sequence[Case]) -> str:
     """How cases of which none failed have ended."""
+    cases = _applying(cases)
+    if not cases:
+        return "no scenario applies to the layout"
     by_status = Counter(case["status"] for case in cases)
     runs = count(len(cases), "run")
     if by_status["interrupted"]:
@@ -80,6 +84,11 @@ def _passed(cases: Sequence[Case]) -> str:
     near = by_status["within_tolerance"]
     note = f", {near} of them not to the bit" if near else ""
     return f"{'the' if len(cases) == 1 else 'all'} {runs} clean{note}"
+
+
+def _applying(cases: Sequence[Case]) -> list[Case]:
+    """Those that make sense in their layout, and were run."""
+    return [case for case in cases if case["status"] != "does_not_apply"]
 
 
 def _numbers(receipt: Receipt) -> list[str]:
@@ -139,7 +148,11 @@ def _tiles(receipt: Receipt) -> list[Tile]:
         tone = "good" if caught == len(mutants) else "bad"
         tiles.append(Tile("mutants", f"{caught} / {len(mutants)}", "caught", tone))
     steps = count(sum(case["steps_taken"] for case in cases), "step")
-    note = f"{steps} in {count(len(cases), 'run')}" if cases else count(len(mutants), "mutant")
+    note = (
+        f"{steps} in {count(len(_applying(cases)), 'run')}"
+        if cases
+        else count(len(mutants), "mutant")
+    )
     return [*tiles, Tile("time", duration(receipt["ran"]["seconds"]), note)]
 
 

@@ -9,6 +9,7 @@ STATUSES = {
     "within_tolerance": ("≈", "within tolerance"),
     "failed": ("✗", "failed"),
     "interrupted": ("…", "interrupted"),
+    "does_not_apply": ("∅", "does not apply"),
 }
 
 

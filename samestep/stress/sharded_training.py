@@ -1,0 +1,197 @@
+"""One rank's training where parameters are DTensors.
+
+fsdp2, hsdp         the scenario's loss is the forward of a module that FSDP2 shards, so that it
+                    finds whole parameters; ranks that have no loss or skip layers take part
+tp_fsdp2, ep_fsdp2  scenarios have no parallel plan: parameters are placed as `fully_shard` after
+                    `parallelize_module` does, gradients are averaged in rank order on a plain
+                    twin, and each rank is given its part of them
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from samestep.comm.meshes import held, mesh_group
+from samestep.fsdp import skip, take_part, use_ordered_reduction
+from samestep.stress.layouts import Layout
+from samestep.stress.models import GPT, named_params
+from samestep.stress.scenario import Scenario
+from samestep.stress.training import Training, backward, mean_gradients
+
+
+def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) -> Training:
+    """What a layout needs."""
+    if layout.parameters in ("fsdp2", "hsdp"):
+        return FSDPTraining(scenario, layout, rank, **options)
+    if layout.parameters in ("tp_fsdp2", "ep_fsdp2"):
+        return TwinTraining(scenario, layout, rank, **options)
+    return Training(scenario, layout, rank, **options)
+
+
+class DTensorTraining(Training):
+    """Ranks hold parts of the parameters."""
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those that the optimizer has, whole; collective."""
+        names = [name for group in self.optimizer.param_groups for name in group["param_names"]]
+        return {name: self.optimizer.full_parameter(name).cpu() for name in names}
+
+    def _edit(self, param: Tensor, value: Tensor) -> None:
+        assert isinstance(param, DTensor)
+        param.to_local().copy_(part_of(param, value))
+
+    def _resume(self) -> None:
+        """Through torch's own state dicts, into a new model and a new optimizer."""
+        saved = copy.deepcopy(get_state_dict(self.model, self.optimizer))
+        self._start_anew()
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1]
+        )
+
+    def _mesh(self, shape: Sequence[int], names: tuple[str, str]) -> DeviceMesh:
+        kind = "cpu" if self._device is None else self._device.type
+        return _meshes.get(kind, tuple(shape), names)
+
+
+class FSDPTraining(DTensorTraining):
+    """Real backward passes through a module that FSDP2 shards."""
+
+    def _new_model(self) -> nn.Module:
+        model = super()._new_model()
+        ranks, copies = self.scenario.world, 1
+        if self.layout.parameters == "hsdp" and ranks > 2 and ranks % 2 == 0:
+            copies = 2
+        mesh = self._mesh((copies, ranks // copies), ("replicate", "shard"))
+        if self.layout.parameters == "fsdp2":
+            mesh = mesh["shard"]
+        self._root = Loss(self.scenario, model, self.rank)
+        for layer in self._root.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self._root, mesh=mesh)
+        if self._distribution["reduction"] == "ordered":
+            use_ordered_reduction(self._root)
+        assert isinstance(self._root, FSDPModule)
+        if self._sums_every_time:  # dividing each sum would round once more than dividing them all
+            self._root.set_gradient_divide_factor(1.0)
+        take_part(self._root)
+        return model
+
+    @property
+    def _sums_every_time(self) -> bool:
+        return self.scenario.accumulation == "synchronize"
+
+    def _make_gradients(self, number: int) -> None:
+        count = self.scenario.micro_batches(number)
+        assert isinstance(self._root, FSDPModule)
+        for micro in range(count):
+            self._root.set_requires_gradient_sync(self._sums_every_time or micro == count - 1)
+            backward(self._scaled(self._root(number, micro)))
+        if self._sums_every_time:
+            for param in self._named.values():
+                if isinstance(param.grad, DTensor):
+                    param.grad.to_local().div_(self.scenario.world)
+
+
+class Loss(nn.Module):
+    """The scenario's model, with the scenario's loss as forward."""
+
+    def __init__(self, scenario: Scenario, model: nn.Module, rank: int) -> None:
+        super().__init__()
+        self.model, self._scenario, self._rank = model, scenario, rank
+        # Layers can be sharded apart if forward calls them: not where it multiplies parameters
+        # with the gradients that they are to have.
+        self.layers: Sequence[nn.Module] = ()
+        if isinstance(model, GPT) and scenario.loop == "closed":
+            self.layers = list(model.layers)
+            model.leave_out = skip
+
+    def forward(self, step: int, micro: int) -> Tensor:
+        """(). Of a rank without a loss a zero, whose backward reaches all layers."""
+        loss = self._scenario.loss(self.model, step, self._rank, micro)
+        if loss is not None:
+            return loss
+        nothing = torch.zeros((), requires_grad=True, device=next(self.parameters()).device)
+        for layer in self.layers:
+            nothing = skip(layer, nothing)
+        return nothing * 1.0
+
+
+class TwinTraining(DTensorTraining):
+    """Gradients of a plain twin, averaged as one process does it."""
+
+    def _new_model(self) -> nn.Module:
+        self._twin = super()._new_model()
+        model = super()._new_model()
+        ranks = self.scenario.world
+        inner = 2 if ranks > 2 and ranks % 2 == 0 else ranks
+        mesh = self._mesh((ranks // inner, inner), ("data", "inner"))
+        for place, (name, param) in enumerate(list(model.named_parameters())):
+            placement = self._inner_placement(place, param)
+            spread = distribute_tensor(param.detach(), mesh["inner"], [placement])
+            owner, _, last = name.rpartition(".")
+            new = nn.Parameter(spread, requires_grad=param.requires_grad)
+            model.get_submodule(owner).register_parameter(last, new)
+        fully_shard(model, mesh=mesh["data"])
+        return model
+
+    def _inner_placement(self, place: int, param: Tensor) -> Shard | Replicate:
+        """Stacks by expert; or matrices by rows and columns in turn, vectors in copies."""
+        if self.layout.parameters == "ep_fsdp2":
+            return Shard(0) if param.dim() == 3 else Replicate()
+        return Shard(place % 2) if param.dim() > 1 else Replicate()
+
+    def _train(self, wanted: Mapping[str, bool]) -> None:
+        super()._train(wanted)
+        twins = named_params(self._twin)
+        for name, trained in wanted.items():
+            twins[name].requires_grad_(trained)
+
+    def _make_gradients(self, number: int) -> None:
+        twins, mine = named_params(self._twin), self._named
+        if self.scenario.loop == "closed":
+            with torch.no_grad():
+                for name, value in self.parameters().items():
+                    twins[name].copy_(value)
+        means = mean_gradients(self.scenario, self._twin, number)
+        for name, twin in twins.items():
+            if twin in means:
+                param = mine[name]
+                assert isinstance(param, DTensor)
+                grad = torch.empty_like(param, requires_grad=False)
+                assert isinstance(grad, DTensor)
+                grad.to_local().copy_(part_of(param, self._scaled(means[twin])))
+                param.grad = grad
+
+
+def part_of(param: DTensor, whole: Tensor) -> Tensor:
+    """What this rank holds of a tensor that is placed as a parameter is."""
+    group = mesh_group(param.device_mesh)
+    return whole[held(param, group).boxes[group.rank].slices]
+
+
+class _Meshes:
+    """Meshes of the present default group, each made once: groups of ranks take a while."""
+
+    def __init__(self) -> None:
+        self._world: dist.ProcessGroup | None = None
+        self._known: dict[tuple[str, tuple[int, ...], tuple[str, str]], DeviceMesh] = {}
+
+    def get(self, kind: str, shape: tuple[int, ...], names: tuple[str, str]) -> DeviceMesh:
+        if dist.group.WORLD is not self._world:
+            self._world = dist.group.WORLD
+            self._known.clear()
+        key = (kind, shape, names)
+        if key not in self._known:
+            self._known[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
+        return self._known[key]
+
+
+_meshes = _Meshes()

@@ -1,0 +1,91 @@
+"""DTensor layouts: the bits of one process, and what does not apply to them."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from samestep.stress.campaign import Campaign, Case
+from samestep.stress.command import _sentence
+from samestep.stress.display import results_table
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.ranks import ForkedRanks
+from samestep.stress.scenarios import SCENARIOS
+from tests.stress.test_cases import run
+
+pytestmark = pytest.mark.timeout(300)  # for slow machines
+
+SHARDED = [name for name, layout in LAYOUTS.items() if layout.parameters != "plain"]
+# Real forward passes with layers apart; presence; groups; saving; sums of micro-batches; a scaler.
+TELLING = (
+    "megatron_conditional_live",
+    "conditional_compute",
+    "frozen_and_added",
+    "resume",
+    "uneven_accumulation_sharded",
+    "overflow_scaler",
+)
+
+
+def test_there_are_five():
+    assert SHARDED == ["fsdp2_gather", "fsdp2_parallel", "hsdp", "tp_fsdp2", "ep_fsdp2"]
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_every_sharded_layout_is_exact_on_two_ranks(layout):
+    for scenario in TELLING[SHARDED.index(layout) % 2 :: 2]:
+        for result in run(scenario, ["one_process", layout], 2, steps=14):
+            assert (result.status, result.findings) == ("exact", []), result.case
+            assert [sample.step for sample in result.samples] == [11, 14]
+
+
+@pytest.mark.parametrize(
+    ("world", "scenario"), [(3, "uneven_accumulation_sharded"), (4, "normuon_cautious")]
+)
+def test_uneven_and_strided_shards(world, scenario):
+    for result in run(scenario, ["one_process", *SHARDED], world, steps=8):
+        assert (result.status, result.findings) == ("exact", []), result.case
+
+
+def test_sums_of_the_backend_are_near():
+    first, *others = run("clipped", ["one_process", "hsdp"], 4, steps=8, reduction="fast")
+    assert first.status == "exact"
+    for result in others:
+        assert (result.status, result.findings) == ("within_tolerance", []), result.case
+
+
+def test_what_does_not_apply_is_told_and_not_run():
+    assert {
+        (scenario, layout)
+        for scenario, kind in SCENARIOS.items()
+        for layout in LAYOUTS.values()
+        if layout.reason_against(kind) is not None
+        for layout in [layout.name]
+    } == {("different_start", layout) for layout in SHARDED}
+    results = run("different_start", ["hsdp", "none"], 2, steps=3)
+    assert [(r.case.layout, r.status) for r in results] == [
+        ("hsdp", "does_not_apply"),
+        ("none", "exact"),
+    ]
+    text = io.StringIO()
+    Console(file=text, width=200).print(results_table(results))
+    assert "does not apply to hsdp: each rank begins with its own part" in text.getvalue()
+    assert _sentence("clean", results, []) == (
+        "[green]All 1 cases are clean: every difference is exactly 0.[/]"
+    )
+    alone = Campaign(ForkedRanks(2, 5.0)).run(Case("different_start", "tp_fsdp2", 2, 3, 1))
+    assert "Nothing was run" in _sentence("clean", [alone], [])
+
+
+def test_what_does_not_apply_is_in_receipt_and_report(tmp_path):
+    from samestep.cli import main
+
+    arguments = ["stress", "--scenario", "different_start", "--layout", "hsdp", "--steps", "2"]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    (case,) = json.loads((tmp_path / "receipt.json").read_text())["cases"]
+    assert case["status"] == "does_not_apply"
+    assert case["reason"].startswith("each rank begins with its own part")
+    report = (tmp_path / "report.html").read_text()
+    assert "does not apply" in report
+    assert "No scenario applies to the layout" in report

@@ -1,5 +1,7 @@
 """samestep: optimizers that keep every rank in step."""
 
+from typing import TYPE_CHECKING, Any
+
 from samestep import presets
 from samestep.comm.recorder import FlightRecorder
 from samestep.grad_scaler import GradScaler
@@ -7,8 +9,12 @@ from samestep.optimizer import AdamW, Muon, MuonAdamW
 from samestep.rules import Rule, Update, register_rule
 from samestep.version import __version__
 
+if TYPE_CHECKING:
+    from samestep.checkpoint import CheckpointError, load, save
+
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "FlightRecorder",
     "GradScaler",
     "Muon",
@@ -16,6 +22,17 @@ __all__ = [
     "Rule",
     "Update",
     "__version__",
+    "load",
     "presets",
     "register_rule",
+    "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Checkpoints when they are asked for: what they need takes torch a second to import."""
+    if name in ("CheckpointError", "load", "save"):
+        from samestep import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module 'samestep' has no attribute {name!r}")

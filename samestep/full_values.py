@@ -1,12 +1,13 @@
 """Whole parameters, gradients and state, wherever their pieces are: for looking and for editing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from samestep.comm.collectives import from_first
 from samestep.group_optimizer import GroupOptimizer
+from samestep.held_state import HeldState
 from samestep.param_groups import parameter_names
 from samestep.placement import Placement
 from samestep.state import MASTER, State, math_dtype
@@ -29,15 +30,34 @@ class FullValues(GroupOptimizer):
         small models, not for saving large ones.
         """
         self.wait_for_parameters()
-        if self._rank_group is None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self._keep_state_beside(param, group)
+        self._make_missing_state()
         placements = self._all_placements()
         # All that travels is on its way before anything can raise.
         gathers = [p.gather_state(self.state, self.param_groups) for p in placements]
         by_param = {param: state for finish in gathers for param, state in finish().items()}
         return {name: by_param[param] for name, param in self._by_name().items()}
+
+    def held_state(self) -> Iterator[tuple[str, HeldState]]:
+        """What this rank holds of every state tensor, as boxes of what one process has.
+
+        Views, by the parameter's name, for whoever saves and loads. Every rank tells of every
+        parameter. Not collective.
+        """
+        self._make_missing_state()
+        names = {param: name for name, param in self._by_name().items()}
+        for placement in self._all_placements():
+            for part in placement.held_state(self.state, self.param_groups):
+                yield names[part.param], part
+
+    def layout_lines(self) -> list[str]:
+        """How work and state are laid out, as text."""
+        return self._distribution.lines()
+
+    def _make_missing_state(self) -> None:
+        if self._rank_group is None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self._keep_state_beside(param, group)
 
     def full_state(self, name: str, key: str) -> Tensor:
         """One state tensor, such as "exp_avg" or "momentum_buffer"."""

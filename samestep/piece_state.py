@@ -9,6 +9,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup
+from samestep.held_state import HeldBox, HeldState, held_range, whole_box
 from samestep.layout.blocks import Block, Shape
 from samestep.param_groups import Group, rule_of
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
@@ -144,6 +145,41 @@ def gather_whole(
                     yield _Held(group.members[rank], piece, views)
 
     return lambda: _put_together(params, plan.params, keys, groups, indices, held())
+
+
+def held_pieces(
+    plan: ShardingPlan,
+    params: Sequence[Tensor],
+    layout: StateLayout,
+    state: Mapping[Tensor, State],
+    groups: Sequence[Group],
+) -> Iterator[HeldState]:
+    """A rank's state as boxes of what one process has; a number that each piece has comes often."""
+    pieces: dict[int, list[Piece]] = {}
+    for piece in layout.spans:
+        pieces.setdefault(piece.param, []).append(piece)
+    for index, (param, spec) in enumerate(zip(params, plan.params, strict=True)):
+        group = groups[spec.group]
+        rule = rule_of(group)
+        like = torch.empty(spec.shape, dtype=param.dtype, device="meta")
+        whole = initial_state(rule, like, spec.blocks, group, master_weights=False)
+        if MASTER in state[param]:
+            whole[MASTER] = like
+        blocks = spec.blocks or ()
+        in_whole = dict(zip(blocks, block_states(rule, whole, blocks, group), strict=True))
+        for key in state[param]:
+            shape = tuple(whole[key].shape)
+            boxes: list[HeldBox] = []
+            for piece in pieces.get(index, ()):
+                values = layout.views(piece, state[param])[key]
+                start = piece.start
+                if piece.block is not None:
+                    start = int(in_whole[piece.block][key].storage_offset())
+                elif values.ndim == 0:
+                    boxes.append(whole_box(values))
+                    continue
+                boxes += held_range(shape, start, values)
+            yield HeldState(param, key, shape, boxes)
 
 
 def piece_of_state(

@@ -1,6 +1,6 @@
 """Where parameters live: what the step asks of every placement."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 from samestep.apply import GroupMaths, Operand
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
+from samestep.held_state import HeldState, whole_box
 from samestep.param_groups import Group
 from samestep.plan.schedule import PlacementShape
 from samestep.state import MASTER, State
@@ -107,6 +108,15 @@ class Placement:
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering all state; what it gives waits, and makes it what one process has."""
         raise NotImplementedError
+
+    def held_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Iterator[HeldState]:
+        """What this rank has of every state tensor, as boxes of what one process has."""
+        for param, entries in state.items():
+            if self.holds(param):
+                for key, tensor in entries.items():
+                    yield HeldState(param, key, tuple(tensor.shape), [whole_box(tensor)])
 
     def put_state(
         self,

@@ -23,11 +23,13 @@ from samestep.comm.collectives import Pending, gather_segments, maximum
 from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
+from samestep.held_state import HeldState
 from samestep.param_groups import Group, rule_of
 from samestep.piece_state import (
     StateEntry,
     StateLayout,
     gather_whole,
+    held_pieces,
     piece_of_state,
     piece_shape,
     state_alike,
@@ -183,6 +185,12 @@ class ReplicatedParameters(Placement):
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
         wanted = range(len(self.params)) if only is None else [self._index(only)]
         return gather_whole(self.plan, self.params, state, groups, self.group, wanted)
+
+    def held_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Iterator[HeldState]:
+        """The boxes that the pieces of this rank make up."""
+        return held_pieces(self.plan, self.params, self._layout, state, groups)
 
     def put_state(
         self,

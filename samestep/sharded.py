@@ -14,6 +14,7 @@ from samestep.apply import Operand
 from samestep.comm.collectives import gather_segments, maximum
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.held_state import HeldBox, HeldState, whole_box
 from samestep.param_groups import Group, rule_of
 from samestep.placement import Placement
 from samestep.plan.sharding import ParamSpec
@@ -88,6 +89,17 @@ class ShardedTensors(Placement):
     def holds(self, param: Tensor) -> bool:
         """Whether it is on this mesh."""
         return any(param is other for other in self.params)
+
+    def held_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Iterator[HeldState]:
+        """The local part of what is sharded as the parameter is; all else is on every rank."""
+        for index, param in enumerate(self.params):
+            for key, tensor in state[param].items():
+                box = whole_box(tensor)
+                if isinstance(tensor, DTensor):
+                    box = HeldBox(self._held[index].boxes[self.group.rank], tensor.to_local())
+                yield HeldState(param, key, tuple(tensor.shape), [box])
 
     def put_state(
         self,

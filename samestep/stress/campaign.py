@@ -198,7 +198,7 @@ class Campaign:
 
 def _does_not_apply(case: Case, on_result: Callable[[CaseResult], None]) -> bool:
     """Whether a scenario makes no sense in a layout; that is a result."""
-    reason = LAYOUTS[case.layout].reason_against(SCENARIOS[case.scenario])
+    reason = LAYOUTS[case.layout].reason_against(SCENARIOS[case.scenario], case.world)
     if reason is not None:
         on_result(CaseResult(case, "does_not_apply", [], [], reason=reason))
     return reason is not None

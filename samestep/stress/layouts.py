@@ -25,8 +25,10 @@ class Layout:
     one_process: bool = False
     parameters: Parameters = "plain"
 
-    def reason_against(self, scenario: "type[Scenario]") -> str | None:
-        """Why a scenario does not apply here, if it does not."""
+    def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
+        """Why a scenario does not apply here on so many ranks, if it does not."""
+        if self.parameters == "hsdp" and (world < 4 or world % 2):
+            return "two copies of a sharded model need an even number of ranks, four or more"
         if scenario.starts_differ and self.parameters != "plain":
             return "each rank begins with its own part: no start is common to all"
         return None
@@ -63,18 +65,8 @@ for _layout in (
         {"buffers": "flat", "sharding": "zero1"},
     ),
     Layout(
-        "flat_zero2",
-        "flat buffers, gradients given back once reduced",
-        {"buffers": "flat", "sharding": "zero2"},
-    ),
-    Layout(
-        "flat_zero1_overlap",
-        "flat_zero1, reduced inside backward",
-        {"buffers": "flat", "sharding": "zero1", "overlap_grad_reduce": True},
-    ),
-    Layout(
         "flat_zero2_overlap",
-        "flat_zero2, reduced inside backward",
+        "flat buffers, gradients reduced inside backward and given back",
         {"buffers": "flat", "sharding": "zero2", "overlap_grad_reduce": True},
     ),
     Layout(
@@ -100,7 +92,7 @@ for _layout in (
         {"muon_schedule": "parallel"},
         parameters="fsdp2",
     ),
-    Layout("hsdp", "FSDP2 in two copies, if ranks are even and more than two", parameters="hsdp"),
+    Layout("hsdp", "FSDP2 in two copies", parameters="hsdp"),
     Layout(
         "tp_fsdp2",
         "DTensors as of FSDP2 over tensor parallel, given gradients that were averaged in rank "

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from samestep.comm.collectives import gather_segments
 from samestep.comm.meshes import held, mesh_group
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.stress.layouts import Layout
@@ -46,7 +47,18 @@ class DTensorTraining(Training):
 
     def _edit(self, param: Tensor, value: Tensor) -> None:
         assert isinstance(param, DTensor)
-        param.to_local().copy_(part_of(param, value))
+        param.to_local().copy_(self._part(param, value))
+
+    def _part(self, param: DTensor, whole: Tensor) -> Tensor:
+        """What this rank holds of a tensor that is placed as a parameter is."""
+        if param not in self._slices:
+            group = mesh_group(param.device_mesh)
+            self._slices[param] = held(param, group).boxes[group.rank].slices
+        return whole[self._slices[param]]
+
+    def _new_model(self) -> nn.Module:
+        self._slices: dict[Tensor, tuple[slice, ...]] = {}
+        return super()._new_model()
 
     def _resume(self) -> None:
         """Through torch's own state dicts, into a new model and a new optimizer."""
@@ -66,9 +78,7 @@ class FSDPTraining(DTensorTraining):
 
     def _new_model(self) -> nn.Module:
         model = super()._new_model()
-        ranks, copies = self.scenario.world, 1
-        if self.layout.parameters == "hsdp" and ranks > 2 and ranks % 2 == 0:
-            copies = 2
+        ranks, copies = self.scenario.world, 2 if self.layout.parameters == "hsdp" else 1
         mesh = self._mesh((copies, ranks // copies), ("replicate", "shard"))
         if self.layout.parameters == "fsdp2":
             mesh = mesh["shard"]
@@ -157,9 +167,7 @@ class TwinTraining(DTensorTraining):
     def _make_gradients(self, number: int) -> None:
         twins, mine = named_params(self._twin), self._named
         if self.scenario.loop == "closed":
-            with torch.no_grad():
-                for name, value in self.parameters().items():
-                    twins[name].copy_(value)
+            self._follow()
         means = mean_gradients(self.scenario, self._twin, number)
         for name, twin in twins.items():
             if twin in means:
@@ -167,14 +175,22 @@ class TwinTraining(DTensorTraining):
                 assert isinstance(param, DTensor)
                 grad = torch.empty_like(param, requires_grad=False)
                 assert isinstance(grad, DTensor)
-                grad.to_local().copy_(part_of(param, self._scaled(means[twin])))
+                grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
                 param.grad = grad
 
-
-def part_of(param: DTensor, whole: Tensor) -> Tensor:
-    """What this rank holds of a tensor that is placed as a parameter is."""
-    group = mesh_group(param.device_mesh)
-    return whole[held(param, group).boxes[group.rank].slices]
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Give the twin the values of the parameters, in one collective."""
+        params = [param for param in self._named.values() if isinstance(param, DTensor)]
+        group = mesh_group(params[0].device_mesh)
+        boxes = [held(param, group).boxes for param in params]
+        mine = torch.cat([param.to_local().reshape(-1) for param in params])
+        sizes = [sum(of_param[rank].numel for of_param in boxes) for rank in range(group.size)]
+        of_ranks = gather_segments("values for the twin", mine, sizes, group).wait()
+        for rank, values in enumerate(of_ranks):
+            parts = torch.split(values, [of_param[rank].numel for of_param in boxes])
+            for twin, of_param, part in zip(self._twin.parameters(), boxes, parts, strict=True):
+                twin[of_param[rank].slices] = part.view(of_param[rank].sizes)
 
 
 class _Meshes:

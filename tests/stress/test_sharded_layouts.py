@@ -33,9 +33,10 @@ def test_there_are_five():
 
 
 @pytest.mark.parametrize("layout", SHARDED)
-def test_every_sharded_layout_is_exact_on_two_ranks(layout):
+def test_every_sharded_layout_is_exact(layout):
+    world = 4 if layout == "hsdp" else 2
     for scenario in TELLING[SHARDED.index(layout) % 2 :: 2]:
-        for result in run(scenario, ["one_process", layout], 2, steps=14):
+        for result in run(scenario, ["one_process", layout], world, steps=14):
             assert (result.status, result.findings) == ("exact", []), result.case
             assert [sample.step for sample in result.samples] == [11, 14]
 
@@ -44,7 +45,8 @@ def test_every_sharded_layout_is_exact_on_two_ranks(layout):
     ("world", "scenario"), [(3, "uneven_accumulation_sharded"), (4, "normuon_cautious")]
 )
 def test_uneven_and_strided_shards(world, scenario):
-    for result in run(scenario, ["one_process", *SHARDED], world, steps=8):
+    layouts = [name for name in SHARDED if world % 2 == 0 or name != "hsdp"]
+    for result in run(scenario, ["one_process", *layouts], world, steps=8):
         assert (result.status, result.findings) == ("exact", []), result.case
 
 
@@ -60,17 +62,19 @@ def test_what_does_not_apply_is_told_and_not_run():
         (scenario, layout)
         for scenario, kind in SCENARIOS.items()
         for layout in LAYOUTS.values()
-        if layout.reason_against(kind) is not None
+        if layout.reason_against(kind, 4) is not None
         for layout in [layout.name]
     } == {("different_start", layout) for layout in SHARDED}
-    results = run("different_start", ["hsdp", "none"], 2, steps=3)
+    applies = [LAYOUTS["hsdp"].reason_against(SCENARIOS["clipped"], n) is None for n in range(2, 9)]
+    assert applies == [False, False, True, False, True, False, True]
+    results = run("different_start", ["ep_fsdp2", "none"], 2, steps=3)
     assert [(r.case.layout, r.status) for r in results] == [
-        ("hsdp", "does_not_apply"),
+        ("ep_fsdp2", "does_not_apply"),
         ("none", "exact"),
     ]
     text = io.StringIO()
     Console(file=text, width=200).print(results_table(results))
-    assert "does not apply to hsdp: each rank begins with its own part" in text.getvalue()
+    assert "does not apply to ep_fsdp2: each rank begins with its own part" in text.getvalue()
     assert _sentence("clean", results, []) == (
         "[green]All 1 cases are clean: every difference is exactly 0.[/]"
     )
@@ -81,7 +85,7 @@ def test_what_does_not_apply_is_told_and_not_run():
 def test_what_does_not_apply_is_in_receipt_and_report(tmp_path):
     from samestep.cli import main
 
-    arguments = ["stress", "--scenario", "different_start", "--layout", "hsdp", "--steps", "2"]
+    arguments = ["stress", "--scenario", "different_start", "--layout", "tp_fsdp2", "--steps", "2"]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     (case,) = json.loads((tmp_path / "receipt.json").read_text())["cases"]
     assert case["status"] == "does_not_apply"

@@ -10,7 +10,7 @@ from samestep.rules import Rule, Update, register_rule
 from samestep.version import __version__
 
 if TYPE_CHECKING:
-    from samestep.checkpoint import CheckpointError, load, save
+    from samestep.checkpoint import CheckpointError, async_save, load, save
 
 __all__ = [
     "AdamW",
@@ -22,6 +22,7 @@ __all__ = [
     "Rule",
     "Update",
     "__version__",
+    "async_save",
     "load",
     "presets",
     "register_rule",
@@ -31,7 +32,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Checkpoints when they are asked for: what they need takes torch a second to import."""
-    if name in ("CheckpointError", "load", "save"):
+    if name in ("CheckpointError", "async_save", "load", "save"):
         from samestep import checkpoint
 
         return getattr(checkpoint, name)

@@ -9,7 +9,7 @@ from samestep.comm.collectives import from_first
 from samestep.group_optimizer import GroupOptimizer
 from samestep.held_state import HeldState
 from samestep.param_groups import parameter_names
-from samestep.placement import Placement
+from samestep.placement import Placement, mesh_of
 from samestep.state import MASTER, State, math_dtype
 
 
@@ -48,6 +48,16 @@ class FullValues(GroupOptimizer):
         for placement in self._all_placements():
             for part in placement.held_state(self.state, self.param_groups):
                 yield names[part.param], part
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """By name the ranks that have a plain parameter; ranks beyond have others, or none."""
+        if self._outer_group is not None:  # what others have is a copy
+            return {}
+        return {
+            name: held_by.members
+            for name, param in self._by_name().items()
+            if mesh_of(param) is None and (held_by := self._holder(param).held_by) is not None
+        }
 
     def layout_lines(self) -> list[str]:
         """How work and state are laid out, as text."""

@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all, and a pointer to the newest of them."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,49 +12,72 @@ from samestep.checkpoint.storage import INDEX
 
 LATEST = "LATEST"
 PARTIAL = ".partial"
+REMOVED = ".removed"
+LOCK = ".lock"
 
 
-def begin(path: Path) -> Path:
-    """Make the folder that is written first, beside its place; a killed save's is removed."""
-    if os.path.lexists(path):
-        raise CheckpointError(f"{path} exists: save under another name, or remove it first")
-    partial = path.with_name(f".{path.name}{PARTIAL}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if partial.exists():
-            shutil.rmtree(partial)
-        partial.mkdir()
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
-    return partial
+class Unfinished:
+    """A folder beside the one that it becomes. Whoever writes it holds its lock, until it dies."""
+
+    def __init__(self, path: Path) -> None:
+        if os.path.lexists(path):
+            raise CheckpointError(f"{path} exists: save under another name, or remove it first")
+        self.path, self.folder = path, partial_of(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(path.parent, self.folder)
+            if self.folder.exists():
+                raise CheckpointError(f"{path} is being written by another process")
+            self.folder.mkdir()
+            self._lock: int | None = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR)
+            with suppress(OSError):  # a disk without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise _unwritable(path, error) from None
+
+    def commit(self, keep: int | None) -> None:
+        """Move the folder to its place, then the pointer; then remove all but the newest."""
+        path, parent = self.path, self.path.parent
+        pointer = parent / f".{LATEST}{PARTIAL}"
+        try:
+            _sync(self.folder)
+            with pointer.open("w") as file:
+                file.write(f"{path.name}\n")
+            _sync(pointer)
+            os.rename(self.folder, path)
+        except OSError as error:
+            self.abandon()
+            pointer.unlink(missing_ok=True)
+            raise _unwritable(path, error) from None
+        try:
+            (path / LOCK).unlink()
+            _sync(parent)
+            os.replace(pointer, parent / LATEST)
+            _sync(parent)
+        except OSError as error:
+            _remove(path)
+            pointer.unlink(missing_ok=True)
+            raise _unwritable(path, error) from None
+        self._unlock()
+        if keep is not None:
+            for old in sorted(checkpoints(parent), key=_age)[:-keep]:
+                if old != path:
+                    _remove(old)
+
+    def abandon(self) -> None:
+        """Remove what was written of a save that failed."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
-def commit(partial: Path, path: Path, keep: int | None) -> None:
-    """Move a written folder to its place, then the pointer, then remove all but the newest."""
-    try:
-        _sync(partial)
-        os.rename(partial, path)
-        _sync(path.parent)
-        pointer = path.parent / f".{LATEST}{PARTIAL}"
-        pointer.write_text(f"{path.name}\n")
-        _sync(pointer)
-        os.replace(pointer, path.parent / LATEST)
-        _sync(path.parent)
-    except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from None
-    if keep is not None:
-        for old in sorted(checkpoints(path.parent), key=_age)[:-keep]:
-            if old != path:
-                # First out of sight, so that half of it is never taken for a checkpoint.
-                hidden = old.with_name(f".{old.name}.removed")
-                with suppress(OSError):
-                    os.rename(old, hidden)
-                    shutil.rmtree(hidden)
-
-
-def abandon(partial: Path) -> None:
-    """Remove what was written of a save that failed."""
-    shutil.rmtree(partial, ignore_errors=True)
+def partial_of(path: Path) -> Path:
+    """Where a checkpoint is written before it is moved to its place."""
+    return path.with_name(f".{path.name}{PARTIAL}")
 
 
 def checkpoints(folder: Path) -> Iterator[Path]:
@@ -69,16 +93,57 @@ def find(path: Path) -> Path:
         return path
     pointer = path / LATEST
     if pointer.is_file():
-        named = path / pointer.read_text().strip()
+        named = path / pointer.read_text(errors="replace").strip()
         if (named / INDEX).is_file():
             return named
-        raise CheckpointError(f"{pointer} names {named.name!r}, which is no checkpoint any more")
-    what = "is no checkpoint, and has none in it" if path.exists() else "does not exist"
-    raise CheckpointError(f"{path} {what}")
+        raise CheckpointError(
+            f"{pointer} names {named.name!r}, which is no checkpoint: name the one you mean"
+        )
+    what = f"is no checkpoint: it has no {INDEX} and no {LATEST}"
+    raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
 
 
-def _age(path: Path) -> float:
-    return path.stat().st_mtime
+def _remove_leftovers(parent: Path, mine: Path) -> None:
+    """What killed saves have left; not what somebody else may be writing."""
+    for path in parent.iterdir():
+        hidden = path.name.startswith(".") and path.is_dir()
+        if hidden and path.name.endswith((PARTIAL, REMOVED)):
+            locked = _locked(path / LOCK)
+            if locked is False or (locked is None and path == mine):
+                shutil.rmtree(path)
+
+
+def _locked(lock: Path) -> bool | None:
+    """None: this disk has no locks."""
+    try:
+        descriptor = os.open(lock, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _remove(path: Path) -> None:
+    """First out of sight, so that half of it is never taken for a checkpoint."""
+    hidden = path.with_name(f".{path.name}{REMOVED}")
+    with suppress(OSError):
+        os.rename(path, hidden)
+        shutil.rmtree(hidden)
+
+
+def _age(path: Path) -> tuple[int, str]:
+    return path.stat().st_mtime_ns, path.name
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot write {path}: {error.strerror or error}")
 
 
 def _sync(path: Path) -> None:

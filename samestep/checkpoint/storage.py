@@ -1,10 +1,8 @@
 """Files of a checkpoint: one of raw values per rank, and an index in JSON. Nothing is pickled.
 
-    rank_0.bin, rank_1.bin, ...   boxes of tensors, one after the other, each from a multiple of 64
-    index.json                    where each box is, its checksum, and what the user gave
-    index.json.sha256             of the index, for `sha256sum --check` too
-
-A torch.distributed.checkpoint storage, so that planning, deduplication and resharding are torch's.
+rank_0.bin, rank_1.bin, ...   boxes of tensors, each padded with zeros to a multiple of 64 bytes
+index.json                    where each box is, its checksum, and what the user gave
+index.json.sha256             of the index, for `sha256sum --check` too
 """
 
 import ctypes
@@ -12,7 +10,8 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -25,14 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    SavePlan,
-    SavePlanner,
-)
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import WriteItem
 
 from samestep.checkpoint.errors import CheckpointError
 from samestep.comm.checksum import checksum
@@ -40,6 +32,7 @@ from samestep.comm.checksum import checksum
 FORMAT = 1
 INDEX = "index.json"
 ALIGNMENT = 64
+AT_ONCE = 1 << 25  # bytes that are copied from a device or written at a time
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
@@ -52,73 +45,95 @@ class Place(NamedTuple):
     checksum: int
 
 
-class Writer(StorageWriter):
-    """Writes into a folder that exists, for this rank; the first rank adds the index."""
+Places = dict[MetadataIndex, Place]
 
-    def __init__(self, folder: Path, rank: int, facts: Mapping[str, Any]) -> None:
-        self.folder, self._rank, self._facts = folder, rank, facts
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between saves."""
+# --- writing -------------------------------------------------------------------------------
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there already."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
+def write_boxes(
+    folder: Path, rank: int, items: Iterable[WriteItem], values: Callable[[WriteItem], Tensor]
+) -> Places:
+    """Write a rank's boxes one after the other; they are on the disk when it returns.
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
-        return plans
+    Checksums are computed meanwhile, of what is in memory and not of what was written.
+    """
+    name, places = f"rank_{rank}.bin", {}
+    wanted = list(items)
+    if not wanted:
+        return {}
+    with ThreadPoolExecutor(1) as beside, (folder / name).open("xb", buffering=0) as file:
+        written = []
+        for item in wanted:
+            tensor = values(item).detach().contiguous()
+            sum_of_it = beside.submit(checksum, tensor)
+            written.append((item.index, *_append(file, tensor), sum_of_it))
+        os.fsync(file.fileno())
+        for index, start, size, sum_of_it in written:
+            places[index] = Place(name, start, size, int(sum_of_it.result()))
+    return places
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes, then read them back."""
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"rank_{self._rank}.bin"
-            with (self.folder / name).open("xb", buffering=0) as file:
-                for item in plan.items:
-                    tensor = planner.resolve_data(item)
-                    assert isinstance(tensor, Tensor)  # there are no others
-                    place = _write(file, name, tensor.detach().cpu().contiguous())
-                    results.append(WriteResult(item.index, place.size, place))
-                os.fsync(file.fileno())
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, on the first rank."""
-        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
-        tensors = {}
-        for name, entry in metadata.state_dict_metadata.items():
-            assert isinstance(entry, TensorStorageMetadata)
-            tensors[name] = {
-                "dtype": str(entry.properties.dtype).removeprefix("torch."),
-                "shape": list(entry.size),
-                "boxes": [
-                    {
-                        "offsets": list(chunk.offsets),
-                        "sizes": list(chunk.sizes),
-                        **places[MetadataIndex(name, chunk.offsets)]._asdict(),
-                    }
-                    for chunk in entry.chunks
-                ],
+def _append(file: BinaryIO, tensor: Tensor) -> tuple[int, int]:
+    """Write a contiguous tensor and its padding; gives where it starts and its bytes."""
+    start = file.tell()
+    for part in torch.split(tensor.view(-1), AT_ONCE // tensor.element_size()):
+        host = part.cpu()
+        size = host.numel() * host.element_size()
+        # Without numpy, which is not needed elsewhere, and without a copy.
+        view = memoryview((ctypes.c_char * size).from_address(host.data_ptr()))
+        _write_all(file, view)
+    size = tensor.numel() * tensor.element_size()
+    _write_all(file, memoryview(bytes(-size % ALIGNMENT)))
+    return start, size
+
+
+def _write_all(file: BinaryIO, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        done += file.write(view[done:])
+
+
+def write_index(
+    folder: Path,
+    metadata: Metadata,
+    places: Mapping[MetadataIndex, Place],
+    facts: Mapping[str, Any],
+) -> None:
+    """Say where everything is; the last file of a checkpoint."""
+    tensors = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        assert isinstance(entry, TensorStorageMetadata)
+        boxes = [
+            {
+                "offsets": list(chunk.offsets),
+                "sizes": list(chunk.sizes),
+                **places[MetadataIndex(name, chunk.offsets)]._asdict(),
             }
-        files = sorted({place.file for place in places.values()})
-        sizes = {file: (self.folder / file).stat().st_size for file in files}
-        content = {"format": FORMAT, **self._facts, "files": sizes, "tensors": tensors}
-        write_json(self.folder / INDEX, content)
+            for chunk in entry.chunks
+        ]
+        dtype = str(entry.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": list(entry.size), "boxes": boxes}
+    files = sorted({place.file for place in places.values()})
+    sizes = {file: (folder / file).stat().st_size for file in files}
+    write_json(folder / INDEX, {"format": FORMAT, **facts, "files": sizes, "tensors": tensors})
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """It is not asked."""
-        return True
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """With its checksum beside it; on the disk when it returns."""
+    text = json.dumps(content, allow_nan=False).encode() + b"\n"
+    for file_path, data in ((path, text), (_beside(path), _sha256_line(path, text))):
+        with file_path.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+# --- reading -------------------------------------------------------------------------------
 
 
 class Index:
-    """What the index of a checkpoint says."""
+    """What the index of a checkpoint says; every file it names is there, in its size."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,6 +148,7 @@ class Index:
             name: _storage_metadata(entry) for name, entry in self.content["tensors"].items()
         }
         self.places = dict(self._places())
+        self._check_sizes()
 
     def _places(self) -> Iterator[tuple[MetadataIndex, Place]]:
         for name, entry in self.content["tensors"].items():
@@ -144,8 +160,27 @@ class Index:
         """As torch.distributed.checkpoint wants it."""
         return Metadata(dict(self.tensors), storage_data=self.places)
 
+    def sizes_of(self, index: MetadataIndex) -> torch.Size:
+        """The sizes of a stored box."""
+        chunks = self.tensors[index.fqn].chunks
+        if index.index is not None and chunks[index.index].offsets == index.offset:
+            return chunks[index.index].sizes
+        return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)
+
     def verify(self, share: int = 0, shares: int = 1) -> None:
-        """Raise unless every file is whole and, of this share of the boxes, every bit is right."""
+        """Raise unless every bit is right of this share of the boxes and of their padding."""
+        mine = list(self.places.items())[share::shares]
+        with Files(self.folder, {place.file for _, place in mine}) as files:
+            for index, place in mine:
+                right = int(checksum(files.bytes_of(place))) == place.checksum
+                if not right or files.padding_of(place).any():
+                    raise CheckpointError(
+                        f"{self.folder / place.file} is damaged: the checksum of {index.fqn!r} at "
+                        f"{tuple(index.offset or ())} is not that of the index; take another "
+                        "checkpoint"
+                    )
+
+    def _check_sizes(self) -> None:
         for name, size in self.content["files"].items():
             path = self.folder / name
             if not path.is_file():
@@ -155,69 +190,6 @@ class Index:
                     f"{path} has {path.stat().st_size} bytes and should have {size}: it was cut "
                     "short or changed; take another checkpoint"
                 )
-        mine = list(self.places.items())[share::shares]
-        with Files(self.folder, {place.file for _, place in mine}) as files:
-            for index, place in mine:
-                stored = files.bytes_of(place)
-                if int(checksum(stored)) != place.checksum:
-                    raise CheckpointError(
-                        f"{self.folder / place.file} is damaged: the checksum of {index.fqn!r} at "
-                        f"{tuple(index.offset or ())} is not that of the index; take another "
-                        "checkpoint"
-                    )
-
-
-class Reader(StorageReader):
-    """Reads boxes of boxes out of the files, without loading what is not needed."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing is kept between loads."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index."""
-        return self._index.metadata()
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
-    ) -> None:
-        """There is nothing to set up."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy every wanted box to its place."""
-        index = self._index
-        wanted = {index.places[item.storage_index].file for item in plan.items}
-        with Files(index.folder, wanted) as files:
-            for item in plan.items:
-                place = index.places[item.storage_index]
-                entry = index.tensors[item.storage_index.fqn]
-                sizes = _sizes(entry, item.storage_index)
-                stored = files.bytes_of(place).view(entry.properties.dtype).view(sizes)
-                for dim, (start, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    stored = stored.narrow(dim, start, length)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(stored)
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """It is not asked."""
-        return True
 
 
 class Files:
@@ -237,21 +209,20 @@ class Files:
 
     def bytes_of(self, place: Place) -> Tensor:
         """The bytes of a box; a view of the file."""
-        if place.size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        whole = torch.frombuffer(self._maps[place.file], dtype=torch.uint8)
-        return whole[place.start : place.start + place.size]
+        return self._between(place.file, place.start, place.start + place.size)
 
+    def padding_of(self, place: Place) -> Tensor:
+        """The bytes from its end to the next multiple of the alignment."""
+        end = place.start + place.size
+        return self._between(place.file, end, end + -end % ALIGNMENT)
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """With its checksum beside it; on the disk when it returns."""
-    text = json.dumps(content, allow_nan=False).encode() + b"\n"
-    checksums = f"{hashlib.sha256(text).hexdigest()}  {path.name}\n".encode()
-    for file_path, data in ((path, text), (_beside(path), checksums)):
-        with file_path.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+    def values_of(self, index: Index, box: MetadataIndex) -> Tensor:
+        """The values of a box, in its shape; a view of the file."""
+        dtype = index.tensors[box.fqn].properties.dtype
+        return self.bytes_of(index.places[box]).view(dtype).view(index.sizes_of(box))
+
+    def _between(self, name: str, start: int, stop: int) -> Tensor:
+        return torch.frombuffer(self._maps[name], dtype=torch.uint8)[start:stop]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -259,8 +230,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         text, checksums = path.read_bytes(), _beside(path).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from None
-    if checksums.split()[:1] != [hashlib.sha256(text).hexdigest().encode()]:
+        raise CheckpointError(
+            f"{error.filename} cannot be read ({error.strerror}): take another checkpoint"
+        ) from None
+    if checksums != _sha256_line(path, text):
         raise CheckpointError(
             f"{path} is damaged: its SHA-256 is not that of {_beside(path).name}; take another "
             "checkpoint"
@@ -269,24 +242,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def _sha256_line(path: Path, text: bytes) -> bytes:
+    return f"{hashlib.sha256(text).hexdigest()}  {path.name}\n".encode()
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
-
-
-def _write(file: BinaryIO, name: str, tensor: Tensor) -> Place:
-    """Append a contiguous tensor on the CPU."""
-    start = file.tell()
-    padding = -start % ALIGNMENT
-    if padding:
-        file.write(bytes(padding))
-    size = tensor.numel() * tensor.element_size()
-    if size:
-        # Without numpy, which is not needed elsewhere, and without a copy.
-        view = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr()))
-        done = 0
-        while done < size:
-            done += file.write(view[done:])
-    return Place(name, start + padding, size, int(checksum(tensor)))
 
 
 def _storage_metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
@@ -296,10 +257,3 @@ def _storage_metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
     ]
     properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
     return TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-
-
-def _sizes(entry: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:
-    chunks = entry.chunks
-    if index.index is not None and chunks[index.index].offsets == index.offset:
-        return chunks[index.index].sizes
-    return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)

@@ -1,0 +1,60 @@
+"""Which rank writes which boxes: every element once, in equal shares. Planned by torch."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from samestep.checkpoint.errors import CheckpointError
+from samestep.checkpoint.logical import Tensors
+from samestep.checkpoint.ranks import Ranks
+
+Owners = Mapping[str, tuple[int, ...]]  # per parameter the ranks that have it, where not all do
+
+
+class WritePlan(NamedTuple):
+    """What this rank writes; on the first rank also what all of them write."""
+
+    held: list[WriteItem]  # before anything was left to others
+    items: list[WriteItem]
+    metadata: Metadata
+
+
+def plan_writes(
+    tensors: Tensors, owners: Owners, ranks: Ranks, before: WritePlan | None = None
+) -> WritePlan:
+    """Plan, or take the plan of an earlier save if no rank holds anything else now. Collective."""
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    planner.set_up_planner(dict(tensors), is_coordinator=ranks.rank == 0)
+    local = planner.create_local_plan()
+    if all(ranks.all_of(before is not None and before.held == local.items)):
+        assert before is not None
+        return before
+    asked = ranks.to_first((local, dict(owners)))
+    problem, answers = "", [(SavePlan([]), Metadata({}))] * ranks.size
+    if ranks.rank == 0:
+        try:
+            _refuse_different_things([theirs for _, theirs in asked])
+            plans, metadata = planner.create_global_plan([plan for plan, _ in asked])
+            answers = [(plan, metadata if not r else Metadata({})) for r, plan in enumerate(plans)]
+        except (CheckpointError, ValueError) as error:
+            problem = str(error)
+    problem, (plan, metadata) = ranks.from_first([(problem, answer) for answer in answers])
+    if problem:
+        raise CheckpointError(problem)
+    return WritePlan(local.items, plan.items, metadata)
+
+
+def _refuse_different_things(owners: list[Owners]) -> None:
+    """Groups of ranks that have parameters of their own must have names of their own for them."""
+    known: dict[str, tuple[int, ...]] = {}
+    for of_rank in owners:
+        for name, members in of_rank.items():
+            if known.setdefault(name, members) != members:
+                raise CheckpointError(
+                    f"parameter {name!r} is one on ranks {list(known[name])} and another on ranks "
+                    f"{list(members)}, and one of them would be lost: give them different names, "
+                    "or make them one DTensor"
+                )

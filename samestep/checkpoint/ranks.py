@@ -1,0 +1,75 @@
+"""What ranks tell each other about a checkpoint: small things, on a group of any backend."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch.distributed as dist
+
+from samestep.checkpoint.errors import CheckpointError
+from samestep.comm.groups import rank_group
+
+T = TypeVar("T")
+
+
+class Ranks(NamedTuple):
+    """The ranks that save or load together."""
+
+    handle: dist.ProcessGroup | None  # None: this process alone
+    rank: int
+    size: int
+
+    def everywhere(self, act: Callable[[], T]) -> T:
+        """Do something; if it fails on any rank, raise on all of them."""
+        problem: Exception | None = None
+        try:
+            result = act()
+        except Exception as error:
+            problem = error
+        texts = self.all_of("" if problem is None else _words(problem))
+        if problem is not None:
+            if isinstance(problem, CheckpointError):
+                raise problem
+            raise CheckpointError(_words(problem)) from problem
+        for rank, text in enumerate(texts):
+            if text:
+                raise CheckpointError(f"rank {rank}: {text}")
+        return result
+
+    def all_of(self, value: T) -> list[T]:
+        """What every rank gives, on every rank; for small things."""
+        if self.handle is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.handle)
+        return values
+
+    def to_first(self, value: T) -> list[T]:
+        """What every rank gives, on the first; nothing elsewhere."""
+        if self.handle is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self.handle, group_dst=0)
+        return values or []
+
+    def from_first(self, values: list[T]) -> T:
+        """One of the values that the first rank gives."""
+        if self.handle is None:
+            return values[0]
+        mine: list[Any] = [None]
+        given: list[Any] | None = list(values) if self.rank == 0 else None
+        dist.scatter_object_list(mine, given, group=self.handle, group_src=0)
+        found: T = mine[0]
+        return found
+
+
+def all_ranks() -> Ranks:
+    """Those of the default group."""
+    group = rank_group()
+    return Ranks(None, 0, 1) if group is None else Ranks(group.handle, group.rank, group.size)
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror or error}"
+    return str(error) or type(error).__name__

@@ -22,6 +22,7 @@ from samestep.param_groups import (
     check,
     complete,
     decisive_changes,
+    is_constant,
     listed,
     naming_group,
     options_of,
@@ -127,16 +128,11 @@ class GroupOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
         for index, group in enumerate(self.param_groups):
-            planned = self._planned_options[index]
-            if group.get("rule") == planned["rule"]:
-                with naming_group(index):
-                    check(group)
-            changes = decisive_changes(planned, group)
-            if changes:
-                raise RuntimeError(
-                    f"param_groups[{index}] changed in a way that its state was not made for "
-                    f"({changes}): set it back, or build a new optimizer"
-                )
+            options = {k: group[k] for k in group if k not in ("params", "param_names")}
+            if options != self._checked_options.get(index):
+                self._check_options(index, group)
+                if is_constant(tuple(options.values())):
+                    self._checked_options[index] = options
             if any(param not in self._blocks for param in group["params"]):
                 raise RuntimeError(
                     f"param_groups[{index}] has a parameter that it was not built with: add it "
@@ -147,6 +143,20 @@ class GroupOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 self._keep_state_beside(param, group)
+
+    def _check_options(self, index: int, group: Group) -> None:
+        """Raise if a group's options cannot be used."""
+        self._checked_options.pop(index, None)
+        planned = self._planned_options[index]
+        if group.get("rule") == planned["rule"]:
+            with naming_group(index):
+                check(group)
+        changes = decisive_changes(planned, group)
+        if changes:
+            raise RuntimeError(
+                f"param_groups[{index}] changed in a way that its state was not made for "
+                f"({changes}): set it back, or build a new optimizer"
+            )
 
     def _check_parameter(self, name: str, param: Tensor) -> None:
         """Raise if the parameter or its gradient is not what state and blocks were made for."""
@@ -231,6 +241,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups.pop()
             self._planned_options.pop(index, None)
+            self._checked_options.pop(index, None)
             self._reductions.pop(index, None)
             for param in group["params"]:
                 self._blocks.pop(param, None)
@@ -282,6 +293,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         cut = blocks_of_group(group, parameter_names(group, index))
         self._blocks.update(zip(group["params"], cut, strict=True))
         self._planned_options[index] = options_of(group)
+        self._checked_options.pop(index, None)
         grad_dtype = self._distribution.grad_dtype
         for param in group["params"]:
             self._made_for[param] = (param.shape, math_dtype(param))
@@ -292,6 +304,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._planned_options: dict[int, Group] = {}
+        self._checked_options: dict[int, Group] = {}  # of the last step, where all are constants
         self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
 
     def _reset_runner(self) -> None:

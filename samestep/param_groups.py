@@ -92,6 +92,13 @@ def check(group: Mapping[str, Any]) -> None:
     rule.check(group)
 
 
+def is_constant(value: object) -> bool:
+    """Whether nobody can change a value where it is, and == tells whether it is another."""
+    if isinstance(value, tuple):
+        return all(map(is_constant, value))
+    return value is None or isinstance(value, int | float | str)
+
+
 @contextmanager
 def naming_group(index: int) -> Iterator[None]:
     """Put the place of the group before the message of an error about its values."""

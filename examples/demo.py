@@ -14,7 +14,6 @@ betas of (0.9, 0.99) ended higher.
 """
 
 import copy
-import hashlib
 import io
 import json
 import math
@@ -22,9 +21,8 @@ import os
 import platform
 import statistics
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,10 +38,8 @@ from torch import Tensor
 
 import samestep
 from examples.gpt import GPT, GPTConfig
+from samestep.train.corpus import Corpus, load_corpus, windows
 
-# Not prose: tests, generated tables, installed packages.
-SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "encodings", "pydoc_data"}
-VALIDATION_EVERY_NTH_FILE = 10
 VALIDATION_WINDOWS = 64
 VALIDATIONS_PER_RUN = 20
 RECENT_BATCHES = 20
@@ -97,57 +93,6 @@ class Options:
 def flag(name: str) -> str:
     """Return the command-line spelling of a field."""
     return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Text as one tensor of bytes (uint8) per split; no file is in both."""
-
-    train: Tensor
-    validation: Tensor
-    train_files: tuple[str, ...]
-    validation_files: tuple[str, ...]
-
-    @property
-    def sha256(self) -> str:
-        """A name for exactly this text: it differs from one Python release to the next."""
-        digest = hashlib.sha256(self.train.numpy().tobytes())
-        digest.update(self.validation.numpy().tobytes())
-        return digest.hexdigest()
-
-
-def load_corpus(root: Path | None = None) -> Corpus:
-    """Read every Python file under ``root`` (the standard library), in the order of its name."""
-    root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
-    names = sorted(python_files(root))
-    held_out = names[VALIDATION_EVERY_NTH_FILE - 1 :: VALIDATION_EVERY_NTH_FILE]
-    held_out_names = set(held_out)
-    kept = [name for name in names if name not in held_out_names]
-    if not held_out:
-        raise ValueError(f"found {len(names)} Python source files under {root}, too few to train")
-    return Corpus(read_bytes(root, kept), read_bytes(root, held_out), tuple(kept), tuple(held_out))
-
-
-def python_files(root: Path) -> Iterator[str]:
-    """Yield the names of the Python files under ``root``, relative to it."""
-    for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        for name in files:
-            # _sysconfigdata differs from one build of the same release to the next.
-            if name.endswith(".py") and not name.startswith("_sysconfigdata"):
-                yield (Path(folder) / name).relative_to(root).as_posix()
-
-
-def read_bytes(root: Path, names: Sequence[str]) -> Tensor:
-    """Return the files one after another, with the same line ends on every system."""
-    text = b"".join((root / name).read_bytes().replace(b"\r\n", b"\n") for name in names)
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-
-
-def windows(data: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets, each (len(starts), context); targets are one byte later."""
-    rows = data[starts[:, None] + torch.arange(context + 1)].long()
-    return rows[:, :-1], rows[:, 1:]
 
 
 def schedule(step: int, steps: int, warmup: int) -> float:

@@ -7,6 +7,7 @@ done; 130, Ctrl-C.
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from types import ModuleType
 from typing import NamedTuple, TextIO
 
 from samestep.command.request import BadRequestError
@@ -18,7 +19,7 @@ class Command(NamedTuple):
     """What a command is for, and the module with its `Options` and `run(options)`."""
 
     help: str
-    module: str  # imported when the command runs, since it needs the packages of samestep[cli]
+    module: str  # imported when the command runs, since it may need the packages of samestep[cli]
 
 
 GROUPS = {
@@ -29,6 +30,10 @@ COMMANDS = {
     "stress": Command(
         "does every rank take the same step, in every layout? And would drift be found?",
         "samestep.stress.command",
+    ),
+    "train": Command(
+        "a small GPT in any layout, with checkpoints that any other can go on from",
+        "samestep.train.command",
     ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
@@ -68,8 +73,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
-    import tyro
-
     module = import_module(COMMANDS[name].module)
     run: Callable[[object], int | None] = module.run
     try:
@@ -77,12 +80,18 @@ def _run(name: str, words: list[str]) -> int:
     except ValueError as error:
         raise BadRequestError(str(error)) from error
     try:
-        options = tyro.cli(
-            module.Options, prog=f"samestep {name}", args=words, console_outputs=_speaks()
-        )
+        options = _parse(module, f"samestep {name}", words)
     except SystemExit as shown:  # help, or an error that tyro has explained
         return shown.code if isinstance(shown.code, int) else 2
     return run(options) or 0
+
+
+def _parse(module: ModuleType, prog: str, words: list[str]) -> object:
+    if hasattr(module, "parse"):  # a command that needs no extras reads its words itself
+        return module.parse(words, prog)
+    import tyro
+
+    return tyro.cli(module.Options, prog=prog, args=words, console_outputs=_speaks())
 
 
 def _describe(name: str, words: list[str]) -> int:

@@ -1,0 +1,13 @@
+"""`samestep train`: a small GPT trained in any layout, with checkpoints and restarts.
+
+A trainer to use, and to copy from: torch and samestep's public names are all it needs.
+
+    options.py   the flags
+    gpt.py       the model
+    corpus.py    bytes, and every sequence of a run by its number
+    world.py     this process among the ranks: process group, device, sums
+    layouts.py   the model and its optimizer, placed as asked
+    trainer.py   the loop: step, evaluate, save, resume
+    journal.py   the log, the progress bar, the picture
+    command.py   the command
+"""

@@ -1,0 +1,242 @@
+"""A compact decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, experts.
+
+Shapes in the docstrings: B sequences, T tokens, C channels (``width``), H query heads,
+G key/value heads, D channels of one head, V vocabulary, E experts, K of them per token.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import (
+    cross_entropy,
+    dropout,
+    linear,
+    relu,
+    rms_norm,
+    scaled_dot_product_attention,
+)
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. The defaults make a small byte-level one."""
+
+    vocab_size: int = 256
+    context: int = 128
+    width: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    mlp_ratio: int = 4
+    rope_base: float = 10_000.0
+    experts: int = 0  # 0: one MLP per layer
+    active_experts: int = 2
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse shapes that cannot be built, before any weight is made."""
+        for name in ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "mlp_ratio"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width must be a multiple of 2 * heads = {2 * self.heads} "
+                f"(rotary positions turn channels in pairs), got {self.width}"
+            )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
+            )
+        if self.experts and not 1 <= self.active_experts <= self.experts:
+            raise ValueError(
+                f"active_experts must be from 1 to experts = {self.experts}, "
+                f"got {self.active_experts}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.width // self.heads
+
+    @property
+    def qkv_split_sizes(self) -> tuple[int, int, int]:
+        """Rows of the fused ``qkv`` weight that belong to queries, keys and values."""
+        kv_rows = self.kv_heads * self.head_dim
+        return self.width, kv_rows, kv_rows
+
+
+def rotary_table(config: GPTConfig) -> tuple[Tensor, Tensor]:
+    """Return the cosine and sine of every position's angles, each (context, D / 2)."""
+    pairs = config.head_dim // 2
+    frequencies = config.rope_base ** (-torch.arange(pairs, dtype=torch.float32) / pairs)
+    angles = torch.outer(torch.arange(config.context, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each channel pair of ``x`` (B, heads, T, D) by its position's angle (T, D / 2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (B, T, C) to (B, T, C), with one fused projection for Q, K and V."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.split_sizes = config.qkv_split_sizes
+        self.grouped = config.kv_heads != config.heads
+        self.qkv = nn.Linear(config.width, sum(self.split_sizes), bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix (B, T, C) over time; ``cos`` and ``sin`` are (T, D / 2)."""
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or G, T, D)
+            for part in self.qkv(x).split(self.split_sizes, dim=-1)
+        )
+        # Normalised queries and keys bound the attention logits, whatever the weights do.
+        q = rotate(rms_norm(q, (self.head_dim,)), cos, sin)
+        k = rotate(rms_norm(k, (self.head_dim,)), cos, sin)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    """Two matrices with a squared ReLU between them, (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.width, config.mlp_ratio * config.width, bias=False)
+        self.down = nn.Linear(config.mlp_ratio * config.width, config.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position of (B, T, C) on its own."""
+        out: Tensor = self.down(relu(self.up(x)).square())
+        return out
+
+
+class Experts(nn.Module):
+    """E smaller MLPs of which each token uses the K that its router scores highest.
+
+    No auxiliary loss: a bias that only takes part in the choice makes busy experts less likely,
+    and `balance` moves it by what was counted. Counts are whole numbers, so the bias does not
+    depend on how a batch was divided among ranks.
+    """
+
+    bias: Tensor
+    load: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.active = config.active_experts
+        # As many channels per token as one MLP has.
+        hidden = max(1, config.mlp_ratio * config.width // config.active_experts)
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.up = nn.Parameter(torch.empty(config.experts, hidden, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.width, hidden))
+        self.register_buffer("bias", torch.zeros(config.experts))
+        counts = torch.zeros(config.experts, dtype=torch.int64)
+        self.register_buffer("load", counts, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform each position of (B, T, C) on its own."""
+        tokens = x.flatten(0, 1)  # (B T, C)
+        scores = self.router(tokens).float().sigmoid()  # (B T, E)
+        chosen = (scores + self.bias).topk(self.active).indices  # (B T, K)
+        weights = scores.gather(1, chosen)
+        weights = weights / weights.sum(dim=1, keepdim=True)
+        if self.training:
+            self.load += chosen.flatten().bincount(minlength=len(self.load))
+        mixed = torch.zeros_like(tokens, dtype=torch.float32)
+        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
+            place, rank = (chosen == expert).nonzero(as_tuple=True)
+            result = linear(relu(linear(tokens[place], up)).square(), down)
+            mixed = mixed.index_add(0, place, result * weights[place, rank, None])
+        return mixed.to(x.dtype).view_as(x)
+
+    @torch.no_grad()
+    def balance(self, load: Tensor, rate: float = 1e-3) -> None:
+        """Make experts with more than the mean of ``load`` (E,), over all ranks, less likely."""
+        self.bias += rate * (load.float().mean() - load).sign()
+        self.load.zero_()
+
+
+class Block(nn.Module):
+    """One pre-norm layer, (B, T, C) to (B, T, C)."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp: nn.Module = Experts(config) if config.experts else MLP(config)
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Add attention, then the MLP, to the residual stream."""
+        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin))
+        return x + self._drop(self.mlp(self.mlp_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class GPT(nn.Module):
+    """Token ids (B, T) to next-token logits (B, T, V); T may be anything up to ``context``."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocab_size, bias=False)
+        cos, sin = rotary_table(config)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw every matrix anew from torch's global generator; norms start at one."""
+        nn.init.normal_(self.embedding.weight)
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Linear):
+                std = module.in_features**-0.5
+                # 2 * layers branches are summed, so each starts that much smaller.
+                if name.endswith(("attention.out", "mlp.down")):
+                    std /= math.sqrt(2 * self.config.layers)
+                # A small head starts near a uniform guess: loss about ln(vocab_size).
+                if name == "head":
+                    std *= 0.1
+                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, Experts):
+                nn.init.normal_(module.up, std=module.up.shape[-1] ** -0.5)
+                std = module.down.shape[-1] ** -0.5 / math.sqrt(2 * self.config.layers)
+                nn.init.normal_(module.down, std=std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of the token after each one in ``tokens`` (B, T)."""
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"{length} tokens do not fit a context of {self.config.context}")
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean cross-entropy in nats of ``targets`` (B, T), a scalar."""
+        return cross_entropy(self(tokens).flatten(0, 1), targets.flatten())

@@ -1,0 +1,127 @@
+"""What a run leaves for people: log.jsonl, progress on the terminal, loss.png."""
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from samestep.command.output import write_files
+
+LOG = "log.jsonl"
+PICTURE = "loss.png"
+Row = dict[str, Any]
+
+
+class Journal:
+    """The log of a run, a JSON object per line; only the first rank keeps one.
+
+    Rows with `loss` are training steps, rows with `val_loss` validations, rows with `event` tell of
+    starts and saves. `step` counts the steps that were done.
+    """
+
+    def __init__(self, folder: Path, active: bool) -> None:
+        self._folder = folder
+        self._active = active
+
+    def rows(self) -> list[Row]:
+        """All there is so far; half a line, of a process that was killed, is left out."""
+        path = self._folder / LOG
+        found = []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError:
+                continue
+        return found
+
+    def go_back_to(self, step: int) -> None:
+        """Forget what came after a step: it will happen again."""
+        if self._active:
+            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+            write_files(self._folder, {LOG: "".join(kept).encode()})
+
+    def add(self, *rows: Row) -> None:
+        """Append rows."""
+        if self._active:
+            with (self._folder / LOG).open("a") as log:
+                log.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def draw(self) -> bool:
+        """Draw the losses so far; False if there is nothing to draw, or to draw with."""
+        if not self._active or find_spec("matplotlib") is None:
+            return False
+        rows = self.rows()
+        if not any("loss" in row for row in rows):
+            return False
+        write_files(self._folder, {PICTURE: picture(rows)})
+        return True
+
+
+def picture(rows: list[Row]) -> bytes:
+    """The losses of a run as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained")
+    axes = figure.add_subplot()
+    curves: tuple[tuple[str, str, dict[str, Any]], ...] = (
+        ("loss", "training", {"linewidth": 1.0, "alpha": 0.6, "color": "#1f5fa8"}),
+        ("val_loss", "validation", {"marker": "o", "markersize": 4, "color": "#c2571a"}),
+    )
+    for key, label, style in curves:
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, **style)
+    for row in rows:
+        if row.get("event") == "resumed":
+            axes.axvline(row["step"], color="#888888", linestyle="dotted", linewidth=1.0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, nats per byte")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    content = io.BytesIO()
+    figure.savefig(content, format="png")
+    return content.getvalue()
+
+
+class Display:
+    """How far a run is, for whoever looks: a bar where there is a terminal and rich, or lines."""
+
+    def __init__(self, speaks: bool, progress: Any = None, task: Any = None) -> None:
+        self._speaks = speaks
+        self._progress = progress
+        self._task = task
+
+    def show(self, step: int, steps: int, text: str) -> None:
+        """Say where the run is."""
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, total=steps, text=text)
+        elif self._speaks:
+            self.say(f"step {step}/{steps}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._progress is not None:
+            self._progress.console.print(text, highlight=False, markup=False)
+        elif self._speaks:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+@contextmanager
+def display(speaks: bool) -> Iterator[Display]:
+    """A display, taken down at the end."""
+    if not (speaks and sys.stdout.isatty() and find_spec("rich")):
+        yield Display(speaks)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Left
+
+    columns = TextColumn("step"), MofNCompleteColumn(), BarColumn()
+    with Progress(*columns, TextColumn("{task.fields[text]}"), Left()) as progress:
+        yield Display(speaks, progress, progress.add_task("train", total=None, text=""))

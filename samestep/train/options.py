@@ -1,0 +1,156 @@
+"""What `samestep train` can be asked for, read with what Python brings."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import NoneType
+from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+from samestep.command.request import BadRequestError
+from samestep.train.gpt import GPTConfig
+
+Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Train a small byte-level GPT, alone or under torchrun, in any layout."""
+
+    out: Annotated[Path, "folder for log.jsonl, loss.png and checkpoints/"] = Path("out/gpt")
+    resume: Annotated[
+        str, "auto: from the newest checkpoint in --out, if any; never; or a path"
+    ] = "auto"
+    data: Annotated[Path | None, "file to train on; if not given, Python's standard library"] = None
+    seed: Annotated[int, "decides the initial weights, the order of the data and dropout"] = 0
+    steps: Annotated[int, "where the run ends, and its schedules"] = 300
+
+    layout: Annotated[Layout, "where parameters, gradients and state live"] = "zero2"
+    shards: Annotated[int, "ranks that share one copy of the model, in hsdp"] = 2
+    reduction: Annotated[
+        Literal["ordered", "fast"],
+        "ordered: the same bits every time; fast: whatever the backend does",
+    ] = "ordered"
+    dtype: Annotated[Literal["fp32", "bf16"], "of the matrix products; weights stay fp32"] = "fp32"
+    device: Annotated[Literal["auto", "cpu", "cuda"], "auto: a GPU if there is one"] = "auto"
+
+    context: Annotated[int, "bytes per sequence"] = 64
+    width: Annotated[int, "channels of the model"] = 128
+    layers: Annotated[int, "transformer layers"] = 4
+    heads: Annotated[int, "query heads"] = 4
+    kv_heads: Annotated[int, "key and value heads"] = 2
+    experts: Annotated[int, "MLPs per layer to choose from; 0: one for all tokens"] = 0
+    active_experts: Annotated[int, "of these, how many a token uses"] = 2
+    dropout: Annotated[float, "share of each branch that is dropped in training"] = 0.0
+
+    batch_size: Annotated[int, "sequences per step, of all ranks together"] = 16
+    micro_batch: Annotated[
+        int | None, "at most so many at a time on a rank; the rest is added up"
+    ] = None
+    lr: Annotated[float, "peak learning rate"] = 0.02
+    warmup: Annotated[int, "steps in which the learning rate rises to its peak"] = 30
+    final_lr: Annotated[float, "share of the peak that a cosine falls to at the end"] = 0.05
+    weight_decay: Annotated[float, "of Muon and AdamW"] = 0.1
+    momentum: Annotated[float, "Muon's, after its warm-up"] = 0.95
+    first_momentum: Annotated[float, "Muon's, in the first step"] = 0.85
+    momentum_warmup: Annotated[int, "steps between the two"] = 100
+    max_grad_norm: Annotated[float, "gradients are scaled down to this joint norm"] = 1.0
+
+    log_every: Annotated[int, "steps between lines of progress"] = 10
+    eval_every: Annotated[int, "steps between validations"] = 50
+    eval_sequences: Annotated[int, "sequences of each, of all ranks together"] = 64
+    save_every: Annotated[int, "steps between checkpoints"] = 100
+    keep: Annotated[int, "newest checkpoints that are kept"] = 2
+
+    def check(self) -> None:
+        """Refuse values that cannot run, before anything is made."""
+        least_one = (
+            "steps", "shards", "context", "batch_size", "log_every", "eval_every",
+            "eval_sequences", "save_every", "keep",
+        )  # fmt: skip
+        for name in least_one:
+            self._need(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("experts", "warmup", "momentum_warmup"):
+            self._need(name, getattr(self, name) >= 0, "at least 0")
+        self._need("micro_batch", self.micro_batch is None or self.micro_batch >= 1, "at least 1")
+        self._need("seed", 0 <= self.seed < 2**63, "from 0 to 2**63 - 1")
+        for name in ("lr", "max_grad_norm"):
+            self._need(name, 0 < getattr(self, name) < math.inf, "above 0")
+        self._need("final_lr", 0 <= self.final_lr <= 1, "from 0 to 1")
+        self._need("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0")
+        for name in ("momentum", "first_momentum"):
+            self._need(name, 0 <= getattr(self, name) < 1, "from 0 to below 1")
+        try:
+            _ = self.model
+        except ValueError as error:
+            raise BadRequestError(f"the model cannot be built: {error}") from None
+
+    def _need(self, name: str, fine: bool, what: str) -> None:
+        if not fine:
+            raise BadRequestError(f"{_spelled(name)} must be {what}, got {getattr(self, name)}")
+
+    @property
+    def model(self) -> GPTConfig:
+        """The shape of the model these options ask for."""
+        return GPTConfig(
+            context=self.context,
+            width=self.width,
+            layers=self.layers,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            experts=self.experts,
+            active_experts=self.active_experts,
+            dropout=self.dropout,
+        )
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return self.out / "checkpoints"
+
+    def lr_share(self, step: int) -> float:
+        """The share of the peak learning rate in a step, counted from 0: a rise, then a cosine."""
+        if step < self.warmup:
+            return (step + 1) / self.warmup
+        progress = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
+        return self.final_lr + (1 - self.final_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def momentum_at(self, step: int) -> float:
+        """Muon's momentum in a step, counted from 0: low while gradients still turn."""
+        share = min(1.0, step / self.momentum_warmup) if self.momentum_warmup else 1.0
+        return (1 - share) * self.first_momentum + share * self.momentum
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    """Read flags; a bad one raises BadRequestError, --help ends the process."""
+    parser = _Parser(prog=prog, description=Options.__doc__, allow_abbrev=False)
+    hints = get_type_hints(Options, include_extras=True)
+    for option in fields(Options):
+        hint, text = get_args(hints[option.name])
+        parser.add_argument(
+            _spelled(option.name), default=option.default, **_argument(hint, text, option.default)
+        )
+    options = Options(**vars(parser.parse_args(words)))
+    options.check()
+    return options
+
+
+def _argument(hint: Any, text: str, default: object) -> dict[str, Any]:
+    """How argparse is told of a field."""
+    text = text if default is None else f"{text} ({default})"
+    if get_origin(hint) is Literal:
+        return {"choices": get_args(hint), "help": text}
+    kind = next(one for one in get_args(hint) or (hint,) if one is not NoneType)
+    return {"type": kind, "metavar": kind.__name__.upper(), "help": text}
+
+
+def _spelled(name: str) -> str:
+    return "--" + name.replace("_", "-")

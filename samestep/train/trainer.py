@@ -1,0 +1,263 @@
+"""The loop: step, evaluate, save, resume.
+
+A run can be stopped at any moment and goes on from its last checkpoint as if nothing had happened:
+what a step does follows from the checkpoint, the flags and the number of the step. Batches are
+numbers of sequences (`corpus.Order`), schedules are functions of the step, and the seed of every
+step is made anew. A batch belongs to all ranks together, which divide it by index, so that their
+number may change from one start to the next.
+"""
+
+import os
+import shutil
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import samestep
+from samestep.command.request import BadRequestError
+from samestep.train.corpus import (
+    Corpus,
+    Order,
+    load_corpus,
+    load_file,
+    mixed,
+    validation_starts,
+    windows,
+)
+from samestep.train.gpt import GPT, Experts
+from samestep.train.journal import Display, Journal
+from samestep.train.layouts import check_layout, no_sync, place
+from samestep.train.options import Options
+from samestep.train.world import World
+
+
+class Trainer:
+    """One rank of a run."""
+
+    def __init__(self, options: Options, world: World, journal: Journal, display: Display) -> None:
+        check_layout(options, world)
+        self.options, self.world, self.journal, self.display = options, world, journal, display
+        self.corpus = _corpus(options)
+        self.order = Order(len(self.corpus.train), options.context, options.seed)
+        # What the numbers of sequences mean.
+        self.data = {
+            "sha256": self.corpus.sha256,
+            "context": options.context,
+            "seed": options.seed,
+        }
+        _use_one_result_every_time(options, world)
+        torch.manual_seed(options.seed)
+        self.model = GPT(options.model).to(world.device)
+        self.optimizer = place(self.model, options, world)
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.experts = [module for module in self.model.modules() if isinstance(module, Experts)]
+        self.step = 0  # steps that were done
+        self.sequences = 0  # that were seen in them
+        self._unwritten: list[dict[str, Any]] = []
+        self._losses: list[Tensor] = []
+        self._since = time.perf_counter()  # when they were written last
+
+    def run(self) -> None:
+        """Train from where the run is to its end."""
+        options = self.options
+        self._resume()
+        self._since = time.perf_counter()
+        while self.step < options.steps:
+            self._train_step()
+            last = self.step == options.steps
+            evaluates = last or self.step % options.eval_every == 0
+            saves = last or self.step % options.save_every == 0
+            if evaluates or saves or self.step % options.log_every == 0:
+                self._write_losses()
+            if evaluates:
+                self._evaluate()
+            if saves:
+                self._save()
+            if not self._losses:  # neither validation nor saving counts as time of a step
+                self._since = time.perf_counter()
+
+    def _train_step(self) -> None:
+        options, world = self.options, self.world
+        self._follow_schedules()
+        torch.manual_seed(mixed(options.seed, "step", self.step, world.rank))  # for dropout
+        numbers = torch.arange(self.sequences, self.sequences + options.batch_size)
+        starts = self.order.starts(world.share(numbers))
+        self.model.train()
+        loss = torch.zeros((), dtype=torch.float64, device=world.device)
+        parts = self._micro_batches(starts, options.batch_size)
+        for part in parts:
+            last = part is parts[-1]
+            with nullcontext() if last else no_sync(self.model, self.optimizer):
+                # Gradients are averaged over ranks; what counts is the mean over the batch.
+                part_loss = self._summed_loss(self.corpus.train, part) / options.batch_size
+                torch.autograd.backward(part_loss * world.size)
+            loss += part_loss.detach()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._balance_experts()
+        self.step += 1
+        self.sequences += options.batch_size
+        self._losses.append(loss)
+        self._unwritten.append(
+            {
+                "step": self.step,
+                "lr": self.rates[0] * options.lr_share(self.step - 1),
+                "momentum": options.momentum_at(self.step - 1),
+                "grad_norm": self.optimizer.metrics()["grad_norm"],
+            }
+        )
+
+    def _follow_schedules(self) -> None:
+        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
+            group["lr"] = rate * self.options.lr_share(self.step)
+            if "momentum" in group:
+                group["momentum"] = self.options.momentum_at(self.step)
+
+    def _micro_batches(self, mine: Tensor, count: int) -> tuple[Tensor, ...]:
+        """This rank's part of ``count`` sequences, in as many pieces as every other rank has."""
+        largest = self.world.largest_share(count)
+        return mine.tensor_split(-(-largest // (self.options.micro_batch or largest)))
+
+    def _summed_loss(self, text: Tensor, starts: Tensor) -> Tensor:
+        """The mean loss of every sequence, added up, (); there may be none."""
+        device = self.world.device
+        inputs, targets = windows(text, starts, self.options.context)
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.options.dtype == "bf16")
+        with autocast:
+            logits = self.model(inputs.to(device))
+        flat = logits.float().flatten(0, 1)
+        return cross_entropy(flat, targets.to(device).flatten(), reduction="sum") / inputs.shape[1]
+
+    def _balance_experts(self) -> None:
+        if self.experts:
+            loads = torch.stack([module.load for module in self.experts])
+            dist.all_reduce(loads)
+            for module, load in zip(self.experts, loads, strict=True):
+                module.balance(load)
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        count, text = self.options.eval_sequences, self.corpus.validation
+        starts = self.world.share(validation_starts(text, self.options.context, count))
+        self.model.eval()
+        loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for part in self._micro_batches(starts, count):
+            loss += self._summed_loss(text, part)
+        mean = self.world.total(loss).item() / count
+        self.journal.add({"step": self.step, "val_loss": mean})
+        self.display.say(f"step {self.step}: validation loss {mean:.4f}")
+
+    def _write_losses(self) -> None:
+        """Tell of the steps since the last time; until here nobody has waited for a loss."""
+        losses = self.world.total(torch.stack(self._losses)).tolist()
+        seconds = (time.perf_counter() - self._since) / len(losses)
+        self.journal.add(
+            *(
+                {**row, "grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
+                for row, loss in zip(self._unwritten, losses, strict=True)
+            )
+        )
+        speed = self.options.batch_size * self.options.context / seconds
+        text = f"loss {losses[-1]:.4f}  {speed:,.0f} bytes/s"
+        self.display.show(self.step, self.options.steps, text)
+        self._losses, self._unwritten = [], []
+
+    def _save(self) -> None:
+        path = self.options.checkpoints / f"step_{self.step:08d}"
+        if self.world.rank == 0 and path.exists():
+            shutil.rmtree(path)  # of a run that was killed before LATEST named it
+        extra = {"step": self.step, "sequences": self.sequences, "data": self.data}
+        try:
+            samestep.save(path, self.model, self.optimizer, extra=extra, keep=self.options.keep)
+        except samestep.CheckpointError as error:
+            if self.step == self.options.steps:
+                raise
+            self.display.say(f"step {self.step} was not saved, training goes on: {error}")
+            return
+        self.journal.add({"step": self.step, "event": "saved"})
+
+    def _resume(self) -> None:
+        options = self.options
+        source = self._source()
+        if source is not None:
+            try:
+                loaded = samestep.load(source, self.model, self.optimizer)
+            except samestep.CheckpointError as error:
+                raise BadRequestError(f"cannot resume: {error}") from error
+            self._check_data(loaded.extra)
+            self.step, self.sequences = loaded.extra["step"], loaded.extra["sequences"]
+        self.journal.go_back_to(self.step)
+        event = {
+            "step": self.step,
+            "event": "started" if source is None else "resumed",
+            "ranks": self.world.size,
+            "device": str(self.world.device.type),
+            "options": {key: _plain(value) for key, value in asdict(options).items()},
+        }
+        self.journal.add(event)
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        self.display.say(
+            f"{parameters / 1e6:.2f} M parameters, layout {options.layout} on {self.world.size} "
+            f"rank(s) of {self.world.device.type}, {event['event']} at step {self.step}"
+        )
+
+    def _source(self) -> Path | None:
+        """Where to go on from. The first rank looks, lest a slow disk shows ranks different things.
+
+        A checkpoint of one's own comes before one that was named: a restart has the same flags.
+        """
+        asked, folder = self.options.resume, self.options.checkpoints
+        own = torch.tensor([(folder / "LATEST").is_file()], dtype=torch.int64)
+        own = own.to(self.world.device)
+        dist.broadcast(own, src=0)
+        if own.item() and asked == "never":
+            raise BadRequestError(
+                f"{folder} has checkpoints, and --resume is never: choose another --out, "
+                "or remove them"
+            )
+        if own.item():
+            return folder
+        return None if asked in ("auto", "never") else Path(asked)
+
+    def _check_data(self, extra: Any) -> None:
+        saved = extra.get("data") if isinstance(extra, dict) else None
+        if saved is None:
+            raise BadRequestError("cannot resume: that checkpoint is not one of this trainer")
+        for key, value in self.data.items():
+            if saved[key] != value:
+                raise BadRequestError(
+                    f"cannot resume: the {key} of the data was {saved[key]} and is {value} here; "
+                    "the sequences would be others"
+                )
+
+
+def _corpus(options: Options) -> Corpus:
+    try:
+        corpus = load_corpus() if options.data is None else load_file(options.data)
+    except (OSError, ValueError) as error:
+        raise BadRequestError(f"cannot read the data: {error}") from None
+    for name, text in ("training", corpus.train), ("validation", corpus.validation):
+        if len(text) <= options.context:
+            raise BadRequestError(
+                f"--context must be below the {len(text)} bytes of {name} text, "
+                f"got {options.context}"
+            )
+    return corpus
+
+
+def _use_one_result_every_time(options: Options, world: World) -> None:
+    """Sums in rank order are for nothing if kernels of a GPU add up by chance."""
+    if world.device.type == "cuda" and options.reduction == "ordered":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,70 @@
+"""This process among the ranks: its process group, its device, and sums over all."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.command.request import BadRequestError
+from samestep.launch import TorchrunRank, torchrun_rank
+
+
+class World(NamedTuple):
+    """All ranks, and this one among them."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def share(self, items: Tensor) -> Tensor:
+        """This rank's part of what all ranks divide among them, by index; sizes differ by one."""
+        return items.tensor_split(self.size)[self.rank]
+
+    def largest_share(self, count: int) -> int:
+        """How many of ``count`` items the rank with most of them has."""
+        return -(-count // self.size)
+
+    def total(self, value: Tensor) -> Tensor:
+        """The sum over all ranks, in rank order: the same bits on every rank, every time."""
+        parts = [torch.empty_like(value) for _ in range(self.size)]
+        dist.all_gather(parts, value.contiguous())
+        return sum(parts[1:], start=parts[0])
+
+
+@contextmanager
+def joined(device: str) -> Iterator[World]:
+    """Join the ranks that torchrun has started, or be the only one; leave them at the end."""
+    place = torchrun_rank() or TorchrunRank(0, 1, 0, 1)
+    here = _device(device, place)
+    if dist.is_initialized():  # by whoever called: they end it, too
+        yield World(dist.get_rank(), dist.get_world_size(), here)
+        return
+    if place.local_world_size == place.world_size and sys.platform == "linux":
+        # On one machine: its own name may not resolve to an address that gloo can use.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # NCCL refuses two ranks on one GPU; gloo takes them.
+    own_gpu = here.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
+    backend = "nccl" if own_gpu else "gloo"
+    if torchrun_rank() is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    else:
+        dist.init_process_group(backend, device_id=here if own_gpu else None)
+    try:
+        yield World(place.rank, place.world_size, here)
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(asked: str, place: TorchrunRank) -> torch.device:
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise BadRequestError("--device is cuda, and torch sees no GPU here")
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", place.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device

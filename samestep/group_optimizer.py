@@ -129,9 +129,10 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Raise before anything changes if a group or a gradient cannot be used."""
         for index, group in enumerate(self.param_groups):
             options = {k: group[k] for k in group if k not in ("params", "param_names")}
-            if options != self._checked_options.get(index):
+            constant = is_constant(tuple(options.values()))
+            if not constant or options != self._checked_options.get(index):
                 self._check_options(index, group)
-                if is_constant(tuple(options.values())):
+                if constant:
                     self._checked_options[index] = options
             if any(param not in self._blocks for param in group["params"]):
                 raise RuntimeError(

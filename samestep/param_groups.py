@@ -93,7 +93,7 @@ def check(group: Mapping[str, Any]) -> None:
 
 
 def is_constant(value: object) -> bool:
-    """Whether nobody can change a value where it is, and == tells whether it is another."""
+    """Whether nobody can change a value where it is, and its text says all of it."""
     if isinstance(value, tuple):
         return all(map(is_constant, value))
     return value is None or isinstance(value, int | float | str)

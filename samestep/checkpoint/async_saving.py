@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from samestep.checkpoint.background import SaveHandle, finish_background, start_background
 from samestep.checkpoint.plan import WritePlan
 from samestep.checkpoint.ranks import Ranks, all_ranks
-from samestep.checkpoint.saving import Prepared, Request, prepare, write
+from samestep.checkpoint.saving import Prepared, Request, give_up, prepare, write
 from samestep.full_values import FullValues
 
 
@@ -40,9 +40,8 @@ def async_save(
     prepared = prepare(request, _own_group(), staging.plan)
     try:
         staging.copy(prepared)
-    except BaseException:
-        if prepared.unfinished is not None:
-            prepared.unfinished.abandon()
+    except BaseException as error:  # there may be no memory
+        give_up(prepared.unfinished, prepared.ranks, error)
         raise
     # Without the live tensors: the optimizer may go while this runs.
     in_files = prepared._replace(tensors={}, request=request._replace(model=None, optimizer=None))

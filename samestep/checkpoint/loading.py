@@ -57,9 +57,9 @@ def load(
     def check() -> tuple[Index, Tensors]:
         index = Index(folder.find(Path(path)))
         tensors = tensors_of(model, optimizer)
-        names = names_that_fit(tensors, index.tensors, partial)
         if optimizer is not None:
             check_options(optimizer, index.content["groups"], partial)
+        names = names_that_fit(tensors, index.tensors, partial)
         if verify:
             index.verify(ranks.rank, ranks.size)
         return index, {name: tensors[name] for name in names}

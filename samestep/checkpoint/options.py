@@ -35,7 +35,9 @@ def check_options(opt: FullValues, groups: list[GroupFacts], partial: bool) -> N
                 f"{group['rule']!r} here: give it the same rule, or load the model alone"
             )
         kept_as_here = {"state_dtypes": group.get("state_dtypes")}
-        changes = decisive_changes({**group, **saved, **kept_as_here}, group)
+        changes = decisive_changes(
+            _alone(name, {**group, **saved, **kept_as_here}), _alone(name, group)
+        )
         if changes and not partial:
             raise CheckpointError(
                 f"parameter {name!r} was saved with options that its state depends on and that "
@@ -67,6 +69,12 @@ def _pairs(opt: FullValues, groups: list[GroupFacts]) -> Iterator[tuple[Group, s
         for name in parameter_names(group, index):
             if name in saved:
                 yield group, name, saved[name]
+
+
+def _alone(name: str, options: Group) -> Group:
+    """A group's options as those of one parameter, since others may be grouped otherwise."""
+    cut = options.get("split_sizes")
+    return {**options, "split_sizes": cut.get(name) if isinstance(cut, Mapping) else cut}
 
 
 def _plain(value: Any) -> Any:

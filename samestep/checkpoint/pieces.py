@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from samestep.held_state import HeldBox
+from samestep.held_state import HeldBox, whole_box
 from samestep.layout.dtensor_shards import Box
 
 
@@ -25,11 +25,13 @@ class Pieces(Tensor):
     def __new__(
         cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, held: Sequence[HeldBox]
     ) -> "Pieces":
-        """An empty stretch is not told apart from none."""
+        """An empty stretch is left out, but of an empty tensor every rank has all."""
         made: Pieces = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=dtype, device=device
         )
         made.held = tuple(one for one in held if one.box.numel)
+        if not made.numel():
+            made.held = (whole_box(torch.empty(made.shape, dtype=dtype, device=device)),)
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

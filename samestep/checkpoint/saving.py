@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,9 +97,8 @@ def prepare(request: Request, ranks: Ranks, before: WritePlan | None = None) -> 
     try:
         tensors, facts, owners = ranks.everywhere(check)
         plan = plan_writes(tensors, owners, ranks, before)
-    except BaseException:
-        if unfinished is not None:
-            unfinished.abandon()
+    except BaseException as error:
+        give_up(unfinished, ranks, error)
         raise
     return Prepared(request, ranks, unfinished, tensors, plan, facts)
 
@@ -127,11 +125,17 @@ def write(prepared: Prepared, values: Values) -> None:
         mine = ranks.everywhere(write_mine)
         everyones = ranks.to_first(mine)
         ranks.everywhere(finish)
-    except BaseException:
-        if unfinished is not None:
-            with suppress(OSError):
-                unfinished.abandon()
+    except BaseException as error:
+        give_up(unfinished, ranks, error)
         raise
+
+
+def give_up(unfinished: Unfinished | None, ranks: Ranks, error: BaseException) -> None:
+    """Leave nothing behind; what all ranks raise, they raise when that is done."""
+    if unfinished is not None:
+        unfinished.abandon()
+    if isinstance(error, CheckpointError):
+        ranks.all_of(None)
 
 
 def _facts(request: Request, ranks: int) -> dict[str, Any]:

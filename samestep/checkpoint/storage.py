@@ -198,6 +198,8 @@ class Files:
     def __init__(self, folder: Path, names: Iterable[str]) -> None:
         self._maps = {}
         for name in names:
+            if not (folder / name).stat().st_size:
+                continue  # it has empty boxes only
             with (folder / name).open("rb") as file:
                 self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
@@ -222,6 +224,8 @@ class Files:
         return self.bytes_of(index.places[box]).view(dtype).view(index.sizes_of(box))
 
     def _between(self, name: str, start: int, stop: int) -> Tensor:
+        if start == stop:
+            return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._maps[name], dtype=torch.uint8)[start:stop]
 
 

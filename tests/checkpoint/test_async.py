@@ -1,0 +1,120 @@
+"""Saves in the background."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import samestep
+from samestep.checkpoint import async_saving, saving
+from tests.checkpoint.training import Case, build, different, snapshot, train
+from tests.ranks import run_forked
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
+
+
+@pytest.mark.parametrize("layout", ["flat zero2", "fsdp2"])
+def test_it_saves_the_moment_of_the_call(tmp_path, layout):
+    """Steps that are taken while it writes are not in there, on the training's own groups."""
+    case = Case(layout, 2)
+
+    def job(rank):
+        model, opt = build(case)
+        moments, pointers = [], []
+        for number in range(3):
+            train(model, opt, range(2 * number, 2 * number + 2))
+            handle = samestep.async_save(tmp_path / str(number), model, opt, extra=number, keep=2)
+            moments.append(snapshot(model, opt))
+            train(model, opt, range(2 * number + 2, 2 * number + 4))  # while it writes
+            buffers = async_saving._stagings[opt]._buffers.values()
+            pointers.append([buffer.data_ptr() for buffer in buffers])
+        assert handle.wait() == tmp_path / "2"
+        assert handle.done()
+        names = sorted(path.name for path in tmp_path.iterdir())
+        again = build(case, seed=2)
+        wrong = []
+        for number in (1, 2):
+            samestep.load(tmp_path / str(number), *again)
+            wrong += different(snapshot(*again), moments[number])
+        return names, wrong, pointers[0] == pointers[1] == pointers[2]
+
+    for names, wrong, reused in run_forked(2, job, timeout=60):
+        assert names == ["1", "2", "LATEST"]
+        assert wrong == []
+        assert reused
+
+
+def test_only_what_a_rank_writes_is_copied(tmp_path):
+    """With everything on every rank, each copies its share."""
+
+    def job(rank):
+        model, opt = build(Case("none", 2))
+        samestep.async_save(tmp_path / "a", model, opt).wait()
+        buffers = async_saving._stagings[opt]._buffers.values()
+        return sum(buffer.nbytes for buffer in buffers)
+
+    shares = run_forked(2, job)
+    model, opt = build(Case("one", 1))
+    tensors = [*model.state_dict().values(), *(t for s in opt.state.values() for t in s.values())]
+    assert sum(shares) == sum(tensor.nbytes for tensor in tensors)
+    assert max(shares) < 0.6 * sum(shares)
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """Writing begins when it may, and can be made to fail."""
+    may, problem = threading.Event(), []
+    real = saving.write_boxes
+
+    def wait_then_write(*args):
+        may.wait(10)
+        if problem:
+            raise problem.pop()
+        return real(*args)
+
+    monkeypatch.setattr(saving, "write_boxes", wait_then_write)
+    yield may, problem
+    may.set()
+
+
+def test_a_second_one_waits_for_the_first(tmp_path, slow):
+    may, _ = slow
+    model, opt = build(Case("one", 1))
+    first = samestep.async_save(tmp_path / "a", model, opt)
+    assert not first.done()
+    threading.Timer(0.2, may.set).start()
+    second = samestep.async_save(tmp_path / "b", model, opt)
+    assert first.done()
+    assert (tmp_path / "a" / "index.json").exists()
+    samestep.load(second.path, model, opt)  # waits for it too
+
+
+def test_what_went_wrong_is_told_once(tmp_path, slow):
+    """By wait, or by the next call."""
+    may, problem = slow
+    may.set()
+    model, opt = build(Case("one", 1))
+    problem.append(OSError(28, "No space left on device"))
+    handle = samestep.async_save(tmp_path / "a", model, opt)
+    with pytest.raises(samestep.CheckpointError, match="No space left"):
+        handle.wait()
+    for call in (samestep.async_save, samestep.save):
+        problem.append(OSError(28, "No space left on device"))
+        samestep.async_save(tmp_path / "a", model, opt)
+        with pytest.raises(samestep.CheckpointError, match="No space left"):
+            call(tmp_path / "b", model, opt)
+    assert list(tmp_path.iterdir()) == []
+    samestep.async_save(tmp_path / "a", model, opt).wait()
+
+
+def test_a_changed_model_is_planned_again(tmp_path):
+    model, opt = build(Case("one", 1))
+    samestep.async_save(tmp_path / "a", model, opt).wait()
+    model.register_buffer("late", torch.ones(3))
+    samestep.async_save(tmp_path / "b", model, opt).wait()
+    again, loaded = build(Case("one", 1), seed=2)
+    again.register_buffer("late", torch.zeros(3))
+    samestep.load(tmp_path / "b", again, loaded)
+    assert different(snapshot(again, loaded), snapshot(model, opt)) == []

@@ -39,6 +39,14 @@ COMMANDS = {
         "from which size on is sharding a parameter faster than an all-reduce?",
         "samestep.bench.crossover.command",
     ),
+    "inspect": Command(
+        "what is in a checkpoint, and is every bit of it right?",
+        "samestep.checkpoint.inspect_command",
+    ),
+    "convert": Command(
+        "torch's checkpoints into ours, and back",
+        "samestep.checkpoint.convert.command",
+    ),
 }
 EXTRAS = (
     "jinja2",

@@ -64,6 +64,13 @@ class Unfinished:
                 if old != path:
                     _remove(old)
 
+    def publish(self) -> None:
+        """Move the folder to its place, for a format that has no pointer."""
+        (self.folder / LOCK).unlink()
+        _sync(self.folder)
+        os.rename(self.folder, self.path)
+        self._unlock()
+
     def abandon(self) -> None:
         """Remove what was written of a save that failed."""
         shutil.rmtree(self.folder, ignore_errors=True)

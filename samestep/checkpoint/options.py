@@ -21,7 +21,7 @@ def group_facts(opt: FullValues) -> list[GroupFacts]:
     facts = []
     for index, group in enumerate(opt.param_groups):
         others = {key: value for key, value in group.items() if isinstance(value, PLAIN)}
-        options = {key: _plain(value) for key, value in {**others, **options_of(group)}.items()}
+        options = plain_options({**others, **options_of(group)})
         facts.append({"params": list(parameter_names(group, index)), "options": options})
     return facts
 
@@ -61,9 +61,19 @@ def restore_options(opt: FullValues, groups: list[GroupFacts]) -> None:
                 group[key] = value
 
 
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """As JSON can have them."""
+    return {key: _plain(value) for key, value in options.items()}
+
+
+def options_from(plain: Mapping[str, Any]) -> Group:
+    """The opposite of `plain_options`, but for lists, which are tuples now."""
+    return {key: _back(value) for key, value in plain.items()}
+
+
 def _pairs(opt: FullValues, groups: list[GroupFacts]) -> Iterator[tuple[Group, str, Group]]:
     """Every parameter here that was saved: its group, its name, the options it was saved with."""
-    options = [{key: _back(value) for key, value in g["options"].items()} for g in groups]
+    options = [options_from(group["options"]) for group in groups]
     saved = {name: own for g, own in zip(groups, options, strict=True) for name in g["params"]}
     for index, group in enumerate(opt.param_groups):
         for name in parameter_names(group, index):

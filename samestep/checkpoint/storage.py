@@ -58,19 +58,18 @@ def write_boxes(
 
     Checksums are computed meanwhile, of what is in memory and not of what was written.
     """
-    name, places = f"rank_{rank}.bin", {}
+    name = f"rank_{rank}.bin"
+    places: Places = {}
     wanted = list(items)
     if not wanted:
-        return {}
+        return places
     with ThreadPoolExecutor(1) as beside, (folder / name).open("xb", buffering=0) as file:
-        written = []
         for item in wanted:
             tensor = values(item).detach().contiguous()
-            sum_of_it = beside.submit(checksum, tensor)
-            written.append((item.index, *_append(file, tensor), sum_of_it))
+            own_sum = beside.submit(checksum, tensor)
+            start, size = _append(file, tensor)
+            places[item.index] = Place(name, start, size, int(own_sum.result()))
         os.fsync(file.fileno())
-        for index, start, size, sum_of_it in written:
-            places[index] = Place(name, start, size, int(sum_of_it.result()))
     return places
 
 

@@ -1,0 +1,103 @@
+"""`samestep inspect`: what a checkpoint has in it."""
+
+import json
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from samestep.checkpoint import folder
+from samestep.checkpoint.errors import CheckpointError
+from samestep.checkpoint.logical import MODEL
+from samestep.checkpoint.storage import Index
+from samestep.command.request import BadRequestError
+
+
+@dataclass(frozen=True)
+class Options:
+    """Show what a checkpoint has in it."""
+
+    path: Annotated[
+        tyro.conf.Positional[Path],
+        tyro.conf.arg(help="a checkpoint, or a folder in which LATEST names one"),
+    ]
+    verify: Annotated[bool, tyro.conf.arg(help="compare all checksums")] = False
+    json: Annotated[bool, tyro.conf.arg(help="as JSON")] = False
+
+
+def run(options: Options) -> int:
+    """Print a table or JSON."""
+    try:
+        index = Index(folder.find(options.path))
+        if options.verify:
+            index.verify()
+    except CheckpointError as error:
+        raise BadRequestError(str(error)) from error
+    facts = contents(index) | {"verified": options.verify}
+    if options.json:
+        Console(soft_wrap=True, highlight=False, markup=False).print(json.dumps(facts, indent=1))
+    else:
+        _show(facts, Console())
+    return 0
+
+
+def contents(index: Index) -> dict[str, Any]:
+    """What `--json` prints."""
+    content = index.content
+    parameters: dict[str, dict[str, Any]] = {}
+    rules = {
+        name: group["options"]["rule"] for group in content["groups"] for name in group["params"]
+    }
+    for tensor, entry in content["tensors"].items():
+        part, _, name = tensor.partition(".")
+        key = None
+        if part != MODEL:
+            name, _, key = name.rpartition(".")
+        known = parameters.setdefault(
+            name, {"rule": rules.get(name), "shape": None, "dtype": None, "bytes": 0, "state": {}}
+        )
+        known["bytes"] += sum(box["size"] for box in entry["boxes"])
+        described = {"shape": entry["shape"], "dtype": entry["dtype"]}
+        if key is None:
+            known.update(described)
+        else:
+            known["state"][key] = described
+    same = ("format", "samestep", "torch", "world_size", "fingerprint", "layout", "extra", "groups")
+    return {
+        "path": str(index.folder),
+        **{key: content[key] for key in same},
+        "files": content["files"],
+        "bytes": sum(content["files"].values()),
+        "parameters": {name: parameters[name] for name in sorted(parameters)},
+    }
+
+
+def _show(facts: dict[str, Any], console: Console) -> None:
+    table = Table("parameter", "rule", "shape", "dtype", "state", "bytes", box=None)
+    table.columns[-1].justify = "right"
+    for name, entry in facts["parameters"].items():
+        state = ", ".join(
+            key if own["dtype"] == "float32" else f"{key} ({own['dtype']})"
+            for key, own in entry["state"].items()
+        )
+        shape = "" if entry["shape"] is None else " x ".join(map(str, entry["shape"])) or "()"
+        cells = (name, entry["rule"] or "", shape, entry["dtype"] or "", state)
+        table.add_row(*map(escape, cells), f"{entry['bytes']:,}")
+    console.print(table)
+    elements = sum(prod(e["shape"]) for e in facts["parameters"].values() if e["shape"] is not None)
+    files, ranks = len(facts["files"]), facts["world_size"]
+    lines = [
+        f"{elements:,} elements in the model, {facts['bytes']:,} bytes in {files} files",
+        f"saved by {ranks} ranks, samestep {facts['samestep']}, torch {facts['torch']}",
+        *(f"  {line}" for line in facts["layout"]),
+        f"extra: {json.dumps(facts['extra'])}",
+        "every checksum is right" if facts["verified"] else "checksums: not compared (--verify)",
+        facts["path"],
+    ]
+    for line in lines:
+        console.print(escape(line), highlight=False)

@@ -50,14 +50,30 @@ def joined(device: str) -> Iterator[World]:
     # NCCL refuses two ranks on one GPU; gloo takes them.
     own_gpu = here.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
     backend = "nccl" if own_gpu else "gloo"
-    if torchrun_rank() is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        dist.init_process_group(backend, device_id=here if own_gpu else None)
+    dist.init_process_group(
+        backend,
+        store=_store(),
+        rank=place.rank,
+        world_size=place.world_size,
+        device_id=here if own_gpu else None,
+    )
     try:
         yield World(place.rank, place.world_size, here)
     finally:
         dist.destroy_process_group()
+
+
+def _store() -> dist.Store:
+    """Where ranks find each other.
+
+    torchrun keeps its store when it starts all ranks again, with the addresses of those that are
+    gone, to which gloo would connect: every attempt has a place of its own.
+    """
+    if torchrun_rank() is None:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"samestep_train_{attempt}", store)
 
 
 def _device(asked: str, place: TorchrunRank) -> torch.device:

@@ -1,0 +1,204 @@
+"""Runs of the trainer: they learn, they go on where they were, and no layout shows."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import samestep
+from tests.train.runs import EXPERTS, STEPS, losses, rows, text_file, train, words
+
+pytestmark = pytest.mark.usefixtures("no_torchrun")
+
+SOAK = bool(os.environ.get("SAMESTEP_SOAK"))
+RICH = {key.removeprefix("--").replace("-", "_"): value for key, value in EXPERTS.items()}
+
+
+class Run(NamedTuple):
+    out: Path
+    data: Path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Run:
+    """Two ranks, zero2, experts, dropout, accumulation, from the first step to the last."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    run = Run(folder / "out", text_file(folder))
+    assert train(2, words(*run, **RICH)) == [0, 0]
+    return run
+
+
+def test_loss_falls(undisturbed):
+    found = losses(undisturbed.out)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found[1] == pytest.approx(5.545, abs=0.1)  # ln(256)
+    assert found[STEPS] < found[1] - 1
+    validated = losses(undisturbed.out, "val_loss")
+    assert list(validated) == [5, 10]
+    assert validated[10] < validated[5]
+
+
+def test_log_tells_what_ran(undisturbed):
+    start, *_, end = rows(undisturbed.out)
+    assert (start["event"], start["ranks"], start["options"]["layout"]) == ("started", 2, "zero2")
+    assert end == {"step": STEPS, "event": "saved"}
+    steps = [row for row in rows(undisturbed.out) if "loss" in row]
+    assert steps[0]["lr"] == pytest.approx(0.015)
+    assert steps[1]["lr"] == pytest.approx(0.03)
+    assert 0 < steps[-1]["lr"] < 0.01
+    assert steps[0]["momentum"] == pytest.approx(0.85)
+    assert steps[-1]["momentum"] == pytest.approx(0.95)
+    assert all(row["grad_norm"] > 0 and row["seconds"] > 0 for row in steps)
+
+
+def test_only_the_newest_checkpoints_are_kept(undisturbed):
+    folder = undisturbed.out / "checkpoints"
+    assert sorted(p.name for p in folder.iterdir()) == ["LATEST", "step_00000008", "step_00000010"]
+    assert (folder / "LATEST").read_text().strip() == "step_00000010"
+
+
+def test_picture(undisturbed):
+    assert (undisturbed.out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [("zero2", "zero2"), ("fsdp2", "flat"), *([("flat", "hsdp"), ("none", "zero1")] * SOAK)],
+)
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(undisturbed, tmp_path, first, then):
+    """Also in another layout: sums are in rank order in all of them."""
+    run = Run(tmp_path / "out", undisturbed.data)
+    assert train(2, words(*run, layout=first, **RICH), stop_in=7) == [130, 130]
+    assert max(losses(run.out)) == 6  # what will be forgotten: the checkpoint is of step 4
+    assert train(2, words(*run, layout=then, **RICH)) == [0, 0]
+    assert [row["step"] for row in rows(run.out) if row.get("event") == "resumed"] == [4]
+    assert losses(run.out) == losses(undisturbed.out)
+    assert losses(run.out, "val_loss") == losses(undisturbed.out, "val_loss")
+
+
+@pytest.mark.parametrize("layout", ["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"])
+def test_every_layout_has_the_same_losses(undisturbed, tmp_path, layout):
+    run = Run(tmp_path / "out", undisturbed.data)
+    short = words(*run, layout=layout, log_every=1, **RICH)
+    assert train(2, short, stop_in=3) == [130, 130]
+    assert losses(run.out) == {step: losses(undisturbed.out)[step] for step in (1, 2)}
+
+
+@pytest.mark.skipif(not SOAK, reason="more of the same")
+@pytest.mark.parametrize(("ranks", "layouts"), [(3, ("flat", "fsdp2")), (4, ("zero2", "hsdp"))])
+def test_every_layout_on_more_ranks(undisturbed, tmp_path, ranks, layouts):
+    for layout in layouts:
+        arguments = words(tmp_path / layout, undisturbed.data, layout=layout, **RICH)
+        assert train(ranks, arguments) == [0] * ranks
+    first, second = (losses(tmp_path / layout) for layout in layouts)
+    assert first == second
+
+
+def test_the_number_of_ranks_may_change(undisturbed, tmp_path):
+    """The batches are the same, so only the rounding differs."""
+    run = Run(tmp_path / "out", undisturbed.data)
+    alone = Run(tmp_path / "alone", undisturbed.data)
+    assert train(2, words(*run), stop_in=6) == [130, 130]
+    assert train(3, words(*run, layout="fsdp2")) == [0, 0, 0]
+    assert train(1, words(*alone, micro_batch=7)) == [0]
+    assert [row["ranks"] for row in rows(run.out) if "ranks" in row] == [2, 3]
+    for key in ("loss", "val_loss"):
+        expected, found = losses(alone.out, key), losses(run.out, key)
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert losses(run.out)[STEPS] < 4.6
+
+
+def test_bf16_stays_close(undisturbed, tmp_path):
+    run = Run(tmp_path / "out", undisturbed.data)
+    assert train(1, words(*run, steps=2, dtype="bf16")) == [0]
+    assert losses(run.out)[2] < losses(run.out)[1]
+
+
+def test_a_run_that_is_done_has_nothing_to_do(undisturbed, tmp_path):
+    before = losses(undisturbed.out)
+    assert train(2, words(*undisturbed, **RICH)) == [0, 0]
+    assert losses(undisturbed.out) == before
+
+
+def test_a_checkpoint_elsewhere_can_be_started_from(undisturbed, tmp_path):
+    """Once there are checkpoints in --out those come first: a restart has the same flags."""
+    run = Run(tmp_path / "out", undisturbed.data)
+    source = undisturbed.out / "checkpoints" / "step_00000008"
+    assert train(2, words(*run, resume=source, save_every=1, **RICH), stop_in=10) == [130, 130]
+    assert train(2, words(*run, resume=source, save_every=1, **RICH)) == [0, 0]
+    resumed = [row["step"] for row in rows(run.out) if row.get("event") == "resumed"]
+    assert resumed == [8, 9]
+    expected = losses(undisturbed.out)
+    assert losses(run.out) == {step: expected[step] for step in (9, 10)}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        (2, {"batch_size": 1}, "--batch-size must be at least the number of ranks, 2, got 1"),
+        (2, {"layout": "hsdp", "shards": 3}, "--layout hsdp has 3 ranks per copy"),
+        (2, {"layout": "hsdp", "shards": 1}, "--shards 1 only copies the model"),
+        (1, {"data": "nowhere"}, "cannot read the data"),
+        (1, {"context": 600}, "--context must be below the 600 bytes of validation text"),
+        (1, {"device": "cuda"}, "--device is cuda, and torch sees no GPU here"),
+        (1, {"resume": "nowhere"}, "cannot resume: nowhere does not exist"),
+    ],
+)
+def test_what_cannot_be_done(undisturbed, tmp_path, monkeypatch, capfd, ranks, changes, message):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    changes = {"data": undisturbed.data, **changes}
+    assert train(ranks, words(tmp_path / "out", **changes)) == [2] * ranks
+    assert_one_line(capfd, message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": "never"}, "has checkpoints, and --resume is never"),
+        ({"seed": 3}, "cannot resume: the seed of the data was 0 and is 3 here"),
+        ({"width": 32}, "cannot resume: "),
+        ({"experts": 0}, "cannot resume: the checkpoint "),
+    ],
+)
+def test_another_run_is_not_gone_on_with(undisturbed, capfd, changes, message):
+    before = (undisturbed.out / "log.jsonl").read_bytes()
+    assert train(1, words(*undisturbed, **{**RICH, **changes})) == [2]
+    assert_one_line(capfd, message)
+    assert (undisturbed.out / "log.jsonl").read_bytes() == before
+
+
+def assert_one_line(capfd, message):
+    lines = set(capfd.readouterr().err.splitlines())  # forked ranks all say it
+    assert len(lines) == 1
+    line = lines.pop()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_disk_that_is_full_for_a_while_ends_nothing(undisturbed, tmp_path, monkeypatch, capfd):
+    save = samestep.save
+
+    def save_unless_full(path, *args, **options):
+        if path.name == "step_00000004":
+            raise samestep.CheckpointError("no space left")
+        return save(path, *args, **options)
+
+    monkeypatch.setattr(samestep, "save", save_unless_full)
+    run = Run(tmp_path / "out", undisturbed.data)
+    assert train(1, words(*run)) == [0]
+    assert "step 4 was not saved, training goes on: no space left" in capfd.readouterr().out
+    saved = [row["step"] for row in rows(run.out) if row.get("event") == "saved"]
+    assert saved == [8, 10]
+
+
+def test_torch_alone_is_enough(undisturbed, tmp_path, monkeypatch):
+    for name in ("rich", "matplotlib", "tyro", "jinja2", "jsonschema"):
+        monkeypatch.setitem(sys.modules, name, None)
+    run = Run(tmp_path / "out", undisturbed.data)
+    assert train(1, words(*run, steps=2)) == [0]
+    assert len(losses(run.out)) == 2
+    assert not (run.out / "loss.png").exists()

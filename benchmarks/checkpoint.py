@@ -1,0 +1,175 @@
+"""Saving on two CPU ranks: against a plain dcp.save of the same bytes, in turns.
+
+A GPT's parameters in fp32 with AdamW's moments, shared by zero2. Both write the same boxes of the
+same tensors, planned alike, and wait for the disk. A save takes as long as on the slowest rank;
+medians of the rounds after the first are compared. Run it on a quiet machine: all of it is memory
+and disk.
+"""
+
+import json
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import tyro
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import samestep
+from benchmarks.cpu_step import gpt_parameters
+from samestep.checkpoint import storage
+from samestep.checkpoint.logical import tensors_of
+from samestep.command.output import write_files
+from samestep.launch import run_forked
+
+BARS = {
+    "with checksums": 0.65,
+    "without checksums": 0.9,
+    "extra memory": 0.1,
+    "blocked": 0.1,
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    parameters: float = 20e6
+    """About so many; 250e6 needs 3 GB of disk per save and 6 GB of memory."""
+    rounds: int = 5
+    out: Path = Path("out/bench/checkpoint")
+
+
+def gpt(parameters: float) -> nn.Module:
+    """Six layers, and a vocabulary that takes a fourth."""
+    width = max(64, int((0.75 * parameters / 72) ** 0.5) // 64 * 64)
+    matrices, others = gpt_parameters(width, 6, max(1, int(0.125 * parameters / width)))
+    return nn.ParameterList([*matrices, *others])
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: VmRSS now, or VmHWM at most."""
+    line = next(li for li in Path("/proc/self/status").read_text().splitlines() if field in li)
+    return int(line.split()[1]) * 1024
+
+
+def slowest(seconds: float) -> float:
+    """The longest time of all ranks."""
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    return longest.item()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds until the slowest rank has done something."""
+    dist.barrier()
+    start = time.perf_counter()
+    act()
+    return slowest(time.perf_counter() - start)
+
+
+def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
+    """All ways in turns, in every round."""
+    torch.manual_seed(0)
+    model = gpt(options.parameters)
+    opt = samestep.AdamW(model, sharding="zero2", grads="reduced")
+    opt.step()
+    for param in model.parameters():
+        param.grad = None
+    seconds: dict[str, list[float]] = {}
+    extra = 0
+    real = storage.checksum
+
+    def save(target: Path) -> None:
+        samestep.save(target, model, opt)
+
+    def plain(target: Path) -> None:
+        writer = dcp.FileSystemWriter(target)
+        dcp.save(dict(tensors_of(model, opt)), storage_writer=writer)
+
+    def background(target: Path) -> None:
+        start = time.perf_counter()
+        handle = samestep.async_save(target, model, opt)
+        blocked = slowest(time.perf_counter() - start)
+        handle.wait()
+        seconds.setdefault("blocked", []).append(blocked)
+
+    def unchecked(target: Path) -> None:
+        storage.checksum = lambda _: torch.zeros(())
+        save(target)
+        storage.checksum = real
+
+    ways = {"ours": save, "dcp": plain, "ours unchecked": unchecked, "async": background}
+    for number in range(options.rounds):
+        for way, act in ways.items():
+            target = folder / f"{number} {way}"
+            if way == "ours" and number:
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+            before = memory("VmRSS")
+            seconds.setdefault(way, []).append(timed(partial(act, target)))
+            if way == "ours" and number:
+                extra = max(extra, memory("VmHWM") - before)
+            dist.barrier()
+            if rank == 0:
+                written = sum(file.stat().st_size for file in target.rglob("*"))
+                shutil.rmtree(target)
+    held = sum(t.nbytes for state in opt.state.values() for t in state.values())
+    held += sum(param.nbytes for param in model.parameters())
+    return {
+        "seconds": {way: taken[1:] for way, taken in seconds.items()},
+        "held": held,
+        "extra": extra,
+        "written": written if rank == 0 else 0,
+    }
+
+
+def main(options: Options) -> None:
+    """Measure, print a table, write JSON."""
+    folder = options.out / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        ranks = run_forked(2, measure, options, folder, timeout=3000.0, collective_timeout=600.0)
+    finally:
+        with suppress(OSError):
+            shutil.rmtree(folder)
+    first = ranks[0]
+    medians = {way: statistics.median(taken) for way, taken in first["seconds"].items()}
+    found = {
+        "with checksums": medians["dcp"] / medians["ours"],
+        "without checksums": medians["dcp"] / medians["ours unchecked"],
+        "extra memory": max(rank["extra"] / rank["held"] for rank in ranks),
+        "blocked": medians["blocked"] / medians["async"],
+    }
+    table = Table("", "seconds", "MB/s", title=f"{first['written'] / 1e6:,.0f} MB, two ranks")
+    for way in ("dcp", "ours", "ours unchecked", "async", "blocked"):
+        table.add_row(way, f"{medians[way]:.3f}", f"{first['written'] / medians[way] / 1e6:,.0f}")
+    console = Console()
+    console.print(table)
+    bars = Table("", "found", "bar")
+    for name, value in found.items():
+        sign = ">=" if "checksums" in name else "<="
+        bars.add_row(name, f"{value:.3f}", f"{sign} {BARS[name]}")
+    console.print(bars)
+    content = {
+        "options": {**asdict(options), "out": str(options.out)},
+        "torch": torch.__version__,
+        "bars": BARS,
+        "found": found,
+        "medians": medians,
+        "ranks": ranks,
+    }
+    write_files(options.out, {"checkpoint.json": json.dumps(content, indent=1).encode() + b"\n"})
+    console.print(str(options.out / "checkpoint.json"))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

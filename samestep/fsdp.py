@@ -1,6 +1,6 @@
 """For FSDP2 and HSDP: ranks that use different modules, and sums in rank order.
 
-`take_part` and `skip` are in `participation`.
+`take_part` and `skip` are in `participation` and `skipping`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import RankGroup, registry
 from samestep.fsdp_units import called, fsdp_modules, grid
-from samestep.participation import skip, take_part
+from samestep.participation import take_part
+from samestep.skipping import skip
 
 __all__ = ["OrderedReduceScatter", "skip", "take_part", "use_ordered_reduction"]
 

@@ -13,29 +13,28 @@ class Mark:
     """What is known of a sharded parameter since its gradient was dropped the last time.
 
     used: a backward pass of this rank has reached it.
-    filled: zeros have stood in for its gradient on this rank.
     """
 
     def __init__(self, param: Tensor) -> None:
         self.param = param  # keeps it alive, so that its id stays its own
-        self.used = self.filled = False
+        self.used = False
         self._grad: weakref.ref[Tensor] | None = None  # the one that FSDP2 has made
         _marks[id(param)] = self
 
     def reduced(self) -> None:
-        """Backward is over: what is there as gradient, if anything, is FSDP2's."""
+        """FSDP2 has reduced its unit: what is there as gradient, if anything, is FSDP2's."""
         grad = self.param.grad
         self._grad = None if grad is None else weakref.ref(grad)
 
     def renew(self) -> None:
         """Forget about a gradient that is gone."""
         if self._grad is not None and not self._is_ours():
-            self.used = self.filled = False
+            self.used = False
             self._grad = None
 
     def only_zeros(self) -> bool:
         """Whether this rank had nothing but zeros to give to the gradient that is there."""
-        return self.filled and not self.used and self._is_ours()
+        return not self.used and self._is_ours()
 
     def _is_ours(self) -> bool:
         grad = self.param.grad

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
+from random import Random
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import samestep
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
+from samestep.participation import participation_of
 from tests.ranks import run_forked
 from tests.test_fsdp_ordered import assert_same_bits, mesh_of, ranks_in
 
@@ -205,6 +211,167 @@ def test_the_same_in_other_ways_to_train(shape, options):
 def test_sums_of_the_backend():
     for found in run_forked(3, job_of((3,), ordered=False), timeout=60):
         assert_near(found, alone(3))
+
+
+# --- trees of modules -----------------------------------------------------------------------------
+
+
+class Tree(nn.Module):
+    """Some of its branches are units, some inside of others; some give what a branch gave."""
+
+    def __init__(self, depth, draw):
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=draw.random() < 0.5)
+        self.gate = nn.Parameter(torch.ones(4))
+        self.branches = nn.ModuleList(
+            Tree(depth - 1, draw) for _ in range(draw.randint(1, 3) if depth else 0)
+        )
+        self.apart, self.saves_memory = draw.random() < 0.7, draw.random() < 0.3
+
+    def forward(self, x, draw):
+        """Every rank draws for itself what it uses."""
+        if draw.random() < 0.8:
+            x = x + self.linear(x).tanh()
+        if draw.random() < 0.5:
+            x = x * self.gate
+        for branch in self.branches:
+            x = branch.used_or_not(x, draw)
+        return x
+
+    def used_or_not(self, x, draw):
+        used, seed = draw.random() < 0.65, draw.random()
+        if not used:
+            return self.left_out(x)
+        units = [m for m in self.modules() if m is not self and isinstance(m, FSDPModule)]
+        if self.saves_memory and not units:
+            call = partial(lambda seed, x: self(x, Random(seed)), seed)
+            return checkpoint(call, x, use_reentrant=False)
+        return self(x, Random(seed))
+
+    def left_out(self, x):
+        if isinstance(self, FSDPModule):
+            return skip(self, x)
+        for branch in self.branches:
+            x = branch.left_out(x)
+        return x
+
+
+class Forest(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        draw = Random(seed)
+        self.embedding = nn.Embedding(11, 4)
+        self.trees = nn.ModuleList(Tree(draw.randint(1, 2), draw) for _ in range(2))
+        self.head = nn.Linear(4, 11)
+        self.options = {"reshard_after_forward": draw.random() < 0.6}
+        self.apart = draw.random() < 0.5
+
+    def forward(self, tokens, draw):
+        x = self.embedding(tokens)
+        for tree in self.trees:
+            x = tree.used_or_not(x, draw)
+        return nn.functional.cross_entropy(self.head(x), tokens.roll(-1))
+
+    def sharded(self, mesh):
+        for module in reversed(list(self.modules())):
+            if isinstance(module, Tree) and module.apart:
+                fully_shard(module, mesh=mesh, **self.options)
+        if self.apart:
+            fully_shard(self.embedding, mesh=mesh)
+        return fully_shard(self, mesh=mesh)
+
+
+def train_forest(model, opt, rank, seed):
+    for step in range(5):
+        draw = Random(1000 * seed + 10 * step + rank)
+        tokens = torch.randint(11, (5,), generator=torch.Generator().manual_seed(step + 9 * rank))
+        if step == 0 or draw.random() < 0.8:
+            model(tokens, draw).backward()
+        elif isinstance(model, FSDPModule):
+            skip(model, torch.zeros(())).backward()
+        opt.step()
+        opt.zero_grad()
+    return snapshot(model, opt)
+
+
+@pytest.mark.parametrize(("seed", "shape"), [(8, (3,)), (29, (2,)), (38, (2, 2))])
+def test_trees_of_modules(seed, shape):
+    def plain_job(rank):
+        model = Forest(seed)
+        opt = samestep.MuonAdamW(model, sharding="zero2", reduction="ordered", **OPTIONS)
+        return train_forest(model, opt, rank, seed)
+
+    def job(rank):
+        model = Forest(seed).sharded(mesh_of(shape))
+        use_ordered_reduction(model)
+        take_part(model)
+        return train_forest(model, samestep.MuonAdamW(model, **OPTIONS), rank, seed)
+
+    expected = run_forked(ranks_in(shape), plain_job, timeout=60)[0]
+    for found in run_forked(ranks_in(shape), job, timeout=60):
+        assert_same_bits(found, expected)
+
+
+class Containers(nn.Module):
+    """Gives a tensor in every kind of container."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, kind):
+        y = self.linear(x)
+        return {
+            "tuple": (y, None),
+            "list": [{"y": y}, 3],
+            "named": Named(1, y),
+            "dataclass": Holder([y], "text"),
+        }[kind]
+
+
+class Named(NamedTuple):
+    n: int
+    y: torch.Tensor
+
+
+@dataclass
+class Holder:
+    ys: list
+    text: str
+
+
+def test_outputs_in_containers():
+    def job(rank):
+        model = fully_shard(Containers())
+        take_part(model)
+        x = torch.ones(2, 3)
+        for kind, pick in (
+            ("tuple", lambda out: out[0]),
+            ("list", lambda out: out[0]["y"]),
+            ("named", lambda out: out.y),
+            ("dataclass", lambda out: out.ys[0]),
+        ):
+            output = model(x, kind)
+            assert type(output) is {"named": Named, "dataclass": Holder}.get(kind, type(output))
+            pick(output).sum().backward()
+            assert model.linear.weight.grad.full_tensor().eq(2).all()
+            model.zero_grad()
+
+    run_forked(2, job)
+
+
+def test_models_can_be_forgotten():
+    def job(rank):
+        model = sharded(Net(skip), mesh_of((2,)))
+        take_part(model)
+        model(torch.arange(6), {0, 2}).backward()
+        watched = weakref.ref(participation_of(model)), weakref.ref(model)
+        del model
+        gc.collect()
+        return [ref() is None for ref in watched]
+
+    assert run_forked(2, job) == [[True, True]] * 2
 
 
 # --- one unit, parameters of one shape ------------------------------------------------------------

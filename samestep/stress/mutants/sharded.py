@@ -53,7 +53,7 @@ def use_in_the_last_micro_batch_only() -> list[Any]:
     """Every forward starts afresh."""
 
     def renew(original: Any, self: Mark) -> None:
-        self.used = self.filled = False
+        self.used = False
 
     return [(Mark, "renew", renew)]
 

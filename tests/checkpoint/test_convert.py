@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import samestep
 from samestep import cli
@@ -120,6 +120,24 @@ def test_boxes_of_fsdp2(tmp_path):
     assert different(snapshot(*found), expected) == []
 
 
+def test_flattened_options_of_torch(tmp_path):
+    """Options per parameter, and a model without a prefix, as torchtitan has them."""
+    model = small()
+    opt = torch_adamw(model)
+    step(model, opt, 0)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    of_model, of_opt = get_state_dict(model, opt, options=options)
+    dcp.save({**of_model, "optimizer": of_opt}, checkpoint_id=tmp_path / "torch")
+    convert(tmp_path / "torch", tmp_path / "ours", "samestep")
+    ours = small(1)
+    loaded = samestep.AdamW(ours, lr=0.5)
+    samestep.load(tmp_path / "ours", ours, loaded)
+    assert loaded.param_groups[0]["betas"] == (0.8, 0.9)
+    for mine, theirs in zip(ours.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(loaded.state[mine]["exp_avg"], opt.state[theirs]["exp_avg"])
+
+
 @pytest.mark.parametrize("form", ["named", "by order", "two files", "ddp"])
 def test_files_of_torch_save(tmp_path, form):
     model = small()
@@ -191,6 +209,9 @@ def test_what_is_refused(tmp_path, capsys):
     sgd = torch.optim.SGD(small().parameters(), momentum=0.9)
     torch.save(sgd.state_dict(), tmp_path / "sgd.pt")
     assert "has no names of parameters" in refused(capsys, tmp_path / "sgd.pt", *target)
+    part = {"state": {}, "param_groups": [], "part": {"rank": 0}}
+    torch.save(part, tmp_path / "part.pt")
+    assert "is the part of one rank" in refused(capsys, tmp_path / "part.pt", *target)
     torch.save({"epoch": 3}, tmp_path / "epoch.pt")
     assert "none is the state dict" in refused(capsys, tmp_path / "epoch.pt", *target)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith((".", "to"))) == []

@@ -6,7 +6,6 @@ import warnings
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -111,6 +110,17 @@ def train(model, opt, steps):
         opt.zero_grad()
 
 
+@torch.no_grad()
+def spoil(model, opt):
+    """Other values everywhere, and other options: what is not loaded shows."""
+    opt.wait_for_parameters()
+    values = [*model.parameters(), *model.buffers()]
+    for tensor in values + [value for state in opt.state.values() for value in state.values()]:
+        tensor.mul_(-1).add_(1)
+    for group in opt.param_groups:
+        group["lr"] = 9.0
+
+
 def snapshot(model, opt):
     """Everything, whole, on every rank. Collective."""
     found = {name: value.clone() for name, value in model.named_buffers()}
@@ -158,7 +168,3 @@ def far(found, expected):
 def _tolerance(name):
     muon = "momentum" in name or any(p in name for p in ("up.weight", "down.weight", "experts"))
     return MUON if muon else ADAMW
-
-
-def rank_and_world():
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -167,11 +167,12 @@ def held_pieces(
             whole[MASTER] = like
         blocks = spec.blocks or ()
         in_whole = dict(zip(blocks, block_states(rule, whole, blocks, group), strict=True))
+        parts = [(piece, layout.views(piece, state[param])) for piece in pieces.get(index, ())]
         for key in state[param]:
             shape = tuple(whole[key].shape)
             boxes: list[HeldBox] = []
-            for piece in pieces.get(index, ()):
-                values = layout.views(piece, state[param])[key]
+            for piece, views in parts:
+                values = views[key]
                 start = piece.start
                 if piece.block is not None:
                     start = int(in_whole[piece.block][key].storage_offset())

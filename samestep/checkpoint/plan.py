@@ -22,17 +22,17 @@ class WritePlan(NamedTuple):
     metadata: Metadata
 
 
-def plan_writes(
-    tensors: Tensors, owners: Owners, ranks: Ranks, before: WritePlan | None = None
-) -> WritePlan:
-    """Plan, or take the plan of an earlier save if no rank holds anything else now. Collective."""
+def plan_locally(tensors: Tensors) -> DefaultSavePlanner:
+    """What this rank could write: all that it holds."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(tensors), is_coordinator=ranks.rank == 0)
-    local = planner.create_local_plan()
-    if all(ranks.all_of(before is not None and before.held == local.items)):
-        assert before is not None
-        return before
-    asked = ranks.to_first((local, dict(owners)))
+    planner.set_up_planner(dict(tensors))
+    planner.create_local_plan()
+    return planner
+
+
+def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
+    """What each rank writes of that. Collective."""
+    asked = ranks.to_first((planner.plan, dict(owners)))
     problem, answers = "", [(SavePlan([]), Metadata({}))] * ranks.size
     if ranks.rank == 0:
         try:
@@ -44,7 +44,7 @@ def plan_writes(
     problem, (plan, metadata) = ranks.from_first([(problem, answer) for answer in answers])
     if problem:
         raise CheckpointError(problem)
-    return WritePlan(local.items, plan.items, metadata)
+    return WritePlan(planner.plan.items, plan.items, metadata)
 
 
 def _refuse_different_things(owners: list[Owners]) -> None:

@@ -20,20 +20,25 @@ class Ranks(NamedTuple):
 
     def everywhere(self, act: Callable[[], T]) -> T:
         """Do something; if it fails on any rank, raise on all of them."""
+        return self.agreed(lambda: (act(), True))[0]
+
+    def agreed(self, act: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
+        """The same, and whether all ranks have given True beside their result."""
         problem: Exception | None = None
+        yes = False
         try:
-            result = act()
+            result, yes = act()
         except Exception as error:
             problem = error
-        texts = self.all_of("" if problem is None else _words(problem))
+        answers = self.all_of(("" if problem is None else _words(problem), yes))
         if problem is not None:
             if isinstance(problem, CheckpointError):
                 raise problem
             raise CheckpointError(_words(problem)) from problem
-        for rank, text in enumerate(texts):
+        for rank, (text, _) in enumerate(answers):
             if text:
                 raise CheckpointError(f"rank {rank}: {text}")
-        return result
+        return result, all(answer for _, answer in answers)
 
     def all_of(self, value: T) -> list[T]:
         """What every rank gives, on every rank; for small things."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import WriteItem
 
 from samestep.checkpoint.background import finish_background
@@ -14,7 +15,7 @@ from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.folder import Unfinished, partial_of
 from samestep.checkpoint.logical import Tensors, tensors_of
 from samestep.checkpoint.options import group_facts
-from samestep.checkpoint.plan import Owners, WritePlan, plan_writes
+from samestep.checkpoint.plan import Owners, WritePlan, plan_locally, plan_together
 from samestep.checkpoint.ranks import Ranks, all_ranks
 from samestep.checkpoint.storage import Place, write_boxes, write_index
 from samestep.full_values import FullValues
@@ -80,23 +81,31 @@ def save(
 
 
 def prepare(request: Request, ranks: Ranks, before: WritePlan | None = None) -> Prepared:
-    """Everything that can go wrong before something is written. Collective."""
+    """Everything that can go wrong before something is written. Collective.
+
+    `before` is the plan of an earlier save, which holds if no rank has anything else now.
+    """
     unfinished: Unfinished | None = None
 
-    def check() -> tuple[Tensors, dict[str, Any], Owners]:
+    def check() -> tuple[tuple[Tensors, dict[str, Any], DefaultSavePlanner], bool]:
         nonlocal unfinished
         if request.keep is not None and request.keep < 1:
             raise CheckpointError(f"keep must be at least 1, got {request.keep}")
         _check_json("extra", request.extra)
         tensors = tensors_of(request.model, request.optimizer)
-        facts, owners = _facts(request, ranks.size), _owners(request.optimizer, ranks.size)
+        planner = plan_locally(tensors)
+        facts = _facts(request, ranks.size)
         if ranks.rank == 0:
             unfinished = Unfinished(request.path)
-        return tensors, facts, owners
+        unchanged = before is not None and before.held == planner.plan.items
+        return (tensors, facts, planner), unchanged
 
     try:
-        tensors, facts, owners = ranks.everywhere(check)
-        plan = plan_writes(tensors, owners, ranks, before)
+        (tensors, facts, planner), unchanged = ranks.agreed(check)
+        if unchanged and before is not None:
+            plan = before
+        else:
+            plan = plan_together(planner, _owners(request.optimizer, ranks.size), ranks)
     except BaseException as error:
         give_up(unfinished, ranks, error)
         raise

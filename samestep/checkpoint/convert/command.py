@@ -14,7 +14,7 @@ from samestep.checkpoint.convert.from_file import read_file
 from samestep.checkpoint.convert.source import Source
 from samestep.checkpoint.convert.to_torch import write_dcp
 from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.plan import plan_writes
+from samestep.checkpoint.plan import plan_locally, plan_together
 from samestep.checkpoint.ranks import Ranks
 from samestep.checkpoint.saving import Prepared, Request, write
 from samestep.checkpoint.storage import Index
@@ -87,7 +87,7 @@ def _write(source: Source, path: Path) -> None:
         "groups": source.groups,
         "extra": source.extra,
     }
-    plan = plan_writes(source.tensors, {}, ranks)
+    plan = plan_together(plan_locally(source.tensors), {}, ranks)
     unfinished = folder.Unfinished(path)
     request = Request(path, None, None, source.extra, None)
     prepared = Prepared(request, ranks, unfinished, source.tensors, plan, facts)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +42,30 @@ class Journal:
     def go_back_to(self, step: int) -> None:
         """Forget what came after a step: it will happen again."""
         if self._active:
-            kept = [json.dumps(row) + "\n" for row in self.rows() if row["step"] <= step]
+            kept = [_line(row) for row in self.rows() if row["step"] <= step]
             write_files(self._folder, {LOG: "".join(kept).encode()})
 
     def add(self, *rows: Row) -> None:
         """Append rows."""
         if self._active:
             with (self._folder / LOG).open("a") as log:
-                log.writelines(json.dumps(row) + "\n" for row in rows)
+                log.writelines(map(_line, rows))
 
     def draw(self) -> bool:
         """Draw the losses so far; False if there is nothing to draw, or to draw with."""
         if not self._active or find_spec("matplotlib") is None:
             return False
         rows = self.rows()
-        if not any("loss" in row for row in rows):
+        if not any(row.get("loss") is not None for row in rows):
             return False
         write_files(self._folder, {PICTURE: picture(rows)})
         return True
+
+
+def _line(row: Row) -> str:
+    """A row as JSON, which has neither NaN nor infinity."""
+    plain = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
+    return json.dumps(plain) + "\n"
 
 
 def picture(rows: list[Row]) -> bytes:
@@ -72,7 +79,7 @@ def picture(rows: list[Row]) -> bytes:
         ("val_loss", "validation", {"marker": "o", "markersize": 4, "color": "#c2571a"}),
     )
     for key, label, style in curves:
-        points = [(row["step"], row[key]) for row in rows if key in row]
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         if points:
             axes.plot(*zip(*points, strict=True), label=label, **style)
     for row in rows:

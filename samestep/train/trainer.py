@@ -256,7 +256,9 @@ def _use_one_result_every_time(options: Options, world: World) -> None:
     """Sums in rank order are for nothing if kernels of a GPU add up by chance."""
     if world.device.type == "cuda" and options.reduction == "ordered":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cuda.enable_mem_efficient_sdp(False)  # flash has an order, and so has math
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from samestep import cli
 from samestep.command.request import BadRequestError
 from samestep.train.corpus import Order, load_file, validation_starts
 from samestep.train.gpt import GPT, Experts, GPTConfig
-from samestep.train.journal import Journal
+from samestep.train.journal import Journal, display
 from samestep.train.options import Options, parse
 from samestep.train.world import World
 
@@ -146,6 +147,31 @@ def test_only_one_rank_keeps_a_journal(tmp_path):
     journal.add({"step": 1})
     assert not journal.draw()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_loss_that_is_no_number_is_null(tmp_path):
+    journal = Journal(tmp_path, active=True)
+    journal.add({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    assert journal.rows() == [{"step": 1, "loss": None, "grad_norm": None}]
+    assert not journal.draw()
+    journal.add({"step": 2, "loss": 3.0}, {"step": 2, "event": "resumed"})
+    assert journal.draw()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["log.jsonl", "loss.png"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_display(capsys, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    with display(True) as shown:
+        shown.show(3, 20, "loss 3.5")
+        shown.say("said [this]")
+    out = capsys.readouterr().out
+    for text in ("3/20", "loss 3.5", "said [this]"):
+        assert text in out
+    with display(False) as shown:
+        shown.show(3, 20, "loss 3.5")
+        shown.say("said [this]")
+    assert capsys.readouterr().out == ""
 
 
 def test_experts_mix_those_with_the_highest_scores():

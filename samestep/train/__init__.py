@@ -1,6 +1,6 @@
 """`samestep train`: a small GPT trained in any layout, with checkpoints and restarts.
 
-A trainer to use, and to copy from: torch and samestep's public names are all it needs.
+A trainer to use, and to copy from. It needs torch alone.
 
     options.py   the flags
     gpt.py       the model

@@ -23,17 +23,22 @@ class Unfinished:
         if os.path.lexists(path):
             raise CheckpointError(f"{path} exists: save under another name, or remove it first")
         self.path, self.folder = path, partial_of(path)
+        self._lock: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(path.parent, self.folder)
             if self.folder.exists():
                 raise CheckpointError(f"{path} is being written by another process")
             self.folder.mkdir()
-            self._lock: int | None = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR)
-            with suppress(OSError):  # a disk without locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                self._lock = os.open(self.folder / LOCK, os.O_CREAT | os.O_RDWR)
+            except OSError:
+                self.abandon()
+                raise
         except OSError as error:
             raise _unwritable(path, error) from None
+        with suppress(OSError):  # a disk without locks
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def commit(self, keep: int | None) -> None:
         """Move the folder to its place, then the pointer; then remove all but the newest."""

@@ -57,13 +57,17 @@ def test_one_rank_has_no_room(tmp_path, way, who):
         assert wrong == []
 
 
-@pytest.mark.parametrize("call", ["rename", "replace", "fsync"])
-def test_the_last_moment(tmp_path, monkeypatch, call):
-    """The disk fails when all is written: the earlier checkpoint stays the newest."""
+@pytest.mark.parametrize("call", ["mkdir", "open", "rename", "replace", "fsync"])
+def test_the_first_and_the_last_moment(tmp_path, monkeypatch, call):
+    """The disk fails at the start or when all is written: the earlier checkpoint stays."""
     model, opt = build(Case("one", 1))
     samestep.save(tmp_path / "good", model, opt)
 
-    def fail(*args):
+    real = getattr(os, call)
+
+    def fail(*args, **kwargs):
+        if call == "open" and not str(args[0]).endswith(folder.LOCK):
+            return real(*args, **kwargs)
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import samestep
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
-from samestep.participation import participation_of
+from samestep.fsdp.participation import participation_of
 from tests.ranks import run_forked
 from tests.test_fsdp_ordered import assert_same_bits, mesh_of, ranks_in
 

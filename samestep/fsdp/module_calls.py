@@ -9,7 +9,7 @@ from torch import nn
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
-from samestep.fsdp_units import called, grid, own_places
+from samestep.fsdp.units import called, grid, own_places
 
 BACKWARD = -1
 

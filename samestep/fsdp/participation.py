@@ -29,9 +29,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from samestep.fsdp_units import fsdp_modules, own_places
-from samestep.module_calls import CallComparison
-from samestep.nested_tensors import requiring_gradients, with_others
+from samestep.fsdp.module_calls import CallComparison
+from samestep.fsdp.nested_tensors import requiring_gradients, with_others
+from samestep.fsdp.units import fsdp_modules, own_places
 from samestep.use_marks import Mark
 
 

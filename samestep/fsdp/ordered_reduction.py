@@ -1,7 +1,4 @@
-"""For FSDP2 and HSDP: ranks that use different modules, and sums in rank order.
-
-`take_part` and `skip` are in `participation` and `skipping`.
-"""
+"""FSDP2 and HSDP that add up gradients in rank order, as `reduction="ordered"` does elsewhere."""
 
 from collections.abc import Sequence
 from math import prod
@@ -13,11 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import RankGroup, registry
-from samestep.fsdp_units import called, fsdp_modules, grid
-from samestep.participation import take_part
-from samestep.skipping import skip
-
-__all__ = ["OrderedReduceScatter", "skip", "take_part", "use_ordered_reduction"]
+from samestep.fsdp.units import called, fsdp_modules, grid
 
 
 def use_ordered_reduction(model: nn.Module) -> None:

@@ -5,8 +5,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from samestep.fsdp_units import nested_modules, own_places
-from samestep.participation import Participation, participation_of
+from samestep.fsdp.participation import Participation, participation_of
+from samestep.fsdp.units import nested_modules, own_places
 
 
 def skip(module: nn.Module, x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from samestep import sharded
-from samestep.participation import Unit
+from samestep.fsdp.participation import Unit
 from samestep.rules.muon import MuonRule
 from samestep.sharded import ShardedTensors
 from samestep.stress.mutants.mutant import RANDOM, mutant

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.usefixtures("no_torchrun")
 
 ROOT = Path(__file__).parent.parent.parent
 SOAK = bool(os.environ.get("SAMESTEP_SOAK"))
-PATIENCE = 90.0
+PATIENCE = 150.0  # on a busy machine; alone it takes 15 s
 FLAGS = {"steps": 60 if SOAK else 24, "dropout": 0.1, "micro_batch": 4, "log_every": 1}
 
 
 @pytest.mark.parametrize(
     ("layout", "kills"), [("zero2", 5), ("fsdp2", 5), ("flat", 5)] if SOAK else [("zero2", 1)]
 )
-@pytest.mark.timeout(600 if SOAK else 120)
+@pytest.mark.timeout(900 if SOAK else 300)
 def test_killed_ranks_leave_no_trace_in_the_losses(tmp_path, layout, kills):
     data = text_file(tmp_path)
     assert train(2, words(tmp_path / "undisturbed", data, **FLAGS)) == [0, 0]

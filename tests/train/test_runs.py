@@ -1,6 +1,7 @@
 """Runs of the trainer: they learn, they go on where they were, and no layout shows."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -121,6 +122,16 @@ def test_a_run_that_is_done_has_nothing_to_do(undisturbed, tmp_path):
     before = losses(undisturbed.out)
     assert train(2, words(*undisturbed, **RICH)) == [0, 0]
     assert losses(undisturbed.out) == before
+
+
+def test_killed_between_a_checkpoint_and_its_name(undisturbed, tmp_path):
+    """The checkpoint of step 10 is there, and LATEST still says 8: it is written once more."""
+    run = Run(tmp_path / "out", undisturbed.data)
+    shutil.copytree(undisturbed.out, run.out)
+    (run.out / "checkpoints" / "LATEST").write_text("step_00000008\n")
+    assert train(2, words(*run, **RICH)) == [0, 0]
+    assert (run.out / "checkpoints" / "LATEST").read_text() == "step_00000010\n"
+    assert losses(run.out) == losses(undisturbed.out)
 
 
 def test_a_checkpoint_elsewhere_can_be_started_from(undisturbed, tmp_path):

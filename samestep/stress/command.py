@@ -150,16 +150,27 @@ class Session:
 
         scenarios = [list(alike) for _, alike in groupby(cases, key=lambda case: case.scenario)]
         with display.shown() if self.speaks else nullcontext():
-            if self.torchrun is not None or self.options.lanes == 1:
-                self._run_in_order(scenarios, on_result, display)
-                return
-            lanes = Lanes(self.options.lanes, self._campaign)
-            self.presence = lanes.presence
             try:
-                lanes.run(scenarios, on_result, display.step)
+                if self.torchrun is not None or self.options.lanes == 1:
+                    self._run_in_order(scenarios, on_result, display)
+                else:
+                    self._run_in_lanes(scenarios, on_result, display)
             finally:
-                self.results += lanes.interrupted
                 self.results.sort(key=lambda result: cases.index(result.case))
+
+    def _run_in_lanes(
+        self,
+        scenarios: Sequence[Sequence[Case]],
+        on_result: Callable[[CaseResult], None],
+        display: Display,
+    ) -> None:
+        """Several scenarios side by side."""
+        lanes = Lanes(self.options.lanes, self._campaign)
+        self.presence = lanes.presence
+        try:
+            lanes.run(scenarios, on_result, display.step)
+        finally:
+            self.results += lanes.interrupted
 
     def _run_in_order(
         self,

@@ -14,6 +14,7 @@ import samestep
 from samestep.buffers import reduction
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_forked, run_threaded
+from tests.soak import SOAK
 
 LAYERS = ("first", "second", "third", "tied")
 OPTIONS = {"lr": 1e-2, "reduction": "ordered", "crossover": 20, "bucket_size": 200}
@@ -187,7 +188,7 @@ def runs(draw):
     st.sampled_from(["none", "zero1", "zero2"]),
     st.sampled_from([1, 70, 1000]),
 )
-@settings(max_examples=20)
+@settings(max_examples=100 if SOAK else 8)
 def test_any_graphs_give_the_bits_of_one_process(run, mode, sharding, bucket_size):
     world, pattern = run
     tokens = torch.arange(6)

@@ -20,10 +20,11 @@ from tests.acceptance.flat import GPT, SKIPPED, train, train_alone, values
 from tests.counting_group import counted
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
+from tests.soak import SOAK
 
 pytestmark = pytest.mark.timeout(600)  # for slow machines
 
-STEPS, FEWER = 200, 12
+STEPS, FEWER = 200 if SOAK else 50, 12
 EVERYTHING = 1 << 30  # elements: all in one bucket
 PER_PARAMETER = [{"sharding": "none"}, {"sharding": "zero2", "overlap_grad_reduce": True}]
 

@@ -6,7 +6,6 @@ Every data rank has batches of its own; the reference averages their losses. Dim
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import pytest
@@ -19,12 +18,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import samestep
 from tests.ranks import run_forked
+from tests.soak import SOAK
 from tests.test_sharded import Net, fsdp, loss_of
 
 pytestmark = pytest.mark.timeout(300)  # for slow machines
 
 STEPS, FEWER = 100, 20
-STEPS_OF_EIGHT = STEPS if os.environ.get("SAMESTEP_SOAK") else 12  # ranks, on two cores
+FEWER_STEPS = {3: 40, 4: 25, 8: 12}  # of so many ranks, on two cores
 ADAMW, MUON = 2e-5, 3e-4  # how far parameters of either rule may be apart
 OPTIONS = {
     "lr": 5e-3,
@@ -132,7 +132,7 @@ def train(world, layout, shape, hidden, steps, **options):
 def test_a_hundred_steps(world, layout, shape, options):
     data, hidden = (shape[0], 36) if layout is tensor_parallel else (world, 33)
     start = {name: param.detach() for name, param in Net(hidden).named_parameters()}
-    steps = STEPS_OF_EIGHT if world == 8 else STEPS
+    steps = STEPS if SOAK else FEWER_STEPS.get(world, STEPS)
     results = train(world, layout, shape, hidden, steps, **options)
     for found in results:
         assert_near(found, alone(data, hidden, steps), start, steps)

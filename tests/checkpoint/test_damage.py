@@ -11,8 +11,9 @@ import pytest
 import samestep
 from tests.checkpoint.training import Case, build, local_bits, same_bits, train
 from tests.ranks import run_forked
+from tests.soak import SOAK
 
-FLIPS = 2000 if os.environ.get("SAMESTEP_SOAK") else 200
+FLIPS = 2000 if SOAK else 200
 ONE = Case("one", 1)
 
 

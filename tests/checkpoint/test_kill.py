@@ -15,8 +15,9 @@ from torch import nn
 import samestep
 from samestep.checkpoint import folder
 from tests.ranks import RanksFailed, run_forked
+from tests.soak import SOAK
 
-KILLS = 50 if os.environ.get("SAMESTEP_SOAK") else 12
+KILLS = 50 if SOAK else 12
 
 
 class Numbered(nn.Module):

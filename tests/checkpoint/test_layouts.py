@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
@@ -19,11 +17,11 @@ from tests.checkpoint.training import (
     train,
 )
 from tests.ranks import run_forked
+from tests.soak import SOAK
 from tests.test_sharded import loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
 
-SOAK = bool(os.environ.get("SAMESTEP_SOAK"))
 BEFORE, AFTER = 3, 20 if SOAK else 4  # steps
 RESUMED = 100 if SOAK else 12
 OTHER = {"lr": 0.3, "betas": (0.5, 0.6), "momentum": 0.2, "weight_decay": 0.0}  # of who loads

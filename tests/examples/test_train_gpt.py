@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.soak import SOAK
 from tests.train.runs import losses, rows, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
 ROOT = Path(__file__).parent.parent.parent
-SOAK = bool(os.environ.get("SAMESTEP_SOAK"))
 PATIENCE = 150.0  # on a busy machine; alone it takes 15 s
 FLAGS = {"steps": 60 if SOAK else 24, "dropout": 0.1, "micro_batch": 4, "log_every": 1}
 

@@ -469,10 +469,8 @@ def test_a_mutant_that_survives_fails_the_command(
 @pytest.mark.parametrize(
     ("signals", "status"),
     [
-        ([signal.SIGINT], 130),
         ([signal.SIGTERM], 143),
         ([signal.SIGINT, signal.SIGINT, signal.SIGTERM], 130),
-        ([signal.SIGTERM, signal.SIGINT], 143),
     ],
 )
 def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, status):

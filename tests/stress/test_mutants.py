@@ -12,6 +12,7 @@ from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantRunner
 from samestep.stress.scenarios import SCENARIOS
+from tests.soak import SOAK
 
 pytestmark = pytest.mark.timeout(300)  # for slow machines
 
@@ -21,7 +22,11 @@ def runner():
     return MutantRunner(watchdog=2.0)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+# `samestep stress --mutants` runs all; here some of each kind.
+SOME = list(MUTANTS) if SOAK else list(MUTANTS)[::3]
+
+
+@pytest.mark.parametrize("name", SOME)
 def test_mutant_is_caught(runner, name):
     result = runner.run(MUTANTS[name])
     assert result.unpatched == "exact"

@@ -1,6 +1,5 @@
 """Runs of the trainer: they learn, they go on where they were, and no layout shows."""
 
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,11 +9,11 @@ import pytest
 import torch
 
 import samestep
+from tests.soak import SOAK
 from tests.train.runs import EXPERTS, STEPS, losses, rows, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
-SOAK = bool(os.environ.get("SAMESTEP_SOAK"))
 RICH = {key.removeprefix("--").replace("-", "_"): value for key, value in EXPERTS.items()}
 
 

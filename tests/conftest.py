@@ -1,7 +1,10 @@
 """One thread per process: the tensors here are small, and ranks share the cores."""
 
 import os
+import signal
 
+# A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
 
 import pytest

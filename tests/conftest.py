@@ -3,8 +3,6 @@
 import os
 import signal
 
-# A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
 
 import pytest
@@ -14,6 +12,8 @@ from hypothesis import settings
 from samestep.comm.groups import registry
 
 torch.set_num_threads(1)
+# A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Time per example depends on the machine's load; `make soak` looks at many more examples.
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)

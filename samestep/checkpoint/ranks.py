@@ -1,12 +1,13 @@
 """What ranks tell each other about a checkpoint: small things, on a group of any backend."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from samestep.checkpoint.errors import CheckpointError
 from samestep.comm.groups import rank_group
+from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
 
 T = TypeVar("T")
 
@@ -44,26 +45,19 @@ class Ranks(NamedTuple):
         """What every rank gives, on every rank; for small things."""
         if self.handle is None:
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
-        return values
+        return gather_everywhere(value, self.handle)
 
     def to_first(self, value: T) -> list[T]:
         """What every rank gives, on the first; nothing elsewhere."""
         if self.handle is None:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, values, group=self.handle, group_dst=0)
-        return values or []
+        return gather_on_first(value, self.handle) or []
 
     def from_first(self, values: list[T]) -> T:
         """One of the values that the first rank gives."""
         if self.handle is None:
             return values[0]
-        mine: list[Any] = [None]
-        given: list[Any] | None = list(values) if self.rank == 0 else None
-        dist.scatter_object_list(mine, given, group=self.handle, group_src=0)
-        found: T = mine[0]
+        found: T = scatter_from_first(list(values), self.handle)
         return found
 
 

@@ -1,15 +1,28 @@
-"""Objects of our own processes, brought to the first rank."""
+"""Small objects of our own processes, from rank to rank. They travel as pickles."""
 
 from typing import Any
 
 import torch.distributed as dist
 
 
-def gather_on_first(message: object) -> list[Any] | None:
-    """What every rank of the default group gives, by rank, on rank 0; None on the others.
-
-    For a harness that talks to itself: objects travel as pickles.
-    """
-    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(message, gathered)
+def gather_on_first(message: object, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """What every rank of a group gives, by rank, on its first; None on the others."""
+    is_first = dist.get_rank(group) == 0
+    gathered: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
+    dist.gather_object(message, gathered, group=group, group_dst=0)
     return gathered
+
+
+def gather_everywhere(message: object, group: dist.ProcessGroup) -> list[Any]:
+    """What every rank of a group gives, by rank, on every rank."""
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, message, group=group)
+    return gathered
+
+
+def scatter_from_first(messages: list[Any], group: dist.ProcessGroup) -> Any:
+    """One of the messages that the first rank of a group gives; those of others do not count."""
+    mine: list[Any] = [None]
+    given = messages if dist.get_rank(group) == 0 else None
+    dist.scatter_object_list(mine, given, group=group, group_src=0)
+    return mine[0]

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samestep
+from samestep.fsdp.ordered_reduction import use_ordered_reduction
 from tests.test_sharded import Net, fsdp, loss_of
 
 HIDDEN = 36  # tensor parallel over two ranks can cut it, and three ranks cut it unevenly
@@ -82,6 +83,7 @@ def build(case, seed=1, **options):
             own |= {"reduction": "ordered"}
     else:
         _shard(model, case)
+        use_ordered_reduction(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return model, samestep.MuonAdamW(model, **{**own, **options})
@@ -163,6 +165,16 @@ def far(found, expected):
         for name, value in expected.items()
         if value.numel() and (found[name] - value).abs().max() > _tolerance(name)
     ]
+
+
+def drift(found, expected):
+    """How far AdamW's parameters and state are from what is expected, and how far Muon's."""
+    furthest = {ADAMW: 0.0, MUON: 0.0}
+    for name, value in expected.items():
+        if value.numel():
+            away = (found[name] - value).abs().max().item()
+            furthest[_tolerance(name)] = max(furthest[_tolerance(name)], away)
+    return furthest[ADAMW], furthest[MUON]
 
 
 def _tolerance(name):

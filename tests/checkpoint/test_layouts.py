@@ -34,6 +34,7 @@ BEFORE, AFTER = 3, 20  # steps
 RESUMED = 100 if SOAK else 12
 OTHER = {"lr": 0.3, "betas": (0.5, 0.6), "momentum": 0.2, "weight_decay": 0.0}  # of who loads
 EVERYTHING = [Case(layout, world) for world in (1, 2, 3, 4, 6, 8) for layout in layouts_on(world)]
+PATIENCE = {"timeout": 7000 if SOAK else 100, "collective_timeout": 300 if SOAK else 10}  # seconds
 RECEIPT = Path("receipts/checkpoint_matrix.json")
 # Every layout is saved and loaded, on fewer and on more ranks, in neighbours that differ in both.
 RING = [
@@ -118,7 +119,7 @@ def on_each_world(cases, make_job):
     found = []
     for world in sorted({case.world for case in cases}):
         job = make_job([case for case in cases if case.world == world])
-        found += [job(0)] if world == 1 else run_forked(world, job, timeout=7000 if SOAK else 100)
+        found += [job(0)] if world == 1 else run_forked(world, job, **PATIENCE)
     return found
 
 

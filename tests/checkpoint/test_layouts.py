@@ -65,12 +65,12 @@ def save_all(folder, mine):
 def same_sums(source, case):
     """Whether runs in both are the same to the bit.
 
-    All ranks have the same data: its mean over 2, 4 or 8 ranks is that of one. Tensor parallelism
-    adds up within the model in its own way.
+    All ranks have the same data: its mean over 2 or 4 ranks is that of one, while sums of 3, 6 and
+    8 equal numbers in rank order are rounded. Tensor parallelism adds up in the model in its own way.
     """
     if (source.layout == "tp") != (case.layout == "tp"):
         return False
-    even = {source.world, case.world} <= {1, 2, 4, 8} and source.layout != "tp"
+    even = {source.world, case.world} <= {1, 2, 4} and source.layout != "tp"
     return source.world == case.world or even
 
 

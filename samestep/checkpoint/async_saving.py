@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from samestep.checkpoint.background import SaveHandle, finish_background, start_background
+from samestep.checkpoint.formats import FormatName
 from samestep.checkpoint.plan import WritePlan
 from samestep.checkpoint.ranks import Ranks, all_ranks
 from samestep.checkpoint.saving import Prepared, Request, give_up, prepare, write
+from samestep.comm.groups import RankGroup
 from samestep.full_values import FullValues
 
 
@@ -26,6 +28,7 @@ def async_save(
     *,
     extra: Any = None,
     keep: int | None = None,
+    format: FormatName = "fully_reshardable",
 ) -> SaveHandle:
     """`save`, but it returns when everything is copied to the host's memory. Collective.
 
@@ -35,16 +38,18 @@ def async_save(
     `wait()` before `torch.distributed.destroy_process_group()`.
     """
     finish_background()
-    request = Request(Path(path), model, optimizer, extra, keep)
+    request = Request(Path(path), model, optimizer, extra, keep, format)
     staging = _staging_of(optimizer if optimizer is not None else model)
-    prepared = prepare(request, _own_group(), staging.plan)
+    prepared = prepare(request, _own_group(f"save of {path}"), staging.plan_for(format))
     try:
         staging.copy(prepared)
     except BaseException as error:  # there may be no memory
         give_up(prepared.unfinished, prepared.ranks, error)
         raise
     # Without the live tensors: the optimizer may go while this runs.
-    in_files = prepared._replace(tensors={}, request=request._replace(model=None, optimizer=None))
+    in_files = prepared._replace(
+        state_dict=prepared.objects(), request=request._replace(model=None, optimizer=None)
+    )
     return start_background(request.path, lambda: write(in_files, staging.value))
 
 
@@ -52,15 +57,23 @@ class Staging:
     """Copies on the host of what a rank writes, and the plan that says what that is."""
 
     def __init__(self) -> None:
-        self.plan: WritePlan | None = None
+        self._format = ""
+        self._plan: WritePlan | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
+
+    def plan_for(self, name: str) -> WritePlan | None:
+        """The plan of the last save, if that had the same format."""
+        return self._plan if name == self._format else None
 
     def copy(self, prepared: Prepared) -> None:
         """Take the present values."""
-        if prepared.plan is not self.plan:
-            self.plan, self._buffers = prepared.plan, {}
+        if prepared.plan is not self._plan:
+            self._plan, self._buffers = prepared.plan, {}
+            self._format = prepared.request.format
         streams = False
         for item in prepared.plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                continue
             live = prepared.value(item).detach()
             buffer = self._buffers.get(item.index)
             if buffer is None or buffer.dtype != live.dtype:
@@ -77,7 +90,7 @@ class Staging:
 
 
 _stagings: "WeakKeyDictionary[object, Staging]" = WeakKeyDictionary()
-_groups: "WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = WeakKeyDictionary()
+_groups: "WeakKeyDictionary[dist.ProcessGroup, RankGroup]" = WeakKeyDictionary()
 
 
 def _staging_of(owner: object) -> Staging:
@@ -87,13 +100,13 @@ def _staging_of(owner: object) -> Staging:
     return _stagings.setdefault(owner, Staging())
 
 
-def _own_group() -> Ranks:
+def _own_group(task: str) -> Ranks:
     """A group that training does not use, for the background; made once. Collective then."""
-    ranks = all_ranks()
-    if ranks.handle is None:
+    ranks = all_ranks(task)
+    if ranks.group is None:
         return ranks
-    own = _groups.get(ranks.handle)
+    own = _groups.get(ranks.group.handle)
     if own is None:
-        own = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
-        _groups[ranks.handle] = own
-    return ranks._replace(handle=own)
+        handle = dist.new_group(backend="gloo", timeout=timedelta(minutes=30))
+        own = _groups[ranks.group.handle] = ranks.group._replace(handle=handle)
+    return ranks._replace(group=own)

@@ -11,6 +11,7 @@ from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.storage import INDEX
 
 LATEST = "LATEST"
+OF_TORCH = ".metadata"  # what folders of torch.distributed.checkpoint have
 PARTIAL = ".partial"
 REMOVED = ".removed"
 LOCK = ".lock"
@@ -111,6 +112,8 @@ def find(path: Path) -> Path:
         raise CheckpointError(
             f"{pointer} names {named.name!r}, which is no checkpoint: name the one you mean"
         )
+    if (path / OF_TORCH).is_file():
+        return path
     what = f"is no checkpoint: it has no {INDEX} and no {LATEST}"
     raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
 

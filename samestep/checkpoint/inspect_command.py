@@ -13,9 +13,19 @@ from rich.table import Table
 
 from samestep.checkpoint import folder
 from samestep.checkpoint.errors import CheckpointError
+from samestep.checkpoint.formats import WRITTEN_AS, Stored, open_checkpoint
 from samestep.checkpoint.logical import MODEL
-from samestep.checkpoint.storage import Index
 from samestep.command.request import BadRequestError
+
+# Of a folder that torch has written.
+UNKNOWN: dict[str, Any] = {
+    "format": None,
+    WRITTEN_AS: "torch.distributed.checkpoint",
+    "samestep": None,
+    "torch": None,
+    "fingerprint": "",
+    "files": {},
+}
 
 
 @dataclass(frozen=True)
@@ -33,12 +43,12 @@ class Options:
 def run(options: Options) -> int:
     """Print a table or JSON."""
     try:
-        index = Index(folder.find(options.path))
+        stored = open_checkpoint(folder.find(options.path))
         if options.verify:
-            index.verify()
+            stored.verify()
     except CheckpointError as error:
         raise BadRequestError(str(error)) from error
-    facts = contents(index) | {"verified": options.verify}
+    facts = contents(stored) | {"verified": options.verify}
     if options.json:
         Console(soft_wrap=True, highlight=False, markup=False).print(json.dumps(facts, indent=1))
     else:
@@ -46,14 +56,14 @@ def run(options: Options) -> int:
     return 0
 
 
-def contents(index: Index) -> dict[str, Any]:
+def contents(stored: Stored) -> dict[str, Any]:
     """What `--json` prints."""
-    content = index.content
+    content = {**UNKNOWN, **stored.content}
     parameters: dict[str, dict[str, Any]] = {}
     rules = {
         name: group["options"]["rule"] for group in content["groups"] for name in group["params"]
     }
-    for tensor, entry in content["tensors"].items():
+    for tensor, entry in stored.tensors.items():
         part, _, name = tensor.partition(".")
         key = None
         if part != MODEL:
@@ -61,17 +71,17 @@ def contents(index: Index) -> dict[str, Any]:
         known = parameters.setdefault(
             name, {"rule": rules.get(name), "shape": None, "dtype": None, "bytes": 0, "state": {}}
         )
-        known["bytes"] += sum(box["size"] for box in entry["boxes"])
-        described = {"shape": entry["shape"], "dtype": entry["dtype"]}
+        dtype = entry.properties.dtype
+        known["bytes"] += entry.size.numel() * dtype.itemsize
+        described = {"shape": list(entry.size), "dtype": str(dtype).removeprefix("torch.")}
         if key is None:
             known.update(described)
         else:
             known["state"][key] = described
-    same = ("format", "samestep", "torch", "world_size", "fingerprint", "layout", "extra", "groups")
+    same = ("format", WRITTEN_AS, "samestep", "torch", "world_size", "fingerprint", "layout")
     return {
-        "path": str(index.folder),
-        **{key: content[key] for key in same},
-        "files": content["files"],
+        "path": str(stored.folder),
+        **{key: content[key] for key in (*same, "extra", "groups", "files")},
         "bytes": sum(content["files"].values()),
         "parameters": {name: parameters[name] for name in sorted(parameters)},
     }
@@ -93,7 +103,8 @@ def _show(facts: dict[str, Any], console: Console) -> None:
     files, ranks = len(facts["files"]), facts["world_size"]
     lines = [
         f"{elements:,} elements in the model, {facts['bytes']:,} bytes in {files} files",
-        f"saved by {ranks} ranks, samestep {facts['samestep']}, torch {facts['torch']}",
+        f"format {facts[WRITTEN_AS]}, saved by {ranks} ranks",
+        f"samestep {facts['samestep']}, torch {facts['torch']}",
         *(f"  {line}" for line in facts["layout"]),
         f"extra: {json.dumps(facts['extra'])}",
         "every checksum is right" if facts["verified"] else "checksums: not compared (--verify)",

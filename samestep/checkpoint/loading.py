@@ -7,14 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
 
 from samestep.checkpoint import folder
 from samestep.checkpoint.background import finish_background
 from samestep.checkpoint.fits import names_that_fit
+from samestep.checkpoint.formats import Stored, open_checkpoint
+from samestep.checkpoint.local_files import Here, LocalFiles
 from samestep.checkpoint.logical import Tensors, state_key, tensors_of
 from samestep.checkpoint.options import check_options, restore_options
 from samestep.checkpoint.ranks import all_ranks
-from samestep.checkpoint.storage import Files, Index
 from samestep.full_values import FullValues
 from samestep.state import MASTER
 
@@ -42,7 +44,8 @@ def load(
     Everything is checked before anything changes: files, checksums, names and shapes.
 
     Args:
-        path: A checkpoint, or a folder in which `LATEST` names one.
+        path: A checkpoint, or a folder in which `LATEST` names one, or a folder that
+            torch.distributed.checkpoint has written, which has no checksums.
         model: Left as it is if None.
         optimizer: Left as it is if None. Build it before loading, as for a new run.
         partial: Load what both sides have, instead of raising if one has more.
@@ -52,38 +55,41 @@ def load(
         CheckpointError: On all ranks; nothing has changed.
     """
     finish_background()
-    ranks = all_ranks()
+    ranks = all_ranks(f"load of {path}")
+    here = Here(ranks.rank, ranks.size, [] if optimizer is None else optimizer.layout_lines())
 
-    def check() -> tuple[Index, Tensors]:
-        index = Index(folder.find(Path(path)))
+    def check() -> tuple[Stored, Tensors]:
+        stored = open_checkpoint(folder.find(Path(path)), here)
         tensors = tensors_of(model, optimizer)
         if optimizer is not None:
-            check_options(optimizer, index.content["groups"], partial)
-        names = names_that_fit(tensors, index.tensors, partial)
+            check_options(optimizer, stored.content["groups"], partial)
+        names = names_that_fit(tensors, stored.tensors, partial)
+        chosen = {name: tensors[name] for name in names}
+        if isinstance(stored, LocalFiles):
+            stored.refuse_other_boxes(chosen, here)
         if verify:
-            index.verify(ranks.rank, ranks.size)
-        return index, {name: tensors[name] for name in names}
+            stored.verify(ranks.rank, ranks.size)
+        return stored, chosen
 
-    index, chosen = ranks.everywhere(check)
-    ranks.everywhere(lambda: read_into(chosen, index))
+    stored, chosen = ranks.everywhere(check)
+    ranks.everywhere(lambda: read_into(chosen, stored))
     if optimizer is not None:
-        restore_options(optimizer, index.content["groups"])
+        restore_options(optimizer, stored.content["groups"])
         stale = [name for name, part in optimizer.held_state() if part.key == MASTER]
         if any(state_key(name, MASTER) not in chosen for name in stale):
             optimizer.refresh_master_weights()
-    return Loaded(index.folder, index.content["extra"], index.content["world_size"])
+    return Loaded(stored.folder, stored.content["extra"], stored.content["world_size"])
 
 
-def read_into(tensors: Tensors, index: Index) -> None:
+def read_into(tensors: Tensors, stored: Stored) -> None:
     """Copy what is stored into the boxes that are here; torch finds out what overlaps."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(tensors), index.metadata())
-    items = planner.create_local_plan().items
-    with Files(index.folder, {index.places[item.storage_index].file for item in items}) as files:
-        for item in items:
-            stored = files.values_of(index, item.storage_index)
+    planner.set_up_planner(dict(tensors), Metadata(dict(stored.tensors)))
+    with stored.reading() as read:
+        for item in planner.create_local_plan().items:
+            values = read(item.storage_index)
             for dim, (start, length) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)
             ):
-                stored = stored.narrow(dim, start, length)
-            planner.resolve_tensor(item).detach().copy_(stored)
+                values = values.narrow(dim, start, length)
+            planner.resolve_tensor(item).detach().copy_(values)

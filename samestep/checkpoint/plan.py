@@ -1,14 +1,13 @@
 """Which rank writes which boxes: every element once, in equal shares. Planned by torch."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.logical import Tensors
 from samestep.checkpoint.ranks import Ranks
 
 Owners = Mapping[str, tuple[int, ...]]  # per parameter the ranks that have it, where not all do
@@ -22,12 +21,26 @@ class WritePlan(NamedTuple):
     metadata: Metadata
 
 
-def plan_locally(tensors: Tensors) -> DefaultSavePlanner:
+def plan_locally(state_dict: Mapping[str, Any], is_nested: bool) -> DefaultSavePlanner:
     """What this rank could write: all that it holds."""
-    planner = DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(dict(tensors))
+    planner = DefaultSavePlanner(flatten_state_dict=is_nested)
+    planner.set_up_planner(dict(state_dict))
     planner.create_local_plan()
     return planner
+
+
+def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
+    """All that this rank holds, whoever else has it too. Collective."""
+    _refuse_different_things(ranks.all_of(owners))
+    items = planner.plan.items
+    tensors = {
+        name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [])
+        for name, tensor in planner.state_dict.items()
+    }
+    for item in items:
+        assert item.tensor_data is not None
+        tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
+    return WritePlan(items, items, Metadata(dict(tensors)))
 
 
 def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:

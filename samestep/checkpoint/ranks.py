@@ -3,21 +3,29 @@
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-import torch.distributed as dist
-
 from samestep.checkpoint.errors import CheckpointError
-from samestep.comm.groups import rank_group
+from samestep.comm.flight import attempt
+from samestep.comm.groups import RankGroup, rank_group
 from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
 
 T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
-    """The ranks that save or load together."""
+    """The ranks that save or load together. If one of them dies, the others' error names it."""
 
-    handle: dist.ProcessGroup | None  # None: this process alone
-    rank: int
-    size: int
+    group: RankGroup | None = None  # None: this process alone
+    task: str = ""  # what they do, for the error
+
+    @property
+    def rank(self) -> int:
+        """My place."""
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        return 1 if self.group is None else self.group.size
 
     def everywhere(self, act: Callable[[], T]) -> T:
         """Do something; if it fails on any rank, raise on all of them."""
@@ -43,28 +51,30 @@ class Ranks(NamedTuple):
 
     def all_of(self, value: T) -> list[T]:
         """What every rank gives, on every rank; for small things."""
-        if self.handle is None:
+        group = self.group
+        if group is None:
             return [value]
-        return gather_everywhere(value, self.handle)
+        return attempt(self.task, group, lambda: gather_everywhere(value, group.handle))
 
     def to_first(self, value: T) -> list[T]:
         """What every rank gives, on the first; nothing elsewhere."""
-        if self.handle is None:
+        group = self.group
+        if group is None:
             return [value]
-        return gather_on_first(value, self.handle) or []
+        return attempt(self.task, group, lambda: gather_on_first(value, group.handle)) or []
 
     def from_first(self, values: list[T]) -> T:
         """One of the values that the first rank gives."""
-        if self.handle is None:
+        group = self.group
+        if group is None:
             return values[0]
-        found: T = scatter_from_first(list(values), self.handle)
+        found: T = attempt(self.task, group, lambda: scatter_from_first(values, group.handle))
         return found
 
 
-def all_ranks() -> Ranks:
+def all_ranks(task: str) -> Ranks:
     """Those of the default group."""
-    group = rank_group()
-    return Ranks(None, 0, 1) if group is None else Ranks(group.handle, group.rank, group.size)
+    return Ranks(rank_group(), task)
 
 
 def _words(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """`samestep.save`, and the parts that it has in common with `samestep.async_save`."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.planner import WriteItem
 from samestep.checkpoint.background import finish_background
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.folder import Unfinished, partial_of
-from samestep.checkpoint.logical import Tensors, tensors_of
+from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named
+from samestep.checkpoint.logical import tensors_of
 from samestep.checkpoint.options import group_facts
-from samestep.checkpoint.plan import Owners, WritePlan, plan_locally, plan_together
+from samestep.checkpoint.pieces import Pieces
+from samestep.checkpoint.plan import Owners, WritePlan, plan_locally
 from samestep.checkpoint.ranks import Ranks, all_ranks
-from samestep.checkpoint.storage import Place, write_boxes, write_index
+from samestep.checkpoint.storage import Values
 from samestep.full_values import FullValues
 from samestep.version import __version__
-
-Values = Callable[[WriteItem], Tensor]
 
 
 class Request(NamedTuple):
@@ -32,6 +32,7 @@ class Request(NamedTuple):
     optimizer: FullValues | None
     extra: Any
     keep: int | None
+    format: str
 
 
 class Prepared(NamedTuple):
@@ -40,13 +41,18 @@ class Prepared(NamedTuple):
     request: Request
     ranks: Ranks
     unfinished: Unfinished | None  # on the first rank
-    tensors: Tensors
+    state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
     plan: WritePlan
     facts: Mapping[str, Any]
 
     def value(self, item: WriteItem) -> Tensor:
         """What this rank has now of a box."""
-        return self.tensors[item.index.fqn].__get_tensor_shard__(item.index)
+        tensor: Pieces = self.state_dict[item.index.fqn]
+        return tensor.__get_tensor_shard__(item.index)
+
+    def objects(self) -> dict[str, Any]:
+        """What is no tensor."""
+        return {k: value for k, value in self.state_dict.items() if not isinstance(value, Pieces)}
 
 
 @torch.no_grad()
@@ -57,6 +63,7 @@ def save(
     *,
     extra: Any = None,
     keep: int | None = None,
+    format: FormatName = "fully_reshardable",
 ) -> Path:
     """Write a checkpoint that any layout on any number of ranks can load. Collective.
 
@@ -69,13 +76,15 @@ def save(
         optimizer: State, master weights and options are saved.
         extra: What JSON can have: step, data position, `scaler.state_dict()`. The first rank's.
         keep: Remove all but so many of the newest checkpoints beside it.
+        format: "fsdp_dtensor" is what torch's own tools read; it loads anywhere too. "dp_local"
+            is written without planning and loads in the same layout only.
 
     Raises:
         CheckpointError: On all ranks, with nothing left behind: training can go on.
     """
     finish_background()
-    request = Request(Path(path), model, optimizer, extra, keep)
-    prepared = prepare(request, all_ranks())
+    request = Request(Path(path), model, optimizer, extra, keep, format)
+    prepared = prepare(request, all_ranks(f"save of {path}"))
     write(prepared, prepared.value)
     return request.path
 
@@ -87,38 +96,43 @@ def prepare(request: Request, ranks: Ranks, before: WritePlan | None = None) -> 
     """
     unfinished: Unfinished | None = None
 
-    def check() -> tuple[tuple[Tensors, dict[str, Any], DefaultSavePlanner], bool]:
+    def check() -> tuple[tuple[DefaultSavePlanner, dict[str, Any]], bool]:
         nonlocal unfinished
         if request.keep is not None and request.keep < 1:
             raise CheckpointError(f"keep must be at least 1, got {request.keep}")
         _check_json("extra", request.extra)
-        tensors = tensors_of(request.model, request.optimizer)
-        planner = plan_locally(tensors)
+        wanted = format_named(request.format)
         facts = _facts(request, ranks.size)
+        state_dict = wanted.state_dict(tensors_of(request.model, request.optimizer), facts)
+        planner = plan_locally(state_dict, wanted.is_nested)
         if ranks.rank == 0:
             unfinished = Unfinished(request.path)
         unchanged = before is not None and before.held == planner.plan.items
-        return (tensors, facts, planner), unchanged
+        return (planner, facts), unchanged
 
     try:
-        (tensors, facts, planner), unchanged = ranks.agreed(check)
+        (planner, facts), unchanged = ranks.agreed(check)
         if unchanged and before is not None:
             plan = before
         else:
-            plan = plan_together(planner, _owners(request.optimizer, ranks.size), ranks)
+            owners = _owners(request.optimizer, ranks.size)
+            plan = format_named(request.format).plan(planner, owners, ranks)
     except BaseException as error:
         give_up(unfinished, ranks, error)
         raise
-    return Prepared(request, ranks, unfinished, tensors, plan, facts)
+    return Prepared(request, ranks, unfinished, planner.state_dict, plan, facts)
 
 
 def write(prepared: Prepared, values: Values) -> None:
     """Write the files and move them to their place. Collective, on the group it was prepared on."""
     request, ranks, unfinished = prepared.request, prepared.ranks, prepared.unfinished
 
-    def write_mine() -> dict[Any, Place]:
+    chosen, objects = format_named(request.format), prepared.objects()
+
+    def write_mine() -> Any:
         try:
-            return write_boxes(partial_of(request.path), ranks.rank, prepared.plan.items, values)
+            folder = partial_of(request.path)
+            return chosen.write(folder, ranks.rank, prepared.plan, values, objects)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is not there: do all ranks see the same disk?"
@@ -126,8 +140,7 @@ def write(prepared: Prepared, values: Values) -> None:
 
     def finish() -> None:
         if unfinished is not None:
-            places = {index: place for of_rank in everyones for index, place in of_rank.items()}
-            write_index(unfinished.folder, prepared.plan.metadata, places, prepared.facts)
+            chosen.finish(unfinished.folder, prepared.plan.metadata, everyones, prepared.facts)
             unfinished.commit(request.keep)
 
     try:
@@ -150,6 +163,7 @@ def give_up(unfinished: Unfinished | None, ranks: Ranks, error: BaseException) -
 def _facts(request: Request, ranks: int) -> dict[str, Any]:
     opt = request.optimizer
     return {
+        WRITTEN_AS: request.format,
         "samestep": __version__,
         "torch": torch.__version__,
         "world_size": ranks,

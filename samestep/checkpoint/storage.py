@@ -1,4 +1,4 @@
-"""Files of a checkpoint: one of raw values per rank, and an index in JSON. Nothing is pickled.
+"""Format `fully_reshardable`: one file of raw values per rank, and an index in JSON, no pickle.
 
 rank_0.bin, rank_1.bin, ...   boxes of tensors, each padded with zeros to a multiple of 64 bytes
 index.json                    where each box is, its checksum, and what the user gave
@@ -12,6 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -46,14 +47,14 @@ class Place(NamedTuple):
 
 
 Places = dict[MetadataIndex, Place]
+Values = Callable[[WriteItem], Tensor]
+Read = Callable[[MetadataIndex], Tensor]
 
 
 # --- writing -------------------------------------------------------------------------------
 
 
-def write_boxes(
-    folder: Path, rank: int, items: Iterable[WriteItem], values: Callable[[WriteItem], Tensor]
-) -> Places:
+def write_boxes(folder: Path, rank: int, items: Iterable[WriteItem], values: Values) -> Places:
     """Write a rank's boxes one after the other; they are on the disk when it returns.
 
     Checksums are computed meanwhile, of what is in memory and not of what was written.
@@ -113,9 +114,13 @@ def write_index(
         ]
         dtype = str(entry.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "shape": list(entry.size), "boxes": boxes}
-    files = sorted({place.file for place in places.values()})
-    sizes = {file: (folder / file).stat().st_size for file in files}
+    sizes = sizes_in(folder, sorted({place.file for place in places.values()}))
     write_json(folder / INDEX, {"format": FORMAT, **facts, "files": sizes, "tensors": tensors})
+
+
+def sizes_in(folder: Path, files: Iterable[str]) -> dict[str, int]:
+    """The sizes of some files in bytes."""
+    return {file: (folder / file).stat().st_size for file in files}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -134,30 +139,20 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 class Index:
     """What the index of a checkpoint says; every file it names is there, in its size."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, content: dict[str, Any] | None = None) -> None:
         self.folder = folder
-        self.content = read_json(folder / INDEX)
-        found = self.content.get("format")
-        if found != FORMAT:
-            raise CheckpointError(
-                f"{folder / INDEX} has format {found}, and this version of samestep reads {FORMAT}:"
-                " load it with the version that wrote it"
-            )
+        self.content = read_index(folder) if content is None else content
         self.tensors = {
             name: _storage_metadata(entry) for name, entry in self.content["tensors"].items()
         }
         self.places = dict(self._places())
-        self._check_sizes()
+        check_sizes(folder, self.content["files"])
 
     def _places(self) -> Iterator[tuple[MetadataIndex, Place]]:
         for name, entry in self.content["tensors"].items():
             for box in entry["boxes"]:
                 place = Place(*(box[field] for field in Place._fields))
                 yield MetadataIndex(name, box["offsets"]), place
-
-    def metadata(self) -> Metadata:
-        """As torch.distributed.checkpoint wants it."""
-        return Metadata(dict(self.tensors), storage_data=self.places)
 
     def sizes_of(self, index: MetadataIndex) -> torch.Size:
         """The sizes of a stored box."""
@@ -169,7 +164,7 @@ class Index:
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the boxes and of their padding."""
         mine = list(self.places.items())[share::shares]
-        with Files(self.folder, {place.file for _, place in mine}) as files:
+        with Files(self.folder) as files:
             for index, place in mine:
                 right = int(checksum(files.bytes_of(place))) == place.checksum
                 if not right or files.padding_of(place).any():
@@ -179,28 +174,50 @@ class Index:
                         "checkpoint"
                     )
 
-    def _check_sizes(self) -> None:
-        for name, size in self.content["files"].items():
-            path = self.folder / name
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing: take another checkpoint")
-            if path.stat().st_size != size:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes and should have {size}: it was cut "
-                    "short or changed; take another checkpoint"
+    @contextmanager
+    def reading(self) -> Iterator[Read]:
+        """What gives the values of a box, in its shape; a view of the file."""
+        with Files(self.folder) as files:
+            yield (
+                lambda box: (
+                    files.bytes_of(self.places[box])
+                    .view(self.tensors[box.fqn].properties.dtype)
+                    .view(self.sizes_of(box))
                 )
+            )
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """What the index of a checkpoint says, if this version can read it."""
+    content = read_json(folder / INDEX)
+    found = content.get("format")
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{folder / INDEX} has format {found}, and this version of samestep reads {FORMAT}:"
+            " load it with the version that wrote it"
+        )
+    return content
+
+
+def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
+    """Raise unless every file is there, in its size."""
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing: take another checkpoint")
+        if path.stat().st_size != size:
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes and should have {size}: it was cut "
+                "short or changed; take another checkpoint"
+            )
 
 
 class Files:
-    """Some files of a checkpoint, mapped into memory while the block runs."""
+    """The files of a checkpoint, mapped into memory when first asked for, while the block runs."""
 
-    def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        self._maps = {}
-        for name in names:
-            if not (folder / name).stat().st_size:
-                continue  # it has empty boxes only
-            with (folder / name).open("rb") as file:
-                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: dict[str, mmap.mmap] = {}
 
     def __enter__(self) -> "Files":
         return self
@@ -217,14 +234,16 @@ class Files:
         end = place.start + place.size
         return self._between(place.file, end, end + -end % ALIGNMENT)
 
-    def values_of(self, index: Index, box: MetadataIndex) -> Tensor:
-        """The values of a box, in its shape; a view of the file."""
-        dtype = index.tensors[box.fqn].properties.dtype
-        return self.bytes_of(index.places[box]).view(dtype).view(index.sizes_of(box))
+    def all_of(self, name: str) -> Tensor:
+        """The bytes of a file."""
+        return self._between(name, 0, (self._folder / name).stat().st_size)
 
     def _between(self, name: str, start: int, stop: int) -> Tensor:
         if start == stop:
             return torch.empty(0, dtype=torch.uint8)
+        if name not in self._maps:
+            with (self._folder / name).open("rb") as file:
+                self._maps[name] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(self._maps[name], dtype=torch.uint8)[start:stop]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.checkpoint import async_saving, saving
+from samestep.checkpoint import async_saving, formats
 from tests.checkpoint.training import Case, build, different, snapshot, train
 from tests.ranks import run_forked
 
@@ -66,7 +66,7 @@ def test_only_what_a_rank_writes_is_copied(tmp_path):
 def slow(monkeypatch):
     """Writing begins when it may, and can be made to fail."""
     may, problem = threading.Event(), []
-    real = saving.write_boxes
+    real = formats.write_boxes
 
     def wait_then_write(*args):
         may.wait(10)
@@ -74,7 +74,7 @@ def slow(monkeypatch):
             raise problem.pop()
         return real(*args)
 
-    monkeypatch.setattr(saving, "write_boxes", wait_then_write)
+    monkeypatch.setattr(formats, "write_boxes", wait_then_write)
     yield may, problem
     may.set()
 

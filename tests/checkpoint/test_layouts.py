@@ -66,7 +66,7 @@ def same_sums(source, case):
     """Whether runs in both are the same to the bit.
 
     All ranks have the same data: its mean over 2 or 4 ranks is that of one, while sums of 3, 6 and
-    8 equal numbers in rank order are rounded. Tensor parallelism adds up in the model in its own way.
+    8 equal numbers in rank order are rounded. Tensor parallelism adds up its own way.
     """
     if (source.layout == "tp") != (case.layout == "tp"):
         return False

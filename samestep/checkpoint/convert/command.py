@@ -1,5 +1,6 @@
 """`samestep convert`: from torch's formats and back, on one process, a box at a time."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -7,19 +8,24 @@ from typing import Annotated, Literal
 import torch
 import tyro
 from rich.console import Console
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.convert.from_dcp import METADATA, read_dcp
 from samestep.checkpoint.convert.from_file import read_file
-from samestep.checkpoint.convert.source import Source
-from samestep.checkpoint.convert.to_torch import write_dcp
+from samestep.checkpoint.convert.source import Source, boxes_of
 from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.plan import plan_locally, plan_together
+from samestep.checkpoint.formats import WRITTEN_AS, format_named, open_checkpoint
+from samestep.checkpoint.plan import plan_locally
 from samestep.checkpoint.ranks import Ranks
 from samestep.checkpoint.saving import Prepared, Request, write
-from samestep.checkpoint.storage import Index
+from samestep.checkpoint.torch_files import TorchFiles
 from samestep.command.request import BadRequestError
 from samestep.version import __version__
+
+# Under these names too.
+ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"}
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,11 @@ class Options:
     ]
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a folder to be made")]
     to: Annotated[
-        Literal["torch", "samestep"], tyro.conf.arg(help="torch: torch.distributed.checkpoint")
+        Literal["fully_reshardable", "samestep", "fsdp_dtensor", "torch"],
+        tyro.conf.arg(
+            help="fully_reshardable or samestep: ours; fsdp_dtensor or torch: what "
+            "torch.distributed.checkpoint reads"
+        ),
     ]
     optimizer: Annotated[
         Path | None, tyro.conf.arg(help="a torch.save file with the optimizer's state dict")
@@ -44,15 +54,9 @@ def run(options: Options) -> int:
     """Convert; say what was left out."""
     console = Console()
     try:
-        if options.to == "torch":
-            index = Index(folder.find(options.source))
-            if options.verify:
-                index.verify()
-            write_dcp(index, options.target)
-            console.print(f"{len(index.tensors)} tensors, in torch's format: {options.target}")
-            return 0
-        source = _read(options)
-        _write(source, options.target)
+        with ExitStack() as opened:
+            source = _read(options, opened)
+            _write(source, options.target, ALIASES.get(options.to, options.to))
     except CheckpointError as error:
         raise BadRequestError(str(error)) from error
     console.print(f"{len(source.tensors)} tensors: {options.target}")
@@ -64,21 +68,29 @@ def run(options: Options) -> int:
     return 0
 
 
-def _read(options: Options) -> Source:
-    path = options.source
-    if (path / METADATA).is_file():
-        return read_dcp(path)
-    if path.is_file():
-        return read_file(path, options.optimizer)
-    what = "is neither a torch.save file nor a folder of torch.distributed.checkpoint"
-    raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
+def _read(options: Options, opened: ExitStack) -> Source:
+    if options.source.is_file():
+        return read_file(options.source, options.optimizer)
+    stored = open_checkpoint(folder.find(options.source))
+    if options.verify:
+        stored.verify()
+    content = stored.content
+    source = Source(opened.enter_context(stored.reading()))
+    source.groups, source.extra = content["groups"], content["extra"]
+    source.world_size = content["world_size"]
+    if isinstance(stored, TorchFiles):
+        source.left_out = stored.left_out
+    for name, entry in stored.tensors.items():
+        source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
+    return source
 
 
-def _write(source: Source, path: Path) -> None:
-    ranks = Ranks(None, 0, 1)
+def _write(source: Source, path: Path, name: str) -> None:
+    ranks = Ranks()
     if not source.tensors:
         raise CheckpointError("there are no tensors in it")
     facts = {
+        WRITTEN_AS: name,
         "samestep": __version__,
         "torch": torch.__version__,
         "world_size": source.world_size,
@@ -87,8 +99,15 @@ def _write(source: Source, path: Path) -> None:
         "groups": source.groups,
         "extra": source.extra,
     }
-    plan = plan_together(plan_locally(source.tensors), {}, ranks)
+    target = format_named(name)
+    planner = plan_locally(target.state_dict(source.tensors, facts), target.is_nested)
+    ours = {id(tensor): key for key, tensor in source.tensors.items()}
+
+    def read(item: WriteItem) -> Tensor:
+        own = ours[id(planner.state_dict[item.index.fqn])]
+        return source.read(MetadataIndex(own, item.index.offset))
+
+    plan = target.plan(planner, {}, ranks)
+    request = Request(path, None, None, source.extra, None, name)
     unfinished = folder.Unfinished(path)
-    request = Request(path, None, None, source.extra, None)
-    prepared = Prepared(request, ranks, unfinished, source.tensors, plan, facts)
-    write(prepared, lambda item: source.read(item.index))
+    write(Prepared(request, ranks, unfinished, planner.state_dict, plan, facts), read)

@@ -25,7 +25,7 @@ STATE_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<key>[
 GROUP_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.param_groups(?:\.(?P<rest>.+))?")
 
 
-def read_dcp(folder: Path) -> Source:
+def read_dcp(folder: Path, *, with_groups: bool = True) -> Source:
     """What a folder has, box by box as it was saved."""
     metadata = _metadata(folder / METADATA)
     keys: dict[str, str] = {}  # ours: theirs
@@ -51,7 +51,8 @@ def read_dcp(folder: Path) -> Source:
             continue
         keys[name] = key
         source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
-    source.add_groups(_groups(folder, metadata))
+    if with_groups:
+        source.add_groups(_groups(folder, metadata))
     return source
 
 
@@ -97,10 +98,9 @@ def _load(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
             file.seek(info.offset)
             data = io.BytesIO(file.read(info.length))
         return torch.load(data, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(
-            f"{path}: {index.fqn!r} cannot be read: {str(error).splitlines()[0]}"
-        ) from None
+    except Exception as error:  # what is damaged can raise anything
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(f"{path}: {index.fqn!r} cannot be read: {reason}") from None
 
 
 class _OnlyMetadata(pickle.Unpickler):

@@ -1,0 +1,226 @@
+"""The named formats: each comes back to the bit, is checked, and says what it is."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import samestep
+from samestep import cli
+from tests.checkpoint.training import (
+    Case,
+    build,
+    different,
+    local_bits,
+    same_bits,
+    snapshot,
+    spoil,
+    train,
+)
+from tests.ranks import run_forked
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning"),
+    pytest.mark.usefixtures("no_torchrun"),
+]
+FORMATS = ["fully_reshardable", "fsdp_dtensor", "dp_local"]
+FLAT, FSDP = Case("flat zero2", 2), Case("fsdp2", 2)
+
+
+def folder_of(path, case, name):
+    return path / f"{case.name} {name}"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two layouts on two ranks in every format, saved at once and in the background."""
+    path = tmp_path_factory.mktemp("formats")
+
+    def job(rank):
+        found = {}
+        for case in (FLAT, FSDP):
+            model, opt = build(case)
+            train(model, opt, range(2))
+            found[case] = snapshot(model, opt)
+            for name in FORMATS:
+                save = samestep.save if case is FLAT else samestep.async_save
+                save(folder_of(path, case, name), model, opt, extra={"step": 2}, format=name)
+            spoil(model, opt)  # while the last one may still be written
+        samestep.load(folder_of(path, FSDP, "dp_local"), model, opt)  # waits for it
+        return found
+
+    return path, run_forked(2, job, timeout=90)[0]
+
+
+@pytest.mark.parametrize("case", [FLAT, FSDP], ids=lambda case: case.layout)
+def test_what_was_saved_comes_back(saved, case):
+    """On the same ranks in the same layout, from every format."""
+    path, expected = saved
+
+    def job(rank):
+        wrong = []
+        model, opt = build(case, seed=2, lr=0.3)
+        for name in FORMATS:
+            spoil(model, opt)
+            loaded = samestep.load(folder_of(path, case, name), model, opt)
+            wrong += different(snapshot(model, opt), expected[case])
+            facts = (loaded.extra, loaded.world_size, opt.param_groups[0]["lr"])
+            wrong += [] if facts == ({"step": 2}, 2, 0.01) else [(name, facts)]
+        return wrong
+
+    assert run_forked(2, job, timeout=60) == [[], []]
+
+
+def load_with_torch(folder, model, opt):
+    of_model, of_opt = get_state_dict(model, opt)
+    dcp.load({"model": of_model, "optimizer": of_opt}, checkpoint_id=folder)
+    set_state_dict(model, opt, model_state_dict=of_model, optim_state_dict=of_opt)
+
+
+def test_fsdp_dtensor_is_what_torch_reads_and_writes(saved, tmp_path):
+    """By torch's own recipe on three ranks; and what torch writes there is loaded as it is."""
+    path, expected = saved
+
+    def job(rank):
+        model, opt = build(Case("fsdp2", 3), seed=2)
+        load_with_torch(folder_of(path, FLAT, "fsdp_dtensor"), model, opt)
+        wrong = different(snapshot(model, opt), expected[FLAT])
+        of_model, of_opt = get_state_dict(model, opt)
+        dcp.save({"model": of_model, "optimizer": of_opt}, checkpoint_id=tmp_path / "theirs")
+        return wrong
+
+    assert run_forked(3, job, timeout=60) == [[], [], []]
+    for folder in (folder_of(path, FSDP, "fsdp_dtensor"), tmp_path / "theirs"):
+        found = build(Case("one", 1), seed=3)
+        samestep.load(folder, *found)
+        source = FLAT if folder.parent == tmp_path else FSDP
+        assert different(snapshot(*found), expected[source]) == []
+
+
+@pytest.mark.parametrize(
+    ("here", "words"),
+    [
+        (Case("flat zero2", 3), ("2 ranks", "here are 3 ranks")),
+        (Case("zero2", 2), ("the layout differs", "buffers = flat", "buffers = per_parameter")),
+        (Case("fsdp2", 2), ("the layout differs", "saved on 2 ranks")),
+    ],
+    ids=lambda value: value.layout if isinstance(value, Case) else "",
+)
+def test_dp_local_is_refused_elsewhere(saved, here, words):
+    path, _ = saved
+
+    def job(rank):
+        model, opt = build(here, seed=2)
+        before = local_bits(model, opt)
+        with pytest.raises(samestep.CheckpointError) as caught:
+            samestep.load(folder_of(path, FLAT, "dp_local"), model, opt)
+        assert same_bits(local_bits(model, opt), before)
+        return str(caught.value)
+
+    for text in run_forked(here.world, job):
+        for word in (*words, "samestep convert", "--to fully_reshardable", "dp_local"):
+            assert word in text
+
+
+def test_dp_local_of_a_model_alone(tmp_path):
+    """Without an optimizer it is what ranks hold that tells."""
+
+    def job(rank):
+        model, _ = build(FSDP)
+        samestep.save(tmp_path / "a", model, format="dp_local")
+        samestep.load(tmp_path / "a", build(FSDP, seed=2)[0])
+        with pytest.raises(samestep.CheckpointError, match=r"holds other parts of model\."):
+            samestep.load(tmp_path / "a", build(FLAT)[0])
+
+    run_forked(2, job)
+
+
+@pytest.mark.parametrize("name", ["fsdp_dtensor", "dp_local"])
+@pytest.mark.parametrize("to", ["fully_reshardable", "fsdp_dtensor"])
+def test_convert(saved, tmp_path, name, to):
+    path, expected = saved
+    source = folder_of(path, FLAT, name)
+    assert cli.main(["convert", str(source), str(tmp_path / "new"), "--to", to]) == 0
+    found = build(Case("one", 1), seed=2, lr=0.3)
+    assert samestep.load(tmp_path, *found).extra == {"step": 2}
+    assert different(snapshot(*found), expected[FLAT]) == []
+    assert found[1].param_groups[0]["lr"] == 0.01
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_inspect(saved, capsys, name):
+    path, _ = saved
+    folder = str(folder_of(path, FLAT, name))
+    assert cli.main(["inspect", folder, "--verify", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["written_as"], facts["world_size"], facts["verified"]) == (name, 2, True)
+    assert facts["extra"] == {"step": 2}
+    head = facts["parameters"]["head.weight"]
+    assert (head["rule"], head["shape"]) == ("adamw", [13, 5])
+    assert head["bytes"] == 4 * (13 * 5 * 3 + 1)
+    assert cli.main(["inspect", folder]) == 0
+    assert f"format {name}, saved by 2 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["fsdp_dtensor", "dp_local"])
+def test_damage(saved, tmp_path, name, capsys):
+    """In every file one byte flipped, one cut off, and the file gone."""
+    path, _ = saved
+    source = folder_of(path, FLAT, name)
+    files = sorted(file.relative_to(source) for file in source.rglob("*") if file.is_file())
+    assert len(files) == {"fsdp_dtensor": 5, "dp_local": 8}[name]
+    for file in files:
+        for how in ("flipped", "short", "gone"):
+            if (str(file), how) == ("index.json", "gone"):
+                continue  # then it is torch's, or nothing
+            folder = tmp_path / f"{str(file).replace('/', ' ')} {how}"
+            shutil.copytree(source, folder)
+            data = bytearray((folder / file).read_bytes())
+            data[len(data) // 3] ^= 4
+            if how == "gone":
+                (folder / file).unlink()
+            else:
+                (folder / file).write_bytes(data if how == "flipped" else data[:-1])
+            assert cli.main(["inspect", str(folder), "--verify"]) == 2, folder
+            text = " ".join(capsys.readouterr().err.split())
+            assert "take another checkpoint" in text, text
+            assert file.name.removesuffix(".sha256") in text.replace(" ", ""), text
+
+
+def test_load_compares_checksums(saved, tmp_path):
+    """On the rank whose file it is, and all raise."""
+    path, _ = saved
+    for name, file in (("fsdp_dtensor", "__1_0.distcp"), ("dp_local", "rank_1/rank_1.bin")):
+        shutil.copytree(folder_of(path, FLAT, name), tmp_path / name)
+        with (tmp_path / name / file).open("r+b") as opened:
+            opened.seek(1000)
+            opened.write(b"\xff\xfe\xfd\xfc")
+
+    def job(rank):
+        model, opt = build(FLAT, seed=2)
+        before, texts = local_bits(model, opt), []
+        for name in ("fsdp_dtensor", "dp_local"):
+            with pytest.raises(samestep.CheckpointError) as caught:
+                samestep.load(tmp_path / name, model, opt)
+            texts.append(str(caught.value))
+        assert same_bits(local_bits(model, opt), before)
+        return texts
+
+    for texts in run_forked(2, job):
+        assert "__1_0.distcp is damaged" in texts[0]
+        assert "rank_1.bin is damaged" in texts[1]
+
+
+def test_what_is_refused(saved, tmp_path):
+    path, _ = saved
+    model, opt = build(Case("one", 1))
+    with pytest.raises(samestep.CheckpointError, match=r"format must be one of .*, got 'zip'"):
+        samestep.save(tmp_path / "a", model, opt, format="zip")
+    part = folder_of(path, FLAT, "dp_local") / "rank_0"
+    with pytest.raises(samestep.CheckpointError, match="is the part of one rank: load"):
+        samestep.load(part, model, opt)
+    assert list(tmp_path.iterdir()) == []

@@ -21,13 +21,15 @@ class Unfinished:
     """A folder beside the one that it becomes. Whoever writes it holds its lock, until it dies."""
 
     def __init__(self, path: Path) -> None:
-        if os.path.lexists(path):
+        if os.path.lexists(path) and not _never_named(path):
             raise CheckpointError(f"{path} exists: save under another name, or remove it first")
         self.path, self.folder = path, partial_of(path)
         self._lock: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(path.parent, self.folder)
+            if path.exists():
+                _remove(path)
             if self.folder.exists():
                 raise CheckpointError(f"{path} is being written by another process")
             self.folder.mkdir()
@@ -56,26 +58,20 @@ class Unfinished:
             pointer.unlink(missing_ok=True)
             raise _unwritable(path, error) from None
         try:
-            (path / LOCK).unlink()
             _sync(parent)
             os.replace(pointer, parent / LATEST)
-            _sync(parent)
         except OSError as error:
             _remove(path)
             pointer.unlink(missing_ok=True)
             raise _unwritable(path, error) from None
+        with suppress(OSError):  # LATEST names it: what fails now must not undo it
+            _sync(parent)
+            (path / LOCK).unlink()  # until here it says that LATEST may not know of this folder
         self._unlock()
         if keep is not None:
             for old in sorted(checkpoints(parent), key=_age)[:-keep]:
                 if old != path:
                     _remove(old)
-
-    def publish(self) -> None:
-        """Move the folder to its place, for a format that has no pointer."""
-        (self.folder / LOCK).unlink()
-        _sync(self.folder)
-        os.rename(self.folder, self.path)
-        self._unlock()
 
     def abandon(self) -> None:
         """Remove what was written of a save that failed."""
@@ -118,8 +114,24 @@ def find(path: Path) -> Path:
     raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
 
 
+def _named(parent: Path) -> Path | None:
+    """What LATEST names."""
+    with suppress(OSError):
+        return parent / (parent / LATEST).read_text(errors="replace").strip()
+    return None
+
+
+def _never_named(path: Path) -> bool:
+    """Whether a save was killed when it had moved this folder to its place, and before LATEST."""
+    lock = path / LOCK
+    return lock.is_file() and _named(path.parent) != path and not _locked(lock)
+
+
 def _remove_leftovers(parent: Path, mine: Path) -> None:
     """What killed saves have left; not what somebody else may be writing."""
+    newest = _named(parent)
+    if newest is not None and not _locked(newest / LOCK):
+        (newest / LOCK).unlink(missing_ok=True)  # before LATEST names another
     for path in parent.iterdir():
         hidden = path.name.startswith(".") and path.is_dir()
         if hidden and path.name.endswith((PARTIAL, REMOVED)):

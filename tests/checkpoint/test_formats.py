@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from hashlib import sha256
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -224,3 +225,16 @@ def test_what_is_refused(saved, tmp_path):
     with pytest.raises(samestep.CheckpointError, match="is the part of one rank: load"):
         samestep.load(part, model, opt)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_part_of_another_checkpoint(saved, tmp_path, capsys):
+    """Right in itself, but not what was saved here."""
+    path, _ = saved
+    shutil.copytree(folder_of(path, FLAT, "dp_local"), tmp_path / "a")
+    own = tmp_path / "a" / "rank_1"
+    text = (own / "index.json").read_text()
+    (own / "index.json").write_text(text.replace('"checksum": ', '"checksum":-', 1))
+    line = f"{sha256((own / 'index.json').read_bytes()).hexdigest()}  index.json\n"
+    (own / "index.json.sha256").write_text(line)
+    assert cli.main(["inspect", str(tmp_path / "a")]) == 2
+    assert "is of another checkpoint" in " ".join(capsys.readouterr().err.split())

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import time
 import warnings
+from contextlib import suppress
 
 import pytest
 import torch
 from torch import nn
 
 import samestep
-from samestep.checkpoint import folder
+from samestep.checkpoint import folder, loading, storage
+from samestep.checkpoint.background import finish_background
+from samestep.comm.flight import CollectiveError
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 
@@ -93,9 +97,23 @@ def test_killed_at_any_moment(tmp_path, way):
     assert newest(tmp_path) == 1 << 20
 
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_rank_of(job, who):
+    """Two ranks of which one is killed; the other ends by itself, on a busy machine too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[run_forked.__module__], "GRACE", 10.0)
+        with pytest.raises(RanksFailed) as caught:
+            run_forked(2, job)
+    assert list(caught.value.reports) == [who], caught.value
+    assert "SIGKILL" in caught.value.reports[who]
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_of_two_ranks_is_killed(tmp_path, who):
-    """The other one raises, and what both have written is no checkpoint."""
+    """The other one says which, and what both have written is no checkpoint."""
     model = Numbered()
     opt = samestep.AdamW(model)
     samestep.save(tmp_path / "0", model, opt, extra=0)
@@ -104,14 +122,93 @@ def test_one_of_two_ranks_is_killed(tmp_path, who):
         here = Numbered()
         own = samestep.AdamW(here, sharding="zero2")
         if rank == who:
-            signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            signal.signal(signal.SIGALRM, lambda *_: die())
             signal.setitimer(signal.ITIMER_REAL, 0.12)
-        save_without_end(tmp_path, here, own, 1, "async_save")
+        with suppress(CollectiveError):
+            save_without_end(tmp_path, here, own, 1, "async_save")
 
-    with pytest.raises(RanksFailed) as caught:
-        run_forked(2, job)
-    assert "SIGKILL" in caught.value.reports[who]
+    killed_rank_of(job, who)
     newest(tmp_path)
     samestep.save(tmp_path / "last", model, opt, keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "last"]
     assert folder.find(tmp_path).name == "last"
+
+
+def act(way, path, model, opt):
+    if way == "load":
+        samestep.load(path, model, opt)
+    else:
+        getattr(samestep, way)(path / "1", model, opt, extra=1)
+        finish_background()
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "load"])
+@pytest.mark.parametrize("who", [0, 1])
+def test_the_rank_that_died_is_named(tmp_path, monkeypatch, way, who):
+    """While it writes or reads its part; the checkpoint before is there, and nothing else."""
+
+    def job(rank):
+        model = Numbered()
+        opt = samestep.AdamW(model, sharding="zero2")
+        samestep.save(tmp_path / "0", model, opt, extra=0)
+        if rank == who:
+            monkeypatch.setattr(storage, "_append", lambda *_: die())
+            monkeypatch.setattr(loading, "read_into", lambda *_: die())
+        with pytest.raises(CollectiveError) as caught:
+            act(way, tmp_path, model, opt)
+        (tmp_path / "said").write_text(str(caught.value))
+
+    killed_rank_of(job, who)
+    said = (tmp_path / "said").read_text()
+    operation = f"load of {tmp_path}" if way == "load" else f"save of {tmp_path / '1'}"
+    assert f"{operation} failed: rank {who} did not answer: its process has ended" in said
+    assert newest(tmp_path) == 0
+    assert not (tmp_path / "1").exists()
+
+
+# --- between the rename and LATEST --------------------------------------------------------
+
+
+def test_a_checkpoint_that_latest_never_named_is_replaced(tmp_path, monkeypatch):
+    """Killed when the folder was in its place: the same name can be saved once more."""
+    model = Numbered()
+    samestep.save(tmp_path / "0", model, extra=0)
+    real = os.replace
+
+    def die_at_latest(source, target):
+        if os.path.basename(target) == folder.LATEST:
+            die()
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", die_at_latest)
+        with pytest.raises(RanksFailed):
+            run_forked(1, lambda _: samestep.save(tmp_path / "1", model, extra=1))
+    assert (tmp_path / "1" / "index.json").is_file()
+    assert newest(tmp_path) == 0
+    model.set(7)
+    samestep.save(tmp_path / "1", model, extra=7)
+    assert newest(tmp_path) == 7
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "LATEST"]
+
+
+def test_a_checkpoint_that_latest_has_named_is_kept(tmp_path, monkeypatch):
+    """Also if the process was killed before it had cleaned up, and LATEST has moved on."""
+    model = Numbered()
+
+    def die_after_latest(path, **_):
+        if path.name == folder.LOCK:
+            die()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.Path, "unlink", die_after_latest)
+        with pytest.raises(RanksFailed):
+            run_forked(1, lambda _: samestep.save(tmp_path / "0", model, extra=0))
+    assert (tmp_path / "0" / folder.LOCK).exists()
+    assert newest(tmp_path) == 0
+    for name in ("0", "1", "0"):
+        if name == "0":
+            with pytest.raises(samestep.CheckpointError, match="0 exists: save under another"):
+                samestep.save(tmp_path / name, model, extra=3)
+        else:
+            samestep.save(tmp_path / name, model, extra=0)

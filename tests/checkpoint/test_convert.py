@@ -205,6 +205,9 @@ def test_what_is_refused(tmp_path, capsys):
     torch.save(stacked, tmp_path / "optim.pt")
     torch.save(dict.fromkeys("abc", torch.zeros(4, 4)), tmp_path / "model.pt")
     words = (tmp_path / "model.pt", *target, "--optimizer", tmp_path / "optim.pt")
+    assert "is of nanochat, and has no names" in refused(capsys, *words)
+    del stacked["param_groups"][0]["kind"]
+    torch.save(stacked, tmp_path / "optim.pt")
     assert "it stacks parameters or sorts them otherwise" in refused(capsys, *words)
     sgd = torch.optim.SGD(small().parameters(), momentum=0.9)
     torch.save(sgd.state_dict(), tmp_path / "sgd.pt")

@@ -47,6 +47,12 @@ class Options:
     optimizer: Annotated[
         Path | None, tyro.conf.arg(help="a torch.save file with the optimizer's state dict")
     ] = None
+    names: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="for files of nanochat: JSON with the parameters' names, group by group"
+        ),
+    ] = None
     verify: Annotated[bool, tyro.conf.arg(help="compare the checksums of ours first")] = True
 
 
@@ -70,7 +76,7 @@ def run(options: Options) -> int:
 
 def _read(options: Options, opened: ExitStack) -> Source:
     if options.source.is_file():
-        return read_file(options.source, options.optimizer)
+        return read_file(options.source, options.optimizer, options.names)
     stored = open_checkpoint(folder.find(options.source))
     if options.verify:
         stored.verify()

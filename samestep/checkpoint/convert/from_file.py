@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.checkpoint.convert.from_nanochat import (
+    HOW,
+    add_nanochat,
+    files_of_all_ranks,
+    is_nanochat,
+)
 from samestep.checkpoint.convert.source import LEAVES, Source, model_name
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.logical import state_key
@@ -20,7 +26,7 @@ OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state")
 Tensors = dict[str, Tensor]
 
 
-def read_file(path: Path, optimizer: Path | None = None) -> Source:
+def read_file(path: Path, optimizer: Path | None = None, names: Path | None = None) -> Source:
     """What a file has, and perhaps another one with the optimizer; mapped, not read."""
     content = _content(path)
     values: Tensors = {}
@@ -32,6 +38,8 @@ def read_file(path: Path, optimizer: Path | None = None) -> Source:
         other = _content(optimizer)
         opt = other if _is_optimizer(other) else _first(other, OPTIMIZERS)
         path = optimizer
+    if opt is not None and is_nanochat(opt):
+        return _read_nanochat(path, model, names)
     if opt is not None:
         values |= _state(path, opt, model, source)
     elif not model:
@@ -47,6 +55,19 @@ def read_file(path: Path, optimizer: Path | None = None) -> Source:
     known = {*MODELS, *OPTIMIZERS}
     if not _is_optimizer(content) and not _all_tensors(content):
         source.left_out = [str(key) for key in content if key not in known]
+    return source
+
+
+def _read_nanochat(path: Path, model: Tensors, names: Path | None) -> Source:
+    if names is None:
+        raise CheckpointError(f"{path} is of nanochat, and has no names of parameters: {HOW}")
+    whole = {(model_name(name), (0,) * value.ndim): value for name, value in model.items()}
+    source = Source(lambda box: whole[box.fqn, tuple(box.offset or ())])
+    ranks = [_content(of_rank) for of_rank in files_of_all_ranks(path)]
+    whole |= add_nanochat(source, path, ranks, model, names)
+    for name, value in model.items():
+        source.add_whole(model_name(name), value)
+    source.world_size = len(ranks)
     return source
 
 

@@ -15,8 +15,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,dev,bench]"
 	touch $@
 
-# The stress harness on 2 ranks: 1000 steps of the two classic scenarios in the six layouts of whole
-# parameters without flat buffers, 50 of everything else.
+# The stress harness on 2 ranks: 1000 steps of the two classic scenarios in the layouts of whole
+# parameters (each by itself, without overlap), 50 of everything else.
 demo: venv
 	$(PY) -m samestep stress --lanes 2 --steps 1000 --other-steps 50 \
 		--out out/demo

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from samestep.rules.rule import InPlaceRule, Rule, TogetherRule
+from samestep.rules.rule import InPlaceRule, Rule, StagedRule, TogetherRule
 from samestep.state import MASTER, State, math_dtype
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
@@ -129,6 +129,11 @@ def _is_together(rule: Rule) -> TypeGuard[TogetherRule]:
 
 def _is_in_place(rule: Rule) -> TypeGuard[InPlaceRule]:
     return _follows(type(rule), InPlaceRule)
+
+
+def is_staged(rule: Rule) -> TypeGuard[StagedRule]:
+    """Whether a rule can be run on parts of a block, but for one stage."""
+    return _follows(type(rule), StagedRule)
 
 
 def _is_plain(operand: Operand) -> bool:

@@ -129,11 +129,10 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Raise before anything changes if a group or a gradient cannot be used."""
         for index, group in enumerate(self.param_groups):
             options = {k: group[k] for k in group if k not in ("params", "param_names")}
-            text = repr(options) if is_constant(tuple(options.values())) else None
-            if text is None or text != self._checked_options.get(index):
+            if not _are_the_same(options, self._checked_options.get(index, {})):
                 self._check_options(index, group)
-                if text is not None:
-                    self._checked_options[index] = text
+                if is_constant(tuple(options.values())):
+                    self._checked_options[index] = options
             if any(param not in self._blocks for param in group["params"]):
                 raise RuntimeError(
                     f"param_groups[{index}] has a parameter that it was not built with: add it "
@@ -305,7 +304,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._planned_options: dict[int, Group] = {}
-        self._checked_options: dict[int, str] = {}  # of the last step, where all are constants
+        self._checked_options: dict[int, Group] = {}  # of the last step, where all are constants
         self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
 
     def _reset_runner(self) -> None:
@@ -412,3 +411,10 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._planner = self._new_planner(())
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)
+
+
+def _are_the_same(options: Group, checked: Group) -> bool:
+    """Whether nothing was set since."""
+    return options.keys() == checked.keys() and all(
+        value is checked[key] for key, value in options.items()
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import NamedTuple, overload
 
 import torch
@@ -11,6 +12,7 @@ from samestep.apply import (
     GroupMath,
     GroupMaths,
     Operand,
+    run_rule,
     stacks,
     update_blocks,
     update_elementwise,
@@ -22,6 +24,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, tell_problem
 from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
+from samestep.kernels.choice import missing as missing_kernels
 from samestep.metrics import UpdateSizes, present_counts
 from samestep.param_groups import LAYOUT_KEYS, rule_of
 from samestep.placement import Placement
@@ -43,6 +46,8 @@ from samestep.plan.schedule import (
     line_of,
     step_schedule,
 )
+
+_step_schedule = lru_cache(maxsize=64)(step_schedule)  # the same in every step
 
 
 class Verdict(NamedTuple):
@@ -136,8 +141,8 @@ class RuleOptimizer(FullValues):
             )
 
     def _schedule(self) -> Schedule:
-        return step_schedule(
-            [placement.shape for placement in self._placements],
+        return _step_schedule(
+            tuple(placement.shape for placement in self._placements),
             waves=self._distribution.waves,
             clip=self._max_grad_norm is not None or self._inverse_scale is not None,
             measure=self._sizes is not None,
@@ -253,6 +258,10 @@ class RuleOptimizer(FullValues):
         for device, members in by_device.items():
             math = self._math(index, device)
             rule = math.rule
+            if self._run is run_rule and missing_kernels(device) is None:
+                from samestep.kernels.update import update_with_kernels
+
+                members = update_with_kernels(math, index, members)
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None
             arguments = math.scalars, math.options, self._run, math.only_if, measure
@@ -267,11 +276,11 @@ class RuleOptimizer(FullValues):
         """How the rule of a group is run in this step."""
         group = self.param_groups[index]
         rule = rule_of(group)
-        keys = rule.defaults.keys() - rule.schedulable - LAYOUT_KEYS
+        changing = rule.schedulable | LAYOUT_KEYS
         return GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),
-            {key: group[key] for key in sorted(keys)},
+            {key: group[key] for key in rule.defaults if key not in changing},
             self._verdict.factor,
             group["maximize"],
             self._verdict.only_if,

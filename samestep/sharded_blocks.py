@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from samestep.apply import GroupMath, GroupMaths, Operand, exact_value, put
+from samestep.apply import GroupMath, GroupMaths, Operand, exact_value, is_staged, put
 from samestep.block_moves import BlockMoves
 from samestep.comm.agreement import require_same_lines
 from samestep.distribution import Distribution
@@ -234,7 +234,7 @@ class ShardedParameters(ShardedTensors):
 
     def _staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         of_group = math(self.specs[route.param].group)
-        assert isinstance(of_group.rule, StagedRule)
+        assert is_staged(of_group.rule)
         return of_group.rule, of_group
 
     def _slices(self, route: Route, part: Part) -> tuple[slice, ...]:

@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep.stress.expected import Expected, due_steps, expected_run
@@ -11,6 +13,7 @@ from samestep.stress.judge import Finding, Judge, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.rank import Work
 from samestep.stress.ranks import Ranks
+from samestep.stress.relay import begin_alone
 from samestep.stress.sample import Ending, Sample
 from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import SCENARIOS
@@ -155,15 +158,27 @@ class Campaign:
             raise
         begin_next()
         try:
-            self._ranks.run([self._work(case, patch) for case in cases], on_sample, on_end)
+            with TemporaryDirectory(prefix="stress_") as folder:
+                begun = self._begun_alone(cases, Path(folder))
+                works = [self._work(case, patch, Path(folder), begun) for case in cases]
+                self._ranks.run(works, on_sample, on_end)
         except KeyboardInterrupt:
             if trial is not None:
                 self.interrupted = trial.interrupted()
             raise
 
-    def _work(self, case: Case, patch: Patch) -> Work:
+    def _begun_alone(self, cases: Sequence[Case], folder: Path) -> int:
+        """The steps that one process has taken, if the scenario wants that; it leaves its state."""
+        first_sample = min(min(case.due(self._scenario)) for case in cases)
+        steps = min(self._scenario.begun_alone, first_sample - 1)
+        if steps:
+            begin_alone(self._scenario, steps, folder)
+        return steps
+
+    def _work(self, case: Case, patch: Patch, folder: Path, begun: int) -> Work:
         due = frozenset(case.due(self._scenario))
-        return Work(self._scenario, LAYOUTS[case.layout], case.steps, due, case.reduction, patch)
+        layout = LAYOUTS[case.layout]
+        return Work(self._scenario, layout, case.steps, due, case.reduction, patch, folder, begun)
 
     def _judge(self, case: Case) -> Judge:
         return Judge(

@@ -20,7 +20,7 @@ from samestep.stress.scenario import (
     SetOptions,
     Unfreeze,
 )
-from samestep.stress.training import named_groups, rank_gradients
+from samestep.stress.training import named_groups, rank_gradients, without_onednn
 
 PRESENCE_STEPS = 64  # how many the presence map shows
 
@@ -62,7 +62,8 @@ def expected_run(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in ranks; more would only slow down what is so small
     try:
-        return _run(scenario, due, progress)
+        with without_onednn():
+            return _run(scenario, due, progress)
     finally:
         torch.set_num_threads(threads)
 

@@ -1,18 +1,33 @@
 """Small models for the harness."""
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from samestep.routing import without_wrappers
 
+Places = list[tuple[str, nn.Module, str]]  # name in groups, the module that has it, name there
+_places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
+
 
 def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by the name they have without wrappers, as in the optimizer's groups."""
+    """Parameters by the name they have without wrappers, as in the optimizer's groups.
+
+    They are asked for several times a step, so a model is walked through once: it may replace its
+    parameters (FSDP2 does), but not get further ones.
+    """
     while isinstance(model, nn.DataParallel):
         model = model.module
-    return {without_wrappers(name): param for name, param in model.named_parameters()}
+    if model not in _places:
+        _places[model] = [_place(model, name) for name, _ in model.named_parameters()]
+    return {name: getattr(owner, last) for name, owner, last in _places[model]}
+
+
+def _place(model: nn.Module, name: str) -> tuple[str, nn.Module, str]:
+    owner, _, last = name.rpartition(".")
+    return without_wrappers(name), model.get_submodule(owner), last
 
 
 class Matrices(nn.Module):

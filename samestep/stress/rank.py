@@ -4,6 +4,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -13,10 +14,10 @@ from samestep.comm.collectives import CollectiveError
 from samestep.comm.recorder import FlightRecorder, Record
 from samestep.piece_state import PiecesDisagreeError
 from samestep.stress.layouts import Layout
+from samestep.stress.relay import Relay
 from samestep.stress.sample import Ending, Sample, take_sample
 from samestep.stress.scenario import Scenario
-from samestep.stress.sharded_training import new_training
-from samestep.stress.training import Training
+from samestep.stress.training import Training, without_onednn
 
 Message = Sample | Ending
 LAST_FLIGHTS = 32
@@ -26,6 +27,8 @@ class Work(NamedTuple):
     """A case as its ranks see it. `patch` changes the code under test while it runs.
 
     due: the steps after which a sample is taken.
+    folder: where checkpoints are kept, if the scenario has any.
+    begun: the steps that `one_process` has taken, and saved there.
     """
 
     scenario: Scenario
@@ -34,6 +37,8 @@ class Work(NamedTuple):
     due: frozenset[int]
     reduction: str
     patch: Callable[[], AbstractContextManager[object]] = nullcontext
+    folder: Path | None = None
+    begun: int = 0
 
 
 def run_rank(
@@ -47,15 +52,16 @@ def run_rank(
     step = 0
     error: Exception | None = None
     training: Training | None = None
-    with work.patch(), FlightRecorder(LAST_FLIGHTS) as recorder:
+    with work.patch(), without_onednn(), FlightRecorder(LAST_FLIGHTS) as recorder:
         recorder.on_launch.append(lambda record: note(record.name))
         if work.scenario.churns:
             recorder.on_launch.append(lambda record: _churn(record, device))
         try:
-            training = new_training(
-                work.scenario, work.layout, rank, reduction=work.reduction, device=device
-            )
+            relay = Relay(work.scenario, work.layout, rank, work.reduction, device, work.folder)
+            step = 0 if work.layout.one_process else work.begun
+            training = relay.begin(step)
             while step < work.steps:
+                training = relay.before(step, training, recorder)
                 training.step(step)
                 step += 1
                 if step in work.due:

@@ -65,6 +65,8 @@ class Resume:
     """The run is saved, and goes on with a new optimizer that has loaded what was saved."""
 
 
+Place = Literal["here", "elsewhere"]  # the same layout, or another one on as many ranks
+
 Event = SetOptions | Freeze | Unfreeze | AddGroup | Edit | Resume
 
 
@@ -84,6 +86,7 @@ class Scenario:
     churns: ClassVar[bool] = False  # memory is reused between launch and wait
     scales: ClassVar[bool] = False  # a GradScaler is in use
     starts_differ: ClassVar[bool] = False  # between ranks
+    begun_alone: ClassVar[int] = 0  # steps that one process takes first, and saves for all ranks
 
     def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
         self.seed = seed
@@ -107,6 +110,13 @@ class Scenario:
     def events(self, step: int) -> Sequence[Event]:
         """What happens before a step."""
         return ()
+
+    def goes_on(self, step: int) -> Place | None:
+        """Where, if before a step the run is saved, ended, and loaded into a new one.
+
+        `one_process` never is: it stands for the run that was not interrupted.
+        """
+        return None
 
     def micro_batches(self, step: int) -> int:
         """Backward passes of a step, the same number on every rank."""
@@ -139,7 +149,7 @@ class GradientScenario(Scenario):
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         """The sum of parameter times gradient, in an order that ranks do not share."""
         params = named_params(model)
-        grads = self.known_gradients(model, step, rank, micro)
+        grads = self._gradients_of(params, step, rank, micro)
         terms = [
             (params[name] * grad.to(params[name].device)).sum() for name, grad in grads.items()
         ]
@@ -150,8 +160,13 @@ class GradientScenario(Scenario):
         self, model: nn.Module, step: int, rank: int, micro: int
     ) -> dict[str, Tensor]:
         """Those of the parameters that are trained and have one."""
+        return self._gradients_of(named_params(model), step, rank, micro)
+
+    def _gradients_of(
+        self, params: Mapping[str, nn.Parameter], step: int, rank: int, micro: int
+    ) -> dict[str, Tensor]:
         found = {}
-        for place, (name, param) in enumerate(named_params(model).items()):
+        for place, (name, param) in enumerate(params.items()):
             grad = None
             if param.requires_grad:
                 grad = self.gradient(name, place, param, step, rank, micro)

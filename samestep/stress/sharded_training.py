@@ -22,10 +22,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from samestep.comm.collectives import gather_segments
 from samestep.comm.meshes import held, mesh_group
 from samestep.fsdp import skip, take_part, use_ordered_reduction
+from samestep.layout.dtensor_shards import Box
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
-from samestep.stress.training import Training, backward, mean_gradients
+from samestep.stress.training import (
+    Training,
+    backward,
+    mean_gradients,
+    mean_over_ranks,
+    rank_gradients,
+)
 
 
 def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) -> Training:
@@ -139,6 +146,7 @@ class TwinTraining(DTensorTraining):
 
     def _new_model(self) -> nn.Module:
         self._twin = super()._new_model()
+        self._boxes: list[tuple[Box, ...]] = []  # per parameter those of all ranks, once needed
         model = super()._new_model()
         ranks = self.scenario.world
         inner = 2 if ranks > 2 and ranks % 2 == 0 else ranks
@@ -168,7 +176,9 @@ class TwinTraining(DTensorTraining):
         twins, mine = named_params(self._twin), self._named
         if self.scenario.loop == "closed":
             self._follow()
-        means = mean_gradients(self.scenario, self._twin, number)
+            means = mean_over_ranks(self._twin, self._of_all_ranks(number))
+        else:
+            means = mean_gradients(self.scenario, self._twin, number)
         for name, twin in twins.items():
             if twin in means:
                 param = mine[name]
@@ -178,12 +188,30 @@ class TwinTraining(DTensorTraining):
                 grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
                 param.grad = grad
 
+    def _of_all_ranks(self, number: int) -> list[list[dict[str, Tensor]]]:
+        """What ranks contribute: each computes its own, and they travel in one collective."""
+        twins = named_params(self._twin)
+        (mine,) = rank_gradients(self.scenario, self._twin, number, self.rank)  # in one round
+        present = torch.tensor([float(name in mine) for name in twins])
+        values = [mine.get(name, torch.zeros_like(twin)) for name, twin in twins.items()]
+        segment = torch.cat([present.to(values[0]), *(value.reshape(-1) for value in values)])
+        sizes = [len(present), *(value.numel() for value in values)]
+        ranks = [sum(sizes)] * self._group.size
+        of_ranks = []
+        for came in gather_segments("gradients of twins", segment, ranks, self._group).wait():
+            flags, *parts = torch.split(came, sizes)
+            known = zip(flags.tolist(), twins.items(), parts, strict=True)
+            of_ranks.append([{name: p.view(twin.shape) for flag, (name, twin), p in known if flag}])
+        return of_ranks
+
     @torch.no_grad()
     def _follow(self) -> None:
         """Give the twin the values of the parameters, in one collective."""
         params = [param for param in self._named.values() if isinstance(param, DTensor)]
-        group = mesh_group(params[0].device_mesh)
-        boxes = [held(param, group).boxes for param in params]
+        if not self._boxes:
+            self._group = mesh_group(params[0].device_mesh)
+            self._boxes = [held(param, self._group).boxes for param in params]
+        group, boxes = self._group, self._boxes
         mine = torch.cat([param.to_local().reshape(-1) for param in params])
         sizes = [sum(of_param[rank].numel for of_param in boxes) for rank in range(group.size)]
         of_ranks = gather_segments("values for the twin", mine, sizes, group).wait()

@@ -26,6 +26,8 @@ SCENARIOS: dict[str, type[Scenario]] = {
         recipes.FusedGQA,
         recipes.FusedMQA,
         recipes.Resumed,
+        recipes.ResumedMidrun,
+        recipes.ResumedElsewhere,
         patterns.DifferentStart,
     )
 }

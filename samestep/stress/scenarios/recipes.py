@@ -14,6 +14,7 @@ from samestep.stress.scenario import (
     Event,
     Freeze,
     GradientScenario,
+    Place,
     Resume,
     SetOptions,
     Unfreeze,
@@ -170,6 +171,33 @@ class Resumed(FourPatternsRandom):
             adamw = {"lr": muon["lr"], "betas": (0.8, 0.9) if low else (0.9, 0.95)}
             return SetOptions("muon", muon), SetOptions("adamw", adamw)
         return (Resume(),) if step and step % 10 == 0 else ()
+
+
+class ResumedMidrun(Resumed):
+    """With `samestep.save` and `samestep.load`, against a run that was never interrupted."""
+
+    name = "resume_midrun"
+    story = "saved to a folder and loaded into a new run in the same layout; options are kept"
+
+    def events(self, step: int) -> Sequence[Event]:
+        """Options are set, and not again after loading."""
+        return [event for event in super().events(step) if not isinstance(event, Resume)]
+
+    def goes_on(self, step: int) -> Place | None:
+        """In the middle of short runs, and ten times in 1000 steps."""
+        return "here" if step % 100 == 8 else None
+
+
+class ResumedElsewhere(ResumedMidrun):
+    """What one layout has saved, every other loads, whatever the number of ranks."""
+
+    name = "resume_elsewhere"
+    story = "begun in one process, loaded on all ranks, then moved to another layout and back"
+    begun_alone = 5
+
+    def goes_on(self, step: int) -> Place | None:
+        """Away, and back after four steps."""
+        return "elsewhere" if step % 100 == 8 else "here" if step % 100 == 12 else None
 
 
 class FusedQKV(GradientScenario):

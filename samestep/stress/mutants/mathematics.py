@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import samestep
 from samestep import apply, group_optimizer, param_groups, rule_optimizer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
@@ -177,12 +178,33 @@ def momentum_lost_at_resume() -> list[Any]:
 
     def load(original: Any, optimizer: Any, *args: Any) -> None:
         original(optimizer, *args)
-        for state in optimizer.state.values():
-            for key in ("momentum_buffer", "exp_avg"):
-                if key in state:
-                    state[key].zero_()
+        _forget_momentum(optimizer)
 
     return [(group_optimizer, "load_state", load)]
+
+
+def _forget_momentum(optimizer: Any) -> None:
+    for state in optimizer.state.values():
+        for key in ("momentum_buffer", "exp_avg"):
+            if key in state:
+                state[key].zero_()
+
+
+@mutant(
+    "a checkpoint is loaded without its momentum",
+    expected="state",
+    scenario="resume_midrun",
+    steps=10,
+)
+def momentum_lost_at_load() -> list[Any]:
+    """The same bug on the way of `samestep.load`."""
+
+    def load(original: Any, path: Any, model: Any, optimizer: Any) -> Any:
+        loaded = original(path, model, optimizer)
+        _forget_momentum(optimizer)
+        return loaded
+
+    return [(samestep, "load", load)]
 
 
 @mutant(

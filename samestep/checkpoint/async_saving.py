@@ -1,6 +1,8 @@
-"""`samestep.async_save`: training waits for a copy in memory, not for the disk."""
+"""`samestep.async_save`: training waits for a copy in memory, not for the disk or for others."""
 
+from collections.abc import Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,10 +14,20 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from samestep.checkpoint.background import SaveHandle, finish_background, start_background
+from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.formats import FormatName
 from samestep.checkpoint.plan import WritePlan
 from samestep.checkpoint.ranks import Ranks, all_ranks
-from samestep.checkpoint.saving import Prepared, Request, give_up, prepare, write
+from samestep.checkpoint.saving import (
+    Request,
+    Seen,
+    look,
+    objects_in,
+    prepare,
+    value_in,
+    write,
+)
+from samestep.checkpoint.storage import Values
 from samestep.comm.groups import RankGroup
 from samestep.full_values import FullValues
 
@@ -33,24 +45,46 @@ def async_save(
     """`save`, but it returns when everything is copied to the host's memory. Collective.
 
     What this rank will write is copied, to buffers that later saves of the same model and
-    optimizer use again. A second save, or a load, waits for the first. What goes wrong in the
-    background is raised by `wait()` of the handle, or else by the next save or load. Call
-    `wait()` before `torch.distributed.destroy_process_group()`.
+    optimizer use again; if nothing but values has changed since the last one, nobody waits for
+    another rank. A second save, or a load, waits for the first. What goes wrong in the background
+    is raised by `wait()` of the handle, or else by the next save or load. Call `wait()` before
+    `torch.distributed.destroy_process_group()`.
     """
     finish_background()
     request = Request(Path(path), model, optimizer, extra, keep, format)
+    ranks = _own_group(f"save of {path}")
     staging = _staging_of(optimizer if optimizer is not None else model)
-    prepared = prepare(request, _own_group(f"save of {path}"), staging.plan_for(format))
+    seen, plan = _see_again(request, ranks, staging)
+    planned = None
+    if seen is None or plan is None:
+        planned = prepare(request, ranks, partial(look, request, ranks.size))
+        seen, plan = planned.seen, planned.plan
+    values = staging.copy(plan, request.format, seen.state_dict)
+    # The optimizer may go while the background writes: without the live tensors from here on.
+    copied = Seen(None, objects_in(seen.state_dict), [], seen.facts)
+    in_files = request._replace(model=None, optimizer=None)
+    if planned is not None:
+        planned = planned._replace(request=in_files, seen=copied)
+
+    def work() -> None:
+        try:
+            write(planned or prepare(in_files, ranks, lambda: copied, plan), values)
+        except CheckpointError:  # on all ranks, so all of them plan anew
+            staging.forget()
+            raise
+
+    return start_background(request.path, work)
+
+
+def _see_again(
+    request: Request, ranks: Ranks, staging: "Staging"
+) -> tuple[Seen | None, WritePlan | None]:
+    """What is to be saved, and the plan of the last save if it holds for that."""
     try:
-        staging.copy(prepared)
-    except BaseException as error:  # there may be no memory
-        give_up(prepared.unfinished, prepared.ranks, error)
-        raise
-    # Without the live tensors: the optimizer may go while this runs.
-    in_files = prepared._replace(
-        state_dict=prepared.objects(), request=request._replace(model=None, optimizer=None)
-    )
-    return start_background(request.path, lambda: write(in_files, staging.value))
+        seen = look(request, ranks.size)
+    except Exception:  # raised once more where other ranks hear of it
+        return None, None
+    return seen, staging.plan_for(request.format, seen.held)
 
 
 class Staging:
@@ -61,20 +95,31 @@ class Staging:
         self._plan: WritePlan | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
 
-    def plan_for(self, name: str) -> WritePlan | None:
-        """The plan of the last save, if that had the same format."""
-        return self._plan if name == self._format else None
+    def plan_for(self, name: str, held: list[WriteItem]) -> WritePlan | None:
+        """The plan of the last save, if this is one of the same things in the same format."""
+        plan = self._plan
+        return plan if plan is not None and (name, held) == (self._format, plan.held) else None
 
-    def copy(self, prepared: Prepared) -> None:
-        """Take the present values."""
-        if prepared.plan is not self._plan:
-            self._plan, self._buffers = prepared.plan, {}
-            self._format = prepared.request.format
+    def forget(self) -> None:
+        """The next save is planned anew."""
+        self._plan = None
+
+    def copy(self, plan: WritePlan, name: str, state_dict: Mapping[str, Any]) -> Values:
+        """Take the present values; gives what has them."""
+        if plan is not self._plan:
+            self._plan, self._format, self._buffers = plan, name, {}
+        try:
+            self._copy(plan.items, state_dict)
+        except Exception as error:  # there may be no memory: other ranks hear of it when they write
+            return partial(_raise, error)
+        return lambda item: self._buffers[item.index]
+
+    def _copy(self, items: list[WriteItem], state_dict: Mapping[str, Any]) -> None:
         streams = False
-        for item in prepared.plan.items:
+        for item in items:
             if item.type == WriteItemType.BYTE_IO:
                 continue
-            live = prepared.value(item).detach()
+            live = value_in(state_dict, item).detach()
             buffer = self._buffers.get(item.index)
             if buffer is None or buffer.dtype != live.dtype:
                 buffer = torch.empty(live.shape, dtype=live.dtype, pin_memory=live.is_cuda)
@@ -84,9 +129,9 @@ class Staging:
         if streams:
             torch.cuda.current_stream().synchronize()
 
-    def value(self, item: WriteItem) -> Tensor:
-        """What was copied of a box."""
-        return self._buffers[item.index]
+
+def _raise(error: Exception, _: WriteItem) -> Tensor:
+    raise error
 
 
 _stagings: "WeakKeyDictionary[object, Staging]" = WeakKeyDictionary()

@@ -31,8 +31,8 @@ class Ranks(NamedTuple):
         """Do something; if it fails on any rank, raise on all of them."""
         return self.agreed(lambda: (act(), True))[0]
 
-    def agreed(self, act: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
-        """The same, and whether all ranks have given True beside their result."""
+    def agreed(self, act: Callable[[], tuple[T, bool]]) -> tuple[T, list[bool]]:
+        """The same, and what every rank has answered beside its result."""
         problem: Exception | None = None
         yes = False
         try:
@@ -47,7 +47,7 @@ class Ranks(NamedTuple):
         for rank, (text, _) in enumerate(answers):
             if text:
                 raise CheckpointError(f"rank {rank}: {text}")
-        return result, all(answer for _, answer in answers)
+        return result, [answer for _, answer in answers]
 
     def all_of(self, value: T) -> list[T]:
         """What every rank gives, on every rank; for small things."""

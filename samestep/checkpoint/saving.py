@@ -1,7 +1,8 @@
 """`samestep.save`, and the parts that it has in common with `samestep.async_save`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,24 +36,34 @@ class Request(NamedTuple):
     format: str
 
 
+class Seen(NamedTuple):
+    """What a rank has to save."""
+
+    planner: DefaultSavePlanner | None  # None: there is a plan
+    state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
+    held: list[WriteItem]
+    facts: Mapping[str, Any]
+
+
 class Prepared(NamedTuple):
     """A save of which nothing is written yet, but that can be."""
 
     request: Request
     ranks: Ranks
     unfinished: Unfinished | None  # on the first rank
-    state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
+    seen: Seen
     plan: WritePlan
-    facts: Mapping[str, Any]
 
-    def value(self, item: WriteItem) -> Tensor:
-        """What this rank has now of a box."""
-        tensor: Pieces = self.state_dict[item.index.fqn]
-        return tensor.__get_tensor_shard__(item.index)
 
-    def objects(self) -> dict[str, Any]:
-        """What is no tensor."""
-        return {k: value for k, value in self.state_dict.items() if not isinstance(value, Pieces)}
+def value_in(state_dict: Mapping[str, Any], item: WriteItem) -> Tensor:
+    """What a rank has now of a box."""
+    tensor: Pieces = state_dict[item.index.fqn]
+    return tensor.__get_tensor_shard__(item.index)
+
+
+def objects_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What is no tensor."""
+    return {key: value for key, value in state_dict.items() if not isinstance(value, Pieces)}
 
 
 @torch.no_grad()
@@ -84,50 +95,63 @@ def save(
     """
     finish_background()
     request = Request(Path(path), model, optimizer, extra, keep, format)
-    prepared = prepare(request, all_ranks(f"save of {path}"))
-    write(prepared, prepared.value)
+    ranks = all_ranks(f"save of {path}")
+    prepared = prepare(request, ranks, lambda: look(request, ranks.size))
+    write(prepared, partial(value_in, prepared.seen.state_dict))
     return request.path
 
 
-def prepare(request: Request, ranks: Ranks, before: WritePlan | None = None) -> Prepared:
+def look(request: Request, ranks: int) -> Seen:
+    """What this rank has to save, as views; raises if it cannot be saved."""
+    if request.keep is not None and request.keep < 1:
+        raise CheckpointError(f"keep must be at least 1, got {request.keep}")
+    _check_json("extra", request.extra)
+    wanted = format_named(request.format)
+    facts = _facts(request, ranks)
+    state_dict = wanted.state_dict(tensors_of(request.model, request.optimizer), facts)
+    planner = plan_locally(state_dict, wanted.is_nested)
+    return Seen(planner, planner.state_dict, planner.plan.items, facts)
+
+
+def prepare(
+    request: Request, ranks: Ranks, see: Callable[[], Seen], before: WritePlan | None = None
+) -> Prepared:
     """Everything that can go wrong before something is written. Collective.
 
-    `before` is the plan of an earlier save, which holds if no rank has anything else now.
+    `before` is the plan of an earlier save, if what this rank holds is still the same.
     """
     unfinished: Unfinished | None = None
 
-    def check() -> tuple[tuple[DefaultSavePlanner, dict[str, Any]], bool]:
+    def check() -> Seen:
         nonlocal unfinished
-        if request.keep is not None and request.keep < 1:
-            raise CheckpointError(f"keep must be at least 1, got {request.keep}")
-        _check_json("extra", request.extra)
-        wanted = format_named(request.format)
-        facts = _facts(request, ranks.size)
-        state_dict = wanted.state_dict(tensors_of(request.model, request.optimizer), facts)
-        planner = plan_locally(state_dict, wanted.is_nested)
+        seen = see()
         if ranks.rank == 0:
             unfinished = Unfinished(request.path)
-        unchanged = before is not None and before.held == planner.plan.items
-        return (planner, facts), unchanged
+        return seen
 
     try:
-        (planner, facts), unchanged = ranks.agreed(check)
-        if unchanged and before is not None:
+        seen, as_before = ranks.agreed(lambda: (check(), before is not None))
+        if len(set(as_before)) > 1:
+            raise CheckpointError(
+                "what is to be saved has changed on some ranks and not on others: save once more"
+            )
+        if before is not None:
             plan = before
         else:
+            assert seen.planner is not None
             owners = _owners(request.optimizer, ranks.size)
-            plan = format_named(request.format).plan(planner, owners, ranks)
+            plan = format_named(request.format).plan(seen.planner, owners, ranks)
     except BaseException as error:
         give_up(unfinished, ranks, error)
         raise
-    return Prepared(request, ranks, unfinished, planner.state_dict, plan, facts)
+    return Prepared(request, ranks, unfinished, seen, plan)
 
 
 def write(prepared: Prepared, values: Values) -> None:
     """Write the files and move them to their place. Collective, on the group it was prepared on."""
     request, ranks, unfinished = prepared.request, prepared.ranks, prepared.unfinished
 
-    chosen, objects = format_named(request.format), prepared.objects()
+    chosen, objects = format_named(request.format), objects_in(prepared.seen.state_dict)
 
     def write_mine() -> Any:
         try:
@@ -140,7 +164,7 @@ def write(prepared: Prepared, values: Values) -> None:
 
     def finish() -> None:
         if unfinished is not None:
-            chosen.finish(unfinished.folder, prepared.plan.metadata, everyones, prepared.facts)
+            chosen.finish(unfinished.folder, prepared.plan.metadata, everyones, prepared.seen.facts)
             unfinished.commit(request.keep)
 
     try:

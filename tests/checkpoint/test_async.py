@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
@@ -118,3 +119,63 @@ def test_a_changed_model_is_planned_again(tmp_path):
     again.register_buffer("late", torch.zeros(3))
     samestep.load(tmp_path / "b", again, loaded)
     assert different(snapshot(again, loaded), snapshot(model, opt)) == []
+
+
+def test_nobody_waits_for_another_rank(tmp_path):
+    """But in the first save, which is planned together."""
+
+    def job(rank):
+        model, opt = build(Case("zero2", 2))
+        samestep.async_save(tmp_path / "a", model, opt).wait()
+        time.sleep(1.0 * rank)
+        start = time.monotonic()
+        handle = samestep.async_save(tmp_path / "b", model, opt)
+        blocked = time.monotonic() - start
+        handle.wait()
+        with pytest.raises(samestep.CheckpointError, match="b exists"):
+            samestep.async_save(tmp_path / "b", model, opt).wait()
+        return blocked
+
+    assert run_forked(2, job)[0] < 0.7
+
+
+def told(act):
+    try:
+        act()
+    except samestep.CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("what", ["changed", "no memory"])
+def test_what_concerns_one_rank_is_told_to_all(tmp_path, monkeypatch, what):
+    """And later saves are whole."""
+
+    def job(rank):
+        model, opt = build(Case("zero2", 2))
+        samestep.async_save(tmp_path / "a", model, opt).wait()
+        with monkeypatch.context() as patch:
+            if rank == 1 and what == "changed":
+                model.register_buffer("late", torch.ones(3))
+            elif rank == 1:
+                patch.setattr(async_saving, "value_in", no_memory)
+            text = told(lambda: samestep.async_save(tmp_path / "b", model, opt).wait())
+        if rank == 0 and what == "changed":
+            model.register_buffer("late", torch.ones(3))
+        left = sorted(path.name for path in tmp_path.iterdir())
+        samestep.async_save(tmp_path / "c", model, opt).wait()
+        again, loaded = build(Case("zero2", 2), seed=2)
+        if what == "changed":
+            again.register_buffer("late", torch.zeros(3))
+        samestep.load(tmp_path / "c", again, loaded)
+        return text, left, different(snapshot(again, loaded), snapshot(model, opt))
+
+    expected = {"changed": "has changed on some ranks", "no memory": "no memory is left"}[what]
+    for text, left, wrong in run_forked(2, job):
+        assert expected in text
+        assert left == ["LATEST", "a"]
+        assert wrong == []
+
+
+def no_memory(*_):
+    raise RuntimeError("no memory is left")

@@ -19,7 +19,7 @@ from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.formats import WRITTEN_AS, format_named, open_checkpoint
 from samestep.checkpoint.plan import plan_locally
 from samestep.checkpoint.ranks import Ranks
-from samestep.checkpoint.saving import Prepared, Request, write
+from samestep.checkpoint.saving import Prepared, Request, Seen, write
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.command.request import BadRequestError
 from samestep.version import __version__
@@ -116,4 +116,5 @@ def _write(source: Source, path: Path, name: str) -> None:
     plan = target.plan(planner, {}, ranks)
     request = Request(path, None, None, source.extra, None, name)
     unfinished = folder.Unfinished(path)
-    write(Prepared(request, ranks, unfinished, planner.state_dict, plan, facts), read)
+    seen = Seen(planner, planner.state_dict, planner.plan.items, facts)
+    write(Prepared(request, ranks, unfinished, seen, plan), read)

@@ -106,20 +106,6 @@ def test_adamw_of_torch_and_back(tmp_path):
         assert float(again.state[mine]["step"]) == 6
 
 
-def test_boxes_of_fsdp2(tmp_path):
-    def job(rank):
-        model, opt = build(Case("fsdp2", 2))
-        train(model, opt, range(2))
-        save_with_torch(tmp_path / "torch", model, opt)
-        return snapshot(model, opt)
-
-    expected = run_forked(2, job)[0]
-    convert(tmp_path / "torch", tmp_path / "ours", "samestep")
-    found = build(Case("one", 1), seed=2)
-    samestep.load(tmp_path / "ours", *found)
-    assert different(snapshot(*found), expected) == []
-
-
 def test_flattened_options_of_torch(tmp_path):
     """Options per parameter, and a model without a prefix, as torchtitan has them."""
     model = small()

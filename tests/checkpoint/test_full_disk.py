@@ -26,8 +26,7 @@ def no_room_after(boxes):
     return append
 
 
-@pytest.mark.parametrize("way", ["save", "async_save"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("way", "who"), [("save", 1), ("async_save", 0)])
 def test_one_rank_has_no_room(tmp_path, way, who):
     """The disk is full when it writes its fourth box."""
 

@@ -142,8 +142,7 @@ def act(way, path, model, opt):
         finish_background()
 
 
-@pytest.mark.parametrize("way", ["save", "async_save", "load"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("way", "who"), [("save", 0), ("async_save", 1), ("load", 1)])
 def test_the_rank_that_died_is_named(tmp_path, monkeypatch, way, who):
     """While it writes or reads its part; the checkpoint before is there, and nothing else."""
 

@@ -38,13 +38,13 @@ PATIENCE = {"timeout": 7000 if SOAK else 100, "collective_timeout": 300 if SOAK 
 RECEIPT = Path("receipts/checkpoint_matrix.json")
 # Every layout is saved and loaded, on fewer and on more ranks, in neighbours that differ in both.
 RING = [
-    *[("one", 1), ("zero2", 4), ("flat zero1", 2), ("fsdp2", 3), ("none", 2), ("tp", 4)],
-    *[("flat zero2", 3), ("hsdp", 4), ("zero1", 2)],
+    *[("one", 1), ("zero2", 3), ("flat zero1", 2), ("fsdp2", 3), ("none", 2), ("tp", 4)],
+    *[("flat zero2", 2), ("hsdp", 4), ("zero1", 2)],
 ]
 
 
-def save_all(folder, mine):
-    """Train and save in some layouts on as many ranks; then go on without a break."""
+def save_all(folder, mine, references):
+    """Train and save in some layouts on as many ranks; some then go on without a break."""
 
     def job(rank):
         for case in mine:
@@ -54,10 +54,13 @@ def save_all(folder, mine):
                 group["lr"] *= 0.5
             at_save = snapshot(model, opt)
             samestep.save(folder / case.name, model, opt, extra={"step": BEFORE, "case": case.name})
-            train(model, opt, range(BEFORE, BEFORE + AFTER))
-            at_end = snapshot(model, opt)
             if rank == 0:
-                torch.save((at_save, at_end), folder / f"{case.name}.pt")
+                torch.save(at_save, folder / f"{case.name}.pt")
+            if case in references:
+                train(model, opt, range(BEFORE, BEFORE + AFTER))
+                at_end = snapshot(model, opt)
+                if rank == 0:
+                    torch.save(at_end, folder / f"{case.name} later.pt")
 
     return job
 
@@ -74,7 +77,7 @@ def same_sums(source, case):
     return source.world == case.world or even
 
 
-def load_all(folder, targets, sources_of):
+def load_all(folder, targets, sources_of, references):
     """Load into other weights, other state and other options, and go on.
 
     Gives everything that is wrong, and per target how far its runs were from those without a break.
@@ -86,7 +89,8 @@ def load_all(folder, targets, sources_of):
             model, opt = build(case, seed=2, **OTHER)
             train(model, opt, range(50, 52))
             drifts = [
-                load_one(folder, source, case, model, opt, wrong) for source in sources_of(case)
+                load_one(folder, source, case, model, opt, references, wrong)
+                for source in sources_of(case)
             ]
             report[case.name] = {
                 "sources": len(drifts),
@@ -99,16 +103,20 @@ def load_all(folder, targets, sources_of):
     return job
 
 
-def load_one(folder, source, case, model, opt, wrong):
+def load_one(folder, source, case, model, opt, references, wrong):
     pair = f"{source.name} -> {case.name}:"
     spoil(model, opt)
     loaded = samestep.load(folder / source.name, model, opt)
-    at_save, at_end = torch.load(folder / f"{source.name}.pt", mmap=True)
+    at_save = torch.load(folder / f"{source.name}.pt", mmap=True)
     wrong += [f"{pair} {name}" for name in different(snapshot(model, opt), at_save)]
     if loaded.extra != {"step": BEFORE, "case": source.name} or loaded.world_size != source.world:
         wrong.append(f"{pair} {loaded}")
     train(model, opt, range(BEFORE, BEFORE + AFTER))
     found = snapshot(model, opt)
+    unbroken = (
+        source if source in references else next(r for r in references if same_sums(r, source))
+    )
+    at_end = torch.load(folder / f"{unbroken.name} later.pt", mmap=True)
     judge = different if same_sums(source, case) else far
     wrong += [f"{pair} after {AFTER} steps {what}" for what in judge(found, at_end)]
     return drift(found, at_end)
@@ -127,22 +135,28 @@ def test_every_layout_loads_every_other(tmp_path):
     """A sample. Uneven shapes, several buckets, fused blocks, expert stacks, variance state."""
     ring = [Case(*on) for on in RING]
     before = dict(zip(ring, ring[-1:] + ring[:-1], strict=True))
-    on_each_world(ring, lambda mine: save_all(tmp_path, mine))
-    for wrong, _ in on_each_world(ring, lambda m: load_all(tmp_path, m, lambda c: [before[c]])):
-        assert wrong == []
+    # Where sums are the same, one run without a break is that of all.
+    references = [Case("one", 1), Case("fsdp2", 3), Case("tp", 4)]
+    on_each_world(ring, lambda mine: save_all(tmp_path, mine, references))
+    found = on_each_world(
+        ring, lambda mine: load_all(tmp_path, mine, lambda case: [before[case]], references)
+    )
+    assert [wrong for wrong, _ in found if wrong] == []
 
 
 @pytest.fixture(scope="module")
 def saved_by_all(tmp_path_factory):
     folder = tmp_path_factory.mktemp("matrix")
-    on_each_world(EVERYTHING, lambda mine: save_all(folder, mine))
+    on_each_world(EVERYTHING, lambda mine: save_all(folder, mine, EVERYTHING))
     return folder
 
 
 def whole_matrix(saved_by_all, world):
     """Everything into every layout on so many ranks; leaves its part of the receipt."""
     targets = [case for case in EVERYTHING if case.world == world]
-    found = on_each_world(targets, lambda m: load_all(saved_by_all, m, lambda _: EVERYTHING))
+    found = on_each_world(
+        targets, lambda mine: load_all(saved_by_all, mine, lambda _: EVERYTHING, EVERYTHING)
+    )
     wrong = [line for of_rank, _ in found for line in of_rank]
     write_receipt(world, found[0][1], wrong)
     assert wrong == []
@@ -219,7 +233,7 @@ def test_other_state(tmp_path):
     assert on_each_world(among, load) == [[], [], []]
 
 
-@pytest.mark.parametrize("layout", ["zero2", "flat zero2", "fsdp2"])
+@pytest.mark.parametrize("layout", [*(["zero2"] if SOAK else []), "flat zero2", "fsdp2"])
 def test_a_run_with_a_break_is_the_run_without(tmp_path, layout):
     """To the bit, with sums in rank order and data that differs from rank to rank."""
     case = Case(layout, 2)

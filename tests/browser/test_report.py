@@ -91,6 +91,13 @@ def test_without_scripts_the_page_is_the_same(browser, file_of):
     assert [line for line in added if line] == ["all", "failed (3)"]
 
 
+def test_fourteen_layouts_fit_a_desktop(page):
+    shown = page("dense")
+    table = "document.querySelector('.scroll:has(.matrix)')"
+    assert shown.evaluate(f"{table}.scrollWidth <= {table}.clientWidth")
+    assert number_of(shown, ".matrix td.does_not_apply") == 2
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 @pytest.mark.parametrize("width", [320, 390, 820])
 def test_on_a_phone_only_tables_scroll(page, name, width):

@@ -12,6 +12,13 @@ LAYOUTS = {
     "zero1_overlap": "zero1, reduced inside backward",
     "zero2_overlap": "zero2, reduced inside backward",
 }
+FURTHER_LAYOUTS = {
+    name: f"the story of {name}"
+    for name in (
+        "flat_zero1", "flat_zero2_overlap", "flat_gather_overlap", "fsdp2_gather",
+        "fsdp2_parallel", "hsdp", "tp_fsdp2", "ep_fsdp2",
+    )
+}  # fmt: skip
 TINY = ("adam", "mu_a_0", "mu_a_1", "mu_b_0", "mu_b_1")
 LAYER = ("norm_1", "qkv", "out", "norm_2", "up", "down", "recycle")
 GPT = (
@@ -58,6 +65,16 @@ def large():
     made = receipt(list(SCENARIOS), list(LAYOUTS), world=4)
     made["mutants"] = mutants()
     made["asked"]["mutants"] = True
+    return made
+
+
+def dense():
+    """So many layouts that a page has room for little of each; one does not apply."""
+    made = receipt(["dist_adamw_muon", "uneven_accumulation_sharded"], [*LAYOUTS, *FURTHER_LAYOUTS])
+    for case in made["cases"]:
+        if case["layout"] == "hsdp":
+            nothing = {"status": "does_not_apply", "reason": "it needs four ranks"}
+            case |= {**nothing, "samples": [], "steps_taken": 0, "collectives": {}}
     return made
 
 
@@ -130,6 +147,7 @@ def interrupted():
 EXAMPLES = {
     "clean": clean,
     "large": large,
+    "dense": dense,
     "fast": fast,
     "mutants": with_mutants,
     "escaped": lambda: with_mutants(escaped=("local_norm",)),
@@ -186,7 +204,7 @@ def receipt(scenarios, layouts, *, world=2, steps=1000, every=100, reduction="or
         },
         "thresholds": {"adam": 2e-5, "mu_a": 3e-4, "mu_b": 3e-4, "state": 3e-4},
         "scenarios": {name: scenario_entry(name, world) for name in scenarios},
-        "layouts": {name: {"story": LAYOUTS[name]} for name in layouts},
+        "layouts": {name: {"story": (LAYOUTS | FURTHER_LAYOUTS)[name]} for name in layouts},
         "cases": cases,
         "mutants": [],
     }

@@ -125,9 +125,12 @@ def test_every_case_scenario_layout_and_mutant_is_there(name, page_of):
         for layout, box in zip(receipt["layouts"], row.all("td"), strict=True):
             shown[scenario, layout] = box.all("span", kind="status")[0].text
     words = {"exact": "✓ exact", "within_tolerance": "≈ within tolerance", "failed": "✗ failed"}
+    words["does_not_apply"] = "∅ does not apply"
     assert shown == {(c["scenario"], c["layout"]): words[c["status"]] for c in receipt["cases"]}
     for name, scenario in receipt["scenarios"].items():
         assert scenario["story"] in section_of(page, name).text
+    for part in page.all("section", id="matrix"):
+        assert all(layout["story"] in part.text for layout in receipt["layouts"].values())
     mutants = [row for part in page.all("section", id="mutants") for row in part.all("tr")[1:]]
     for row, mutant in zip(mutants, receipt["mutants"], strict=True):
         assert row.all("th")[0].text == mutant["name"] + mutant["story"]

@@ -47,6 +47,11 @@ class Matrix:
     rows: list[Row]
     counts: dict[str, int]
 
+    @property
+    def is_dense(self) -> bool:
+        """Whether there are so many layouts that a page has room for little about each."""
+        return len(self.layouts) > 8
+
 
 def matrix(receipt: Receipt) -> Matrix:
     """The cases of a receipt in order."""

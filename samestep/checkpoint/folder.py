@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.storage import INDEX
+from samestep.checkpoint.storage import INDEX, sync
 
 LATEST = "LATEST"
 OF_TORCH = ".metadata"  # what folders of torch.distributed.checkpoint have
@@ -48,24 +48,24 @@ class Unfinished:
         path, parent = self.path, self.path.parent
         pointer = parent / f".{LATEST}{PARTIAL}"
         try:
-            _sync(self.folder)
+            sync(self.folder)
             with pointer.open("w") as file:
                 file.write(f"{path.name}\n")
-            _sync(pointer)
+            sync(pointer)
             os.rename(self.folder, path)
         except OSError as error:
             self.abandon()
             pointer.unlink(missing_ok=True)
             raise _unwritable(path, error) from None
         try:
-            _sync(parent)
+            sync(parent)
             os.replace(pointer, parent / LATEST)
         except OSError as error:
             _remove(path)
             pointer.unlink(missing_ok=True)
             raise _unwritable(path, error) from None
         with suppress(OSError):  # LATEST names it: what fails now must not undo it
-            _sync(parent)
+            sync(parent)
             (path / LOCK).unlink()  # until here it says that LATEST may not know of this folder
         self._unlock()
         if keep is not None:
@@ -130,8 +130,9 @@ def _never_named(path: Path) -> bool:
 def _remove_leftovers(parent: Path, mine: Path) -> None:
     """What killed saves have left; not what somebody else may be writing."""
     newest = _named(parent)
-    if newest is not None and not _locked(newest / LOCK):
-        (newest / LOCK).unlink(missing_ok=True)  # before LATEST names another
+    with suppress(OSError, ValueError):  # LATEST may name anything
+        if newest is not None and not _locked(newest / LOCK):
+            (newest / LOCK).unlink(missing_ok=True)  # before LATEST names another
     for path in parent.iterdir():
         hidden = path.name.startswith(".") and path.is_dir()
         if hidden and path.name.endswith((PARTIAL, REMOVED)):
@@ -171,11 +172,3 @@ def _age(path: Path) -> tuple[int, str]:
 
 def _unwritable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"cannot write {path}: {error.strerror or error}")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

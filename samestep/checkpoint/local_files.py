@@ -26,6 +26,7 @@ from samestep.checkpoint.storage import (
     Values,
     check_sizes,
     sizes_in,
+    sync,
     write_boxes,
     write_index,
     write_json,
@@ -53,6 +54,7 @@ def write_locally(
     own.mkdir()
     places = write_boxes(own, rank, plan.items, values)
     write_index(own, plan.metadata, places, {})
+    sync(own)
     names = sorted(f"{own.name}/{file.name}" for file in own.iterdir())
     return sizes_in(folder, names), (own / SUM).read_text()
 

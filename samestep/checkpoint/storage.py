@@ -133,6 +133,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
 
 
+def sync(path: Path) -> None:
+    """Wait until a file, or what names there are in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 # --- reading -------------------------------------------------------------------------------
 
 

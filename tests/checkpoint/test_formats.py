@@ -144,8 +144,14 @@ def test_dp_local_of_a_model_alone(tmp_path):
     run_forked(2, job)
 
 
-@pytest.mark.parametrize("name", ["fsdp_dtensor", "dp_local"])
-@pytest.mark.parametrize("to", ["fully_reshardable", "fsdp_dtensor"])
+@pytest.mark.parametrize(
+    ("name", "to"),
+    [
+        ("dp_local", "fully_reshardable"),
+        ("dp_local", "fsdp_dtensor"),
+        ("fsdp_dtensor", "fully_reshardable"),
+    ],
+)
 def test_convert(saved, tmp_path, name, to):
     path, expected = saved
     source = folder_of(path, FLAT, name)

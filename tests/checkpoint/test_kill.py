@@ -211,3 +211,6 @@ def test_a_checkpoint_that_latest_has_named_is_kept(tmp_path, monkeypatch):
                 samestep.save(tmp_path / name, model, extra=3)
         else:
             samestep.save(tmp_path / name, model, extra=0)
+    (tmp_path / folder.LATEST).write_bytes(b"\xff\x00gone")
+    samestep.save(tmp_path / "2", model, extra=0)
+    assert newest(tmp_path) == 0

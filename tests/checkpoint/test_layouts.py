@@ -87,7 +87,6 @@ def load_all(folder, targets, sources_of, references):
         wrong, report = [], {}
         for case in targets:
             model, opt = build(case, seed=2, **OTHER)
-            train(model, opt, range(50, 52))
             drifts = [
                 load_one(folder, source, case, model, opt, references, wrong)
                 for source in sources_of(case)
@@ -233,7 +232,7 @@ def test_other_state(tmp_path):
     assert on_each_world(among, load) == [[], [], []]
 
 
-@pytest.mark.parametrize("layout", [*(["zero2"] if SOAK else []), "flat zero2", "fsdp2"])
+@pytest.mark.parametrize("layout", ["zero2", "flat zero2", "fsdp2"] if SOAK else ["fsdp2"])
 def test_a_run_with_a_break_is_the_run_without(tmp_path, layout):
     """To the bit, with sums in rank order and data that differs from rank to rank."""
     case = Case(layout, 2)

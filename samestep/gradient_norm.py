@@ -5,14 +5,26 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from samestep.kernels.choice import missing as missing_kernels
+
 
 def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
     """The sum of all squares in float64, (); None if there is no gradient."""
-    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
-    if not norms:
+    grads = list(grads)
+    if not grads:
         return None
-    device = norms[0].device
+    device = grads[0].device
+    if missing_kernels(device) is None and all(_is_plain(grad, device) for grad in grads):
+        from samestep.kernels import norm
+
+        return norm.square_sum(grads)
+    norms = [torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in grads]
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
+
+
+def _is_plain(grad: Tensor, device: torch.device) -> bool:
+    """Whether the kernel can read it."""
+    return grad.device == device and grad.is_contiguous() and grad.dtype != torch.float64
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

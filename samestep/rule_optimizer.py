@@ -12,6 +12,7 @@ from samestep.apply import (
     GroupMath,
     GroupMaths,
     Operand,
+    run_rule,
     stacks,
     update_blocks,
     update_elementwise,
@@ -23,6 +24,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, tell_problem
 from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
+from samestep.kernels.choice import missing as missing_kernels
 from samestep.metrics import UpdateSizes, present_counts
 from samestep.param_groups import LAYOUT_KEYS, rule_of
 from samestep.placement import Placement
@@ -256,6 +258,10 @@ class RuleOptimizer(FullValues):
         for device, members in by_device.items():
             math = self._math(index, device)
             rule = math.rule
+            if self._run is run_rule and missing_kernels(device) is None:
+                from samestep.kernels.update import update_with_kernels
+
+                members = update_with_kernels(math, index, members)
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None
             arguments = math.scalars, math.options, self._run, math.only_if, measure

@@ -19,6 +19,8 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from samestep.kernels.choice import missing_products
+
 Coefficients = tuple[float, float, float]
 Execution = Literal["standard", "gram"]
 EpsForm = Literal["clamp", "add"]
@@ -78,18 +80,37 @@ def orthogonalize(
         return blocks.clone()
     dtype = compute_dtype or default_compute_dtype(blocks)
     X = blocks.reshape(-1, rows, cols)
+    execution = execution or cheaper_execution(rows, cols, steps)
+    polynomial = POLYNOMIALS[method]
+    if kernels_run(table, dtype, blocks.device):
+        from samestep.kernels.orthogonalize import orthogonalize_blocks
+
+        found = orthogonalize_blocks(
+            X, table, execution, norm_factor=polynomial.norm_factor, eps=eps, eps_form=eps_form,
+            dtype=dtype,
+        )  # fmt: skip
+        return found.reshape(blocks.shape)
     if dtype != torch.float16:  # whose range is too small for gradients: scaled before the cast
         X = X.to(dtype)
-    X = scale_to_unit_norm(X, POLYNOMIALS[method].norm_factor, eps, eps_form).to(dtype)
+    X = scale_to_unit_norm(X, polynomial.norm_factor, eps, eps_form).to(dtype)
     if rows > cols:
         X = X.mT
     X = X.contiguous()
-    if execution is None:
-        execution = cheaper_execution(rows, cols, steps)
     X = _gram(X, table) if execution == "gram" else _standard(X, table)
     if rows > cols:
         X = X.mT
     return X.to(blocks.dtype).reshape(blocks.shape)
+
+
+def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether symmetric 16-bit products of `samestep.kernels` do it."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and not torch.compiler.is_compiling()
+        and all(c != 0 for _, _, c in table)
+        and missing_products(device) is None
+    )
 
 
 def default_compute_dtype(blocks: Tensor) -> torch.dtype:
@@ -142,7 +163,7 @@ def _standard(X: Tensor, table: list[Coefficients]) -> Tensor:
 
 def _gram(X: Tensor, table: list[Coefficients]) -> Tensor:
     """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end X <- Q X.  X: (B, m, n)."""
-    for start, stop in _gram_segments(len(table)):
+    for start, stop in gram_segments(len(table)):
         A = X @ X.mT
         Q: Tensor | None = None
         for step in range(start, stop):
@@ -157,7 +178,7 @@ def _gram(X: Tensor, table: list[Coefficients]) -> Tensor:
     return X
 
 
-def _gram_segments(steps: int) -> list[tuple[int, int]]:
+def gram_segments(steps: int) -> list[tuple[int, int]]:
     """Ranges of steps that share one Gram matrix."""
     if steps <= GRAM_RESTART:
         return [(0, steps)]
@@ -180,7 +201,7 @@ def orthogonalize_flops(
     if execution == "standard":
         return steps * (2 * long_product + square_product)
     total = 0
-    for start, stop in _gram_segments(steps):
+    for start, stop in gram_segments(steps):
         count = stop - start
         total += 2 * long_product  # A = X X^T and X <- Q X
         total += (count + (count - 1) + 2 * (count - 1)) * square_product  # A A, P Q, P A P

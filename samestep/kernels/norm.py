@@ -1,0 +1,35 @@
+"""The sum of squares of many tensors in one launch."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from samestep.kernels import elementwise
+from samestep.kernels.tables import CHUNK, addresses, aligned, chunk_table
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """The sum of squares of contiguous tensors of one device, () float64."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        by_dtype[tensor.dtype].append(tensor)
+    parts = []
+    for dtype, alike in by_dtype.items():
+        chunks = chunk_table(tuple(t.numel() for t in alike), alike[0].device)
+        sums = torch.empty(len(chunks), dtype=torch.float64, device=alike[0].device)
+        elementwise.square_sums[(len(chunks),)](
+            addresses([alike]),
+            chunks,
+            sums,
+            dtype=DTYPES[dtype],
+            ALIGNED=aligned([alike]),
+            BLOCK=CHUNK,
+            num_warps=8,
+        )
+        parts.append(sums.sum())
+    return torch.stack(parts).sum()

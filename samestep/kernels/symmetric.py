@@ -1,0 +1,194 @@
+"""Symmetric products in Triton: one triangle is computed, both are written.
+
+With `L` and `R` of (B, m, k) whose product `L R^T` is symmetric,
+
+    out = s (alpha L R^T + beta D + gamma I)
+
+for a scale `s` per block. That covers every m x m product of an orthogonalization: `X X^T`, the
+polynomial `a I + b A + c A A` of a symmetric `A`, and products of polynomials of the same `A`,
+which commute.
+
+Tiles are read through Hopper's copy engine (TMA), which also clips them at the edges.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+ALIGNMENT = 8  # elements: TMA wants rows that begin at multiples of 16 bytes
+
+
+class Tiling(NamedTuple):
+    """How the work is cut: tiles of rows x cols, `depth` of the inner dimension at a time."""
+
+    rows: int
+    cols: int
+    depth: int
+    warps: int
+    stages: int
+
+
+# Measured on an H200 (docs/kernels.md). They follow from the shape of a block alone, never from
+# how many there are, so that a block's result does not depend on its company.
+LARGE = Tiling(128, 256, 64, warps=8, stages=3)
+SMALL = Tiling(128, 128, 64, warps=4, stages=3)
+
+
+def tiling_for(size: int) -> Tiling:
+    """Wide tiles feed the matrix units best, but leave a small matrix in too few pieces."""
+    return LARGE if size >= 1536 else SMALL
+
+
+def symmetric_product(
+    left: Tensor,  # (B, m, k)
+    right: Tensor,  # (B, m, k)
+    *,
+    addend: Tensor | None = None,  # (B, m, m), symmetric
+    scales: Tensor | None = None,  # (B,) float32
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    gamma: float = 0.0,
+    dtype: torch.dtype | None = None,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """scales (alpha left right^T + beta addend + gamma I), (B, m, m), of a symmetric product."""
+    count, size, depth = left.shape
+    out = left.new_empty(count, size, size, dtype=dtype or left.dtype)
+    tiling = tiling or tiling_for(size)
+    rows, cols = tiling.rows, tiling.cols
+    bands = triton.cdiv(size, cols)
+    tiles = cols // rows * bands * (bands + 1) // 2
+
+    def tiled(tensor: Tensor, *block: int) -> TensorDescriptor:
+        return TensorDescriptor.from_tensor(tensor, [1, *block])
+
+    _symmetric_kernel[(count * tiles,)](
+        tiled(left, rows, tiling.depth),
+        tiled(right, cols, tiling.depth),
+        tiled(right, rows, tiling.depth) if cols > rows else None,
+        addend,
+        None if addend is None else tiled(addend, rows, cols),
+        None if addend is None else tiled(out, rows, cols),
+        out,
+        scales,
+        alpha,
+        beta,
+        gamma,
+        tiles,
+        size,
+        depth,
+        ROWS=rows,
+        COLS=cols,
+        DEPTH=tiling.depth,
+        HAS_ADDEND=addend is not None,
+        HAS_SCALES=scales is not None,
+        HAS_GAMMA=gamma != 0.0,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )
+    return out
+
+
+@triton.jit
+def _symmetric_kernel(
+    left,
+    right,
+    right_half,
+    addend,
+    addend_tiles,
+    out_tiles,
+    out,
+    scales,
+    alpha,
+    beta,
+    gamma,
+    tiles,
+    size,
+    depth: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+):
+    """One tile of the lower triangle of one block, band by band of COLS rows."""
+    batch, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    # Band b has IN_BAND (b + 1) tiles: invert the triangular numbers, then mend rounding.
+    IN_BAND: tl.constexpr = COLS // ROWS
+    band = ((tl.sqrt(8.0 * (tile // IN_BAND).to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    band = tl.where(IN_BAND * (band + 1) * (band + 2) // 2 <= tile, band + 1, band)
+    band = tl.where(IN_BAND * band * (band + 1) // 2 > tile, band - 1, band)
+    place = tile - IN_BAND * band * (band + 1) // 2
+    row, col = (band * IN_BAND + place // (band + 1)) * ROWS, place % (band + 1) * COLS
+    scale = 1.0
+    if HAS_SCALES:
+        scale = tl.load(scales + batch)
+    if IN_BAND == 2 and row == col:  # the right half of this tile is above the diagonal
+        _tile(
+            left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
+            batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_ADDEND, HAS_GAMMA, WHOLE=False,
+        )  # fmt: skip
+    else:
+        _tile(
+            left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
+            batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_ADDEND, HAS_GAMMA, WHOLE=True,
+        )  # fmt: skip
+
+
+@triton.jit
+def _tile(
+    left,
+    right,
+    addend,
+    addend_tiles,
+    out_tiles,
+    out,
+    scale,
+    alpha,
+    beta,
+    gamma,
+    batch,
+    row,
+    col,
+    size,
+    depth: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    HAS_ADDEND: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    WHOLE: tl.constexpr,  # whether it is a tile as the copy engine knows them
+):
+    """Compute a tile, write it, and write it mirrored."""
+    rows, cols = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
+    inside = (rows < size) & (cols < size)
+    begin = batch.to(tl.int64) * size * size
+    if HAS_ADDEND:  # the first value of the sum: it comes while the first tiles do
+        if WHOLE:
+            added = addend_tiles.load([batch, row, col]).reshape(ROWS, COLS)
+        else:
+            added = tl.load(addend + begin + rows * size + cols, inside, 0.0)
+        total = added.to(tl.float32) * (beta / alpha)
+    else:
+        total = tl.zeros((ROWS, COLS), tl.float32)
+    for k in range(0, depth, DEPTH):
+        a = left.load([batch, row, k]).reshape(ROWS, DEPTH)
+        b = right.load([batch, col, k]).reshape(COLS, DEPTH)
+        total = tl.dot(a, b.T, total)
+    total = total * alpha
+    if HAS_GAMMA:
+        total = tl.where(rows == cols, total + gamma, total)
+    result = (total * scale).to(out.dtype.element_ty)
+    if HAS_ADDEND and WHOLE:  # which way is faster was measured
+        out_tiles.store([batch, row, col], result.reshape(1, ROWS, COLS))
+    else:
+        tl.store(out + begin + rows * size + cols, result, inside)
+    # Squares on the diagonal are complete: a second writer there would be a race.
+    rows, cols = row + tl.arange(0, ROWS)[None, :], col + tl.arange(0, COLS)[:, None]
+    below = (rows // ROWS > cols // ROWS) & (rows < size) & (cols < size)
+    tl.store(out + begin + cols * size + rows, result.T, below)

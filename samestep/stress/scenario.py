@@ -19,6 +19,7 @@ RATES = {"lr": 2**-7, "weight_decay": 2**-3}
 
 MakeModel = Callable[[], nn.Module]
 Loop = Literal["open", "recorded", "closed"]
+KEPT_ELEMENTS = 1 << 24  # of gradients
 CLOSED_LOOP_STEPS = 100  # beyond, rounding has grown too much for any comparison but exact ones
 
 
@@ -140,6 +141,11 @@ class Scenario:
 class GradientScenario(Scenario):
     """A scenario that says which gradient each parameter has, instead of computing a loss."""
 
+    def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
+        super().__init__(seed, world, make_model)
+        self._known: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+        self._room = KEPT_ELEMENTS
+
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
     ) -> Tensor | None:
@@ -147,31 +153,32 @@ class GradientScenario(Scenario):
         raise NotImplementedError
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
-        """The sum of parameter times gradient, in an order that ranks do not share."""
-        params = named_params(model)
-        grads = self._gradients_of(params, step, rank, micro)
-        terms = [
-            (params[name] * grad.to(params[name].device)).sum() for name, grad in grads.items()
-        ]
-        turn = (7 * rank + step) % max(len(terms), 1)
-        return sum_of(terms[turn:] + terms[:turn])
+        """Gives the gradients, in an order that ranks do not share."""
+        names = list(grads := self.known_gradients(model, step, rank, micro))
+        turn = (7 * rank + step) % max(len(names), 1)
+        return loss_with(model, {name: grads[name] for name in names[turn:] + names[:turn]})
 
     def known_gradients(
         self, model: nn.Module, step: int, rank: int, micro: int
     ) -> dict[str, Tensor]:
-        """Those of the parameters that are trained and have one."""
-        return self._gradients_of(named_params(model), step, rank, micro)
+        """Those of the parameters that are trained and have one; nobody may change them.
 
-    def _gradients_of(
-        self, params: Mapping[str, nn.Parameter], step: int, rank: int, micro: int
-    ) -> dict[str, Tensor]:
+        All layouts want the same ones, so small ones are kept: forked ranks find them made.
+        """
+        key = (step, rank, micro)
+        if key in self._known:
+            return self._known[key]
         found = {}
-        for place, (name, param) in enumerate(params.items()):
+        for place, (name, param) in enumerate(named_params(model).items()):
             grad = None
             if param.requires_grad:
                 grad = self.gradient(name, place, param, step, rank, micro)
             if grad is not None:
                 found[name] = grad
+        size = sum(grad.numel() for grad in found.values())
+        if size <= self._room:
+            self._known[key] = found
+            self._room -= size
         return found
 
     def random(self, shape: Sequence[int], *key: int) -> Tensor:
@@ -206,10 +213,7 @@ class Recorded(Scenario):
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         """Has the recorded gradients."""
-        grads = self.known_gradients(model, step, rank, micro)
-        params = named_params(model)
-        pairs = [(params[name], grad) for name, grad in grads.items()]
-        return sum_of([(param * grad.to(param.device)).sum() for param, grad in pairs])
+        return loss_with(model, self.known_gradients(model, step, rank, micro))
 
     def known_gradients(
         self, model: nn.Module, step: int, rank: int, micro: int
@@ -227,6 +231,24 @@ def on_device_of(model: nn.Module, tensor: Tensor) -> Tensor:
     return tensor.to(next(model.parameters()).device)
 
 
-def sum_of(terms: Sequence[Tensor]) -> Tensor | None:
-    """The sum, None if there is nothing to add."""
-    return torch.stack(list(terms)).sum() if terms else None
+def loss_with(model: nn.Module, grads: Mapping[str, Tensor]) -> Tensor | None:
+    """Something of which backward gives these gradients; None if there are none."""
+    if not grads:
+        return None
+    params = named_params(model)
+    members = [params[name] for name in grads]
+    loss: Tensor = _Given.apply(list(grads.values()), *members)  # type: ignore[no-untyped-call]
+    return loss
+
+
+class _Given(torch.autograd.Function):
+    """One node instead of a product and a sum per parameter: 0.15 ms less per small step."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: Sequence[Tensor], *params: Tensor) -> Tensor:
+        ctx.grads = grads
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(grad.to(scale[0].device) * scale[0] for grad in ctx.grads)

@@ -161,14 +161,12 @@ def test_what_concerns_one_rank_is_told_to_all(tmp_path, monkeypatch, what):
             elif rank == 1:
                 patch.setattr(async_saving, "value_in", no_memory)
             text = told(lambda: samestep.async_save(tmp_path / "b", model, opt).wait())
-        if rank == 0 and what == "changed":
-            model.register_buffer("late", torch.ones(3))
         left = sorted(path.name for path in tmp_path.iterdir())
         samestep.async_save(tmp_path / "c", model, opt).wait()
         again, loaded = build(Case("zero2", 2), seed=2)
-        if what == "changed":
+        if rank == 1 and what == "changed":
             again.register_buffer("late", torch.zeros(3))
-        samestep.load(tmp_path / "c", again, loaded)
+        samestep.load(tmp_path / "c", again, loaded, partial=True)
         return text, left, different(snapshot(again, loaded), snapshot(model, opt))
 
     expected = {"changed": "has changed on some ranks", "no memory": "no memory is left"}[what]

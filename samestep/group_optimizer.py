@@ -14,7 +14,7 @@ from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
-from samestep.local import LocalParameters
+from samestep.local import KnownViews, LocalParameters
 from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
@@ -40,6 +40,7 @@ from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
 if TYPE_CHECKING:
+    from samestep.kernels.update import KernelPlan
     from samestep.sharded_blocks import ShardedParameters
 
 Params = (
@@ -208,7 +209,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Everything a step is about."""
         placements: list[Placement] = [*self._replicated, *self._sharded]
         if not self._replicated and (self._rank_group is None or not placements):
-            placements.append(LocalParameters(self.param_groups, self._blocks))
+            known = self._local_views
+            placements.append(LocalParameters(self.param_groups, self._blocks, known))
         return placements
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -306,6 +308,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._planned_options: dict[int, Group] = {}
         self._checked_options: dict[int, Group] = {}  # of the last step, where all are constants
         self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
+        self._local_views: dict[Tensor, KnownViews] = {}
+        self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
 
     def _reset_runner(self) -> None:
         """Make what runs rules and holds their graphs; loading a state keeps it."""

@@ -1,6 +1,8 @@
 """Parameters of one process: all of each, updated where it lies."""
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,10 +20,14 @@ class LocalParameters(Placement):
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
     def __init__(
-        self, groups: Sequence[Group], blocks: Mapping[Tensor, list[Block] | None]
+        self,
+        groups: Sequence[Group],
+        blocks: Mapping[Tensor, list[Block] | None],
+        known: dict[Tensor, "KnownViews"],
     ) -> None:
         self._groups = groups
         self._blocks = blocks
+        self._known = known
 
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """Every parameter with a gradient, cut into its blocks, with the index of its group."""
@@ -29,6 +35,13 @@ class LocalParameters(Placement):
             for param in plain(group):
                 for operand in self._operands(param, group):
                     yield index, operand
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Whole ones: no sum over them needs their blocks."""
+        for group in self._groups:
+            for param in plain(group):
+                if param.grad is not None:
+                    yield param.grad
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it has a gradient."""
@@ -58,18 +71,53 @@ class LocalParameters(Placement):
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:
         """The parameter's blocks, or the whole of it, with views of gradient and state."""
-        grad, state, blocks = param.grad, self._state[param], self._blocks[param]
+        grad, blocks = param.grad, self._blocks[param]
         if grad is None:
             return []
+        views = self._views(param, group)
         if blocks is None:
-            if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
-                shapes = rule_of(group).state_shapes((1,), group)
-                state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
-                param, grad = param.view(1), grad.view(1)
-            return [Operand(param, grad, state)]
-        states = block_states(rule_of(group), state, blocks, group)
-        pairs = zip(blocks, states, strict=True)
-        return [Operand(block.view(param), block.view(grad), view) for block, view in pairs]
+            grads = [grad.view(1) if grad.ndim == 0 else grad]
+        elif len(blocks) == 1 and blocks[0].matrix is None:
+            grads = [grad]
+        else:
+            grads = [block.view(grad) for block in blocks]
+        pairs = zip(views.of_blocks, grads, strict=True)
+        return [Operand(value, own, state) for (value, state), own in pairs]
+
+    def _views(self, param: Tensor, group: Group) -> "KnownViews":
+        """The blocks of a parameter and its state; made once, unless either was replaced."""
+        state, known = self._state[param], self._known.get(param)
+        if (
+            known is None
+            or known.address != param.data_ptr()
+            or not all(map(operator.is_, known.of, state.values()))
+        ):
+            made = _made_views(param, state, self._blocks[param], group)
+            known = KnownViews(param.data_ptr(), tuple(state.values()), made)
+            self._known[param] = known
+        return known
+
+
+class KnownViews(NamedTuple):
+    """Views of a parameter's blocks and their state, and what they are views of."""
+
+    address: int
+    of: tuple[Tensor, ...]
+    of_blocks: list[tuple[Tensor, State]]
+
+
+def _made_views(
+    param: Tensor, state: State, blocks: list[Block] | None, group: Group
+) -> list[tuple[Tensor, State]]:
+    rule, param = rule_of(group), param.detach()
+    if blocks is None:
+        if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
+            shapes = rule.state_shapes((1,), group)
+            state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
+            param = param.view(1)
+        return [(param, state)]
+    states = block_states(rule, state, blocks, group)
+    return [(block.view(param), view) for block, view in zip(blocks, states, strict=True)]
 
 
 def plain(group: Group) -> list[Tensor]:

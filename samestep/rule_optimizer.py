@@ -261,7 +261,7 @@ class RuleOptimizer(FullValues):
             if self._run is run_rule and missing_kernels(device) is None:
                 from samestep.kernels.update import update_with_kernels
 
-                members = update_with_kernels(math, index, members)
+                members = update_with_kernels(math, index, members, self._kernel_plans)
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None
             arguments = math.scalars, math.options, self._run, math.only_if, measure

@@ -19,6 +19,17 @@ def _pointer(table, number, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _written(only_if, write, HAS_ONLY_IF: tl.constexpr, HAS_WRITES: tl.constexpr):
+    """Whether a tensor is changed at all."""
+    result = tl.full((), True, tl.int1)
+    if HAS_ONLY_IF:
+        result = result & (tl.load(only_if) != 0)
+    if HAS_WRITES:
+        result = result & (tl.load(write) != 0)
+    return result
+
+
+@triton.jit
 def square_sums(
     table, chunks, sums, dtype: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -36,11 +47,13 @@ def square_sums(
 
 @triton.jit
 def adamw(
-    tensors,  # (4 or 5, count): parameters, gradients, first and second moments, masters
+    grads,  # (count,) addresses
+    tensors,  # (3 or 4, count): parameters, first and second moments, masters
     count,
     chunks,
     step_sizes,  # (count,): lr / (1 - beta1^t)
     root_corrections,  # (count,): sqrt(1 - beta2^t)
+    only_if,  # 0: nothing is changed
     writes,  # (count,): 0 leaves a tensor as it is
     lr,
     beta1,
@@ -54,6 +67,7 @@ def adamw(
     second_dtype: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    HAS_ONLY_IF: tl.constexpr,
     HAS_WRITES: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -65,21 +79,20 @@ def adamw(
     size = tl.load(chunks + 3 * chunk + 2)
     if ALIGNED:
         size = tl.multiple_of(size, 8)
-    if HAS_WRITES:
-        if tl.load(writes + number) == 0:
-            return
+    if not _written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES):
+        return
     offsets = tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
     inside = offsets < size
     param = _pointer(tensors, number, param_dtype, ALIGNED) + offsets
-    grad = _pointer(tensors + count, number, grad_dtype, ALIGNED) + offsets
-    first = _pointer(tensors + 2 * count, number, first_dtype, ALIGNED) + offsets
-    second = _pointer(tensors + 3 * count, number, second_dtype, ALIGNED) + offsets
+    grad = _pointer(grads, number, grad_dtype, ALIGNED) + offsets
+    first = _pointer(tensors + count, number, first_dtype, ALIGNED) + offsets
+    second = _pointer(tensors + 2 * count, number, second_dtype, ALIGNED) + offsets
     p, g = tl.load(param, inside, 0.0), tl.load(grad, inside, 0.0).to(tl.float32)
     m = tl.load(first, inside, 0.0).to(tl.float32)
     v = tl.load(second, inside, 0.0).to(tl.float32)
     value = p.to(tl.float32)
     if HAS_MASTER:
-        master = _pointer(tensors + 4 * count, number, tl.float32, ALIGNED) + offsets
+        master = _pointer(tensors + 3 * count, number, tl.float32, ALIGNED) + offsets
         kept = tl.load(master, inside, 0.0)
         value = tl.where(kept.to(param_dtype) == p, kept, value)
     if HAS_FACTOR:
@@ -102,11 +115,12 @@ def adamw(
 
 @triton.jit
 def momentum(
-    tensors,  # (2, count): gradients and momenta, (rows, cols) each
-    count,
+    grads,  # (count,) addresses of (rows, cols)
+    momenta,  # the same
     directions,  # (count, short, long), padded; the transpose of a tall block
     scales,  # (count,): the direction is multiplied with it; unless HAS_SCALE: not
     sums,  # (count, tiles): the squares of the direction
+    only_if,
     writes,  # (count,): 0 leaves a momentum as it is
     mu,
     factor,
@@ -121,6 +135,7 @@ def momentum(
     TALL: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
+    HAS_ONLY_IF: tl.constexpr,
     HAS_WRITES: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ONLY_SUMS: tl.constexpr,
@@ -138,8 +153,8 @@ def momentum(
     col = (tile % across) * COLS + tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (col < cols)
     offsets = row * cols + col
-    g = tl.load(_pointer(tensors, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
-    state = _pointer(tensors + count, number, state_dtype, ALIGNED) + offsets
+    g = tl.load(_pointer(grads, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
+    state = _pointer(momenta, number, state_dtype, ALIGNED) + offsets
     m = tl.load(state, inside, 0.0).to(tl.float32)
     g = g.to(tl.float32)
     if HAS_FACTOR:
@@ -166,10 +181,8 @@ def momentum(
         wide = u.to(tl.float64)
     tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
     if not ONLY_SUMS:
-        if HAS_WRITES:
-            tl.store(state, m.to(state_dtype), inside & (tl.load(writes + number) != 0))
-        else:
-            tl.store(state, m.to(state_dtype), inside)
+        written = _written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
+        tl.store(state, m.to(state_dtype), inside & written)
         own = directions + number.to(tl.int64) * short * long
         if TALL:
             # the tile turned, so that neighbours in memory are written by neighbours
@@ -186,6 +199,7 @@ def step_along(
     count,
     directions,  # (count, short, long), padded; the transpose of a tall block
     factors,  # (count, 1), (count, short) or (count, long): the direction is multiplied with it
+    only_if,
     writes,
     lr,
     weight_decay,
@@ -200,6 +214,7 @@ def step_along(
     CAUTIOUS: tl.constexpr,
     TALL: tl.constexpr,
     HAS_MASTER: tl.constexpr,
+    HAS_ONLY_IF: tl.constexpr,
     HAS_WRITES: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -211,8 +226,7 @@ def step_along(
     row = (tile // across) * ROWS + tl.arange(0, ROWS)[:, None]
     col = (tile % across) * COLS + tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (col < cols)
-    if HAS_WRITES:
-        inside = inside & (tl.load(writes + number) != 0)
+    inside = inside & _written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
     own = directions + number.to(tl.int64) * short * long
     if TALL:
         col_ = (tile % across) * COLS + tl.arange(0, COLS)[:, None]

@@ -4,13 +4,13 @@ momentum (one pass: gradient and momentum in, momentum and 16-bit direction out)
 -> orthogonalization -> step (one pass: direction and parameter in, parameter out)
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from samestep.kernels import elementwise
+from samestep.kernels.call import Gradients, Step
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import (
     fitting_powers,
@@ -18,61 +18,48 @@ from samestep.kernels.orthogonalize import (
     orthogonalize_wide,
     padded,
 )
-from samestep.kernels.tables import addresses, aligned
+from samestep.kernels.tables import Table
 from samestep.rules.muon import lr_factor
 from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
-from samestep.rules.rule import Options
 from samestep.state import MASTER, State
 
 TILE = 64  # rows and columns of a block that one program works on
 
 
-class Part(NamedTuple):
-    """Blocks of one shape."""
+class MuonBlocks:
+    """Contiguous blocks of one shape on one device, and their state, whose dtypes are alike."""
 
-    params: Sequence[Tensor]  # (rows, cols)
-    grads: Sequence[Tensor]
-    states: Sequence[State]
-    writes: Tensor | None  # (count,) float64: 0 leaves a block as it is
-
-    @property
-    def rows(self) -> int:
-        """Of each block."""
-        return self.params[0].shape[0]
-
-    @property
-    def cols(self) -> int:
-        """Of each block."""
-        return self.params[0].numel() // self.rows
-
-    @property
-    def tall(self) -> bool:
-        """Whether the directions are the transposes of its blocks."""
-        return self.rows > self.cols
+    def __init__(self, params: Sequence[Tensor], states: Sequence[State]) -> None:
+        self.count = len(params)
+        self.rows = params[0].shape[0]
+        self.cols = params[0].numel() // self.rows
+        self.tall = self.rows > self.cols  # then directions are the transposes of blocks
+        self.states = states
+        self.momenta = Table([[state["momentum_buffer"] for state in states]])
+        masters = [[state[MASTER] for state in states]] if MASTER in states[0] else []
+        self.targets = Table([params, *masters])
+        self.param_dtype = DTYPES[params[0].dtype]
+        self.state_dtype = DTYPES[states[0]["momentum_buffer"].dtype]
 
 
 def muon_(
-    parts: Sequence[Part],
-    scalars: Mapping[str, Tensor],
-    options: Options,
-    *,
-    factor: Tensor | None,
-    maximize: bool,
-    measure: bool,
+    parts: Sequence[tuple[MuonBlocks, Gradients]], step: Step, *, measure: bool
 ) -> list[Tensor]:
-    """One step on contiguous blocks of one device, whose dtypes are alike.
+    """One step on blocks of a shape and of its transpose, which are orthogonalized together.
 
-    Blocks of a shape and of its transpose are orthogonalized together. Gives per part the sums of
-    squares of the directions, (count,), if they are to be measured.
+    Gives per part the sums of squares of the directions, (count,), if they are to be measured.
     """
-    rows, cols = parts[0].rows, parts[0].cols
-    short, long = sorted((padded(rows), padded(cols)))
-    counts = [len(part.params) for part in parts]
-    dtype = options["compute_dtype"] or torch.bfloat16
-    X = torch.empty(sum(counts), short, long, dtype=dtype, device=parts[0].params[0].device)
+    options, first = step.options, parts[0][0]
+    short, long = sorted((padded(first.rows), padded(first.cols)))
+    counts = [blocks.count for blocks, _ in parts]
+    X = torch.empty(
+        (sum(counts), short, long),
+        dtype=options["compute_dtype"] or torch.bfloat16,
+        device=first.targets.addresses.device,
+    )
     scales = [
-        _momentum(part, X_part, scalars, options, factor=factor, maximize=maximize)
-        for part, X_part in zip(parts, X.split(counts), strict=True)
+        _momentum(blocks, grads, X_part, step)
+        for (blocks, grads), X_part in zip(parts, torch.split(X, counts), strict=True)
     ]
     X = orthogonalize_wide(
         X,
@@ -80,49 +67,46 @@ def muon_(
         step_coefficients(
             options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
         ),
-        options["execution"] or cheaper_execution(rows, cols, options["ns_steps"]),
+        options["execution"] or cheaper_execution(first.rows, first.cols, options["ns_steps"]),
     )
-    squares = [
-        _step_along(part, directions, scalars, options)
-        for part, directions in zip(parts, X.split(counts), strict=True)
-    ]
-    if not measure:
-        return []
-    return [
-        _norms(directions, (1, 2)).square().flatten() if square is None else square
-        for square, directions in zip(squares, X.split(counts), strict=True)
-    ]
+    squares = []
+    for (blocks, grads), directions in zip(parts, torch.split(X, counts), strict=True):
+        square = _step_along(blocks, grads, directions, step)
+        if measure and square is None:
+            square = _norms(directions, (1, 2)).square().flatten()
+        if measure and square is not None:
+            squares.append(square)
+    return squares
 
 
 def _step_along(
-    part: Part, directions: Tensor, scalars: Mapping[str, Tensor], options: Options
+    blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: Step
 ) -> Tensor | None:
     """Decay and step; the squares of the directions, (count,), if they came up."""
-    factors, kind, squares = _factors(part, directions, scalars, options)
-    targets = [list(part.params)]
-    if MASTER in part.states[0]:
-        targets.append([state[MASTER] for state in part.states])
-    rows, cols, count = part.rows, part.cols, len(part.params)
-    elementwise.step_along[(_tiles(rows) * _tiles(cols), count)](
-        addresses(targets),
-        count,
+    scalars, options = step.scalars, step.options
+    factors, kind, squares = _factors(blocks, directions, step, grads.writes)
+    elementwise.step_along[(_tiles(blocks.rows) * _tiles(blocks.cols), blocks.count)](
+        blocks.targets.addresses,
+        blocks.count,
         directions,
         directions if factors is None else factors,
-        directions if part.writes is None else part.writes,
+        directions if step.only_if is None else step.only_if,
+        directions if grads.writes is None else grads.writes,
         scalars["lr"],
         scalars["weight_decay"],
-        lr_factor(rows, cols, options["adjust_lr"]),
-        rows,
-        cols,
+        lr_factor(blocks.rows, blocks.cols, options["adjust_lr"]),
+        blocks.rows,
+        blocks.cols,
         *directions.shape[1:],
-        param_dtype=DTYPES[part.params[0].dtype],
+        param_dtype=blocks.param_dtype,
         FACTORS=kind,
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
-        TALL=part.tall,
-        HAS_MASTER=len(targets) == 2,
-        HAS_WRITES=part.writes is not None,
-        ALIGNED=aligned(targets),
+        TALL=blocks.tall,
+        HAS_MASTER=len(blocks.targets.tensors) == 2,
+        HAS_ONLY_IF=step.only_if is not None,
+        HAS_WRITES=grads.writes is not None,
+        ALIGNED=blocks.targets.aligned,
         ROWS=TILE,
         COLS=TILE,
         num_warps=4,
@@ -130,48 +114,39 @@ def _step_along(
     return squares
 
 
-def _momentum(
-    part: Part,
-    directions: Tensor,  # (count, short, long), padded
-    scalars: Mapping[str, Tensor],
-    options: Options,
-    *,
-    factor: Tensor | None,
-    maximize: bool,
-) -> Tensor:
-    """Update the momenta and write the directions; what scales them to unit norm, (count,)."""
-    rows, cols, (count, short, long) = part.rows, part.cols, directions.shape
-    momenta = [state["momentum_buffer"] for state in part.states]
-    tensors = [list(part.grads), momenta]
-    table = addresses(tensors)
+def _momentum(blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: Step) -> Tensor:
+    """Update momenta and write directions; what scales those to norm 1, (count,)."""
+    options, (count, short, long) = step.options, directions.shape
     tiles = _tiles(short) * _tiles(long)
     sums = torch.empty(count, tiles, dtype=torch.float64, device=directions.device)
 
     def run(powers: Tensor | None, *, only_sums: bool) -> Tensor:
         elementwise.momentum[(tiles, count)](
-            table,
-            count,
+            grads.addresses,
+            blocks.momenta.addresses,
             directions,
             sums if powers is None else powers,
             sums,
-            sums if part.writes is None else part.writes,
-            scalars["momentum"],
-            sums if factor is None else factor,
-            rows,
-            cols,
+            sums if step.only_if is None else step.only_if,
+            sums if grads.writes is None else grads.writes,
+            step.scalars["momentum"],
+            sums if step.factor is None else step.factor,
+            blocks.rows,
+            blocks.cols,
             short,
             long,
-            grad_dtype=DTYPES[part.grads[0].dtype],
-            state_dtype=DTYPES[momenta[0].dtype],
+            grad_dtype=grads.dtype,
+            state_dtype=blocks.state_dtype,
             EMA=options["momentum_form"] == "ema",
             NESTEROV=options["nesterov"],
-            TALL=part.tall,
+            TALL=blocks.tall,
             HAS_SCALE=powers is not None,
-            HAS_FACTOR=factor is not None,
-            HAS_WRITES=part.writes is not None,
-            MAXIMIZE=maximize,
+            HAS_FACTOR=step.factor is not None,
+            HAS_ONLY_IF=step.only_if is not None,
+            HAS_WRITES=grads.writes is not None,
+            MAXIMIZE=step.maximize,
             ONLY_SUMS=only_sums,
-            ALIGNED=aligned(tensors),
+            ALIGNED=grads.aligned and blocks.momenta.aligned,
             ROWS=TILE,
             COLS=TILE,
             num_warps=4,
@@ -184,7 +159,7 @@ def _momentum(
         powers = fitting_powers(run(None, only_sums=True))
     norms = run(powers, only_sums=False)
     if options["equilibrate"]:
-        _equilibrate_(directions, norms, rows, part.tall)
+        _equilibrate_(directions, norms, blocks.rows, blocks.tall)
         norms = _norms(directions, (1, 2)).flatten().double()
     norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
     own = norms if powers is None else norms / powers
@@ -199,10 +174,10 @@ def _equilibrate_(directions: Tensor, norms: Tensor, rows: int, tall: bool) -> N
 
 
 def _factors(
-    part: Part, directions: Tensor, scalars: Mapping[str, Tensor], options: Options
+    blocks: MuonBlocks, directions: Tensor, step: Step, writes: Tensor | None
 ) -> tuple[Tensor | None, int, Tensor | None]:
     """What the directions are multiplied with, along what (`FACTORS`), and their squares, (B,)."""
-    rows, cols, states, writes = part.rows, part.cols, part.states, part.writes
+    rows, cols, states, options = blocks.rows, blocks.cols, blocks.states, step.options
     scale: Tensor | None = None
     if options["renormalize"]:
         scale = min(rows, cols) ** 0.5 / _norms(directions, (1, 2)).flatten().clamp_min(1e-6)
@@ -218,12 +193,12 @@ def _factors(
         square_sums = square_sums * scale.square()[:, None]
     kept = [state["variance"].view(-1) for state in states]
     old = torch.stack(kept).float()
-    weight = (1 - scalars["variance_beta2"]).float()
+    weight = (1 - step.scalars["variance_beta2"]).float()
     new = torch.lerp(old, square_sums / min(rows, cols), weight)
+    stored = new if step.only_if is None else torch.where(step.only_if != 0, new, old)
     if writes is not None:
-        torch._foreach_copy_(kept, torch.where(writes[:, None] != 0, new, old).unbind())
-    else:
-        torch._foreach_copy_(kept, new.unbind())
+        stored = torch.where(writes[:, None] != 0, stored, old)
+    torch._foreach_copy_(kept, list(stored.unbind()))
     rescale = new.clamp_min(1e-10).rsqrt()
     squares = square_sums.sum(dim=1)
     new_norm = (square_sums * rescale.square()).sum(dim=1).sqrt()

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.tables import CHUNK, addresses, aligned, chunk_table
+from samestep.kernels.tables import CHUNK, Table, chunk_table
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -21,13 +21,14 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     parts = []
     for dtype, alike in by_dtype.items():
         chunks = chunk_table(tuple(t.numel() for t in alike), alike[0].device)
+        table = Table([alike])
         sums = torch.empty(len(chunks), dtype=torch.float64, device=alike[0].device)
         elementwise.square_sums[(len(chunks),)](
-            addresses([alike]),
+            table.addresses,
             chunks,
             sums,
             dtype=DTYPES[dtype],
-            ALIGNED=aligned([alike]),
+            ALIGNED=table.aligned,
             BLOCK=CHUNK,
             num_warps=8,
         )

@@ -9,20 +9,21 @@ from torch import Tensor
 CHUNK = 4096  # elements of one tensor that one program works on
 
 
-def on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Rows of integers as a tensor on a device that nobody waits for."""
-    on_gpu = device.type == "cuda"
-    return torch.tensor(values, dtype=torch.int64, pin_memory=on_gpu).to(device, non_blocking=True)
+class Table:
+    """Where tensors begin: rows of addresses on their device, (rows, tensors)."""
 
-
-def addresses(rows: Sequence[Sequence[Tensor]]) -> Tensor:
-    """(rows, tensors): where each tensor begins."""
-    return on_device([[t.data_ptr() for t in row] for row in rows], rows[0][0].device)
-
-
-def aligned(rows: Sequence[Sequence[Tensor]]) -> bool:
-    """Whether every tensor begins at a multiple of 16 bytes and has a multiple of 8 elements."""
-    return all(t.data_ptr() % 16 == 0 and t.numel() % 8 == 0 for row in rows for t in row)
+    def __init__(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        self.tensors = rows
+        found = [[tensor.data_ptr() for tensor in row] for row in rows]
+        # Of 16 bytes each: what lets a program read as much at once.
+        self.aligned = all(
+            address % 16 == 0 and tensor.numel() % 8 == 0
+            for row, of_row in zip(found, rows, strict=True)
+            for address, tensor in zip(row, of_row, strict=True)
+        )
+        device = rows[0][0].device
+        table = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.addresses = table.to(device, non_blocking=True)  # nobody waits for it
 
 
 @lru_cache(maxsize=256)

@@ -1,16 +1,20 @@
 """Which operands of a step the kernels take, and the step on those."""
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.apply import GroupMath, Operand
-from samestep.kernels.adamw import adamw_
-from samestep.kernels.muon import Part, muon_
+from samestep.kernels.adamw import AdamWTensors
+from samestep.kernels.call import Gradients, Step
+from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.kernels.norm import DTYPES
+from samestep.kernels.tables import Table
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.orthogonalize import kernels_run, step_coefficients
@@ -18,103 +22,142 @@ from samestep.rules.orthogonalize import kernels_run, step_coefficients
 BATCH_ELEMENTS = 1 << 30  # orthogonalized at once: 4 bytes each, and less for Gram matrices
 
 
-def update_with_kernels(math: GroupMath, index: int, operands: Sequence[Operand]) -> list[Operand]:
-    """Run the rule of a group on the operands that kernels can do; give the others back."""
-    if type(math.rule) is AdamWRule and math.sizes is None and not math.options["amsgrad"]:
-        mine, others = _sorted(operands)
-        for alike in _by_kind(mine).values():
-            params, grads, states = _columns(alike)
-            adamw_(
-                params,
-                grads,
-                states,
-                math.scalars,
-                factor=math.factor,
-                maximize=math.maximize,
-                writes=_writes(alike, math.only_if),
+class Job(NamedTuple):
+    """Tensors that one launch works on."""
+
+    places: list[int]  # among the operands
+    tensors: AdamWTensors | MuonBlocks
+
+
+class KernelPlan:
+    """How the operands of a group are batched: made once, unless parameters or state change."""
+
+    def __init__(self, math: GroupMath, operands: Sequence[Operand]) -> None:
+        self.params = [operand.param for operand in operands]
+        self.states = [operand.state for operand in operands]
+        self.dtypes = [operand.grad.dtype for operand in operands]
+        mine = [place for place, operand in enumerate(operands) if _fits(operand)]
+        self.others = sorted(set(range(len(operands))) - set(mine))
+        self.batches: list[list[Job]] = []
+        for alike in _by_kind(operands, mine):
+            if type(math.rule) is AdamWRule:
+                self.batches.append([Job(alike, AdamWTensors(*self._of(alike)))])
+            else:
+                for batch in _batches(operands, alike):
+                    self.batches.append([Job(same, MuonBlocks(*self._of(same))) for same in batch])
+
+    def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        return [self.params[place] for place in places], [self.states[place] for place in places]
+
+    def is_for(self, operands: Sequence[Operand]) -> bool:
+        """Whether nothing was replaced since."""
+        return (
+            len(operands) == len(self.params)
+            and all(map(operator.is_, self.states, [operand.state for operand in operands]))
+            and all(map(operator.is_, self.params, [operand.param for operand in operands]))
+            and all(
+                operand.grad.dtype is dtype and operand.grad.is_contiguous()
+                for operand, dtype in zip(operands, self.dtypes, strict=True)
             )
-        return others
-    if type(math.rule) is MuonRule and _orthogonalizes(math, operands[0].param.device):
-        mine, others = _sorted(operands)
-        for alike in _by_kind(mine).values():
-            for batch in _batches(alike):
-                parts = [Part(*_columns(same), _writes(same, math.only_if)) for same in batch]
-                squares = muon_(
-                    parts,
-                    math.scalars,
-                    math.options,
-                    factor=math.factor,
-                    maximize=math.maximize,
-                    measure=math.sizes is not None,
-                )
-                if math.sizes is not None:
-                    for same, of_part in zip(batch, squares, strict=True):
-                        math.sizes.add(index, same, of_part.double())
-        return others
-    return list(operands)
+        )
+
+    def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
+        """Those of each batch, job by job; their addresses travel together."""
+        jobs = [job for batch in self.batches for job in batch]
+        order = [place for job in jobs for place in job.places]
+        table = Table([[operands[place].grad for place in order]])
+        starts = accumulate((len(job.places) for job in jobs), initial=0)
+        found = iter(
+            Gradients(
+                table.addresses[0, start:],
+                table.aligned,
+                DTYPES[self.dtypes[job.places[0]]],
+                _writes([operands[place] for place in job.places]),
+            )
+            for start, job in zip(starts, jobs, strict=False)
+        )
+        for batch in self.batches:
+            yield [next(found) for _ in batch]
 
 
-def _orthogonalizes(math: GroupMath, device: torch.device) -> bool:
-    """Whether the products of a group's orthogonalization can be symmetric 16-bit ones."""
+def update_with_kernels(
+    math: GroupMath, index: int, operands: Sequence[Operand], plans: dict[object, KernelPlan]
+) -> list[Operand]:
+    """Run the rule of a group on the operands that kernels can do; give the others back."""
+    device = operands[0].param.device
+    if not _can(math, device):
+        return list(operands)
+    key = index, device, len(operands), id(operands[0].state)  # a group may come in several buckets
+    plan = plans.get(key)
+    if plan is None or not plan.is_for(operands):
+        plan = plans[key] = KernelPlan(math, operands)
+    if not plan.batches:
+        return list(operands)
+    only_if = None if math.only_if is None else math.only_if.double()
+    step = Step(math.scalars, math.options, math.factor, math.maximize, only_if)
+    for batch, grads in zip(plan.batches, plan.gradients(operands), strict=True):
+        if isinstance(batch[0].tensors, AdamWTensors):
+            batch[0].tensors.step_(grads[0], step)
+            continue
+        blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
+        parts = list(zip(blocks, grads, strict=True))
+        squares = muon_(parts, step, measure=math.sizes is not None)
+        if math.sizes is not None:
+            for job, of_job in zip(batch, squares, strict=True):
+                math.sizes.add(index, [operands[place] for place in job.places], of_job.double())
+    return [operands[place] for place in plan.others]
+
+
+def _can(math: GroupMath, device: torch.device) -> bool:
+    """Whether there are kernels for the rule and options of a group."""
     options = math.options
+    if type(math.rule) is AdamWRule:
+        return math.sizes is None and not options["amsgrad"]
+    if type(math.rule) is not MuonRule:
+        return False
     table = step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
     )
-    dtype = options["compute_dtype"] or torch.bfloat16
-    return kernels_run(table, dtype, device)
+    return kernels_run(table, options["compute_dtype"] or torch.bfloat16, device)
 
 
-def _sorted(operands: Sequence[Operand]) -> tuple[list[Operand], list[Operand]]:
-    """Those of dtypes and strides that kernels know, and the others."""
-    mine: list[Operand] = []
-    others: list[Operand] = []
-    for operand in operands:
-        tensors = [t for t in (operand.param, operand.grad, *operand.state.values()) if t.ndim]
-        fits = all(t.dtype in DTYPES and t.is_contiguous() for t in tensors)
-        (mine if fits and operand.param.numel() else others).append(operand)
-    return mine, others
+def _fits(operand: Operand) -> bool:
+    """Whether kernels know its dtypes and strides."""
+    tensors = [t for t in (operand.param, operand.grad, *operand.state.values()) if t.ndim]
+    known = all(t.dtype in DTYPES and t.is_contiguous() for t in tensors)
+    return known and operand.param.numel() > 0
 
 
-def _by_kind(operands: Sequence[Operand]) -> dict[object, list[Operand]]:
+def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
     """By the dtypes of parameter, gradient and state."""
-    kinds: dict[object, list[Operand]] = defaultdict(list)
-    for operand in operands:
-        state = tuple((key, tensor.dtype) for key, tensor in operand.state.items())
-        kinds[operand.param.dtype, operand.grad.dtype, state].append(operand)
-    return kinds
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for place in places:
+        param, grad, states = operands[place][:3]
+        kinds[param.dtype, grad.dtype, tuple((k, t.dtype) for k, t in states.items())].append(place)
+    return list(kinds.values())
 
 
-def _batches(operands: Sequence[Operand]) -> Iterator[list[list[Operand]]]:
+def _batches(operands: Sequence[Operand], places: Sequence[int]) -> Iterator[list[list[int]]]:
     """Blocks that are orthogonalized together: those of a shape, and those of its transpose."""
-    by_shape: dict[tuple[int, ...], list[Operand]] = defaultdict(list)
-    for operand in operands:
-        rows = operand.param.shape[0]
-        by_shape[tuple(sorted((rows, operand.param.numel() // rows)))].append(operand)
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place in places:
+        param = operands[place].param
+        by_shape[tuple(sorted((param.shape[0], param[0].numel())))].append(place)
+
+    def rows(place: int) -> int:
+        return operands[place].param.shape[0]
+
     for (short, long), members in by_shape.items():
-        members.sort(key=lambda operand: operand.param.shape[0] == short)
+        members.sort(key=rows)
         count = max(1, BATCH_ELEMENTS // (short * long))
         for start in range(0, len(members), count):
-            batch = members[start : start + count]
-            yield [list(same) for _, same in groupby(batch, lambda operand: operand.param.shape[0])]
+            yield [list(same) for _, same in groupby(members[start : start + count], rows)]
 
 
-def _columns(
-    operands: Sequence[Operand],
-) -> tuple[list[Tensor], list[Tensor], list[dict[str, Tensor]]]:
-    return (
-        [operand.param for operand in operands],
-        [operand.grad for operand in operands],
-        [operand.state for operand in operands],
-    )
-
-
-def _writes(operands: Sequence[Operand], only_if: Tensor | None) -> Tensor | None:
-    """(B,) float64 flags on the device; None: all are written."""
-    if only_if is None and all(operand.present is None for operand in operands):
+def _writes(operands: Sequence[Operand]) -> Tensor | None:
+    """(count,) float64 flags of presence on the device; None: all are present."""
+    if all(operand.present is None for operand in operands):
         return None
-    device = operands[0].param.device
-    flags = torch.ones(len(operands), dtype=torch.float64, device=device)
-    if any(operand.present is not None for operand in operands):
-        one = flags[0]
-        flags = torch.stack([one if o.present is None else o.present.double() for o in operands])
-    return flags if only_if is None else flags * only_if
+    one = torch.ones((), dtype=torch.float64, device=operands[0].param.device)
+    flags = [one if o.present is None else o.present.double() for o in operands]
+    return torch.stack(flags)

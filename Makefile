@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 # The stress harness on 2 ranks: 1000 steps of the two classic scenarios in the layouts of whole
 # parameters (each by itself, without overlap), 50 of everything else.
 demo: venv
-	$(PY) -m samestep stress --lanes 2 --steps 1000 --other-steps 50 \
+	$(PY) -m samestep stress --lanes 3 --steps 1000 --other-steps 50 \
 		--out out/demo
 
 # A small GPT with AdamW and with MuonAdamW: table, JSON and picture.

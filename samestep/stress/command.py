@@ -38,7 +38,7 @@ from samestep.stress.torchrun_ranks import TorchrunRanks
 
 # --other-steps is for all other scenarios, and for other layouts of these.
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
-LONG_LAYOUTS = ("one_process", "none", "zero1", "zero2")
+LONG_LAYOUTS = ("none", "zero1", "zero2")
 MUTANT_WATCHDOG = 2.0
 
 

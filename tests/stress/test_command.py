@@ -342,7 +342,7 @@ def test_long_and_short_scenarios():
     session = command.Session(command.Options(other_steps=50), None, console=None)
     long = {(case.scenario, case.layout) for case in session.cases() if case.steps == 1000}
     assert {scenario for scenario, _ in long} == {"dist_adamw_muon", "dist_adamw_muon_random"}
-    assert {layout for _, layout in long} == {"one_process", "none", "zero1", "zero2"}
+    assert {layout for _, layout in long} == {"none", "zero1", "zero2"}
     assert {case.sample_every for case in session.cases() if case.steps == 50} == {50}
 
 

@@ -29,18 +29,16 @@ def with_load(replacement):
 
 
 @pytest.mark.parametrize(
-    ("scenario", "layout", "replacement", "checks"),
+    ("layout", "replacement", "checks"),
     [
-        ("resume_midrun", "zero1", lambda *_: None, ["reference", "state", "layouts"]),
-        ("resume_elsewhere", "fsdp2_parallel", only_the_model, ["state", "layouts"]),
+        ("zero1", lambda *_: None, ["reference", "state", "layouts"]),
+        ("fsdp2_parallel", only_the_model, ["state", "layouts"]),
     ],
 )
-def test_what_is_not_loaded_is_noticed(
-    tmp_path, monkeypatch, scenario, layout, replacement, checks
-):
+def test_what_is_not_loaded_is_noticed(tmp_path, monkeypatch, layout, replacement, checks):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     campaign = Campaign(ForkedRanks(2, watchdog=30.0))
-    cases = [Case(scenario, name, 2, 10, 10) for name in ("one_process", layout)]
+    cases = [Case("resume_midrun", name, 2, 10, 10) for name in ("one_process", layout)]
     results = []
     campaign.run_all(cases, results.append, patch=lambda: with_load(replacement))
     assert results[0].status == "exact"  # the run that is not interrupted
@@ -50,7 +48,7 @@ def test_what_is_not_loaded_is_noticed(
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_layout_has_another_to_go_on_in(world):
-    scenario = SCENARIOS["resume_elsewhere"](0, world)
+    scenario = SCENARIOS["resume_midrun"](0, world)
     there = {}
     for layout in LAYOUTS.values():
         if not layout.one_process and layout.reason_against(type(scenario), world) is None:
@@ -69,5 +67,5 @@ def test_one_process_begins_before_the_first_sample(tmp_path, steps, begun):
             (work,) = works
             seen.append((work.begun, (work.folder / "begun" / "index.json").exists()))
 
-    Campaign(Ranks()).run_all([Case("resume_elsewhere", "zero2", 2, steps, steps)], seen.append)
+    Campaign(Ranks()).run_all([Case("resume_midrun", "zero2", 2, steps, steps)], seen.append)
     assert seen == [(begun, begun > 0)]

@@ -27,7 +27,6 @@ SCENARIOS: dict[str, type[Scenario]] = {
         recipes.FusedMQA,
         recipes.Resumed,
         recipes.ResumedMidrun,
-        recipes.ResumedElsewhere,
         patterns.DifferentStart,
     )
 }

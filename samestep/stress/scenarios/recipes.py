@@ -177,27 +177,19 @@ class ResumedMidrun(Resumed):
     """With `samestep.save` and `samestep.load`, against a run that was never interrupted."""
 
     name = "resume_midrun"
-    story = "saved to a folder and loaded into a new run in the same layout; options are kept"
+    story = (
+        "begun in one process, loaded on all ranks, later in a new run, another layout, and back"
+    )
+    begun_alone = 5
 
     def events(self, step: int) -> Sequence[Event]:
         """Options are set, and not again after loading."""
         return [event for event in super().events(step) if not isinstance(event, Resume)]
 
     def goes_on(self, step: int) -> Place | None:
-        """In the middle of short runs, and ten times in 1000 steps."""
-        return "here" if step % 100 == 8 else None
-
-
-class ResumedElsewhere(ResumedMidrun):
-    """What one layout has saved, every other loads, whatever the number of ranks."""
-
-    name = "resume_elsewhere"
-    story = "begun in one process, loaded on all ranks, then moved to another layout and back"
-    begun_alone = 5
-
-    def goes_on(self, step: int) -> Place | None:
-        """Away, and back after four steps."""
-        return "elsewhere" if step % 100 == 8 else "here" if step % 100 == 12 else None
+        """Early in short runs, and again in every 100 steps of long ones."""
+        places: dict[int, Place] = {8: "here", 11: "elsewhere", 14: "here"}
+        return places.get(step % 100)
 
 
 class FusedQKV(GradientScenario):

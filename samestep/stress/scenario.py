@@ -236,7 +236,8 @@ def loss_with(model: nn.Module, grads: Mapping[str, Tensor]) -> Tensor | None:
     if not grads:
         return None
     params = named_params(model)
-    members = [params[name] for name in grads]
+    # Views, so that gradients arrive in an order: the last parameter's first.
+    members = [params[name].view_as(params[name]) for name in grads]
     loss: Tensor = _Given.apply(list(grads.values()), *members)  # type: ignore[no-untyped-call]
     return loss
 

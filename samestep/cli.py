@@ -39,6 +39,14 @@ COMMANDS = {
         "from which size on is sharding a parameter faster than an all-reduce?",
         "samestep.bench.crossover.command",
     ),
+    "bench step": Command(
+        "how long does an optimizer step take on this GPU, against peers and the floor?",
+        "samestep.bench.step.command",
+    ),
+    "bench orthogonalize": Command(
+        "the same for the orthogonalization alone, shape by shape",
+        "samestep.bench.orthogonalize.command",
+    ),
     "inspect": Command(
         "what is in a checkpoint, and is every bit of it right?",
         "samestep.checkpoint.inspect_command",

@@ -1,0 +1,1 @@
+"""How long does orthogonalization take on this GPU, shape by shape?"""

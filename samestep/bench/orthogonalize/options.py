@@ -1,0 +1,71 @@
+"""What `samestep bench orthogonalize` can be asked."""
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from samestep.bench.gpu.options import check_shared, chosen, parser_for
+from samestep.bench.orthogonalize.contestants import CONTESTANTS
+from samestep.bench.orthogonalize.measure import Shape
+from samestep.command.request import BadRequestError
+
+SHAPES = (
+    "12x768x768", "12x768x3072", "16x1280x1280", "16x1280x5120", "96x2048x2048", "48x2048x8192",
+    "8x2048x2048", "8x2048x8192", "4x4096x4096", "4x4096x11008",
+)  # fmt: skip
+MOST_ON_CPU = 1 << 16  # elements
+
+
+@dataclass(frozen=True)
+class Options:
+    """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
+
+    shapes: tuple[Shape, ...]
+    variants: tuple[str, ...]
+    rounds: int
+    warmup: int
+    peer_path: tuple[Path, ...]
+    out: Path
+    device: str
+    command: str  # as it was given
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    """Read flags; a bad one raises BadRequestError, --help ends the process."""
+    names = [contestant.name for contestant in CONTESTANTS]
+    usual = [contestant.name for contestant in CONTESTANTS if contestant.default]
+    parser = parser_for(prog, Options.__doc__, rounds=10, out="out/bench-orthogonalize")
+    parser.add_argument(
+        "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
+        help=f"batches to orthogonalize ({' '.join(SHAPES)})",
+    )  # fmt: skip
+    parser.add_argument(
+        "--variants", nargs="+", default=usual, metavar="NAME",
+        help=f"who takes part: {', '.join(names)} (all but "
+        f"{' and '.join(name for name in names if name not in usual)}, which compiles for long)",
+    )  # fmt: skip
+    given = parser.parse_args(words)
+    check_shared(given.rounds, given.warmup, given.peer_path, given.device)
+    shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
+    if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
+        raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
+    return Options(
+        shapes,
+        chosen("--variants", given.variants, names),
+        given.rounds,
+        given.warmup,
+        tuple(given.peer_path),
+        given.out,
+        given.device,
+        shlex.join([*prog.split(), *words]),
+    )
+
+
+def shape_of(text: str) -> Shape:
+    """Read "12x768x3072"."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
+        raise BadRequestError(f"--shape must be like 12x768x3072, got {text!r}")
+    count, rows, cols = map(int, text.split("x"))
+    return count, rows, cols

@@ -1,0 +1,185 @@
+"""Ours in several forms, and peers at their best documented settings."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+import samestep
+from samestep.bench.gpu.accuracy import Reference
+from samestep.bench.gpu.peers import peer
+from samestep.bench.step.sets import Parameters, as_matrices
+from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
+
+LR = 1e-3
+DECAY = 0.1
+MOMENTUM = 0.95
+BETAS = (0.9, 0.95)
+
+
+class Entry(NamedTuple):
+    """What a contestant brings: its optimizers, stepped one after the other, and its polynomial."""
+
+    optimizers: list[Any]
+    reference: Reference | None = None
+
+    def step(self) -> None:
+        """One step on everything."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def state_bytes(self) -> int:
+        """Of all tensors kept between steps."""
+        return sum(t.numel() * t.element_size() for o in self.optimizers for t in _tensors(o.state))
+
+
+class Contestant(NamedTuple):
+    """Who takes part."""
+
+    name: str
+    what: str
+    build: Callable[[Parameters], Entry]
+    field: Literal["muon", "adamw"] = "muon"  # measured in turns with those of its field
+    ours: bool = False
+    kernels: bool = True
+    clips: bool = False
+    default: bool = True
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif hasattr(value, "values"):
+        for each in value.values():
+            yield from _tensors(each)
+
+
+def our_reference(method: str = "polar-express") -> Reference:
+    """One of our polynomials."""
+    return Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
+
+
+def _ours(**options: Any) -> Callable[[Parameters], Entry]:
+    """As shipped, with clipping; `options` are what differs."""
+
+    def build(parameters: Parameters) -> Entry:
+        groups = [
+            {"params": parameters.matrices, "rule": "muon"},
+            {"params": parameters.others, "rule": "adamw"},
+        ]
+        optimizer = samestep.MuonAdamW(groups, lr=LR, max_grad_norm=1.0, **options)
+        plain = "variance_beta2" not in options
+        return Entry([optimizer], our_reference() if plain else None)
+
+    return build
+
+
+def _our_adamw(parameters: Parameters) -> Entry:
+    return Entry([samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY)])
+
+
+def _torch_adamw(parameters: Parameters) -> Entry:
+    return Entry([_fused_adamw(parameters.all)])
+
+
+def _fused_adamw(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+
+
+def _torch_muon(parameters: Parameters) -> Entry:
+    muon = torch.optim.Muon(
+        as_matrices(parameters.matrices),
+        lr=LR,
+        weight_decay=DECAY,
+        momentum=MOMENTUM,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return Entry([muon, _fused_adamw(parameters.others)], our_reference("newton-schulz"))
+
+
+def _nanochat(parameters: Parameters) -> Entry:
+    """Groups as its model makes them: one for each shape."""
+    optim = peer("nanochat.optim")
+    matrices = as_matrices(parameters.matrices)
+    groups: list[dict[str, Any]] = [
+        {
+            "kind": "adamw", "params": parameters.others, "lr": LR, "betas": BETAS,
+            "eps": 1e-10, "weight_decay": DECAY,
+        }
+    ]  # fmt: skip
+    for shape in sorted({tuple(p.shape) for p in matrices}):
+        alike = [p for p in matrices if tuple(p.shape) == shape]
+        groups.append(
+            {
+                "kind": "muon", "params": alike, "lr": LR, "momentum": MOMENTUM,
+                "ns_steps": 5, "beta2": 0.9, "weight_decay": DECAY,
+            }
+        )  # fmt: skip
+    return Entry([optim.MuonAdamW(groups)])
+
+
+def _dion(**options: Any) -> Callable[[Parameters], Entry]:
+    """Its Muon on one device, AdamW for the rest inside the same optimizer."""
+
+    def build(parameters: Parameters) -> Entry:
+        groups = [
+            {"params": parameters.matrices},
+            {"params": parameters.others, "algorithm": "adamw"},
+        ]
+        optimizer = peer("dion").Muon(
+            groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
+            adjust_lr="rms_norm", **options,
+        )  # fmt: skip
+        return Entry([optimizer], _dion_reference(options))
+
+    return build
+
+
+def _dion_reference(options: dict[str, Any]) -> Reference | None:
+    """The coefficients, from where a peer lets them be read."""
+    try:
+        if options.get("use_gram_newton_schulz"):
+            return Reference(peer("gram_newton_schulz").POLAR_EXPRESS_COEFFICIENTS)
+        if options.get("use_polar_express", True):
+            return Reference(peer("dion.polar_express")._POLAR_EXPRESS_COEFFS, 1.02)
+        return Reference(peer("gram_newton_schulz").YOU_COEFFICIENTS)
+    except (ImportError, AttributeError):
+        return None
+
+
+CONTESTANTS = (
+    Contestant("ours", "samestep as shipped, clipping on", _ours(), ours=True, clips=True),
+    Contestant(
+        "ours-float16", "the same with compute_dtype=float16",
+        _ours(compute_dtype=torch.float16), ours=True, clips=True,
+    ),
+    Contestant(
+        "ours-variance", "the same with variance reduction and cautious decay",
+        _ours(variance_beta2=0.9, cautious=True), ours=True, clips=True,
+    ),
+    Contestant(
+        "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)",
+        _ours(), ours=True, clips=True, kernels=False,
+    ),
+    Contestant("torch", "torch.optim.Muon and fused AdamW", _torch_muon),
+    Contestant("nanochat", "nanochat's MuonAdamW, compiled", _nanochat),
+    Contestant(
+        "dion-triton", "dion's Muon, Newton-Schulz in Triton",
+        _dion(use_triton=True, use_polar_express=False),
+    ),
+    Contestant(
+        "dion-polar", "dion's Muon, Polar Express in Triton and compiled",
+        _dion(use_triton=True), default=False,
+    ),
+    Contestant(
+        "dion-gram", "dion's Muon, Gram Newton-Schulz with its kernels",
+        _dion(use_triton=True, use_gram_newton_schulz=True),
+    ),
+    Contestant(
+        "dion-gram-torch", "dion's Muon, Gram Newton-Schulz in plain torch",
+        _dion(use_gram_newton_schulz=True),
+    ),
+    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw, "adamw", ours=True),
+    Contestant("torch-adamw", "torch's fused AdamW on everything", _torch_adamw, "adamw"),
+)  # fmt: skip

@@ -125,7 +125,7 @@ def _momentum(blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: St
             grads.addresses,
             blocks.momenta.addresses,
             directions,
-            sums if powers is None else powers,
+            sums if powers is None else powers.float(),
             sums,
             sums if step.only_if is None else step.only_if,
             sums if grads.writes is None else grads.writes,
@@ -164,7 +164,7 @@ def _momentum(blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: St
     norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
     own = norms if powers is None else norms / powers
     scales = inverse_norms(own, norm_factor, options["eps"], options["eps_form"])
-    return (scales if powers is None else scales / powers).float()
+    return (scales if powers is None else (scales / powers).clamp_max(1.0)).float()
 
 
 def _equilibrate_(directions: Tensor, norms: Tensor, rows: int, tall: bool) -> None:

@@ -39,7 +39,8 @@ def orthogonalize_blocks(
     X = X.mT if rows > cols else X
     short, long = X.shape[1:]
     X = torch.nn.functional.pad(X, (0, padded(long) - long, 0, padded(short) - short))
-    scales = inverse_norms(norms, norm_factor, eps, eps_form) / powers
+    # No more than 1, so that what a zero block is multiplied with stays finite in 16 bits.
+    scales = (inverse_norms(norms, norm_factor, eps, eps_form) / powers).clamp_max(1.0)
     Y = orthogonalize_wide(X.contiguous(), scales.flatten().float(), table, execution)
     Y = Y[:, :short, :long]
     return (Y.mT if rows > cols else Y).to(blocks.dtype).contiguous()
@@ -47,7 +48,7 @@ def orthogonalize_blocks(
 
 def fitting_powers(norms: Tensor) -> Tensor:
     """Powers of two that bring norms to 8 .. 16: they change no digit, and all fits float16."""
-    exponents = torch.frexp(norms.clamp_min(torch.finfo(torch.float32).tiny)).exponent
+    exponents = torch.frexp(norms.clamp(2.0**-100, 2.0**100)).exponent
     return torch.ldexp(torch.ones_like(norms), 4 - exponents)
 
 

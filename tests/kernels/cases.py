@@ -1,0 +1,316 @@
+"""Kernels against their twins in plain torch, on whatever device they run.
+
+`test_interpreted.py` runs this file through Triton's interpreter on CPU, `test_cuda.py` on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import triton.language as tl
+
+import samestep.kernels.muon
+import samestep.kernels.symmetric
+from samestep.kernels.adamw import AdamWTensors
+from samestep.kernels.call import Gradients, Step
+from samestep.kernels.muon import MuonBlocks, muon_
+from samestep.kernels.norm import DTYPES, square_sum
+from samestep.kernels.orthogonalize import orthogonalize_blocks
+from samestep.kernels.symmetric import Tiling, symmetric_product
+from samestep.kernels.tables import Table
+from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule
+from samestep.rules.orthogonalize import orthogonalize, step_coefficients
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SMALL = Tiling(16, 32, 16, warps=4, stages=1)  # several tiles in a small matrix
+# The interpreter cannot multiply bfloat16.
+HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
+TILINGS = [SMALL, Tiling(16, 16, 16, warps=4, stages=1)] if INTERPRETED else [None]
+SIZES = [(40, 72), (8, 24)] if INTERPRETED else [(64, 64), (40, 72), (8, 136), (1000, 1416)]
+SHAPES = [(24, 40), (21, 13), (16, 16)]  # wide, tall and uneven, square
+SHAPES += [] if INTERPRETED else [(768, 768), (2048, 1100), (600, 4104)]
+
+
+@pytest.fixture(autouse=True)
+def _small_tiles(monkeypatch):
+    torch.manual_seed(0)
+    if INTERPRETED:
+        monkeypatch.setattr(samestep.kernels.symmetric, "tiling_for", lambda size: SMALL)
+        monkeypatch.setattr(samestep.kernels.muon, "TILE", 16)
+
+
+def random(*shape, dtype=torch.float32, scale=1.0):
+    return (torch.randn(shape) * scale).to(DEVICE, dtype)
+
+
+def distance(found, wanted):
+    found, wanted = found.double(), wanted.double()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float64, device=DEVICE)
+
+
+# --- products --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("size", "depth"), SIZES)
+def test_gram_matrices_are_right_and_symmetric(size, depth, dtype, tiling):
+    X = random(3, size, depth, dtype=dtype)
+    scales = torch.tensor([1.0, 0.5, 3.0], device=DEVICE)
+    found = symmetric_product(X, X, scales=scales, dtype=torch.float16, alpha=0.1, tiling=tiling)
+    wanted = 0.1 * X.double() @ X.double().mT * scales.double()[:, None, None]
+    assert distance(found, wanted) < 1e-3
+    assert torch.equal(found, found.mT)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize("size", [size for size, _ in SIZES])
+def test_polynomials_of_symmetric_matrices_are_right(size, tiling):
+    A = random(2, size, size, scale=0.1)
+    A = (A + A.mT).half()
+    found = symmetric_product(A, A, addend=A, alpha=0.5, beta=-2.0, gamma=3.0, tiling=tiling)
+    wide = A.double()
+    wanted = 0.5 * wide @ wide - 2 * wide + 3 * torch.eye(size, device=DEVICE).double()
+    assert distance(found, wanted) < 1e-3
+    assert (found - found.mT).abs().max() <= 4e-3
+
+
+def test_every_element_of_a_product_is_written(monkeypatch):
+    plain = torch.Tensor.new_empty
+
+    def poisoned(like, *shape, **options):
+        made = plain(like, *shape, **options)
+        return made.fill_(torch.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    X = random(2, 40, 24, dtype=torch.float16)
+    assert symmetric_product(X, X).isfinite().all()
+
+
+@pytest.mark.parametrize("execution", ["standard", "gram"])
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalization_is_that_of_plain_torch(shape, dtype, execution):
+    blocks = random(3, *shape, scale=1e-4)
+    blocks[1] = 0
+    table = step_coefficients("polar-express", 5)
+    found = orthogonalize_blocks(
+        blocks, table, execution, norm_factor=1.01, eps=0.0, eps_form="clamp", dtype=dtype
+    )
+    wanted = orthogonalize(blocks, compute_dtype=torch.float32, execution=execution)
+    assert found.dtype == blocks.dtype
+    assert torch.equal(found[1], torch.zeros_like(found[1]))
+    # As far as rounding the block alone may bring it: about 40 times the rounding.
+    assert distance(found, wanted) < 40 * torch.finfo(dtype).eps / 2
+
+
+# --- elementwise -----------------------------------------------------------------------------
+
+
+def test_squares_of_many_tensors_are_summed():
+    tensors = [random(size) for size in (1, 5, 4096, 10000)]
+    tensors += [random(33, 7, dtype=torch.bfloat16), random(3, scale=1e30)]
+    wanted = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert float(square_sum(tensors)) == pytest.approx(wanted, rel=1e-12)
+
+
+def gradients(grads, writes=None):
+    table = Table([grads])
+    dtype = DTYPES[grads[0].dtype]
+    return Gradients(table.addresses[0], table.aligned, dtype, writes)
+
+
+def adamw_case(dtype=torch.float32, master=False):
+    params = [random(100, dtype=dtype), random(33, 5, dtype=dtype), random(4100, dtype=dtype)]
+    grads = [random(*param.shape, dtype=dtype) for param in params]
+    states = []
+    for place, param in enumerate(params):
+        state = {
+            "step": torch.tensor(3.0 + place, device=DEVICE),
+            "exp_avg": random(*param.shape),
+            "exp_avg_sq": random(*param.shape).square(),
+        }
+        if master:
+            state["master_weight"] = param.float() * (1 + 1e-4)  # it rounds to the parameter
+        states.append(state)
+    return params, grads, states
+
+
+ADAMW = AdamWRule()
+ADAMW_NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.5])
+def test_adamw_is_that_of_plain_torch(factor, maximize):
+    params, grads, states = adamw_case()
+    scalars = {key: number(value) for key, value in ADAMW_NUMBERS.items()}
+    sign = (-1 if maximize else 1) * (1 if factor is None else factor)
+    wanted = [
+        ADAMW.update(param, grad * sign, state, scalars, ADAMW.defaults)
+        for param, grad, state in zip(params, grads, states, strict=True)
+    ]
+    step = Step(scalars, ADAMW.defaults, None if factor is None else number(factor), maximize, None)
+    AdamWTensors(params, states).step_(gradients(grads), step)
+    for param, state, new in zip(params, states, wanted, strict=True):
+        torch.testing.assert_close(param, new.param, rtol=2e-6, atol=2e-6)
+        for key, tensor in state.items():
+            torch.testing.assert_close(tensor, new.state[key], rtol=2e-6, atol=2e-6)
+
+
+def test_adamw_keeps_the_master_of_a_narrow_parameter():
+    params, grads, states = adamw_case(torch.float16, master=True)
+    scalars = {key: number(value) for key, value in ADAMW_NUMBERS.items()}
+    masters = [state["master_weight"].clone() for state in states]
+    own = [{k: t for k, t in state.items() if k != "master_weight"} for state in states]
+    wanted = [
+        ADAMW.update(master, grad.float(), state, scalars, ADAMW.defaults).param
+        for master, grad, state in zip(masters, grads, own, strict=True)
+    ]
+    AdamWTensors(params, states).step_(
+        gradients(grads), Step(scalars, ADAMW.defaults, None, False, None)
+    )
+    for param, state, new in zip(params, states, wanted, strict=True):
+        torch.testing.assert_close(state["master_weight"], new, rtol=2e-6, atol=2e-6)
+        assert torch.equal(param, state["master_weight"].half())
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_adamw_leaves_alone_what_it_shall(whole):
+    params, grads, states = adamw_case()
+    before = [[t.clone() for t in (p, *s.values())] for p, s in zip(params, states, strict=True)]
+    scalars = {key: number(value) for key, value in ADAMW_NUMBERS.items()}
+    writes = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
+    only_if = number(0.0) if whole else None
+    AdamWTensors(params, states).step_(
+        gradients(grads, writes), Step(scalars, ADAMW.defaults, None, False, only_if)
+    )
+    for place, (param, state) in enumerate(zip(params, states, strict=True)):
+        same = [torch.equal(*x) for x in zip(before[place], (param, *state.values()), strict=True)]
+        assert all(same) if whole or place == 1 else not any(same)
+
+
+# --- Muon ------------------------------------------------------------------------------------
+
+MUON = MuonRule()
+NANOCHAT = {
+    "equilibrate": True,
+    "renormalize": True,
+    "variance_beta2": 0.9,
+    "scale_decay": True,
+    "eps": 1e-6,
+    "eps_form": "add",
+    "adjust_lr": "original",
+    "lr": 0.02,
+}
+
+
+def muon_case(rows, cols, options, count=2):
+    shapes = MUON.state_shapes((rows, cols), options)
+    params = [random(rows, cols) for _ in range(count)]
+    grads = [random(rows, cols, scale=1e-3) for _ in range(count)]
+    states = [{"momentum_buffer": random(rows, cols, scale=1e-3)} for _ in range(count)]
+    if "variance" in shapes:
+        for state in states:
+            state["variance"] = random(*shapes["variance"]).square() / max(rows, cols)
+    return params, grads, states
+
+
+def stacked(params, grads, states, scalars, options, factor):
+    return MUON.update(
+        torch.stack(params),
+        torch.stack(grads) * factor,
+        {key: torch.stack([state[key] for state in states]) for key in states[0]},
+        scalars,
+        {**options, "compute_dtype": torch.float32},
+    )
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"momentum_form": "sum", "nesterov": False, "adjust_lr": None},
+        {"eps": 0.0, "weight_decay": 0.0, "orthogonalize": "newton-schulz"},
+        NANOCHAT,
+    ],
+    ids=["default", "sum", "newton-schulz", "nanochat"],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_muon_is_that_of_plain_torch(shape, own):
+    options = {**MUON.defaults, **own, "compute_dtype": torch.float16}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    case = muon_case(*shape, options)
+    params, grads, states = case
+    before = torch.stack(params)
+    wanted = stacked(*case, scalars, options, factor=0.5)
+    step = Step(scalars, options, number(0.5), False, number(1.0))
+    (squares,) = muon_([(MuonBlocks(params, states), gradients(grads))], step, measure=True)
+    # The step itself: what is left when the decayed parameter is taken away.
+    assert distance(torch.stack(params) - before, wanted.param - before) < 0.02
+    for key, new in wanted.state.items():
+        found = torch.stack([state[key] for state in states])
+        assert distance(found, new) < (1e-6 if key == "momentum_buffer" else 2e-3)
+    torch.testing.assert_close(
+        squares.double(), wanted.direction().double().square().sum((-2, -1)), rtol=0.02, atol=0
+    )
+
+
+def test_a_shape_and_its_transpose_are_orthogonalized_together():
+    options = {**MUON.defaults, "compute_dtype": torch.float16}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    cases = [muon_case(24, 40, options), muon_case(40, 24, options, count=3)]
+    before = [torch.stack(params) for params, _, _ in cases]
+    wanted = [stacked(*case, scalars, options, factor=1.0) for case in cases]
+    parts = [(MuonBlocks(params, states), gradients(grads)) for params, grads, states in cases]
+    muon_(parts, Step(scalars, options, None, False, None), measure=False)
+    for (params, _, _), old, new in zip(cases, before, wanted, strict=True):
+        assert distance(torch.stack(params) - old, new.param - old) < 0.02
+
+
+def test_cautious_decay_pulls_only_with_the_update():
+    options = {**MUON.defaults, "cautious": True, "lr": 0.1, "weight_decay": 0.5}
+    options |= {"compute_dtype": torch.float16, "adjust_lr": None}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    params, grads, states = muon_case(24, 40, options)
+    before = torch.stack(params)
+    wanted = stacked(params, grads, states, scalars, options, factor=1.0)
+    muon_(
+        [(MuonBlocks(params, states), gradients(grads))],
+        Step(scalars, options, None, False, None),
+        measure=False,
+    )
+    direction = wanted.direction()
+    clear = direction.abs() > 0.05 * direction.abs().mean()  # whose sign rounding cannot turn
+    found = torch.stack(params) - before
+    torch.testing.assert_close(found[clear], (wanted.param - before)[clear], rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_muon_leaves_alone_what_it_shall(whole):
+    options = {**MUON.defaults, **NANOCHAT, "compute_dtype": torch.float16}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    params, grads, states = muon_case(24, 40, options, count=3)
+    before = [[t.clone() for t in (p, *s.values())] for p, s in zip(params, states, strict=True)]
+    writes = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
+    only_if = number(0.0) if whole else number(1.0)
+    muon_(
+        [(MuonBlocks(params, states), gradients(grads, writes))],
+        Step(scalars, options, None, False, only_if),
+        measure=False,
+    )
+    for place, (param, state) in enumerate(zip(params, states, strict=True)):
+        same = [torch.equal(*x) for x in zip(before[place], (param, *state.values()), strict=True)]
+        assert all(same) if whole or place == 1 else not any(same)
+
+
+def test_dtypes_of_triton_are_those_of_torch():
+    assert DTYPES[torch.float32] is tl.float32

@@ -1,0 +1,122 @@
+"""The kernels on a GPU, and what the optimizer promises there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import samestep
+from samestep.kernels import choice
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+if torch.cuda.is_available():
+    from tests.kernels.cases import *  # noqa: F403
+
+
+def model(width=128, layers=3, dtype=torch.float32):
+    torch.manual_seed(0)
+    made = torch.nn.Sequential(
+        torch.nn.Embedding(500, width),
+        *(torch.nn.Linear(width, 4 * width) for _ in range(layers)),
+        *(torch.nn.Linear(4 * width, width) for _ in range(layers)),
+        *(torch.nn.Linear(width, width) for _ in range(layers)),
+    )
+    return made.to("cuda", dtype)
+
+
+def give_gradients(model, step, scale=1.0):
+    generator = torch.Generator("cuda").manual_seed(step)
+    for param in model.parameters():
+        noise = torch.randn(param.shape, generator=generator, device="cuda")
+        param.grad = (noise * scale).to(param.dtype)
+
+
+def without_kernels(monkeypatch):
+    monkeypatch.setenv(choice.SWITCH, "0")
+    choice.missing.cache_clear()
+    choice.missing_products.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _fresh_choice(monkeypatch):
+    yield
+    monkeypatch.undo()
+    choice.missing.cache_clear()
+    choice.missing_products.cache_clear()
+
+
+@pytest.mark.parametrize("preset", [None, "nanochat", "moonlight"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_step_is_that_of_plain_torch(preset, dtype, monkeypatch):
+    ended = []
+    for kernels in (True, False):
+        if not kernels:
+            without_kernels(monkeypatch)
+        net = model(dtype=dtype)
+        start = [param.detach().float().clone() for param in net.parameters()]
+        optimizer = samestep.MuonAdamW(net, preset=preset, max_grad_norm=1.0, master_weights=True)
+        for step in range(5):
+            give_gradients(net, step)
+            optimizer.step()
+        ended.append([p.detach().float() - s for p, s in zip(net.parameters(), start, strict=True)])
+    for found, wanted in zip(*ended, strict=True):
+        assert float((found - wanted).norm() / wanted.norm()) < 0.05
+
+
+def test_the_host_never_waits():
+    net = model()
+    optimizer = samestep.MuonAdamW(net, max_grad_norm=1.0)
+    for step in range(2):
+        give_gradients(net, step)
+        optimizer.step()
+    torch.cuda.synchronize()
+    give_gradients(net, 3)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_with_an_infinite_gradient_changes_nothing():
+    net = model()
+    optimizer = samestep.MuonAdamW(net, max_grad_norm=1.0)
+    give_gradients(net, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in net.parameters()]
+    state = [t.clone() for p in net.parameters() for t in optimizer.state[p].values()]
+    give_gradients(net, 1)
+    next(net.parameters()).grad[0, 0] = torch.inf
+    optimizer.step()
+    assert all(map(torch.equal, before, net.parameters()))
+    after = [t for p in net.parameters() for t in optimizer.state[p].values()]
+    assert all(map(torch.equal, state, after))
+
+
+def test_state_that_was_loaded_is_the_one_that_is_used():
+    nets = [model(), model()]
+    optimizers = [samestep.MuonAdamW(net, max_grad_norm=1.0) for net in nets]
+    for step in range(3):
+        give_gradients(nets[0], step)
+        optimizers[0].step()
+    give_gradients(nets[1], 7)
+    optimizers[1].step()  # its plans are made
+    nets[1].load_state_dict(nets[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    for net, optimizer in zip(nets, optimizers, strict=True):
+        for step in range(3, 6):
+            give_gradients(net, step)
+            optimizer.step()
+    assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
+
+
+def test_a_block_does_not_depend_on_its_company():
+    """Bit for bit: what makes layouts with other batches agree."""
+    from samestep.rules.orthogonalize import orthogonalize
+
+    for rows, cols in ((256, 256), (768, 3072), (3072, 768), (2048, 2048)):
+        blocks = torch.randn(6, rows, cols, device="cuda")
+        together = orthogonalize(blocks)
+        alone = torch.stack([orthogonalize(block) for block in blocks])
+        assert torch.equal(together, alone)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep import cli
+from samestep import bench, cli
 from samestep.bench.gpu import accuracy, picture, show
 from samestep.bench.gpu.ceilings import Ceilings
 from samestep.bench.gpu.floors import Floor, least_flops, step_floor
@@ -21,7 +21,7 @@ from samestep.bench.orthogonalize import bars as orthogonalize_bars
 from samestep.bench.orthogonalize.contestants import CONTESTANTS as FUNCTIONS
 from samestep.bench.orthogonalize.measure import Measurement
 from samestep.bench.orthogonalize.measure import Result as FunctionResult
-from samestep.bench.step import contestants, measure
+from samestep.bench.step import command, contestants, measure
 from samestep.bench.step.bars import verdicts
 from samestep.bench.step.sets import SETS, as_matrices, count, make_parameters
 from samestep.kernels import choice
@@ -113,8 +113,11 @@ def test_what_cannot_be_done(capsys, monkeypatch, words, message):
 @pytest.mark.parametrize("name", ["step", "orthogonalize"])
 def test_scripts_need_torch_alone(name, capsys, monkeypatch):
     """Imported afresh, with every extra hidden."""
-    for module in [each for each in sys.modules if each.startswith("samestep.bench.")]:
-        monkeypatch.delitem(sys.modules, module)
+    for package in ("gpu", "step", "orthogonalize"):
+        monkeypatch.delattr(bench, package)
+        inside = f"samestep.bench.{package}."
+        for module in [each for each in sys.modules if f"{each}.".startswith(inside)]:
+            monkeypatch.delitem(sys.modules, module)
     for extra in cli.EXTRAS:
         monkeypatch.setitem(sys.modules, extra, None)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
@@ -198,7 +201,6 @@ def fakes(tmp_path, monkeypatch):
         path.write_text("\n".join(line[indent:] for line in lines) + "\n")
     (tmp_path / "peers/nanochat/__init__.py").write_text("")
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv("TRITON_CACHE_AUTOTUNING", "1")
     known = set(sys.modules)
     yield tmp_path / "peers"
     for name in set(sys.modules) - known:
@@ -223,6 +225,15 @@ def test_peers_step_or_say_why_not(fakes, monkeypatch):
     assert "Muon was not running: singular values of an update spread by" in str(dion.failed)
     assert gram.failed == "RuntimeError: no kernels"
     assert dion.ms is None
+
+
+def test_peers_are_compiled_afresh_for_every_set(tmp_path, monkeypatch):
+    forgotten = []
+    monkeypatch.setattr(command, "make_importable", lambda paths: None)
+    monkeypatch.setattr(command, "forget_compiled", lambda: forgotten.append(1))
+    words = ["--variants", "torch-adamw", "--peer-path", str(tmp_path), "--out", str(tmp_path)]
+    assert cli.main([*STEP, *words]) == 0
+    assert forgotten == [1]
 
 
 def test_peers_orthogonalize_or_say_why_not(fakes, monkeypatch):

@@ -1,6 +1,5 @@
 """Other people's packages, from checkouts that the user names; none of their code is here."""
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -20,10 +19,14 @@ def make_importable(paths: Sequence[Path]) -> None:
         if str(path.resolve()) not in sys.path:
             sys.path.append(str(path.resolve()))
     if paths:
-        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # their tuning takes a minute
         config: Any = import_module("torch._dynamo.config")
         config.recompile_limit = GRAPHS
         config.accumulated_recompile_limit = 8 * GRAPHS
+
+
+def forget_compiled() -> None:
+    """Compile peers afresh: shapes met before would make the next ones symbols, and slower."""
+    import_module("torch._dynamo").reset()
 
 
 def peer(module: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 from samestep.bench.gpu.ceilings import Ceilings, measure_ceilings
 from samestep.bench.gpu.floors import Floor, step_floor
 from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.peers import make_importable
+from samestep.bench.gpu.peers import forget_compiled, make_importable
 from samestep.bench.gpu.picture import Bar, Panel, draw
 from samestep.bench.gpu.receipt import heading, leave
 from samestep.bench.gpu.show import Screen, band, digits, number
@@ -79,6 +79,8 @@ def _measure_set(name: str, options: Options, device: torch.device, screen: Scre
     shapes = SETS[name]
     total = count(shapes.matrices + shapes.others)
     screen.progress(f"{name}: {total / 1e6:,.0f} million parameters")
+    if options.peer_path:
+        forget_compiled()
     parameters = make_parameters(shapes, device)
     results: list[Result] = []
     for of in FIELDS:  # one after the other: the states of all would need much memory

@@ -1,8 +1,8 @@
 """Running cases one after the other: reference, ranks, verdict."""
 
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -158,9 +158,9 @@ class Campaign:
             raise
         begin_next()
         try:
-            with TemporaryDirectory(prefix="stress_") as folder:
-                begun = self._begun_alone(cases, Path(folder))
-                works = [self._work(case, patch, Path(folder), begun) for case in cases]
+            with _folder(self._scenario) as folder:
+                begun = 0 if folder is None else self._begun_alone(cases, folder)
+                works = [self._work(case, patch, folder, begun) for case in cases]
                 self._ranks.run(works, on_sample, on_end)
         except KeyboardInterrupt:
             if trial is not None:
@@ -175,7 +175,7 @@ class Campaign:
             begin_alone(self._scenario, steps, folder)
         return steps
 
-    def _work(self, case: Case, patch: Patch, folder: Path, begun: int) -> Work:
+    def _work(self, case: Case, patch: Patch, folder: Path | None, begun: int) -> Work:
         due = frozenset(case.due(self._scenario))
         layout = LAYOUTS[case.layout]
         return Work(self._scenario, layout, case.steps, due, case.reduction, patch, folder, begun)
@@ -209,6 +209,16 @@ class Campaign:
         self._scenario, self._expected, self._base = scenario, expected, {}
         self._shared_by = key
         self.presence[first.scenario] = expected.presence
+
+
+@contextmanager
+def _folder(scenario: Scenario) -> Iterator[Path | None]:
+    """For checkpoints, where a scenario has some; gone afterwards."""
+    if not scenario.saves:
+        yield None
+        return
+    with TemporaryDirectory(prefix="stress_") as folder:
+        yield Path(folder)
 
 
 def _does_not_apply(case: Case, on_result: Callable[[CaseResult], None]) -> bool:

@@ -87,6 +87,7 @@ class Scenario:
     churns: ClassVar[bool] = False  # memory is reused between launch and wait
     scales: ClassVar[bool] = False  # a GradScaler is in use
     starts_differ: ClassVar[bool] = False  # between ranks
+    saves: ClassVar[bool] = False  # checkpoints: `begun_alone` and `goes_on`
     begun_alone: ClassVar[int] = 0  # steps that one process takes first, and saves for all ranks
 
     def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:

@@ -7,10 +7,12 @@ norm, so that scaling costs no pass over memory.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from samestep.kernels.replay import can_replay, replayed
 from samestep.kernels.symmetric import ALIGNMENT, symmetric_product
 from samestep.rules.orthogonalize import (
     Coefficients,
@@ -18,6 +20,7 @@ from samestep.rules.orthogonalize import (
     Execution,
     block_norm,
     gram_segments,
+    orthogonalize_flops,
 )
 
 
@@ -68,6 +71,16 @@ def orthogonalize_wide(
     execution: Execution,
 ) -> Tensor:
     """The (nearly) orthogonal factor of each block, in its dtype. X is overwritten."""
+    flops = len(X) * orthogonalize_flops(X.shape[1], X.shape[2], len(table), execution)
+    if can_replay(X, flops):
+        run = partial(_orthogonalized, table=table, execution=execution)
+        return replayed(run, (tuple(table), execution), X, scales)
+    return _orthogonalized(X, scales, table, execution)
+
+
+def _orthogonalized(
+    X: Tensor, scales: Tensor, table: Sequence[Coefficients], execution: Execution
+) -> Tensor:
     spare = torch.empty_like(X)
     segments = gram_segments(len(table)) if execution == "gram" else steps_alone(len(table))
     for start, stop in segments:

@@ -134,16 +134,19 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self._check_options(index, group)
                 if is_constant(tuple(options.values())):
                     self._checked_options[index] = options
-            if any(param not in self._blocks for param in group["params"]):
-                raise RuntimeError(
-                    f"param_groups[{index}] has a parameter that it was not built with: add it "
-                    "through add_param_group"
-                )
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                self._check_parameter(name, param)
-        for group in self.param_groups:
-            for param in group["params"]:
-                self._keep_state_beside(param, group)
+                made_for = self._made_for.get(param)
+                if made_for is None:
+                    raise RuntimeError(
+                        f"param_groups[{index}] has a parameter that it was not built with: add it "
+                        "through add_param_group"
+                    )
+                self._check_parameter(name, param, *made_for)
+        if self._rank_group is None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    if mesh_of(param) is None:
+                        self._keep_state_beside(param, group)
 
     def _check_options(self, index: int, group: Group) -> None:
         """Raise if a group's options cannot be used."""
@@ -159,14 +162,16 @@ class GroupOptimizer(torch.optim.Optimizer):
                 f"({changes}): set it back, or build a new optimizer"
             )
 
-    def _check_parameter(self, name: str, param: Tensor) -> None:
+    def _check_parameter(
+        self, name: str, param: Tensor, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
         """Raise if the parameter or its gradient is not what state and blocks were made for."""
-        if param.grad is not None and param.grad.layout != torch.strided:
+        grad = param.grad
+        if grad is not None and grad.layout != torch.strided:
             raise RuntimeError(
                 f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
                 "embedding with sparse=False"
             )
-        shape, dtype = self._made_for[param]
         if param.shape != shape or math_dtype(param) != dtype:
             raise RuntimeError(
                 f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
@@ -176,17 +181,15 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _keep_state_beside(self, param: Tensor, group: Group) -> None:
         """State follows a parameter to its device; cleared state starts afresh."""
-        state = self.state[param]
-        if self._rank_group is not None or mesh_of(param) is not None:
-            return
+        state, device = self.state[param], param.device
         if not state or (needs_master(param, self._master_weights) and MASTER not in state):
             fresh = initial_state(
                 rule_of(group), param, self._blocks[param], group, self._master_weights
             )
             self.state[param] = state = {**fresh, **state}
         for key, tensor in state.items():
-            if tensor.device != param.device:
-                state[key] = tensor.to(param.device)
+            if tensor.device != device:
+                state[key] = tensor.to(device)
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""

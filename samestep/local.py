@@ -71,18 +71,16 @@ class LocalParameters(Placement):
 
     def _operands(self, param: Tensor, group: Group) -> list[Operand]:
         """The parameter's blocks, or the whole of it, with views of gradient and state."""
-        grad, blocks = param.grad, self._blocks[param]
+        grad = param.grad
         if grad is None:
             return []
         views = self._views(param, group)
-        if blocks is None:
-            grads = [grad.view(1) if grad.ndim == 0 else grad]
-        elif len(blocks) == 1 and blocks[0].matrix is None:
-            grads = [grad]
-        else:
-            grads = [block.view(grad) for block in blocks]
-        pairs = zip(views.of_blocks, grads, strict=True)
-        return [Operand(value, own, state) for (value, state), own in pairs]
+        if views.whole:
+            value, state = views.of_blocks[0]
+            return [Operand(value, grad.view(1) if grad.ndim == 0 else grad, state)]
+        blocks = self._blocks[param] or ()
+        pairs = zip(blocks, views.of_blocks, strict=True)
+        return [Operand(value, block.view(grad), state) for block, (value, state) in pairs]
 
     def _views(self, param: Tensor, group: Group) -> "KnownViews":
         """The blocks of a parameter and its state; made once, unless either was replaced."""
@@ -92,8 +90,10 @@ class LocalParameters(Placement):
             or known.address != param.data_ptr()
             or not all(map(operator.is_, known.of, state.values()))
         ):
-            made = _made_views(param, state, self._blocks[param], group)
-            known = KnownViews(param.data_ptr(), tuple(state.values()), made)
+            blocks = self._blocks[param]
+            whole = blocks is None or (len(blocks) == 1 and blocks[0].matrix is None)
+            made = _made_views(param, state, blocks, group)
+            known = KnownViews(param.data_ptr(), tuple(state.values()), whole, made)
             self._known[param] = known
         return known
 
@@ -103,6 +103,7 @@ class KnownViews(NamedTuple):
 
     address: int
     of: tuple[Tensor, ...]
+    whole: bool  # one block is all of it
     of_blocks: list[tuple[Tensor, State]]
 
 

@@ -14,9 +14,13 @@ from samestep.param_groups import Group
 from samestep.plan.schedule import PlacementShape
 from samestep.state import MASTER, State
 
+_PLAIN = (torch.nn.Parameter, Tensor)
+
 
 def mesh_of(param: Tensor) -> Any:
     """The mesh of a DTensor; None for a plain tensor."""
+    if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
+        return None
     return getattr(param, "device_mesh", None)
 
 

@@ -68,6 +68,7 @@ def muon_(
             options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
         ),
         options["execution"] or cheaper_execution(first.rows, first.cols, options["ns_steps"]),
+        overwrite=True,
     )
     squares = []
     for (blocks, grads), directions in zip(parts, torch.split(X, counts), strict=True):

@@ -37,14 +37,19 @@ def orthogonalize_blocks(
     """The (nearly) orthogonal factor of each block, in its dtype."""
     rows, cols = blocks.shape[1:]
     norms = block_norm(blocks)
-    powers = fitting_powers(norms)
-    X = (blocks * powers.to(blocks.dtype)).to(dtype)
+    scales, X = inverse_norms(norms, norm_factor, eps, eps_form), blocks
+    if dtype == torch.float16:
+        powers = fitting_powers(norms)
+        scales, X = scales / powers, X * powers.to(X.dtype)
+    X = X.to(dtype)
     X = X.mT if rows > cols else X
     short, long = X.shape[1:]
-    X = torch.nn.functional.pad(X, (0, padded(long) - long, 0, padded(short) - short))
-    # No more than 1, so that what a zero block is multiplied with stays finite in 16 bits.
-    scales = (inverse_norms(norms, norm_factor, eps, eps_form) / powers).clamp_max(1.0)
-    Y = orthogonalize_wide(X.contiguous(), scales.flatten().float(), table, execution)
+    room = padded(long) - long, padded(short) - short
+    if any(room):
+        X = torch.nn.functional.pad(X, (0, room[0], 0, room[1]))
+    # What a zero block is multiplied with stays finite.
+    scales = scales.clamp_max(1.0 if dtype == torch.float16 else 1e18).flatten().float()
+    Y = orthogonalize_wide(X.contiguous(), scales, table, execution, overwrite=False)
     Y = Y[:, :short, :long]
     return (Y.mT if rows > cols else Y).to(blocks.dtype).contiguous()
 
@@ -69,28 +74,33 @@ def orthogonalize_wide(
     scales: Tensor,  # (B,) float32: 1 / norm
     table: Sequence[Coefficients],
     execution: Execution,
+    *,
+    overwrite: bool,
 ) -> Tensor:
-    """The (nearly) orthogonal factor of each block, in its dtype. X is overwritten."""
+    """The (nearly) orthogonal factor of each block, in its dtype; X may be overwritten or not."""
     flops = len(X) * orthogonalize_flops(X.shape[1], X.shape[2], len(table), execution)
     if can_replay(X, flops):
-        run = partial(_orthogonalized, table=table, execution=execution)
+        run = partial(_orthogonalized, table=table, execution=execution, overwrite=True)
         return replayed(run, (tuple(table), execution), X, scales)
-    return _orthogonalized(X, scales, table, execution)
+    return _orthogonalized(X, scales, table, execution, overwrite)
 
 
 def _orthogonalized(
-    X: Tensor, scales: Tensor, table: Sequence[Coefficients], execution: Execution
+    X: Tensor,
+    scales: Tensor,
+    table: Sequence[Coefficients],
+    execution: Execution,
+    overwrite: bool,
 ) -> Tensor:
-    spare = torch.empty_like(X)
+    rooms = [torch.empty_like(X), X if overwrite else torch.empty_like(X)]
     segments = gram_segments(len(table)) if execution == "gram" else steps_alone(len(table))
-    for start, stop in segments:
+    for number, (start, stop) in enumerate(segments):
         own = scales if start == 0 else None
         A = symmetric_product(
             X, X, scales=None if own is None else own.square(), dtype=torch.float16
         )
         Q = _polynomial(A, table[start:stop], own, X.dtype)
-        torch.bmm(Q, X, out=spare)
-        X, spare = spare, X
+        X = torch.bmm(Q, X, out=rooms[number % 2])
     return X
 
 

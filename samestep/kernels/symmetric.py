@@ -38,9 +38,9 @@ LARGE = Tiling(128, 256, 64, warps=8, stages=3)
 SMALL = Tiling(128, 128, 64, warps=4, stages=3)
 
 
-def tiling_for(size: int) -> Tiling:
+def tiling_for(size: int, depth: int) -> Tiling:
     """Wide tiles feed the matrix units best, but leave a small matrix in too few pieces."""
-    return LARGE if size >= 1536 else SMALL
+    return LARGE if size >= 1536 or (size >= 1024 and depth >= 4096) else SMALL
 
 
 def symmetric_product(
@@ -58,7 +58,7 @@ def symmetric_product(
     """scales (alpha left right^T + beta addend + gamma I), (B, m, m), of a symmetric product."""
     count, size, depth = left.shape
     out = left.new_empty(count, size, size, dtype=dtype or left.dtype)
-    tiling = tiling or tiling_for(size)
+    tiling = tiling or tiling_for(size, depth)
     rows, cols = tiling.rows, tiling.cols
     bands = triton.cdiv(size, cols)
     tiles = cols // rows * bands * (bands + 1) // 2

@@ -39,7 +39,7 @@ SHAPES += [] if INTERPRETED else [(768, 768), (2048, 1100), (600, 4104)]
 def _small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
-        monkeypatch.setattr(samestep.kernels.symmetric, "tiling_for", lambda size: SMALL)
+        monkeypatch.setattr(samestep.kernels.symmetric, "tiling_for", lambda size, depth: SMALL)
         monkeypatch.setattr(samestep.kernels.muon, "TILE", 16)
 
 

@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
     stages: int
 
 
-# Measured on an H200 (docs/kernels.md). They follow from the shape of a block alone, never from
+# Measured on an H200 (docs/gpu.md). They follow from the shape of a block alone, never from
 # how many there are, so that a block's result does not depend on its company.
 LARGE = Tiling(128, 256, 64, warps=8, stages=3)
 SMALL = Tiling(128, 128, 64, warps=4, stages=3)

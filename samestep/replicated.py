@@ -24,6 +24,7 @@ from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
 from samestep.held_state import HeldState
+from samestep.kernels.choice import line_of
 from samestep.param_groups import Group, rule_of
 from samestep.piece_state import (
     StateEntry,
@@ -77,6 +78,7 @@ class ReplicatedParameters(Placement):
         ]
         lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *option_lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
+        lines.append(line_of(self.device))
         shared = []
         if distribution.buffers == "flat":
             shared = [specs[index].name for index in overlapping(self.params)]

@@ -14,6 +14,7 @@ from samestep.apply import GroupMath, GroupMaths, Operand, exact_value, is_stage
 from samestep.block_moves import BlockMoves
 from samestep.comm.agreement import require_same_lines
 from samestep.distribution import Distribution
+from samestep.kernels.choice import line_of
 from samestep.param_groups import Group, rule_of
 from samestep.plan.block_exchange import (
     ExchangePlan,
@@ -45,7 +46,7 @@ class ShardedParameters(ShardedTensors):
     ) -> None:
         super().__init__(params, specs, mesh, ranks)
         self.plan = self._planned(distribution)
-        lines = [*distribution.lines(), *self.lines(), *option_lines]
+        lines = [*distribution.lines(), *self.lines(), *option_lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
         self.shape = PlacementShape(
             bucket_sizes=(sum(param.to_local().numel() for param in self.params),),

@@ -97,6 +97,9 @@ class FSDPTraining(DTensorTraining):
             use_ordered_reduction(self._root)
         assert isinstance(self._root, FSDPModule)
         if self._sums_every_time:  # dividing each sum would round once more than dividing them all
+            for module in self._root.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
             self._root.set_gradient_divide_factor(1.0)
         take_part(self._root)
         return model

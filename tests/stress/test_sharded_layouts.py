@@ -50,6 +50,12 @@ def test_uneven_and_strided_shards(world, scenario):
         assert (result.status, result.findings) == ("exact", []), result.case
 
 
+def test_sums_that_are_not_divided_work_on_gloo_with_fast_reduction():
+    layouts = ["fsdp2_gather", "fsdp2_parallel"]
+    results = run("uneven_accumulation_sharded", layouts, 2, steps=4, reduction="fast")
+    assert [result.status for result in results] == ["exact", "exact"]
+
+
 def test_sums_of_the_backend_are_near():
     first, *others = run("clipped", ["one_process", "hsdp"], 4, steps=8, reduction="fast")
     assert first.status == "exact"

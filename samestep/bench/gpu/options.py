@@ -1,9 +1,11 @@
 """Reading the words of a command with what Python brings."""
 
 import argparse
+import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -18,9 +20,45 @@ class Parser(argparse.ArgumentParser):
         raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
-def parser_for(prog: str, description: str | None, *, rounds: int, out: str) -> Parser:
+@dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """What every benchmark here can be asked."""
+
+    variants: tuple[str, ...]
+    rounds: int
+    warmup: int
+    peer_path: tuple[Path, ...]
+    out: Path
+    device: str
+    command: str  # as it was given
+
+
+class Named(Protocol):
+    """Somebody who can take part."""
+
+    @property
+    def name(self) -> str:
+        """What `--variants` calls it."""
+        ...
+
+    @property
+    def default(self) -> bool:
+        """Whether it takes part unless others are named."""
+        ...
+
+
+def parser_for(
+    prog: str, description: str | None, contestants: Sequence[Named], *, rounds: int, out: str
+) -> Parser:
     """A parser with the options of every benchmark here."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
+    usual = [contestant.name for contestant in contestants if contestant.default]
+    left_out = [contestant.name for contestant in contestants if not contestant.default]
+    parser.add_argument(
+        "--variants", nargs="+", default=usual, metavar="NAME",
+        help=f"who takes part: {', '.join(contestant.name for contestant in contestants)} (all but "
+        f"{' and '.join(left_out)}, which compiles for long)",
+    )  # fmt: skip
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
     )
@@ -38,16 +76,28 @@ def parser_for(prog: str, description: str | None, *, rounds: int, out: str) -> 
     return parser
 
 
-def check_shared(rounds: int, warmup: int, peer_paths: Sequence[Path], device: str) -> None:
-    """Refuse values that cannot run, before anything is made."""
-    for name, value in (("--rounds", rounds), ("--warmup", warmup)):
+def shared(
+    given: argparse.Namespace, contestants: Sequence[Named], prog: str, words: Sequence[str]
+) -> dict[str, Any]:
+    """The fields of SharedOptions; refuses values that cannot run, before anything is made."""
+    for name, value in (("--rounds", given.rounds), ("--warmup", given.warmup)):
         if value < 1:
             raise BadRequestError(f"{name} must be at least 1, got {value}")
-    for path in peer_paths:
+    for path in given.peer_path:
         if not path.is_dir():
             raise BadRequestError(f"--peer-path {str(path)!r} is not a folder")
-    if device == "cuda" and not torch.cuda.is_available():
+    if given.device == "cuda" and not torch.cuda.is_available():
         raise BadRequestError("--device cuda needs a CUDA device, and there is none here")
+    names = [contestant.name for contestant in contestants]
+    return {
+        "variants": chosen("--variants", given.variants, names),
+        "rounds": given.rounds,
+        "warmup": given.warmup,
+        "peer_path": tuple(given.peer_path),
+        "out": given.out,
+        "device": given.device,
+        "command": shlex.join([*prog.split(), *words]),
+    }
 
 
 def device_of(name: str) -> torch.device:

@@ -1,12 +1,10 @@
 """What `samestep bench orthogonalize` can be asked."""
 
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from samestep.bench.gpu.options import check_shared, chosen, parser_for
+from samestep.bench.gpu.options import SharedOptions, parser_for, shared
 from samestep.bench.orthogonalize.contestants import CONTESTANTS
 from samestep.bench.orthogonalize.measure import Shape
 from samestep.command.request import BadRequestError
@@ -18,49 +16,28 @@ SHAPES = (
 MOST_ON_CPU = 1 << 16  # elements
 
 
-@dataclass(frozen=True)
-class Options:
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
     """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
 
     shapes: tuple[Shape, ...]
-    variants: tuple[str, ...]
-    rounds: int
-    warmup: int
-    peer_path: tuple[Path, ...]
-    out: Path
-    device: str
-    command: str  # as it was given
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
     """Read flags; a bad one raises BadRequestError, --help ends the process."""
-    names = [contestant.name for contestant in CONTESTANTS]
-    usual = [contestant.name for contestant in CONTESTANTS if contestant.default]
-    parser = parser_for(prog, Options.__doc__, rounds=10, out="out/bench-orthogonalize")
+    parser = parser_for(
+        prog, Options.__doc__, CONTESTANTS, rounds=10, out="out/bench-orthogonalize"
+    )
     parser.add_argument(
         "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
         help=f"batches to orthogonalize ({' '.join(SHAPES)})",
     )  # fmt: skip
-    parser.add_argument(
-        "--variants", nargs="+", default=usual, metavar="NAME",
-        help=f"who takes part: {', '.join(names)} (all but "
-        f"{' and '.join(name for name in names if name not in usual)}, which compiles for long)",
-    )  # fmt: skip
     given = parser.parse_args(words)
-    check_shared(given.rounds, given.warmup, given.peer_path, given.device)
+    common = shared(given, CONTESTANTS, prog, words)
     shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
     if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
         raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
-    return Options(
-        shapes,
-        chosen("--variants", given.variants, names),
-        given.rounds,
-        given.warmup,
-        tuple(given.peer_path),
-        given.out,
-        given.device,
-        shlex.join([*prog.split(), *words]),
-    )
+    return Options(shapes=shapes, **common)
 
 
 def shape_of(text: str) -> Shape:

@@ -1,5 +1,6 @@
 """samestep: optimizers that keep every rank in step."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from samestep import presets
@@ -10,6 +11,7 @@ from samestep.rules import Rule, Update, register_rule
 from samestep.version import __version__
 
 if TYPE_CHECKING:
+    from samestep import mesh
     from samestep.checkpoint import CheckpointError, async_save, load, save
 
 __all__ = [
@@ -24,6 +26,7 @@ __all__ = [
     "__version__",
     "async_save",
     "load",
+    "mesh",
     "presets",
     "register_rule",
     "save",
@@ -31,9 +34,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Checkpoints when they are asked for: what they need takes torch a second to import."""
+    """Checkpoints and meshes when asked for: what they need takes torch a second to import."""
     if name in ("CheckpointError", "async_save", "load", "save"):
         from samestep import checkpoint
 
         return getattr(checkpoint, name)
+    if name == "mesh":
+        return import_module("samestep.mesh")
     raise AttributeError(f"module 'samestep' has no attribute {name!r}")

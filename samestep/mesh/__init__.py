@@ -1,0 +1,6 @@
+"""Named axes of ranks, and the contract of what is sharded over them."""
+
+from samestep.mesh.build import Mesh, build
+from samestep.mesh.degrees import AXES, Degrees, DegreesError
+
+__all__ = ["AXES", "Degrees", "DegreesError", "Mesh", "build"]

@@ -1,0 +1,123 @@
+"""From degrees to torch's DeviceMesh, on groups of the registry."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from samestep.comm.agreement import require_same_lines
+from samestep.comm.groups import registry
+from samestep.mesh.degrees import Degrees
+
+DENSE = "dense"  # data and expert as one axis
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of this world by axis. `build` makes it."""
+
+    degrees: Degrees
+    device_mesh: DeviceMesh  # the axes of `degrees.axes`
+    dense: DeviceMesh  # what dense parameters are sharded over: (replicate,) data and expert
+    expert: DeviceMesh  # what experts are sharded over: (replicate,) data
+    rank: int
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """One axis as a mesh; None where it has one rank (data is always there)."""
+        if name not in self.degrees.sizes:
+            known = ", ".join(self.degrees.sizes)
+            raise ValueError(f"there is no axis {name!r}; there is: {known}")
+        return self.device_mesh[name] if name in self.degrees.axes else None
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """The place of this rank on every axis."""
+        return self.degrees.coordinates(self.rank)
+
+    @property
+    def name(self) -> str:
+        """A short name for traces."""
+        return self.degrees.name
+
+
+def build(
+    *,
+    tp: int = 1,
+    ep: int = 1,
+    pp: int = 1,
+    replicate: int = 1,
+    sequence_parallel: bool = False,
+    expert_tensor_parallel: int = 0,
+    ep_carries_data: bool = True,
+    device_type: str | None = None,
+    timeout: timedelta | float | None = None,
+    across_hosts: bool = False,
+) -> Mesh:
+    """Divide the ranks of the default group. All of them call it, with the same arguments.
+
+    Nothing is made before all sizes fit, all ranks agree and groups stay inside their hosts.
+
+    Args:
+        tp: Ranks that share a matrix (axis "model").
+        ep: Ranks that share the experts (axis "expert").
+        pp: Pipeline stages (axis "pipe").
+        replicate: Copies of the sharded model (axis "replicate").
+        sequence_parallel: Ranks that share matrices share the sequence between them.
+        expert_tensor_parallel: Ranks that share an expert's matrix; 0: follow `tp`.
+        ep_carries_data: Ranks along the expert axis see different tokens.
+        device_type: Of the mesh; if not given, that of the default group's backend.
+        timeout: Of new groups, in seconds; if not given, that of the default group.
+        across_hosts: Allow groups of the model and expert axes that span hosts.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "a mesh divides the ranks of the default process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    world = registry.of()
+    degrees = Degrees(
+        world.size, pp, replicate, ep, tp, sequence_parallel, expert_tensor_parallel,
+        ep_carries_data,
+    )  # fmt: skip
+    device_type = device_type or _device_type()
+    lines = [f"{name} = {value}" for name, value in vars(degrees).items()]
+    require_same_lines("mesh", lines, world, torch.device(device_type))
+    limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    axes = list(degrees.axes)
+    whole = _device_mesh(degrees, [(axis,) for axis in axes], axes, device_type, limit)
+    joined = whole
+    shard = "data"
+    if degrees.ep > 1 and degrees.ep_carries_data:
+        # The same ranks with two axes as one: meshes of both can be combined, because places are
+        # counted alike.
+        shard = DENSE
+        names = [DENSE if axis == "data" else axis for axis in axes if axis != "expert"]
+        members = [("data", "expert") if name == DENSE else (name,) for name in names]
+        joined = _device_mesh(degrees, members, names, device_type, limit)
+    copies = ("replicate",) if replicate > 1 else ()
+    return Mesh(degrees, whole, joined[(*copies, shard)], whole[(*copies, "data")], dist.get_rank())
+
+
+def _device_mesh(
+    degrees: Degrees,
+    members: Sequence[tuple[str, ...]],
+    names: Sequence[str],
+    device_type: str,
+    timeout: timedelta | None,
+) -> DeviceMesh:
+    """A mesh over all ranks, of which each axis is one or more axes of `degrees`."""
+    handles = []
+    for axes in members:
+        made = [registry.of_ranks(ranks, timeout) for ranks in degrees.groups(*axes)]
+        handles += [group.handle for group in made if group is not None]
+    sizes = degrees.sizes
+    shape = [torch.Size([sizes[axis] for axis in axes]).numel() for axes in members]
+    ranks = torch.arange(degrees.world).view(shape)
+    return DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=tuple(names))
+
+
+def _device_type() -> str:
+    return "cuda" if "nccl" in dist.get_backend() else "cpu"

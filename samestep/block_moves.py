@@ -7,7 +7,15 @@ from torch import Tensor
 
 from samestep.comm.collectives import Pending, move_parts
 from samestep.comm.groups import RankGroup
-from samestep.plan.block_exchange import Item, Key, Route, from_owners, to_owners
+from samestep.plan.block_exchange import (
+    Item,
+    Key,
+    Route,
+    elements_from_owners,
+    elements_to_owners,
+    from_owners,
+    to_owners,
+)
 
 
 class BlockMoves:
@@ -35,12 +43,10 @@ class BlockMoves:
         self._wide = wide
         self._device = device
         self._extra = [count * wide.itemsize // dtype.itemsize for count in extra]
-        ranks, to_all = range(group.size), any(extra)
-        to = [to_owners(chunk, rank) for rank in ranks]
-        back = [from_owners(chunk, rank, group.size, to_all=to_all) for rank in ranks]
-        self._sent_to = [sum(item.numel for item in out) for out, _ in to]
-        self._sent_back = [sum(map(self._size_back, out)) for out, _ in back]
-        self._to, self._back = to[group.rank], back[group.rank]  # the others' are long
+        self._sent_to = elements_to_owners(chunk, group.size)
+        self._sent_back = elements_from_owners(chunk, self._extra, group.size)
+        self._to = to_owners(chunk, group.rank)
+        self._back = from_owners(chunk, group.rank, group.size, to_all=any(extra))
         self._waiting: Pending[Tensor] | None = None
 
     def collect(self, prepared: dict[Key, Tensor]) -> None:

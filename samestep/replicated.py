@@ -68,7 +68,7 @@ class ReplicatedParameters(Placement):
         self.group = self.held_by = group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
-        self.plan = _planned(specs, group.size, distribution)
+        self.plan = planned(specs, group.size, distribution)
         self.device = self.params[0].device
         strided = [s.name for s, p in zip(specs, params, strict=True) if not p.is_contiguous()]
         elsewhere = [
@@ -108,13 +108,7 @@ class ReplicatedParameters(Placement):
             )
         self.mend_replicas()
         self.reducer = GradientReducer(params, self.plan, reduction, distribution, order)
-        self.shape = PlacementShape(
-            bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
-            agrees=True,
-            reduces=distribution.grads == "local",
-            overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
-            defers=distribution.overlap_param_gather and in_flight.all_watched(self.params),
-        )
+        self.shape = shape_of(self.plan, distribution, watched=in_flight.all_watched(self.params))
         self._in_flight = in_flight
         self._names = [spec.name for spec in specs]
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
@@ -408,7 +402,8 @@ class _PieceViews(NamedTuple):
     state: State
 
 
-def _planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) -> ShardingPlan:
+def planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) -> ShardingPlan:
+    """The plan that some keywords ask for."""
     if distribution.buffers == "flat":
         return plan_flat(specs, ranks, bucket_elements=distribution.bucket_size)
     return plan_sharding(
@@ -419,4 +414,15 @@ def _planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution)
         bucket_elements=distribution.bucket_size,
         owners=distribution.owners,
         max_size_ratio=distribution.max_state_ratio,
+    )
+
+
+def shape_of(plan: ShardingPlan, distribution: Distribution, *, watched: bool) -> PlacementShape:
+    """What a schedule depends on; `watched`: modules wait for all of its parameters."""
+    return PlacementShape(
+        bucket_sizes=tuple(bucket.size for bucket in plan.buckets),
+        agrees=True,
+        reduces=distribution.grads == "local",
+        overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
+        defers=distribution.overlap_param_gather and watched,
     )

@@ -48,14 +48,9 @@ class ShardedParameters(ShardedTensors):
         self.plan = self._planned(distribution)
         lines = [*distribution.lines(), *self.lines(), *option_lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
-        self.shape = PlacementShape(
-            bucket_sizes=(sum(param.to_local().numel() for param in self.params),),
-            agrees=True,
-            reduces=False,
-            chunks=len(self.plan.chunks),
-            gives_back=distribution.muon_schedule == "parallel",
-        )
-        self._block_dtype = distribution.block_dtype
+        held = sum(param.to_local().numel() for param in self.params)
+        self.shape = shape_of(self.plan, distribution, held)
+        self._distribution = distribution
         self._prepared: dict[int, dict[Key, Tensor]] = {}
         self._directions: dict[int, dict[Key, Tensor]] = {}
 
@@ -64,10 +59,7 @@ class ShardedParameters(ShardedTensors):
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
             for spec, of_param in zip(self.specs, self._held, strict=True)
         ]
-        ranks, size = self.group.size, distribution.bucket_size
-        if distribution.muon_schedule == "gather":
-            return plan_gather(specs, ranks, chunk_elements=size)
-        return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)
+        return planned(specs, self.group.size, distribution)
 
     def lines(self) -> list[str]:
         """Who holds and owns what, as text."""
@@ -95,13 +87,13 @@ class ShardedParameters(ShardedTensors):
     def _moves_of(
         self, number: int, chunk: Sequence[Route], made: Mapping[Tensor, State]
     ) -> BlockMoves:
-        wide, extra = torch.float32, []
+        extra = []
         for route in chunk:
             param = self.params[route.param]
-            wide = torch.promote_types(wide, math_dtype(param))
             of_block = sum(t.numel() for t in self._whole_state(route, made[param]).values())
             extra.append(of_block if self.shape.gives_back else 0)
-        dtype = self._block_dtype or (wide if self.device.type == "cpu" else torch.bfloat16)
+        dtypes = (math_dtype(self.params[route.param]) for route in chunk)
+        dtype, wide = travel_dtypes(dtypes, self._distribution, self.device)
         return BlockMoves(
             f"chunk {number}", chunk, extra, self.group, dtype=dtype, wide=wide, device=self.device
         )
@@ -255,3 +247,33 @@ class ShardedParameters(ShardedTensors):
             only_if = present if only_if is None else only_if & present
         for old, value in pairs:
             put(old, value, only_if)
+
+
+def planned(specs: Sequence[ShardedSpec], ranks: int, distribution: Distribution) -> ExchangePlan:
+    """The plan that some keywords ask for."""
+    size = distribution.bucket_size
+    if distribution.muon_schedule == "gather":
+        return plan_gather(specs, ranks, chunk_elements=size)
+    return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)
+
+
+def shape_of(plan: ExchangePlan, distribution: Distribution, held: int) -> PlacementShape:
+    """What a schedule depends on; `held`: elements of this rank."""
+    return PlacementShape(
+        bucket_sizes=(held,),
+        agrees=True,
+        reduces=False,
+        chunks=len(plan.chunks),
+        gives_back=distribution.muon_schedule == "parallel",
+    )
+
+
+def travel_dtypes(
+    wide: Iterable[torch.dtype], distribution: Distribution, device: torch.device
+) -> tuple[torch.dtype, torch.dtype]:
+    """In which blocks of a chunk travel and are computed, from the math dtypes of its blocks."""
+    widest = torch.float32
+    for dtype in wide:
+        widest = torch.promote_types(widest, dtype)
+    usual = widest if device.type == "cpu" else torch.bfloat16
+    return distribution.block_dtype or usual, widest

@@ -13,7 +13,7 @@ from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.param_groups import Group, options_of, parameter_names, rule_of
 from samestep.placement import mesh_of
-from samestep.plan.sharding import ParamSpec
+from samestep.plan.sharding import ParamSpec, ShardingPlan
 from samestep.replicated import ReplicatedParameters
 from samestep.state import needs_master
 
@@ -69,10 +69,15 @@ class Planner:
     def launch_in_order(self, replicated: Iterable[ReplicatedParameters]) -> None:
         """Put the buckets of plans into the one order of launches."""
         for plan in replicated:
-            # A bucket is complete with the parameter that forward uses first.
-            firsts = [plan.params[bucket.params[0]] for bucket in plan.plan.buckets]
-            places = [self._place_of_use.get(param, -1) for param in firsts]
-            self._launch_order.add(plan.reducer, places)
+            self._launch_order.add(plan.reducer, self.places(plan.params, plan.plan))
+
+    def places(self, params: Sequence[Tensor], plan: ShardingPlan) -> list[int]:
+        """How late forward uses each bucket of a plan.
+
+        A bucket is complete with the parameter that forward uses first.
+        """
+        firsts = [params[bucket.params[0]] for bucket in plan.buckets]
+        return [self._place_of_use.get(param, -1) for param in firsts]
 
     def _of_plain(
         self,
@@ -95,7 +100,7 @@ class Planner:
                 together.setdefault(reductions.get(index, usual), []).append(index)
         return [
             ReplicatedParameters(
-                *self._members(groups, alike, blocks),
+                *self.members(groups, alike, blocks),
                 reduction,
                 distribution,
                 self._launch_order,
@@ -110,11 +115,11 @@ class Planner:
     ) -> "ShardedParameters":
         from samestep.sharded_blocks import ShardedParameters  # DTensors take long to import
 
-        members = self._members(groups, indices, blocks, mesh)
+        members = self.members(groups, indices, blocks, mesh)
         ranks = 1 if self._ranks is None else self._ranks.size
         return ShardedParameters(*members, mesh, self._distribution, ranks)
 
-    def _members(
+    def members(
         self, groups: Sequence[Group], indices: Sequence[int], blocks: Blocks, mesh: Any = None
     ) -> "PlanMembers":
         """What a plan of some groups is made of: of their parameters those on `mesh`."""

@@ -53,16 +53,14 @@ class GradientReducer:
         self._policy = distribution
         replicas = group.size if outer is None else group.size * outer.size
         self._divisor = replicas if divisor is None else divisor
-        self._frees = distribution.sharding in ("auto", "zero2")
+        self._frees = frees_gradients(distribution)
         if flat:
             self._gradients: PackedGradients = FlatGradients(
                 params, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
             )
         else:
             self._gradients = PackedGradients(params, plan, distribution.reduce_dtype)
-        # Not by when a bucket is launched: some ranks may launch it later than others.
-        overlaps = distribution.overlap_grad_reduce
-        self._frugal = overlaps and (group.size > 2 if flat else self._frees)
+        self._frugal = is_frugal(distribution, group.size)
         self._reuses = not (self._frees and (flat or self._frugal))
         self._one_in_flight = self._frees or flat
         self._listens = flat or distribution.overlap_grad_reduce
@@ -258,7 +256,7 @@ class GradientReducer:
         name = f"outer sum of bucket {number}"
         if self._policy.reduction != "ordered":
             return total(name, summed, self._outer).wait()
-        sizes = _even_sizes(summed.numel(), self._outer.size)
+        sizes = even_sizes(summed.numel(), self._outer.size)
         mine = exchange_segments(name, summed, sizes, self._outer).wait()
         return torch.cat(gather_segments(name, mine, sizes, self._outer).wait())
 
@@ -312,7 +310,7 @@ class GradientReducer:
         """Elements each rank adds up; a replicated bucket is spread evenly for that."""
         if not bucket.replicated:
             return bucket.segment_sizes
-        return _even_sizes(bucket.size, self._group.size)
+        return even_sizes(bucket.size, self._group.size)
 
     def begin_step(self) -> None:
         """The last step has taken everything: start afresh."""
@@ -348,6 +346,22 @@ class GradientReducer:
         return self._plan.params[index].name
 
 
-def _even_sizes(elements: int, parts: int) -> list[int]:
+def frees_gradients(distribution: Distribution) -> bool:
+    """Whether full gradients are given back once they are reduced."""
+    return distribution.sharding in ("auto", "zero2")
+
+
+def is_frugal(distribution: Distribution, ranks: int) -> bool:
+    """Whether memory counts so much that a reduction gets no buffer to receive into.
+
+    Not by when a bucket is launched: some ranks may launch it later than others.
+    """
+    flat = distribution.buffers == "flat"
+    frugal = ranks > 2 if flat else frees_gradients(distribution)
+    return distribution.overlap_grad_reduce and frugal
+
+
+def even_sizes(elements: int, parts: int) -> list[int]:
+    """Elements of parts that are as equal as can be."""
     bounds = [elements * part // parts for part in range(parts + 1)]
     return [stop - start for start, stop in itertools.pairwise(bounds)]

@@ -167,6 +167,29 @@ def from_owners(
     return sorted(out, key=_order), sorted(into, key=_order)
 
 
+def elements_to_owners(chunk: Sequence[Route], ranks: int) -> list[int]:
+    """What each rank sends to the owners of a chunk's blocks."""
+    sent = [0] * ranks
+    for route in chunk:
+        for part in route.parts:
+            if part.sent and part.rank != route.owner:
+                sent[part.rank] += part.in_block.numel
+    return sent
+
+
+def elements_from_owners(chunk: Sequence[Route], extra: Sequence[int], ranks: int) -> list[int]:
+    """What each rank sends back as an owner; `extra` belongs to the whole of each block.
+
+    If any block has some, ranks that hold nothing of a block get it too.
+    """
+    sent = [0] * ranks
+    for route, beside in zip(chunk, extra, strict=True):
+        others = [part for part in route.parts if part.rank != route.owner]
+        sent[route.owner] += sum(part.in_block.numel for part in others)
+        sent[route.owner] += beside * (ranks - 1 if any(extra) else len(others))
+    return sent
+
+
 def _order(item: Item) -> tuple[int, int]:
     return item.rank, item.route
 

@@ -40,6 +40,10 @@ class Distribution:
         own, and a "divisor" beside it.
     outer_group: ranks that do the same in other process groups, one of each: gradients are averaged
         over these too (reduce-scatter inside, all-reduce of this rank's part outside).
+    stage_group: ranks of a pipeline, one of each stage, where `process_group` has those of this
+        stage. Only scalars cross stages: norm, clipping and a skipped step are the whole model's,
+        and if one stage cannot take a step, none does. What `metrics()` tells of groups is of this
+        stage.
     crossover: parameters with fewer elements are updated by every rank. A number, or the
         receipt that `samestep bench crossover` wrote.
     bucket_size: elements that travel together.
@@ -68,6 +72,7 @@ class Distribution:
     grad_dtype: torch.dtype | None = None
     process_group: dist.ProcessGroup | None = None
     outer_group: dist.ProcessGroup | None = None
+    stage_group: dist.ProcessGroup | None = None
     crossover: int = 1024
     bucket_size: int = 25 * (1 << 18)  # 25 MiB in fp32, as DDP
     waves: int = 4
@@ -113,6 +118,11 @@ class Distribution:
                 "outer_group averages over several process groups: give process_group= too, the "
                 "ranks that share this rank's state"
             )
+        if self.stage_group is not None and self.process_group is None:
+            raise ValueError(
+                "stage_group has ranks of other pipeline stages, which hold other parameters: give "
+                "process_group= too, the ranks of this stage (also if it is this rank alone)"
+            )
         if ratio is not None and not (isinstance(ratio, int | float) and ratio >= 1):
             raise ValueError(f"max_state_ratio must be a number from 1 on, got {ratio!r}")
         if self.grads == "reduced" and (
@@ -157,5 +167,5 @@ class Distribution:
 
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""
-        own = ("process_group", "outer_group")  # each rank has its handle
+        own = ("process_group", "outer_group", "stage_group")  # each rank has its handle
         return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]

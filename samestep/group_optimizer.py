@@ -85,6 +85,9 @@ class GroupOptimizer(torch.optim.Optimizer):
                     "and outer_group out"
                 )
         self._replicated: list[ReplicatedParameters] = []
+        self._stage_group = None
+        if distribution.stage_group is not None:
+            self._stage_group = registry.of(distribution.stage_group)
         self._sharded: list[ShardedParameters] = []
         self._constructed = False
         self._reductions: dict[int, GroupReduction] = {}
@@ -396,7 +399,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         return table(self.param_groups, self._blocks)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._replicated or self._sharded:
+        if self._replicated or self._sharded or self._stage_group is not None:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
@@ -413,7 +416,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
             self._reset_runner()
             self._rank_group, self._replicated, self._reductions = None, [], {}
-            self._sharded, self._constructed, self._outer_group = [], True, None
+            self._sharded, self._constructed = [], True
+            self._outer_group = self._stage_group = None
             self._in_flight = ParametersInFlight()
             self._planner = self._new_planner(())
         for index, group in enumerate(self.param_groups):

@@ -44,6 +44,7 @@ class DistributionOptions(TypedDict, total=False):
     grad_dtype: torch.dtype | None
     process_group: Any
     outer_group: Any
+    stage_group: Any
     crossover: int | str | Path
     bucket_size: int
     waves: int

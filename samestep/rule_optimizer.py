@@ -18,10 +18,10 @@ from samestep.apply import (
     update_elementwise,
     update_together,
 )
-from samestep.comm.collectives import CollectiveError, maximum, total
+from samestep.comm.collectives import CollectiveError, gather_segments, maximum, total
 from samestep.comm.executor import execute
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem, tell_problem
+from samestep.comm.presence import Problem, any_problem, tell_problem
 from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
 from samestep.kernels.choice import missing as missing_kernels
@@ -101,6 +101,7 @@ class RuleOptimizer(FullValues):
         for placement in self._placements:
             placement.begin_step(self.state, problem)
         try:
+            self._problem = self._heard_from_stages(problem)
             execute(
                 self._schedule(),
                 {
@@ -161,15 +162,30 @@ class RuleOptimizer(FullValues):
         try:
             self._check_groups()
         except Exception as error:
-            if self._rank_group is None:
+            if self._rank_group is None and self._stage_group is None:
                 raise
             return Problem(error)
         return None
 
+    def _heard_from_stages(self, problem: Problem | None) -> Problem | None:
+        """This rank's problem, or one of another stage. Not from a GPU.
+
+        The other ranks of this stage hear of it with presence.
+        """
+        if self._stage_group is None:
+            return None
+        known = [problem, *(placement.problem for placement in self._placements)]
+        found = next((one for one in known if one is not None), None)
+        if self._device.type == "cpu":
+            found = any_problem(found, self._stage_group)
+        if found is not None and not any(p.shape.agrees for p in self._placements):
+            raise found.error
+        return found
+
     def _agree(self, operation: Agree) -> None:
         """Presence, and the problems of any placement: the first one reaches every rank."""
         own = self._placements[operation.placement]
-        problems = [placement.problem for placement in self._placements]
+        problems = [*(placement.problem for placement in self._placements), self._problem]
         other = next((Problem(p.error) for p in problems if p is not None), None)
         if operation.placement == 0:
             self._tell_everyone(own.problem or other)
@@ -213,8 +229,9 @@ class RuleOptimizer(FullValues):
             skip = not norm.isfinite()
             everyone = self._everyone()
             if everyone is not None:  # or those with another copy of it would go on alone
-                flag = torch.tensor([skip], dtype=torch.int64)
-                skip = bool(maximum("not finite", flag, everyone).wait())
+                skip = _anywhere(skip, everyone)
+            if self._stage_group is not None:
+                skip = _anywhere(skip, self._stage_group)
             self._verdict = Verdict(factor=None if unchanged else factor, skip=skip)
         else:
             self._verdict = Verdict(factor=factor, only_if=norm.isfinite())
@@ -237,7 +254,17 @@ class RuleOptimizer(FullValues):
                 square = total("gradient norm", own.reshape(1), ranks).wait()[0]
             if square is not None:
                 squares.append(square)
-        return torch.stack(squares).sum() if squares else None
+        square = torch.stack(squares).sum() if squares else None
+        return square if self._stage_group is None else self._over_stages(square)
+
+    def _over_stages(self, square: Tensor | None) -> Tensor:
+        """The sum over pipeline stages, (), in their order: the same bits on every rank."""
+        assert self._stage_group is not None
+        if square is None:
+            square = torch.zeros((), dtype=torch.float64, device=self._device)
+        sizes = [1] * self._stage_group.size
+        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._stage_group)
+        return torch.cat(parts.wait()).sum()
 
     def _update(self, operation: Update) -> None:
         """Run the rules on a wave, group by group."""
@@ -372,4 +399,19 @@ class RuleOptimizer(FullValues):
         for replicated in self._replicated:
             replicated.launch_all()
         for replicated in self._replicated:
+
+
+def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:
+    devices = [operand.param.device for operand in operands]
+    if devices.count(devices[0]) == len(devices):
+        return {devices[0]: operands}
+    found: dict[torch.device, list[Operand]] = {}
+    for device, operand in zip(devices, operands, strict=True):
+        found.setdefault(device, []).append(operand)
+    return found
+
+
+def _anywhere(flag: bool, ranks: RankGroup) -> bool:
+    """Whether it is true on any rank; waits for them."""
+    return bool(maximum("not finite", torch.tensor([flag], dtype=torch.int64), ranks).wait())
             replicated.keep_sums()

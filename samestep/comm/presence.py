@@ -26,17 +26,22 @@ class RankProblemError(RuntimeError):
     """Another rank could not take the step, so no rank takes it."""
 
 
-def tell_problem(problem: Problem | None, group: RankGroup) -> None:
-    """Raise on every rank of a group if any has a problem; waits for them."""
+def any_problem(problem: Problem | None, group: RankGroup) -> Problem | None:
+    """This rank's problem, or that another rank of the group has one; waits for them."""
     rank = group.members[group.rank]
     code = torch.tensor([0 if problem is None else rank + 1], dtype=torch.int64)
     found = int(maximum("problems", code, group).wait())
-    if problem is not None:
-        raise problem.error
-    if found:
-        raise RankProblemError(
-            f"rank {found - 1} could not take the step, so no rank took it; its own error says why"
-        )
+    if problem is None and found:
+        text = f"rank {found - 1} could not take the step, so no rank took it; its own error says"
+        return Problem(RankProblemError(f"{text} why"))
+    return problem
+
+
+def tell_problem(problem: Problem | None, group: RankGroup) -> None:
+    """Raise on every rank of a group if any has a problem; waits for them."""
+    found = any_problem(problem, group)
+    if found is not None:
+        raise found.error
 
 
 class PresenceAgreement:

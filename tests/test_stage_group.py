@@ -1,0 +1,176 @@
+"""`stage_group`: ranks that hold other parameters of the same model; only scalars cross."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import samestep
+from samestep.comm.presence import RankProblemError
+from tests.ranks import run_forked
+
+STEPS = 4
+OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.5, "reduction": "ordered", "crossover": 20}
+STAGES = (("embed", "up"), ("down", "lm_head"))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.ModuleDict(
+        {
+            "embed": nn.Embedding(20, 8),
+            "up": nn.Linear(8, 24),
+            "down": nn.Linear(24, 8),
+            "lm_head": nn.Linear(8, 20),
+        }
+    )
+
+
+def gradients(step, rank):
+    """Different on every rank, and far larger in one stage than in the other."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return {
+        name: torch.randn(param.shape, generator=generator) * (5.0 if "down" in name else 0.1)
+        for name, param in model().named_parameters()
+    }
+
+
+def groups():
+    """Ranks 0, 1 are a stage, 2, 3 another; 0, 2 and 1, 3 are pipelines."""
+    made = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    rank = dist.get_rank()
+    return made[rank // 2], made[2 + rank % 2]
+
+
+def stage_of(rank):
+    whole = model()
+    return nn.ModuleDict({name: whole[name] for name in STAGES[rank // 2]})
+
+
+def optimizer(part, sharding="zero2", **options):
+    process_group, stage_group = groups()
+    return samestep.MuonAdamW(
+        part,
+        **OPTIONS | {"sharding": sharding} | options,
+        process_group=process_group,
+        stage_group=stage_group,
+    )
+
+
+def set_gradients(part, values):
+    for name, param in part.named_parameters():
+        param.grad = values[name].clone()
+
+
+def train(rank, sharding):
+    part = stage_of(rank)
+    opt = optimizer(part, sharding)
+    norms = []
+    for step in range(STEPS):
+        set_gradients(part, gradients(step, rank % 2))
+        opt.step()
+        norms.append(opt.metrics()["grad_norm"].item())
+    return norms, {name: param.detach() for name, param in part.named_parameters()}
+
+
+def alone():
+    whole = model()
+    opt = samestep.MuonAdamW(whole, lr=OPTIONS["lr"])
+    norms = []
+    for step in range(STEPS):
+        first, second = gradients(step, 0), gradients(step, 1)
+        set_gradients(whole, {name: (first[name] + second[name]) / 2 for name in first})
+        norms.append(nn.utils.clip_grad_norm_(whole.parameters(), OPTIONS["max_grad_norm"]).item())
+        opt.step()
+    return norms, {name: param.detach() for name, param in whole.named_parameters()}
+
+
+@pytest.mark.parametrize("sharding", ["zero2", "none"])
+def test_clips_by_the_norm_of_all_stages(sharding):
+    norms, wanted = alone()
+    assert min(norms) > 2 * OPTIONS["max_grad_norm"]
+    found = run_forked(4, train, sharding)
+    for rank, (own_norms, params) in enumerate(found):
+        assert own_norms == pytest.approx(norms, rel=1e-6)
+        for name, param in params.items():
+            torch.testing.assert_close(param, wanted[name], rtol=0, atol=2e-6)
+            assert torch.equal(param, found[rank ^ 1][1][name])  # the other replica
+
+
+def skip(rank, bad):
+    part = stage_of(rank)
+    opt = optimizer(part)
+    set_gradients(part, gradients(0, rank % 2))
+    opt.step()
+    before = {name: param.detach().clone() for name, param in part.named_parameters()}
+    state = opt.whole_state()
+    values = gradients(1, rank % 2)
+    if rank == bad:
+        next(iter(values[name] for name in before)).view(-1)[0] = float("nan")
+    set_gradients(part, values)
+    opt.step()
+    torch.testing.assert_close(opt.whole_state(), state, rtol=0, atol=0)
+    assert not opt.metrics()["grad_norm"].isfinite()
+    unchanged = all(torch.equal(param, before[name]) for name, param in part.named_parameters())
+    set_gradients(part, gradients(2, rank % 2))
+    opt.step()  # and training goes on
+    return unchanged, not torch.equal(next(part.parameters()), next(iter(before.values())))
+
+
+@pytest.mark.parametrize("bad", [0, 3])
+def test_a_gradient_of_one_stage_that_is_not_finite_skips_the_step_on_all(bad):
+    assert run_forked(4, skip, bad) == [(True, True)] * 4
+
+
+def stumble(rank, bad):
+    part = stage_of(rank)
+    opt = optimizer(part, max_grad_norm=None)
+    set_gradients(part, gradients(0, rank % 2))
+    before = [param.detach().clone() for param in part.parameters()]
+    if rank == bad:
+        opt.param_groups[0]["lr"] = -1.0
+    with pytest.raises((ValueError, RankProblemError)) as raised:
+        opt.step()
+    assert all(map(torch.equal, part.parameters(), before))
+    opt.param_groups[0]["lr"] = OPTIONS["lr"]
+    set_gradients(part, gradients(0, rank % 2))
+    opt.step()
+    return str(raised.value)
+
+
+def test_a_stage_that_cannot_take_the_step_stops_all():
+    texts = run_forked(4, stumble, 1)
+    assert "learning rate" in texts[1]
+    assert all("could not take the step" in texts[rank] for rank in (0, 2, 3))
+
+
+def alone_in_its_stage(rank):
+    """One rank per stage: there is no other replica through which it would hear."""
+    part = nn.ModuleDict({name: model()[name] for name in STAGES[rank]})
+    alone_here = [dist.new_group([other]) for other in range(2)][rank]
+    opt = samestep.MuonAdamW(
+        part, **OPTIONS, process_group=alone_here, stage_group=dist.group.WORLD
+    )
+    set_gradients(part, gradients(0, 0))
+    if rank == 1:
+        next(part.parameters()).grad = None
+        opt.param_groups[0]["weight_decay"] = float("nan")
+    with pytest.raises((ValueError, RankProblemError)) as raised:
+        opt.step()
+    opt.param_groups[0]["weight_decay"] = 0.1
+    opt.step()
+    with pytest.raises(TypeError, match="cannot be copied"):
+        opt.__getstate__()
+    return str(raised.value), opt.metrics()["grad_norm"].item()
+
+
+def test_stages_of_one_rank_each():
+    (first, norm), (second, other) = run_forked(2, alone_in_its_stage)
+    assert "rank 1 could not take the step" in first
+    assert "weight_decay" in second
+    assert norm == other
+
+
+def test_the_stage_itself_must_be_named():
+    with pytest.raises(ValueError, match="process_group= too, the ranks of this stage"):
+        samestep.MuonAdamW(model(), stage_group=object())

@@ -265,6 +265,7 @@ class StepScalars:
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+        self._values: dict[int, float | None] = {}  # what a tensor was filled with last
 
     def refill(
         self, group: int, device: torch.device, values: Mapping[str, float | Tensor]
@@ -275,8 +276,11 @@ class StepScalars:
         for key, value in values.items():
             if key not in tensors:
                 tensors[key] = torch.zeros((), dtype=dtype, device=device)
+            tensor = tensors[key]
             if isinstance(value, Tensor):
-                tensors[key].copy_(value.detach().reshape(()), non_blocking=True)
-            else:
-                tensors[key].fill_(value)
+                tensor.copy_(value.detach().reshape(()), non_blocking=True)
+                self._values.pop(id(tensor), None)
+            elif self._values.get(id(tensor)) != value:
+                tensor.fill_(value)
+                self._values[id(tensor)] = value
         return tensors

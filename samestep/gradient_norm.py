@@ -14,7 +14,7 @@ def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
     if not grads:
         return None
     device = grads[0].device
-    if missing_kernels(device) is None and all(_is_plain(grad, device) for grad in grads):
+    if missing_kernels(device) is None and _are_plain(grads):
         from samestep.kernels import norm
 
         return norm.square_sum(grads)
@@ -22,9 +22,13 @@ def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
-def _is_plain(grad: Tensor, device: torch.device) -> bool:
-    """Whether the kernel can read it."""
-    return grad.device == device and grad.is_contiguous() and grad.dtype != torch.float64
+def _are_plain(grads: list[Tensor]) -> bool:
+    """Whether the kernel can read them."""
+    return (
+        len({grad.device for grad in grads}) == 1
+        and all(grad.is_contiguous() for grad in grads)
+        and torch.float64 not in {grad.dtype for grad in grads}
+    )
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:

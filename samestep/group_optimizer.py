@@ -1,9 +1,10 @@
 """Groups, state and plans of an optimizer: everything but the step."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
-from samestep.local import KnownViews, LocalParameters
+from samestep.local import KnownGroup, LocalParameters, plain
 from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
@@ -84,10 +85,10 @@ class GroupOptimizer(torch.optim.Optimizer):
                     "process_group has one rank, so there is nothing to share inside it: leave it "
                     "and outer_group out"
                 )
-        self._replicated: list[ReplicatedParameters] = []
         self._stage_group = None
         if distribution.stage_group is not None:
             self._stage_group = registry.of(distribution.stage_group)
+        self._replicated: list[ReplicatedParameters] = []
         self._sharded: list[ShardedParameters] = []
         self._constructed = False
         self._reductions: dict[int, GroupReduction] = {}
@@ -137,19 +138,32 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self._check_options(index, group)
                 if is_constant(tuple(options.values())):
                     self._checked_options[index] = options
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                made_for = self._made_for.get(param)
-                if made_for is None:
-                    raise RuntimeError(
-                        f"param_groups[{index}] has a parameter that it was not built with: add it "
-                        "through add_param_group"
-                    )
-                self._check_parameter(name, param, *made_for)
+            checked = self._checked_params.get(index)
+            if checked is None or not checked.are_still(group["params"]):
+                self._check_parameters(index, group)
+                self._checked_params[index] = CheckedParameters.of(group["params"])
         if self._rank_group is None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if mesh_of(param) is None:
-                        self._keep_state_beside(param, group)
+            for index, group in enumerate(self.param_groups):
+                self._know(index, group)
+
+    def _check_parameters(self, index: int, group: Group) -> None:
+        """Raise if a parameter or its gradient is not what state and blocks were made for."""
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            made_for = self._made_for.get(param)
+            if made_for is None:
+                raise RuntimeError(
+                    f"param_groups[{index}] has a parameter that it was not built with: add it "
+                    "through add_param_group"
+                )
+            self._check_parameter(name, param, *made_for)
+
+    def _know(self, index: int, group: Group) -> None:
+        """Look whether anything of a group was replaced, and whether its state is all there."""
+        known = self._known_groups.get(index)
+        if known is None or not known.is_still(group, self.state):
+            for param in plain(group):
+                self._keep_state_beside(param, group)
+            self._known_groups[index] = KnownGroup(group, self.state, self._blocks)
 
     def _check_options(self, index: int, group: Group) -> None:
         """Raise if a group's options cannot be used."""
@@ -215,8 +229,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Everything a step is about."""
         placements: list[Placement] = [*self._replicated, *self._sharded]
         if not self._replicated and (self._rank_group is None or not placements):
-            known = self._local_views
-            placements.append(LocalParameters(self.param_groups, self._blocks, known))
+            known = self._known_groups
+            placements.append(LocalParameters([known[index] for index in sorted(known)]))
         return placements
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -250,6 +264,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             self._planned_options.pop(index, None)
             self._checked_options.pop(index, None)
+            self._checked_params.pop(index, None)
             self._reductions.pop(index, None)
             for param in group["params"]:
                 self._blocks.pop(param, None)
@@ -314,7 +329,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._planned_options: dict[int, Group] = {}
         self._checked_options: dict[int, Group] = {}  # of the last step, where all are constants
         self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
-        self._local_views: dict[Tensor, KnownViews] = {}
+        self._checked_params: dict[int, CheckedParameters] = {}  # of the last step
+        self._known_groups: dict[int, KnownGroup] = {}  # of the last step, in one process
         self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
 
     def _reset_runner(self) -> None:
@@ -422,6 +438,33 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._planner = self._new_planner(())
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)
+
+
+class CheckedParameters(NamedTuple):
+    """Parameters of a group that were found to be in order."""
+
+    params: list[Tensor]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor]) -> "CheckedParameters":
+        """These, as they are now."""
+        return cls(list(params), [param.shape for param in params], [p.dtype for p in params])
+
+    def are_still(self, params: Sequence[Tensor]) -> bool:
+        """Whether they are the same, and their gradients what every rule can read."""
+        return (
+            len(params) == len(self.params)
+            and all(map(operator.is_, params, self.params))
+            and [param.shape for param in params] == self.shapes
+            and [param.dtype for param in params] == self.dtypes
+            and all(grad is None or grad.layout is torch.strided for grad in _grads(params))
+        )
+
+
+def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
+    return [param.grad for param in params]
 
 
 def _are_the_same(options: Group, checked: Group) -> bool:

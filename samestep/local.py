@@ -2,7 +2,6 @@
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -19,27 +18,19 @@ class LocalParameters(Placement):
 
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
-    def __init__(
-        self,
-        groups: Sequence[Group],
-        blocks: Mapping[Tensor, list[Block] | None],
-        known: dict[Tensor, "KnownViews"],
-    ) -> None:
-        self._groups = groups
-        self._blocks = blocks
+    def __init__(self, known: Sequence["KnownGroup"]) -> None:
         self._known = known
 
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """Every parameter with a gradient, cut into its blocks, with the index of its group."""
-        for index, group in enumerate(self._groups):
-            for param in plain(group):
-                for operand in self._operands(param, group):
-                    yield index, operand
+        for index, group in enumerate(self._known):
+            for operand in group.operands():
+                yield index, operand
 
     def gradients(self) -> Iterator[Tensor]:
         """Whole ones: no sum over them needs their blocks."""
-        for group in self._groups:
-            for param in plain(group):
+        for group in self._known:
+            for param in group.params:
                 if param.grad is not None:
                     yield param.grad
 
@@ -47,8 +38,8 @@ class LocalParameters(Placement):
         """The group of each parameter, and whether it has a gradient."""
         return [
             (index, param.grad is not None)
-            for index, group in enumerate(self._groups)
-            for param in plain(group)
+            for index, group in enumerate(self._known)
+            for param in group.params
         ]
 
     def holds(self, param: Tensor) -> bool:
@@ -69,42 +60,59 @@ class LocalParameters(Placement):
             if only is None or param is only
         }
 
-    def _operands(self, param: Tensor, group: Group) -> list[Operand]:
-        """The parameter's blocks, or the whole of it, with views of gradient and state."""
-        grad = param.grad
-        if grad is None:
-            return []
-        views = self._views(param, group)
-        if views.whole:
-            value, state = views.of_blocks[0]
-            return [Operand(value, grad.view(1) if grad.ndim == 0 else grad, state)]
-        blocks = self._blocks[param] or ()
-        pairs = zip(blocks, views.of_blocks, strict=True)
-        return [Operand(value, block.view(grad), state) for block, (value, state) in pairs]
 
-    def _views(self, param: Tensor, group: Group) -> "KnownViews":
-        """The blocks of a parameter and its state; made once, unless either was replaced."""
-        state, known = self._state[param], self._known.get(param)
-        if (
-            known is None
-            or known.address != param.data_ptr()
-            or not all(map(operator.is_, known.of, state.values()))
-        ):
-            blocks = self._blocks[param]
-            whole = blocks is None or (len(blocks) == 1 and blocks[0].matrix is None)
-            made = _made_views(param, state, blocks, group)
-            known = KnownViews(param.data_ptr(), tuple(state.values()), whole, made)
-            self._known[param] = known
-        return known
+class KnownGroup:
+    """A group as a step found it, with views of its blocks and their state.
+
+    Made once, unless a parameter or a state tensor is replaced: that takes longer than a small
+    step itself.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        state: Mapping[Tensor, State],
+        blocks: Mapping[Tensor, list[Block] | None],
+    ) -> None:
+        self._all = list(group["params"])
+        self.params = plain(group)
+        self._states = [state[param] for param in self.params]
+        self._tensors = [tensor for entry in self._states for tensor in entry.values()]
+        self._addresses = [param.data_ptr() for param in self.params]
+        self.blocks = [blocks[param] for param in self.params]
+        of_params = zip(self.params, self._states, self.blocks, strict=True)
+        self._views = [_made_views(*of_param, group) for of_param in of_params]
+
+    def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
+        """Whether nothing was replaced since."""
+        return (
+            _are_the_same(group["params"], self._all)
+            and _are_the_same([state.get(param) for param in self.params], self._states)
+            and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
+            and [param.data_ptr() for param in self.params] == self._addresses
+        )
+
+    def operands(self) -> Iterator[Operand]:
+        """The blocks of every parameter with a gradient, or the whole of it."""
+        for param, blocks, views in zip(self.params, self.blocks, self._views, strict=True):
+            grad = param.grad
+            if grad is None:
+                continue
+            if blocks is None or _is_whole(blocks):
+                value, state = views[0]
+                yield Operand(value, grad.view(1) if grad.ndim == 0 else grad, state)
+            else:
+                for block, (value, state) in zip(blocks, views, strict=True):
+                    yield Operand(value, block.view(grad), state)
 
 
-class KnownViews(NamedTuple):
-    """Views of a parameter's blocks and their state, and what they are views of."""
+def _are_the_same(found: Sequence[object], known: Sequence[object]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
 
-    address: int
-    of: tuple[Tensor, ...]
-    whole: bool  # one block is all of it
-    of_blocks: list[tuple[Tensor, State]]
+
+def _is_whole(blocks: list[Block]) -> bool:
+    """Whether one block is all of a parameter."""
+    return len(blocks) == 1 and blocks[0].matrix is None
 
 
 def _made_views(

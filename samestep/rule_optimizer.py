@@ -279,16 +279,15 @@ class RuleOptimizer(FullValues):
 
     def _update_group(self, index: int, operands: list[Operand]) -> None:
         """Run the group's rule on its present operands, device by device."""
-        by_device: dict[torch.device, list[Operand]] = {}
-        for operand in operands:
-            by_device.setdefault(operand.param.device, []).append(operand)
-        for device, members in by_device.items():
+        for device, members in _by_device(operands).items():
             math = self._math(index, device)
             rule = math.rule
             if self._run is run_rule and missing_kernels(device) is None:
                 from samestep.kernels.update import update_with_kernels
 
                 members = update_with_kernels(math, index, members, self._kernel_plans)
+                if not members:
+                    continue
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None
             arguments = math.scalars, math.options, self._run, math.only_if, measure
@@ -399,6 +398,7 @@ class RuleOptimizer(FullValues):
         for replicated in self._replicated:
             replicated.launch_all()
         for replicated in self._replicated:
+            replicated.keep_sums()
 
 
 def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:
@@ -414,4 +414,3 @@ def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:
 def _anywhere(flag: bool, ranks: RankGroup) -> bool:
     """Whether it is true on any rank; waits for them."""
     return bool(maximum("not finite", torch.tensor([flag], dtype=torch.int64), ranks).wait())
-            replicated.keep_sums()

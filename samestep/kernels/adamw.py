@@ -16,7 +16,9 @@ class AdamWTensors:
     """Contiguous parameters of one device and their state, whose dtypes are alike."""
 
     def __init__(self, params: Sequence[Tensor], states: Sequence[State]) -> None:
-        self.steps = [state["step"] for state in states]
+        self.count = len(params)
+        self.steps = Table([[state["step"] for state in states]])
+        self.step_dtype = DTYPES[states[0]["step"].dtype]
         keys = ["exp_avg", "exp_avg_sq", *([MASTER] if MASTER in states[0] else [])]
         self.table = Table([params, *([state[key] for state in states] for key in keys)])
         self.chunks = chunk_table(tuple(param.numel() for param in params), params[0].device)
@@ -26,31 +28,41 @@ class AdamWTensors:
 
     def step_(self, grads: Gradients, step: Step) -> None:
         """One step."""
-        added: Tensor | None = step.only_if
-        if grads.writes is not None:
-            added = grads.writes if added is None else grads.writes * added
-        if added is None:
-            torch._foreach_add_(self.steps, 1)
-        else:
-            added = added.to(self.steps[0].dtype).expand(len(self.steps))
-            torch._foreach_add_(self.steps, list(added.unbind()))
-        counts = torch.stack(self.steps).double()
         scalars = step.scalars
+        step_sizes, root_corrections = torch.empty(
+            2, self.count, dtype=torch.float64, device=grads.addresses.device
+        )
+        only_if = step_sizes if step.only_if is None else step.only_if
+        writes = step_sizes if grads.writes is None else grads.writes
+        elementwise.advance[(self.count,)](
+            self.steps.addresses,
+            step_sizes,
+            root_corrections,
+            only_if,
+            writes,
+            scalars["lr"],
+            scalars["beta1"],
+            scalars["beta2"],
+            step_dtype=self.step_dtype,
+            HAS_ONLY_IF=step.only_if is not None,
+            HAS_WRITES=grads.writes is not None,
+            num_warps=1,
+        )
         elementwise.adamw[(len(self.chunks),)](
             grads.addresses,
             self.table.addresses,
-            len(self.steps),
+            self.count,
             self.chunks,
-            scalars["lr"] / (1 - scalars["beta1"] ** counts),
-            (1 - scalars["beta2"] ** counts).sqrt(),
-            counts if step.only_if is None else step.only_if,
-            counts if grads.writes is None else grads.writes,
+            step_sizes,
+            root_corrections,
+            only_if,
+            writes,
             scalars["lr"],
             scalars["beta1"],
             scalars["beta2"],
             scalars["eps"],
             scalars["weight_decay"],
-            counts if step.factor is None else step.factor,
+            step_sizes if step.factor is None else step.factor,
             param_dtype=self.param_dtype,
             grad_dtype=grads.dtype,
             first_dtype=self.first_dtype,

@@ -46,6 +46,32 @@ def square_sums(
 
 
 @triton.jit
+def advance(
+    steps,  # (count,) addresses of the numbers of steps taken
+    step_sizes,  # (count,): lr / (1 - beta1^t), written
+    root_corrections,  # (count,): sqrt(1 - beta2^t), written
+    only_if,
+    writes,
+    lr,
+    beta1,
+    beta2,
+    step_dtype: tl.constexpr,
+    HAS_ONLY_IF: tl.constexpr,
+    HAS_WRITES: tl.constexpr,
+):
+    """Count AdamW's step of one tensor, and correct its moments for having begun at zero."""
+    number = tl.program_id(0)
+    place = _pointer(steps, number, step_dtype, False)
+    count = tl.load(place).to(tl.float64)
+    if _written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES):
+        count += 1
+        tl.store(place, count.to(step_dtype))
+    b1, b2 = tl.load(beta1), tl.load(beta2)
+    tl.store(step_sizes + number, tl.load(lr) / (1 - tl.exp(count * tl.log(b1))))
+    tl.store(root_corrections + number, tl.sqrt(1 - tl.exp(count * tl.log(b2))))
+
+
+@triton.jit
 def adamw(
     grads,  # (count,) addresses
     tensors,  # (3 or 4, count): parameters, first and second moments, masters

@@ -1,6 +1,5 @@
 """The sum of squares of many tensors in one launch."""
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -15,11 +14,9 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of contiguous tensors of one device, () float64."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        by_dtype[tensor.dtype].append(tensor)
     parts = []
-    for dtype, alike in by_dtype.items():
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
         chunks = chunk_table(tuple(t.numel() for t in alike), alike[0].device)
         table = Table([alike])
         sums = torch.empty(len(chunks), dtype=torch.float64, device=alike[0].device)

@@ -1,7 +1,8 @@
 """Tables of addresses: with them one launch works on many tensors where they lie."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -16,10 +17,9 @@ class Table:
         self.tensors = rows
         found = [[tensor.data_ptr() for tensor in row] for row in rows]
         # Of 16 bytes each: what lets a program read as much at once.
-        self.aligned = all(
-            address % 16 == 0 and tensor.numel() % 8 == 0
-            for row, of_row in zip(found, rows, strict=True)
-            for address, tensor in zip(row, of_row, strict=True)
+        self.aligned = not any(
+            reduce(or_, of_row) % 16 or reduce(or_, [tensor.numel() for tensor in row]) % 8
+            for row, of_row in zip(rows, found, strict=True)
         )
         device = rows[0][0].device
         table = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")

@@ -123,7 +123,7 @@ def _can(math: GroupMath, device: torch.device) -> bool:
 
 def _fits(operand: Operand) -> bool:
     """Whether kernels know its dtypes and strides."""
-    tensors = [t for t in (operand.param, operand.grad, *operand.state.values()) if t.ndim]
+    tensors = operand.param, operand.grad, *operand.state.values()
     known = all(t.dtype in DTYPES and t.is_contiguous() for t in tensors)
     return known and operand.param.numel() > 0
 

@@ -1,13 +1,18 @@
 """Groups of ranks: who takes part, and which place is mine."""
 
+import logging
 import threading
+import time
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from samestep.comm.flight import attempt
+
+_log = logging.getLogger("samestep")
 
 
 class RankGroup(NamedTuple):
@@ -47,17 +52,41 @@ def rank_group(process_group: dist.ProcessGroup | None = None) -> RankGroup | No
     return None if group.size == 1 else group
 
 
+class GroupCreation(NamedTuple):
+    """A group that was made, for traces: all ranks that make it do so in the same order."""
+
+    members: tuple[int, ...]
+    timeout: float | None  # seconds; None: the backend's own
+    everyone: bool  # all ranks of the default group took part, not only the members
+    mine: bool  # I am a member
+
+    def __str__(self) -> str:
+        limit = "the backend's timeout" if self.timeout is None else f"timeout {self.timeout:g} s"
+        return f"group of {ranks_text(self.members)}, {limit}"
+
+
 class GroupRegistry(threading.local):
     """One RankGroup per process group, also of one rank, and one process group per set of ranks.
 
     It knows the groups of the present default group and forgets them with it. Per thread, since
     in tests ranks are threads.
+
+    A new group has the timeout that is asked for, or else that of the default group: torch's own
+    answer would be the backend's, 10 minutes for NCCL and 30 for others.
     """
 
     def __init__(self) -> None:
         self._world: dist.ProcessGroup | None = None
         self._by_handle: dict[dist.ProcessGroup, RankGroup] = {}
         self._by_members: dict[tuple[int, ...], RankGroup | None] = {}
+        # Those that only their members have heard of: others would make them once more.
+        self._among_members: dict[tuple[int, ...], RankGroup] = {}
+        self._creations: list[GroupCreation] = []
+
+    @property
+    def creations(self) -> tuple[GroupCreation, ...]:
+        """The groups that were made since the default group was, in order."""
+        return tuple(self._creations)
 
     def of(self, process_group: dist.ProcessGroup | None = None) -> RankGroup:
         """The given group, or the default one. Raises if it does not contain this rank."""
@@ -78,8 +107,7 @@ class GroupRegistry(threading.local):
         """The group of these global ranks, made when first asked for; None if I am not among them.
 
         All ranks of the default group must call this, in the same order. All of them together
-        are the default group. A new group does not take over the default group's timeout: without
-        `timeout` it is the backend's, 10 minutes for NCCL and 30 for others.
+        are the default group.
         """
         whole = self.of()
         members = tuple(sorted(set(ranks)))
@@ -88,32 +116,58 @@ class GroupRegistry(threading.local):
         if len(members) == whole.size:
             return whole
         if members not in self._by_members:
-            name = f"creation of the group of ranks {', '.join(map(str, members))}"
-            handle = attempt(
-                name,
-                whole,
-                lambda: dist.new_group(list(members), timeout=timeout),
-                [whole.members.index(rank) for rank in members],  # the others do not wait
-            )
-            inside = dist.get_rank() in members
-            self._by_members[members] = self.of(handle) if inside else None
+            self._by_members[members] = self._made(members, timeout, everyone=True)
         return self._by_members[members]
 
-    def of_members(self, ranks: Iterable[int]) -> RankGroup:
+    def of_members(self, ranks: Iterable[int], timeout: timedelta | None = None) -> RankGroup:
         """The group of these global ranks, of which I am one, made when first asked for.
 
-        Only these ranks call it, all of them in the same order.
+        Only these ranks call it, all of them in the same order, and all are in equally many groups
+        then: torch names such a group by their number.
         """
         whole = self.of()
         members = tuple(sorted(set(ranks)))
         if members == whole.members:
             return whole
-        if members not in self._by_members:
-            handle = dist.new_group(list(members), use_local_synchronization=True)
-            self._by_members[members] = self.of(handle)
-        found = self._by_members[members]
-        assert found is not None
+        found = self._by_members.get(members) or self._among_members.get(members)
+        if found is None:
+            found = self._made(members, timeout, everyone=False)
+            assert found is not None
+            self._among_members[members] = found
         return found
+
+    def known_among_members(self, ranks: Iterable[int]) -> bool:
+        """Whether `of_members` has made this group, of which other ranks have not heard."""
+        return tuple(sorted(set(ranks))) in self._among_members
+
+    def tell_everyone(self, ranks: Iterable[int]) -> None:
+        """Let `of_ranks` give a group that `of_members` has made. All ranks must call it."""
+        members = tuple(sorted(set(ranks)))
+        self._by_members.setdefault(members, self._among_members.pop(members, None))
+
+    def _made(
+        self, members: tuple[int, ...], timeout: timedelta | None, *, everyone: bool
+    ) -> RankGroup | None:
+        """A new process group. Logged before and after, so that a hang is not silent."""
+        whole = self.of()
+        limit = default_timeout() if timeout is None else timeout
+        me = dist.get_rank()
+        seconds = None if limit is None else limit.total_seconds()
+        creation = GroupCreation(members, seconds, everyone, me in members)
+        self._creations.append(creation)
+        _log.info("rank %d makes group %d: %s", me, len(self._creations), creation)
+        since = time.monotonic()
+        handle = attempt(
+            f"creation of the group of {ranks_text(members)}",
+            whole,
+            lambda: dist.new_group(
+                list(members), timeout=limit, use_local_synchronization=not everyone
+            ),
+            [whole.members.index(rank) for rank in members],  # the others do not wait
+        )
+        took = time.monotonic() - since
+        _log.info("rank %d made group %d in %.3f s", me, len(self._creations), took)
+        return self.of(handle) if creation.mine else None
 
     def forget(self) -> None:
         """Let go of all groups, for a process that forks ranks after it had groups of its own.
@@ -124,6 +178,8 @@ class GroupRegistry(threading.local):
         self._world = None
         self._by_handle.clear()
         self._by_members.clear()
+        self._among_members.clear()
+        self._creations.clear()
 
     def _forget_others(self) -> dist.ProcessGroup:
         """The present default group; what was known of another one is forgotten."""
@@ -136,6 +192,27 @@ class GroupRegistry(threading.local):
             self.forget()
             self._world = world
         return world
+
+
+def default_timeout() -> timedelta | None:
+    """The timeout of the default group; None if its backend does not tell."""
+    # torch has no public way to ask for it.
+    handle = dist.group.WORLD
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    try:
+        return handle._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError):  # ranks that are threads, or none at all
+        return None
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks in words, shortened where there are many."""
+    numbers = list(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > 16:
+        return f"{len(numbers)} ranks from {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers))}"
 
 
 registry = GroupRegistry()

@@ -114,3 +114,55 @@ def test_without_a_default_group_there_is_none():
     for ask in (registry.of, lambda: registry.of_ranks([0])):
         with pytest.raises(RuntimeError, match="init_process_group"):
             ask()
+
+
+def test_a_group_that_only_its_members_know_can_be_told_to_everyone():
+    """Else ranks that do not know it would make it once more, alone and waiting."""
+
+    def job(rank):
+        mine = [0, 1] if rank < 2 else [2, 3]
+        pair = registry.of_members(mine)
+        known = [registry.known_among_members(ranks) for ranks in ([0, 1], [2, 3])]
+        for ranks in ([0, 1], [2, 3]):
+            registry.tell_everyone(ranks)
+        found = [registry.of_ranks(ranks) for ranks in ([0, 1], [2, 3])]
+        assert found[rank // 2] is pair
+        assert found[1 - rank // 2] is None
+        assert not registry.known_among_members(mine)
+        assert registry.of_members(mine) is pair
+        return known, [str(creation) for creation in registry.creations]
+
+    first, _, _, last = run_forked(4, job)
+    assert first == ([True, False], ["group of ranks 0, 1, timeout 10 s"])
+    assert last == ([False, True], ["group of ranks 2, 3, timeout 10 s"])
+
+
+def test_a_group_that_everyone_has_made_is_not_made_again_by_its_members():
+    def job(rank):
+        pairs = [registry.of_ranks(ranks) for ranks in ([0, 1], [2, 3])]
+        assert registry.of_members([0, 1] if rank < 2 else [2, 3]) is pairs[rank // 2]
+        return [(c.members, c.timeout, c.everyone, c.mine) for c in registry.creations]
+
+    for rank, made in enumerate(run_forked(4, job)):
+        assert made == [((0, 1), 10.0, True, rank < 2), ((2, 3), 10.0, True, rank >= 2)]
+
+
+def test_a_new_group_has_the_timeout_of_the_default_group():
+    def job(rank):
+        groups = [registry.of_members([0, 1] if rank < 2 else [2]), registry.of_ranks([0, 2])]
+        backends = [g.handle._get_backend(torch.device("cpu")) for g in groups if g is not None]
+        return [backend.options._timeout.total_seconds() for backend in backends]
+
+    assert run_forked(3, job, collective_timeout=7.0) == [[7.0, 7.0], [7.0], [7.0, 7.0]]
+
+
+def test_the_creation_of_a_group_is_logged_before_and_after(caplog):
+    def job(rank):
+        registry.of_ranks([0])
+        registry.of_ranks(range(20))
+
+    with caplog.at_level("INFO", logger="samestep"):
+        run_threaded(21, job)
+    begun = "rank 20 makes group 2: group of 20 ranks from 0 to 19, the backend's timeout"
+    assert begun in caplog.messages
+    assert any(message.startswith("rank 20 made group 2 in 0.") for message in caplog.messages)

@@ -59,6 +59,16 @@ class FullValues(GroupOptimizer):
             if mesh_of(param) is None and (held_by := self._holder(param).held_by) is not None
         }
 
+    @property
+    def is_stage(self) -> bool:
+        """Whether ranks of other pipeline stages have parameters that are not here."""
+        return self._stage_group is not None
+
+    @property
+    def leads_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline stage; False without stages."""
+        return self.is_stage and (self._rank_group is None or self._rank_group.rank == 0)
+
     def layout_lines(self) -> list[str]:
         """How work and state are laid out, as text."""
         return self._distribution.lines()

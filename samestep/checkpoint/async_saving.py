@@ -61,7 +61,7 @@ def async_save(
         seen, plan = planned.seen, planned.plan
     values = staging.copy(plan, request.format, seen.state_dict)
     # The optimizer may go while the background writes: without the live tensors from here on.
-    copied = Seen(None, objects_in(seen.state_dict), [], seen.facts)
+    copied = Seen(None, objects_in(seen.state_dict), [], seen.facts, seen.groups)
     in_files = request._replace(model=None, optimizer=None)
     if planned is not None:
         planned = planned._replace(request=in_files, seen=copied)

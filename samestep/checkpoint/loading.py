@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from samestep.checkpoint import folder
 from samestep.checkpoint.background import finish_background
-from samestep.checkpoint.fits import names_that_fit
+from samestep.checkpoint.fits import names_that_fit, surplus
 from samestep.checkpoint.formats import Stored, open_checkpoint
 from samestep.checkpoint.local_files import Here, LocalFiles
 from samestep.checkpoint.logical import Tensors, state_key, tensors_of
@@ -58,20 +58,28 @@ def load(
     ranks = all_ranks(f"load of {path}")
     here = Here(ranks.rank, ranks.size, [] if optimizer is None else optimizer.layout_lines())
 
-    def check() -> tuple[Stored, Tensors]:
+    def look() -> tuple[tuple[Stored, Tensors], bool]:
         stored = open_checkpoint(folder.find(Path(path)), here)
         tensors = tensors_of(model, optimizer)
+        return (stored, tensors), bool(surplus(tensors, stored.tensors))
+
+    (stored, tensors), more = ranks.agreed(look)
+    # A pipeline stage has a part of the model: what others have is no surplus.
+    of_ranks = ranks.all_of(frozenset(tensors)) if any(more) else []
+
+    def check() -> Tensors:
         if optimizer is not None:
             check_options(optimizer, stored.content["groups"], partial)
-        names = names_that_fit(tensors, stored.tensors, partial)
+        elsewhere = frozenset().union(*of_ranks)
+        names = names_that_fit(tensors, stored.tensors, partial, elsewhere)
         chosen = {name: tensors[name] for name in names}
         if isinstance(stored, LocalFiles):
             stored.refuse_other_boxes(chosen, here)
         if verify:
             stored.verify(ranks.rank, ranks.size)
-        return stored, chosen
+        return chosen
 
-    stored, chosen = ranks.everywhere(check)
+    chosen = ranks.everywhere(check)
     ranks.everywhere(lambda: read_into(chosen, stored))
     if optimizer is not None:
         restore_options(optimizer, stored.content["groups"])

@@ -1,6 +1,6 @@
 """Options of an optimizer's groups, as JSON has them: learning rates, betas, momentum."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,18 @@ def group_facts(opt: FullValues) -> list[GroupFacts]:
         options = plain_options({**others, **options_of(group)})
         facts.append({"params": list(parameter_names(group, index)), "options": options})
     return facts
+
+
+def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
+    """Groups that ranks have told of, each parameter once: pipeline stages have different ones."""
+    merged: list[GroupFacts] = []
+    known: set[str] = set()
+    for group in (group for of_rank in groups for group in of_rank):
+        new = [name for name in group["params"] if name not in known]
+        if new:
+            known.update(new)
+            merged.append({**group, "params": new})
+    return merged
 
 
 def check_options(opt: FullValues, groups: list[GroupFacts], partial: bool) -> None:

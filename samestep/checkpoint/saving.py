@@ -1,7 +1,7 @@
 """`samestep.save`, and the parts that it has in common with `samestep.async_save`."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.folder import Unfinished, partial_of
 from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named
 from samestep.checkpoint.logical import tensors_of
-from samestep.checkpoint.options import group_facts
+from samestep.checkpoint.options import GroupFacts, group_facts, of_all_stages
 from samestep.checkpoint.pieces import Pieces
 from samestep.checkpoint.plan import Owners, WritePlan, plan_locally
 from samestep.checkpoint.ranks import Ranks, all_ranks
@@ -43,6 +43,7 @@ class Seen(NamedTuple):
     state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
     held: list[WriteItem]
     facts: Mapping[str, Any]
+    groups: Sequence[GroupFacts] = ()  # those that this rank tells the first of
 
 
 class Prepared(NamedTuple):
@@ -107,10 +108,17 @@ def look(request: Request, ranks: int) -> Seen:
         raise CheckpointError(f"keep must be at least 1, got {request.keep}")
     _check_json("extra", request.extra)
     wanted = format_named(request.format)
+    if wanted.is_nested and request.optimizer is not None and request.optimizer.is_stage:
+        raise CheckpointError(
+            f"format {request.format!r} has the options of all groups where torch looks for them, "
+            "and ranks of a pipeline know those of their stage: save as fully_reshardable, which "
+            f"`samestep convert PATH NEW --to {request.format}` then converts"
+        )
     facts = _facts(request, ranks)
     state_dict = wanted.state_dict(tensors_of(request.model, request.optimizer), facts)
     planner = plan_locally(state_dict, wanted.is_nested)
-    return Seen(planner, planner.state_dict, planner.plan.items, facts)
+    told = facts["groups"] if request.optimizer and request.optimizer.leads_stage else []
+    return Seen(planner, planner.state_dict, planner.plan.items, facts, told)
 
 
 def prepare(
@@ -164,12 +172,17 @@ def write(prepared: Prepared, values: Values) -> None:
 
     def finish() -> None:
         if unfinished is not None:
-            chosen.finish(unfinished.folder, prepared.plan.metadata, everyones, prepared.seen.facts)
+            groups = of_all_stages(
+                [prepared.seen.facts["groups"], *(told for _, told in everyones)]
+            )
+            facts = {**prepared.seen.facts, "groups": groups}
+            mine = [files for files, _ in everyones]
+            chosen.finish(unfinished.folder, prepared.plan.metadata, mine, facts)
             unfinished.commit(request.keep)
 
     try:
         mine = ranks.everywhere(write_mine)
-        everyones = ranks.to_first(mine)
+        everyones = ranks.to_first((mine, prepared.seen.groups))
         ranks.everywhere(finish)
     except BaseException as error:
         give_up(unfinished, ranks, error)

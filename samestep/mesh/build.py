@@ -1,8 +1,9 @@
 """From degrees to torch's DeviceMesh, on groups of the registry."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from samestep.comm.agreement import require_same_lines
 from samestep.comm.groups import registry
 from samestep.mesh.degrees import Degrees
+from samestep.mesh.groups import axes_with_groups, make_groups
+from samestep.mesh.hosts import hosts_of, require_local_groups
 
 DENSE = "dense"  # data and expert as one axis
 
@@ -24,6 +27,7 @@ class Mesh:
     dense: DeviceMesh  # what dense parameters are sharded over: (replicate,) data and expert
     expert: DeviceMesh  # what experts are sharded over: (replicate,) data
     rank: int
+    hosts: tuple[str, ...]  # by rank
 
     def axis(self, name: str) -> DeviceMesh | None:
         """One axis as a mesh; None where it has one rank (data is always there)."""
@@ -82,42 +86,45 @@ def build(
         world.size, pp, replicate, ep, tp, sequence_parallel, expert_tensor_parallel,
         ep_carries_data,
     )  # fmt: skip
-    device_type = device_type or _device_type()
-    lines = [f"{name} = {value}" for name, value in vars(degrees).items()]
-    require_same_lines("mesh", lines, world, torch.device(device_type))
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    device_type = device_type or ("cuda" if "nccl" in dist.get_backend() else "cpu")
+    # torch's fake backend plays one rank of a world in which nobody else answers.
+    device = None if dist.get_backend() == "fake" else torch.device(device_type)
+    hosts = ("",) * world.size
+    if device is not None:
+        lines = [f"{field.name} = {getattr(degrees, field.name)}" for field in fields(degrees)]
+        lines.append(f"across_hosts = {across_hosts}")
+        require_same_lines("mesh", lines, world, device)
+        hosts = hosts_of(world, device)
+    if not across_hosts:
+        require_local_groups(degrees, hosts)
+    make_groups(
+        (g for axes in axes_with_groups(degrees) for g in degrees.groups(*axes)), limit, device
+    )
     axes = list(degrees.axes)
-    whole = _device_mesh(degrees, [(axis,) for axis in axes], axes, device_type, limit)
-    joined = whole
-    shard = "data"
+    whole = _device_mesh(degrees, [(axis,) for axis in axes], axes, device_type)
+    joined, shard = whole, "data"
     if degrees.ep > 1 and degrees.ep_carries_data:
-        # The same ranks with two axes as one: meshes of both can be combined, because places are
-        # counted alike.
-        shard = DENSE
+        # The same ranks with two axes as one. Parts of both meshes can be combined, as FSDP2 does
+        # with the model axis, because both count ranks alike.
         names = [DENSE if axis == "data" else axis for axis in axes if axis != "expert"]
         members = [("data", "expert") if name == DENSE else (name,) for name in names]
-        joined = _device_mesh(degrees, members, names, device_type, limit)
+        joined, shard = _device_mesh(degrees, members, names, device_type), DENSE
     copies = ("replicate",) if replicate > 1 else ()
-    return Mesh(degrees, whole, joined[(*copies, shard)], whole[(*copies, "data")], dist.get_rank())
+    dense, expert = joined[(*copies, shard)], whole[(*copies, "data")]
+    return Mesh(degrees, whole, dense, expert, dist.get_rank(), hosts)
 
 
 def _device_mesh(
-    degrees: Degrees,
-    members: Sequence[tuple[str, ...]],
-    names: Sequence[str],
-    device_type: str,
-    timeout: timedelta | None,
+    degrees: Degrees, members: Sequence[tuple[str, ...]], names: Sequence[str], device_type: str
 ) -> DeviceMesh:
     """A mesh over all ranks, of which each axis is one or more axes of `degrees`."""
-    handles = []
-    for axes in members:
-        made = [registry.of_ranks(ranks, timeout) for ranks in degrees.groups(*axes)]
-        handles += [group.handle for group in made if group is not None]
-    sizes = degrees.sizes
-    shape = [torch.Size([sizes[axis] for axis in axes]).numel() for axes in members]
-    ranks = torch.arange(degrees.world).view(shape)
-    return DeviceMesh.from_group(handles, device_type, mesh=ranks, mesh_dim_names=tuple(names))
-
-
-def _device_type() -> str:
-    return "cuda" if "nccl" in dist.get_backend() else "cpu"
+    me = dist.get_rank()
+    groups = [registry.of_ranks(degrees.peers(me, *axes)) for axes in members]
+    shape = [prod(degrees.sizes[axis] for axis in axes) for axes in members]
+    return DeviceMesh.from_group(
+        [group.handle for group in groups if group is not None],  # all are known, and I am in all
+        device_type,
+        mesh=torch.arange(degrees.world).view(shape),
+        mesh_dim_names=tuple(names),
+    )

@@ -98,7 +98,13 @@ class Degrees:
 
     def groups(self, *axes: str) -> list[tuple[int, ...]]:
         """All groups of ranks along these axes, by their first rank."""
-        return list(dict.fromkeys(self.peers(rank, *axes) for rank in range(self.world)))
+        found: list[tuple[int, ...]] = []
+        seen: set[int] = set()
+        for rank in range(self.world):
+            if rank not in seen:
+                found.append(self.peers(rank, *axes))
+                seen.update(found[-1])
+        return found
 
     def _violations(self) -> Iterator[str]:
         sizes = {name: getattr(self, name) for name in ("world", "pp", "replicate", "ep", "tp")}

@@ -1,0 +1,117 @@
+"""What must divide what: the sizes of a model against the degrees, all checked at once."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from samestep.mesh.degrees import Degrees, nearest_divisors, nearest_multiples
+
+
+class ContractError(ValueError):
+    """Sizes of a model that do not fit the degrees. The text names all of them, with numbers."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of a model that are cut. 0: the model has none, or they are not cut."""
+
+    heads: int = 0  # query heads
+    kv_heads: int = 0  # 0: as many as heads
+    fused_qkv: bool = False  # one weight for queries, keys and values
+    indexer_heads: int = 0  # of sparse attention
+    mlp_width: int = 0  # channels inside an MLP
+    experts: int = 0
+    expert_width: int = 0  # channels inside an expert
+    layers: int = 0
+    stages_per_rank: int = 1  # an interleaved pipeline has several
+    sequence: int = 0  # tokens
+    batch: int = 0  # sequences per step, of all ranks together
+
+    def __post_init__(self) -> None:
+        """Refuse what is no size."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 1 if field.name == "stages_per_rank" else 0
+            if not isinstance(value, int) or value < least:
+                raise ContractError(
+                    f"{field.name} must be a whole number, at least {least}, got {value!r}"
+                )
+
+    @property
+    def effective_kv_heads(self) -> int:
+        """Key and value heads as they are cut."""
+        return self.kv_heads or self.heads
+
+
+class Term(NamedTuple):
+    """One line of the contract: `size` must be a multiple of `degree`."""
+
+    what: str
+    size: int
+    degree_name: str  # as it is asked for
+    degree: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether it divides."""
+        return self.size % self.degree == 0
+
+    def __str__(self) -> str:
+        line = f"{self.what} {self.size} % {self.degree_name} {self.degree} = "
+        if self.holds:
+            return f"{line}0"
+        sizes = " or ".join(map(str, nearest_multiples(self.degree, self.size)))
+        degrees = " or ".join(map(str, nearest_divisors(self.size, self.degree)))
+        return (
+            f"{line}{self.size % self.degree}: take {self.what} {sizes}, "
+            f"or {self.degree_name} {degrees}"
+        )
+
+
+def terms(sizes: ModelSizes, degrees: Degrees) -> list[Term]:
+    """All lines of the contract that concern this model and these degrees."""
+    return [term for term in _all_terms(sizes, degrees) if term.size and term.degree > 1]
+
+
+def check(sizes: ModelSizes, degrees: Degrees) -> None:
+    """Raise ContractError with every line that does not hold, and degrees for which all do."""
+    broken = [term for term in terms(sizes, degrees) if not term.holds]
+    if not broken:
+        return
+    several = "" if len(broken) == 1 else f"{len(broken)} sizes do not fit: "
+    lines = [str(term) for term in broken]
+    lines += list(_common_fixes(sizes, degrees, broken))
+    raise ContractError(several + "; ".join(lines))
+
+
+def _all_terms(sizes: ModelSizes, degrees: Degrees) -> Iterator[Term]:
+    tp = "tp", degrees.tp
+    kv_heads = sizes.effective_kv_heads
+    yield Term("heads", sizes.heads, *tp)
+    yield Term("key and value heads", kv_heads, *tp)
+    if sizes.fused_qkv:
+        yield Term("heads + 2 x key and value heads", sizes.heads + 2 * kv_heads, *tp)
+    yield Term("indexer heads", sizes.indexer_heads, *tp)
+    yield Term("MLP width", sizes.mlp_width, *tp)
+    if degrees.sequence_parallel:
+        yield Term("sequence", sizes.sequence, *tp)
+    yield Term("experts", sizes.experts, "ep", degrees.ep)
+    if sizes.experts:
+        followed = "tp" if degrees.expert_tensor_parallel == 0 else "expert_tensor_parallel"
+        yield Term("expert width", sizes.expert_width, followed, degrees.expert_tp)
+    stages = degrees.pp * sizes.stages_per_rank
+    name = "pp" if sizes.stages_per_rank == 1 else f"(pp x {sizes.stages_per_rank} stages per rank)"
+    yield Term("layers", sizes.layers, name, stages)
+    yield Term("batch", sizes.batch, "ranks with tokens of their own", degrees.batch_ranks)
+
+
+def _common_fixes(sizes: ModelSizes, degrees: Degrees, broken: list[Term]) -> Iterator[str]:
+    """Of a degree that several lines share: what fits all of them, and the world."""
+    for name in ("tp", "ep"):
+        if sum(term.degree_name == name for term in broken) < 2:
+            continue
+        asked = [term.size for term in terms(sizes, degrees) if term.degree_name == name]
+        room = degrees.world // (degrees.pp * degrees.replicate)
+        room //= degrees.ep if name == "tp" else degrees.tp
+        fits = [n for n in range(1, room + 1) if not any(size % n for size in (room, *asked))]
+        yield f"{name} that fits all: {', '.join(map(str, fits))}"

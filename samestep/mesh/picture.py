@@ -1,0 +1,89 @@
+"""The map of a mesh as a picture: who shares a matrix, the experts, a copy of the model."""
+
+import io
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+from samestep.mesh.degrees import Degrees
+
+# From the outermost frame to the innermost; the model axis is a row of cells.
+FRAMES = {"pipe": "#444444", "replicate": "#7a4fa3", "data": "#1f5fa8", "expert": "#c2571a"}
+CELL, GAP, LABEL = 1.0, 0.22, 0.34
+MOST_RANKS = 256
+
+
+def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
+    """Frames inside frames, one per place on each axis; a PNG."""
+    if degrees.world > MOST_RANKS:
+        raise ValueError(f"a picture has room for {MOST_RANKS} ranks, not for {degrees.world}")
+    nested = [(axis, degrees.sizes[axis]) for axis in FRAMES if axis in degrees.axes]
+    width, height = _size(nested, degrees.tp)
+    scale = min(0.75, 24 / width, 24 / height)
+    figure = Figure(figsize=(width * scale + 0.4, height * scale + 0.9), dpi=120)
+    axes = figure.add_axes((0.02, 0.02, 0.96, 0.96 - 0.6 / (height * scale + 0.9)))
+    axes.set_xlim(-GAP, width + GAP)
+    axes.set_ylim(height + GAP, -GAP)
+    axes.set_axis_off()
+    _frame(axes, degrees, hosts, nested, {}, 0.0, 0.0)
+    figure.suptitle(degrees.name, fontweight="bold")
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()
+
+
+def _size(nested: Sequence[tuple[str, int]], tp: int) -> tuple[float, float]:
+    """Width and height of everything inside these frames, which lie beside or below each other."""
+    if not nested:
+        return tp * CELL, CELL
+    (axis, count), *inner = nested
+    width, height = _size(inner, tp)
+    width, height = width + 2 * GAP, height + 2 * GAP + LABEL
+    if _beside(axis):
+        return count * width + (count - 1) * GAP, height
+    return width, count * height + (count - 1) * GAP
+
+
+def _beside(axis: str) -> bool:
+    return axis in ("pipe", "expert")
+
+
+def _frame(
+    axes: Axes,
+    degrees: Degrees,
+    hosts: Sequence[str],
+    nested: Sequence[tuple[str, int]],
+    place: dict[str, int],
+    left: float,
+    top: float,
+) -> None:
+    if not nested:
+        for model in range(degrees.tp):
+            rank = degrees.rank(place | {"model": model})
+            label = f"{rank}\n{hosts[rank][:10]}" if any(hosts) else str(rank)
+            _box(axes, left + model * CELL, top, CELL * 0.94, CELL * 0.94, "#2e7d32", fill=True)
+            x, y = left + (model + 0.47) * CELL, top + 0.47 * CELL
+            axes.text(x, y, label, ha="center", va="center", fontsize=8 if any(hosts) else 10)
+        return
+    (axis, count), *inner = nested
+    width, height = _size(inner, degrees.tp)
+    for index in range(count):
+        step = index * ((width if _beside(axis) else height + LABEL) + 3 * GAP)
+        x, y = (left + step, top) if _beside(axis) else (left, top + step)
+        _box(axes, x, y, width + 2 * GAP, height + 2 * GAP + LABEL, FRAMES[axis])
+        axes.text(x + GAP / 2, y + LABEL, f"{axis} {index}", color=FRAMES[axis], fontsize=7)
+        _frame(
+            axes, degrees, hosts, inner, place | {axis: index}, x + GAP, y + GAP + LABEL
+        )  # fmt: skip
+
+
+def _box(
+    axes: Axes, x: float, y: float, width: float, height: float, color: str, *, fill: bool = False
+) -> None:
+    style = "round,pad=0,rounding_size=0.12"
+    face = "#e8f3e8" if fill else "none"
+    axes.add_patch(
+        FancyBboxPatch((x, y), width, height, style, edgecolor=color, facecolor=face, linewidth=1.3)
+    )

@@ -1,0 +1,120 @@
+"""Facts that decide which code runs, computed from degrees: never from what objects exist.
+
+Every rank tells them in one line before the first step, all are compared, and the receipt has
+them.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from samestep.comm.agreement import RanksDisagreeError, gather_texts
+from samestep.comm.groups import registry
+from samestep.mesh.build import Mesh
+from samestep.mesh.degrees import Degrees
+
+
+@dataclass(frozen=True)
+class Predicates:
+    """What is on, the same on all ranks."""
+
+    pipeline_active: bool  # blocks are divided among ranks
+    copies_active: bool  # whole copies of the sharded model exist (HSDP)
+    data_sharded: bool  # FSDP2 has ranks to shard over
+    tensor_parallel_active: bool  # matrices are cut
+    sequence_parallel_on_block: bool  # between matrices each rank has a part of the sequence
+    expert_parallel_active: bool  # experts are divided among ranks
+    expert_lane: bool  # tokens travel to experts by all-to-all
+    expert_tensor_parallel_active: bool  # experts' matrices are cut
+    experts_share_tokens: bool  # ranks of tensor parallel bring different tokens to experts
+    divisor: int  # of every sum of gradients
+
+
+def predicates(degrees: Degrees, *, experts: bool) -> Predicates:
+    """The facts of these degrees, for a model that has experts or not."""
+    return Predicates(
+        pipeline_active=degrees.pp > 1,
+        copies_active=degrees.replicate > 1,
+        data_sharded=degrees.data * (degrees.ep if degrees.ep_carries_data else 1) > 1,
+        tensor_parallel_active=degrees.tp > 1,
+        sequence_parallel_on_block=degrees.sequence_parallel and degrees.tp > 1,
+        expert_parallel_active=degrees.ep > 1,
+        expert_lane=experts and degrees.ep > 1 and degrees.ep_carries_data,
+        expert_tensor_parallel_active=experts and degrees.expert_tp > 1,
+        experts_share_tokens=experts and degrees.tp > degrees.expert_tp,
+        divisor=degrees.batch_ranks,
+    )
+
+
+def line(mesh: Mesh, facts: Mapping[str, Any]) -> str:
+    """What one rank tells before the first step."""
+    place = ",".join(map(str, mesh.coordinates.values()))
+    told = " ".join(f"{name}={value}" for name, value in facts.items())
+    return f"rank={mesh.rank} mesh={mesh.name} at={place} {told}"
+
+
+def trace(
+    mesh: Mesh,
+    facts: Predicates,
+    *,
+    observed: Mapping[str, Any] | None = None,
+    tell: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Tell this rank's line, compare all ranks', and return what belongs in the receipt.
+
+    Args:
+        mesh: From `build`.
+        facts: From `predicates`.
+        observed: What was really done on this rank, under the same names: modules that send
+            tokens, hooks that were left behind. It is told too. A name that `facts` has must
+            have the same value.
+        tell: Gets the line.
+
+    Raises:
+        RanksDisagreeError: On every rank, naming the fact and the ranks that differ.
+    """
+    known = asdict(facts)
+    seen = dict(observed or {})
+    mine = line(mesh, known | {f"seen.{name}": value for name, value in seen.items()})
+    tell(mine)
+    lines = [mine]
+    if all(mesh.hosts):  # with torch's fake backend there is nobody to ask
+        device = torch.device(mesh.device_mesh.device_type)
+        lines = gather_texts("trace of the first step", mine, registry.of(), device)
+    _require_same(lines)
+    return {
+        "mesh": mesh.name,
+        "degrees": asdict(mesh.degrees),
+        "predicates": known,
+        "observed": seen,
+        "ranks": lines,
+    }
+
+
+def _require_same(lines: list[str]) -> None:
+    """Compare what ranks tell with rank 0's, and what each has seen with what it says."""
+    told = [dict(part.split("=", 1) for part in text.split(" ")) for text in lines]
+    problems = []
+    for name in told[0].keys() - {"rank", "at"}:
+        by_value: dict[str, list[int]] = {}
+        for rank, facts in enumerate(told):
+            by_value.setdefault(facts.get(name, "nothing"), []).append(rank)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+            problems.append(f"{name} is {values}")
+    for rank, facts in enumerate(told):
+        for name, value in facts.items():
+            fact = facts.get(name.removeprefix("seen."))
+            if name.startswith("seen.") and fact is not None and fact != value:
+                problems.append(f"rank {rank} has {name[5:]}={fact}, and did {name[5:]}={value}")
+    if problems:
+        raise RanksDisagreeError(
+            f"ranks do not run the same code: {'; '.join(sorted(problems))}. Build the mesh from "
+            "the same arguments everywhere, and decide from its degrees alone"
+        )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -1,0 +1,121 @@
+"""What stays whole: parameters that no rank may hold only a part of while it computes.
+
+The model and expert axes cut what a rank computes with. The data axis does not count: FSDP2
+gathers a parameter before it is used.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Size, nn
+from torch.distributed.tensor import DTensor
+
+CUT_AXES = ("expert", "model")
+
+# Routing and whatever is sensitive to it, norms, recurrent state, adapters. Names as in common
+# models; patterns as in a shell, case ignored, dots are characters like others.
+DEFAULT_PATTERNS: Mapping[str, tuple[str, ...]] = {
+    "norms and QK-norm": ("*norm*", "*ln_[0-9f]*", "*layernorm*"),
+    "router": ("*router*", "*gate.weight", "*gate.bias", "*e_score_correction*"),
+    "shared and null experts": ("*shared_expert*", "*null_expert*"),
+    "state-space internals": (
+        "*mamba*", "*ssm*", "*a_log", "*dt_bias", "*dt_proj*", "*x_proj*", "*conv1d*",
+    ),
+    "Engram": ("*engram*",),
+    "mHC": ("*mhc*", "*hyper_connection*"),
+    "n-gram hash projections": ("*ngram_hash*", "*ngram*proj*"),
+    "LoRA": ("*lora*",),
+}  # fmt: skip
+
+
+class ReplicateListError(ValueError):
+    """Parameters that are cut although nothing allows it. The text names all of them."""
+
+
+class ShardRule(NamedTuple):
+    """Allows parameters to be cut along a dim over an axis.
+
+    `although` is the reason why something on the replicate list may be cut all the same: some
+    code makes it right, and the reason names it.
+    """
+
+    pattern: str
+    axis: str  # "model" or "expert"
+    dim: int
+    although: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.pattern!r}: Shard({self.dim}) over {self.axis}"
+
+
+class ReplicateList(NamedTuple):
+    """Patterns of what stays whole, by what they are, and rules of what may be cut."""
+
+    rules: tuple[ShardRule, ...] = ()
+    patterns: Mapping[str, tuple[str, ...]] = DEFAULT_PATTERNS
+
+    def kind(self, name: str) -> str | None:
+        """What on the list a parameter is; None if it is not on it."""
+        lowered = name.lower()
+        for kind, patterns in self.patterns.items():
+            if any(fnmatchcase(lowered, pattern) for pattern in patterns):
+                return kind
+        return None
+
+    def check(self, model: nn.Module, whole_shapes: Mapping[str, Size] | None = None) -> None:
+        """Raise unless everything that is cut may be.
+
+        Args:
+            model: After it was laid out.
+            whole_shapes: The shape of each parameter before (`shapes`), to find those that were
+                cut without being DTensors.
+        """
+        problems = []
+        for name, param in model.named_parameters():
+            problems += [self._problem(name, *cut) for cut in cuts(param)]
+            before = None if whole_shapes is None else whole_shapes.get(name)
+            if before is not None and before != param.shape:
+                problems.append(
+                    f"{name!r} was {tuple(before)} and is {tuple(param.shape)}: it was cut, and "
+                    "is no DTensor that says how"
+                )
+        found = [problem for problem in problems if problem]
+        if found:
+            raise ReplicateListError("; ".join(found))
+
+    def _problem(self, name: str, axis: str, dim: int) -> str:
+        """Why a cut is not allowed; empty if it is."""
+        matching = [
+            rule for rule in self.rules if rule.axis == axis and fnmatchcase(name, rule.pattern)
+        ]
+        allowed = [rule for rule in matching if rule.dim == dim]
+        cut = f"{name!r} is Shard({dim}) over {axis}"
+        kind = self.kind(name)
+        if kind is not None and not any(rule.although for rule in allowed):
+            return (
+                f"{cut}, and is on the replicate list ({kind}): keep it whole, or give a "
+                "ShardRule that says `although` what makes it right"
+            )
+        if allowed:
+            return ""
+        if matching:
+            return f"{cut}, and the rule is {matching[0]}"
+        return f"{cut}, and no ShardRule allows it"
+
+
+def shapes(model: nn.Module) -> dict[str, Size]:
+    """The shape of each parameter, to be remembered before a model is laid out."""
+    return {name: param.shape for name, param in model.named_parameters()}
+
+
+def cuts(param: nn.Parameter) -> Iterator[tuple[str, int]]:
+    """The axes over which a parameter is cut while it is computed with, and the dims."""
+    if not isinstance(param, DTensor):
+        return
+    names: Sequence[str] = param.device_mesh.mesh_dim_names or ()
+    for axis, placement in zip(names, param.placements, strict=True):
+        # A strided shard is a shard too, and a private class of torch's.
+        dim = getattr(placement, "dim", None)
+        if axis in CUT_AXES and dim is not None:
+            yield axis, dim

@@ -1,13 +1,12 @@
 """What `samestep train` can be asked for, read with what Python brings."""
 
-import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
+from samestep.command.flags import parse_flags, spelled
 from samestep.command.request import BadRequestError
 from samestep.train.gpt import GPTConfig
 
@@ -88,7 +87,7 @@ class Options:
 
     def _need(self, name: str, fine: bool, what: str) -> None:
         if not fine:
-            raise BadRequestError(f"{_spelled(name)} must be {what}, got {getattr(self, name)}")
+            raise BadRequestError(f"{spelled(name)} must be {what}, got {getattr(self, name)}")
 
     @property
     def model(self) -> GPTConfig:
@@ -122,35 +121,8 @@ class Options:
         return (1 - share) * self.first_momentum + share * self.momentum
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
-
-
 def parse(words: Sequence[str], prog: str) -> Options:
     """Read flags; a bad one raises BadRequestError, --help ends the process."""
-    parser = _Parser(prog=prog, description=Options.__doc__, allow_abbrev=False)
-    hints = get_type_hints(Options, include_extras=True)
-    for option in fields(Options):
-        hint, text = get_args(hints[option.name])
-        parser.add_argument(
-            _spelled(option.name), default=option.default, **_argument(hint, text, option.default)
-        )
-    options = Options(**vars(parser.parse_args(words)))
+    options = parse_flags(Options, words, prog)
     options.check()
     return options
-
-
-def _argument(hint: Any, text: str, default: object) -> dict[str, Any]:
-    """How argparse is told of a field."""
-    text = text if default is None else f"{text} ({default})"
-    if get_origin(hint) is Literal:
-        return {"choices": get_args(hint), "help": text}
-    kind = next(one for one in get_args(hint) or (hint,) if one is not NoneType)
-    return {"type": kind, "metavar": kind.__name__.upper(), "help": text}
-
-
-def _spelled(name: str) -> str:
-    return "--" + name.replace("_", "-")

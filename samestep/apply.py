@@ -273,6 +273,8 @@ class StepScalars:
         """Give the group's tensors on `device`, holding `values`."""
         dtype = torch.float32 if device.type == "mps" else torch.float64
         tensors = self._tensors.setdefault((group, device), {})
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return tensors  # filled before: a graph would fill in the same values for good
         for key, value in values.items():
             if key not in tensors:
                 tensors[key] = torch.zeros((), dtype=dtype, device=device)

@@ -14,6 +14,7 @@ from samestep.buffers.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
+from samestep.kernels.choice import missing as missing_kernels
 from samestep.layout.blocks import Block
 from samestep.local import KnownGroup, LocalParameters, plain
 from samestep.metrics import UpdateSizes
@@ -41,6 +42,7 @@ from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
 if TYPE_CHECKING:
+    from samestep.kernels.recorded_step import RecordedStep
     from samestep.kernels.update import KernelPlan
     from samestep.sharded_blocks import ShardedParameters
 
@@ -64,6 +66,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         *,
         master_weights: bool,
         compile: bool | str,
+        cuda_graph: bool = False,
         max_grad_norm: float | None,
         update_rms: bool,
         distribution: Distribution,
@@ -73,6 +76,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None:
             checks.limit("max_grad_norm", max_grad_norm)
         checks.boolean("update_rms", update_rms)
+        checks.boolean("cuda_graph", cuda_graph)
         self._max_grad_norm = max_grad_norm
         self._update_rms = update_rms
         self._distribution = distribution
@@ -95,6 +99,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._rule_options = rule_options
         self._master_weights = master_weights
         self._compile = compile
+        self._cuda_graph = cuda_graph
         self._reset_derived()
         self._reset_runner()
         self._in_flight = ParametersInFlight()
@@ -112,6 +117,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         super().__init__(params, defaults)
         self._share(range(len(self.param_groups)))
         self._constructed = True
+        self._refuse_cuda_graph()
 
     def _new_planner(self, order_of_use: Iterable[Tensor]) -> Planner:
         alike = ("master_weights", "max_grad_norm", "update_rms")
@@ -311,6 +317,20 @@ class GroupOptimizer(torch.optim.Optimizer):
                     "compile=True does the same there"
                 )
 
+    def _refuse_cuda_graph(self) -> None:
+        """Raise where a step cannot be one graph."""
+        if not self._cuda_graph:
+            return
+        if self._compile:
+            raise ValueError(
+                "cuda_graph=True and compile exclude each other: leave one of them out"
+            )
+        if self._rank_group is not None or self._sharded:
+            raise ValueError(
+                "cuda_graph=True is for one process: what ranks send depends on who has which "
+                "gradients, which a graph cannot; leave it out"
+            )
+
     def _plan(self, index: int, group: Group) -> None:
         """Cut the parameters of a group into blocks and remember what that depended on."""
         cut = blocks_of_group(group, parameter_names(group, index))
@@ -341,6 +361,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._placements: list[Placement] = []
         backend = "inductor" if self._compile is True else self._compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
+        self._recorded = _new_recorded_step() if self._cuda_graph else None
 
     def state_dict(self) -> StateDict:
         """What torch's optimizers give. Of an optimizer on several ranks it is this rank's part.
@@ -421,8 +442,8 @@ class GroupOptimizer(torch.optim.Optimizer):
                 "build a new one on every rank and load its state_dict"
             )
         mine = (
-            "_rule_options", "_master_weights", "_compile", "_max_grad_norm", "_update_rms",
-            "_distribution",
+            "_rule_options", "_master_weights", "_compile", "_cuda_graph", "_max_grad_norm",
+            "_update_rms", "_distribution",
         )  # fmt: skip
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
@@ -438,6 +459,15 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._planner = self._new_planner(())
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)
+
+
+def _new_recorded_step() -> "RecordedStep":
+    reason = missing_kernels(torch.device("cuda"))
+    if reason is not None:
+        raise ValueError(f"cuda_graph=True needs kernels, and there are none: {reason}")
+    from samestep.kernels.recorded_step import RecordedStep
+
+    return RecordedStep()
 
 
 class CheckedParameters(NamedTuple):

@@ -1,6 +1,7 @@
 """What `opt.metrics()` tells of a step, gathered without waiting for the device."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,13 @@ class UpdateSizes:
         if self._pending is not None:
             self._totals, self._pending = self._pending.wait().view(2, -1), None
         return None if self._totals is None else (self._totals[0] / self._totals[1]).sqrt()
+
+
+class StepNumbers(NamedTuple):
+    """What a step leaves for `opt.metrics()`."""
+
+    grad_norm: Tensor | None
+    sizes: UpdateSizes | None
 
 
 def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) -> Tensor:

@@ -129,6 +129,9 @@ class MuonAdamW(RuleOptimizer):
             if it is not finite; `metrics()` has the norm. math.inf: only that check.
         update_rms: `metrics()` tells the size of the updates.
         compile: run the math through torch.compile (True, or the name of a backend).
+        cuda_graph: replay the whole step as one CUDA graph from the third on, for one process whose
+            parameters are on one GPU and either always or never have a gradient. Learning rates
+            stay live. The memory a step needs beside parameters and state is then kept.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class MuonAdamW(RuleOptimizer):
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
+        cuda_graph: bool = False,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
         for name in options:
@@ -195,6 +199,7 @@ class MuonAdamW(RuleOptimizer):
             max_grad_norm=max_grad_norm,
             update_rms=update_rms,
             compile=compile,
+            cuda_graph=cuda_graph,
             distribution=distribution,
             model=model,
             order_of_use=order_of_use,
@@ -220,6 +225,7 @@ class Muon(RuleOptimizer):
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
+        cuda_graph: bool = False,
         **options: Unpack[MuonOptions],
     ) -> None:
         for name in options:
@@ -235,6 +241,7 @@ class Muon(RuleOptimizer):
             max_grad_norm=max_grad_norm,
             update_rms=update_rms,
             compile=compile,
+            cuda_graph=cuda_graph,
             distribution=distribution,
         )
 
@@ -262,6 +269,7 @@ class AdamW(RuleOptimizer):
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
+        cuda_graph: bool = False,
         **options: Unpack[DistributionOptions],
     ) -> None:
         for name in options:
@@ -281,6 +289,7 @@ class AdamW(RuleOptimizer):
             max_grad_norm=max_grad_norm,
             update_rms=update_rms,
             compile=compile,
+            cuda_graph=cuda_graph,
             distribution=distribution,
         )
 

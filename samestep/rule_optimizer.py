@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from samestep.comm.presence import Problem, any_problem, tell_problem
 from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
 from samestep.kernels.choice import missing as missing_kernels
-from samestep.metrics import UpdateSizes, present_counts
+from samestep.metrics import StepNumbers, UpdateSizes, present_counts
 from samestep.param_groups import LAYOUT_KEYS, rule_of
 from samestep.placement import Placement
 from samestep.plan.schedule import (
@@ -46,6 +46,9 @@ from samestep.plan.schedule import (
     line_of,
     step_schedule,
 )
+
+if TYPE_CHECKING:
+    from samestep.kernels.recorded_step import RecordedStep
 
 _step_schedule = lru_cache(maxsize=64)(step_schedule)  # the same in every step
 
@@ -102,23 +105,7 @@ class RuleOptimizer(FullValues):
             placement.begin_step(self.state, problem)
         try:
             self._problem = self._heard_from_stages(problem)
-            execute(
-                self._schedule(),
-                {
-                    Reduce: lambda op: self._placement(op).reduce(op.bucket.bucket),
-                    Agree: self._agree,
-                    Average: lambda op: self._placement(op).average(op.bucket.bucket),
-                    Clip: self._clip,
-                    Update: self._update,
-                    Gather: lambda op: self._placement(op).gather(op.bucket.bucket),
-                    Place: lambda op: self._placement(op).place(op.bucket.bucket),
-                    Collect: self._collect,
-                    Transform: self._transform,
-                    GiveBack: self._give_back,
-                    Apply: self._apply,
-                    Measure: self._measure,
-                },
-            )
+            self._execute() if self._recorded is None else self._execute_recorded(self._recorded)
         except CollectiveError:
             raise  # ranks are gone: there is nobody to start afresh with
         except BaseException:
@@ -127,6 +114,40 @@ class RuleOptimizer(FullValues):
             raise
         for placement in self._placements:
             placement.finish_step()
+
+    def _execute(self) -> None:
+        """The operations of a step, one after the other."""
+        execute(
+            self._schedule(),
+            {
+                Reduce: lambda op: self._placement(op).reduce(op.bucket.bucket),
+                Agree: self._agree,
+                Average: lambda op: self._placement(op).average(op.bucket.bucket),
+                Clip: self._clip,
+                Update: self._update,
+                Gather: lambda op: self._placement(op).gather(op.bucket.bucket),
+                Place: lambda op: self._placement(op).place(op.bucket.bucket),
+                Collect: self._collect,
+                Transform: self._transform,
+                GiveBack: self._give_back,
+                Apply: self._apply,
+                Measure: self._measure,
+            },
+        )
+
+    def _execute_recorded(self, recorded: "RecordedStep") -> None:
+        """The same as one CUDA graph."""
+        maths = [self._math(index, self._device) for index in range(len(self.param_groups))]
+        known = [self._known_groups[index] for index in range(len(maths))]
+        if self._inverse_scale is not None:
+            self._inverse_scale = recorded.own_scale(self._inverse_scale)
+
+        def all_operations() -> StepNumbers:
+            self._execute()
+            return StepNumbers(self._grad_norm, self._sizes)
+
+        scaled = self._inverse_scale is not None
+        self._grad_norm, self._sizes = recorded.run(known, maths, scaled, all_operations)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -361,7 +382,8 @@ class RuleOptimizer(FullValues):
         """
         found = {}
         if self._grad_norm is not None:
-            found["grad_norm"] = self._grad_norm
+            # A graph writes the next one into the same tensor.
+            found["grad_norm"] = self._grad_norm.clone() if self._recorded else self._grad_norm
         flags = [flag for placement in self._placements for flag in placement.present()]
         found["present"] = present_counts(len(self.param_groups), flags)
         rms = None if self._sizes is None else self._sizes.rms()

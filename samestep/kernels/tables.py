@@ -1,13 +1,37 @@
 """Tables of addresses: with them one launch works on many tensors where they lie."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, reduce
 from operator import or_
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 CHUNK = 4096  # elements of one tensor that one program works on
+
+
+class AddressSource(Protocol):
+    """Where tables on the device get their addresses from while a graph is recorded."""
+
+    def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
+        """(rows, columns), filled before the graph runs."""
+        ...
+
+
+_source: ContextVar[AddressSource | None] = ContextVar("addresses", default=None)
+
+
+@contextmanager
+def addresses_from(source: AddressSource) -> Iterator[None]:
+    """Tables made inside have their addresses from a source."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
 
 
 class Table:
@@ -22,6 +46,15 @@ class Table:
             for row, of_row in zip(rows, found, strict=True)
         )
         device = rows[0][0].device
+        source = _source.get()
+        if source is not None:
+            self.addresses = source.take(found)
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() is being captured by torch.cuda.graph, which would keep today's learning "
+                "rates and gradients for good: give the optimizer cuda_graph=True instead"
+            )
         table = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.addresses = table.to(device, non_blocking=True)  # nobody waits for it
 

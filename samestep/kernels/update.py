@@ -108,6 +108,19 @@ def update_with_kernels(
     return [operands[place] for place in plan.others]
 
 
+def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
+    """Why kernels cannot do all operands of a group."""
+    for operand in operands:
+        if not _can(math, operand.param.device):
+            return f"rule {math.rule.name!r} has no kernels for the options of its group"
+        if not _fits(operand):
+            return (
+                f"a parameter of shape {tuple(operand.param.shape)} is not what kernels know: "
+                "16 or 32 bits, contiguous like its gradient and state, not empty"
+            )
+    return None
+
+
 def _can(math: GroupMath, device: torch.device) -> bool:
     """Whether there are kernels for the rule and options of a group."""
     options = math.options

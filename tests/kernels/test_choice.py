@@ -27,3 +27,16 @@ def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
         return True
 
     assert run_forked(2, build) == [True, True]
+
+
+def test_a_graph_of_the_step_is_refused_where_there_cannot_be_one():
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(ValueError, match="cuda_graph=True and compile exclude each other"):
+        samestep.Muon([param], cuda_graph=True, compile="eager")
+    with pytest.raises(TypeError, match="cuda_graph"):
+        samestep.Muon([param], cuda_graph="yes")
+    optimizer = samestep.AdamW([param], cuda_graph=True)
+    param.grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match=r"param_groups\[0\]: kernels are for CUDA"):
+        optimizer.step()
+    assert torch.equal(param, torch.ones(4, 4))

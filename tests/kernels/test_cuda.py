@@ -111,6 +111,98 @@ def test_state_that_was_loaded_is_the_one_that_is_used():
     assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters()))
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"preset": "nanochat"}, {"compute_dtype": torch.float16, "update_rms": True}]
+)
+def test_a_recorded_step_is_the_same_step(options):
+    """With gradients elsewhere every time, a schedule, a step that is skipped, loaded state."""
+    nets = [model(), model()]
+    pair = [
+        samestep.MuonAdamW(net, max_grad_norm=1.0, cuda_graph=graph, **options)
+        for net, graph in zip(nets, (False, True), strict=True)
+    ]
+    kept = []  # so that no gradient comes back to an old address
+    for step in range(12):
+        for net, optimizer in zip(nets, pair, strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * (1 + step % 5)
+            give_gradients(net, step)
+            kept += [param.grad for param in net.parameters()]
+            if step == 6:
+                next(net.parameters()).grad[0, 0] = torch.inf
+            optimizer.step()
+        if step == 8:
+            nets[1].load_state_dict(nets[0].state_dict())
+            pair[1].load_state_dict(pair[0].state_dict())
+        assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters())), step
+        numbers = [optimizer.metrics() for optimizer in pair]
+        assert numbers[0].keys() == numbers[1].keys()
+        for key in numbers[0]:
+            assert torch.equal(*(n[key].nan_to_num() for n in numbers)), (key, step)
+    states = [
+        [t for entry in optimizer.state.values() for t in entry.values()] for optimizer in pair
+    ]
+    assert all(map(torch.equal, *states))
+    assert pair[1]._recorded._graph is not None
+
+
+def test_a_recorded_step_takes_the_scale_of_a_grad_scaler():
+    nets = [model(), model()]
+    pair = [samestep.MuonAdamW(nets[graph], cuda_graph=bool(graph)) for graph in range(2)]
+    scalers = [samestep.GradScaler("cuda", init_scale=2.0**10, growth_interval=2) for _ in pair]
+    for step in range(8):
+        for net, optimizer, scaler in zip(nets, pair, scalers, strict=True):
+            scaler.scale(torch.ones((), device="cuda"))
+            give_gradients(net, step, scale=float(scaler.get_scale()))
+            if step == 4:
+                next(net.parameters()).grad[0, 0] = torch.inf
+            scaler.step(optimizer)
+            scaler.update()
+        assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters())), step
+
+
+def test_a_recorded_step_refuses_gradients_that_come_and_go():
+    net = model()
+    optimizer = samestep.MuonAdamW(net, cuda_graph=True)
+    for step in range(3):
+        give_gradients(net, step)
+        optimizer.step()
+    before = [param.detach().clone() for param in net.parameters()]
+    next(net.parameters()).grad = None
+    with pytest.raises(RuntimeError, match="has no gradient now but had one"):
+        optimizer.step()
+    assert all(map(torch.equal, before, net.parameters()))
+    give_gradients(net, 4)
+    optimizer.step()
+    assert not torch.equal(before[0], next(net.parameters()))
+
+
+def test_a_recorded_step_is_replayed_without_waiting():
+    net = model()
+    optimizer = samestep.MuonAdamW(net, max_grad_norm=1.0, cuda_graph=True)
+    for step in range(4):
+        give_gradients(net, step)
+        torch.cuda.synchronize()
+        if step == 3:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_step_captured_by_others_is_refused():
+    net = model()
+    optimizer = samestep.MuonAdamW(net, max_grad_norm=1.0)
+    give_gradients(net, 0)
+    optimizer.step()
+    with (
+        pytest.raises(RuntimeError, match="cuda_graph=True"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        optimizer.step()
+
+
 def test_a_block_does_not_depend_on_its_company():
     """Bit for bit: what makes layouts with other batches agree."""
     from samestep.rules.orthogonalize import orthogonalize

@@ -75,8 +75,13 @@ def _ours(**options: Any) -> Callable[[Parameters], Entry]:
     return build
 
 
-def _our_adamw(parameters: Parameters) -> Entry:
-    return Entry([samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY)])
+def _our_adamw(**options: Any) -> Callable[[Parameters], Entry]:
+    def build(parameters: Parameters) -> Entry:
+        return Entry(
+            [samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY, **options)]
+        )
+
+    return build
 
 
 def _torch_adamw(parameters: Parameters) -> Entry:
@@ -159,6 +164,10 @@ CONTESTANTS = (
         _ours(variance_beta2=0.9, cautious=True), ours=True, clips=True,
     ),
     Contestant(
+        "ours-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
+        _ours(cuda_graph=True), ours=True, clips=True,
+    ),
+    Contestant(
         "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)",
         _ours(), ours=True, clips=True, kernels=False,
     ),
@@ -180,6 +189,10 @@ CONTESTANTS = (
         "dion-gram-torch", "dion's Muon, Gram Newton-Schulz in plain torch",
         _dion(use_gram_newton_schulz=True),
     ),
-    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw, "adamw", ours=True),
+    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw(), "adamw", ours=True),
+    Contestant(
+        "ours-adamw-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
+        _our_adamw(cuda_graph=True), "adamw", ours=True,
+    ),
     Contestant("torch-adamw", "torch's fused AdamW on everything", _torch_adamw, "adamw"),
 )  # fmt: skip

@@ -1,0 +1,151 @@
+"""A whole step as one CUDA graph: the host launches once, however many parameters there are.
+
+A graph has the addresses of all it works on. Those of gradients change from step to step: kernels
+read them from a table, which is filled anew before every replay, as learning rates are.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.apply import GroupMath
+from samestep.kernels.choice import missing
+from samestep.kernels.tables import addresses_from
+from samestep.kernels.update import reason_against
+from samestep.local import KnownGroup
+from samestep.metrics import StepNumbers
+
+ROOM = 1 << 16  # addresses, of all tables of a graph
+
+
+class StepShape(NamedTuple):
+    """What a graph is recorded for."""
+
+    groups: tuple[KnownGroup, ...]  # parameters and state: the same objects until one is replaced
+    options: tuple[tuple[Mapping[str, Any], bool], ...]  # of each group, and `maximize`
+    gradients: tuple[tuple[torch.dtype, bool, bool] | None, ...]  # None: absent
+    scaled: bool  # whether a GradScaler is in use
+
+
+class RecordedStep:
+    """Runs the first step of a shape, which compiles kernels; records the second; then replays."""
+
+    def __init__(self) -> None:
+        self._shape: StepShape | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._slots: Slots | None = None
+        self._numbers = StepNumbers(None, None)
+        self._scale: Tensor | None = None
+
+    def own_scale(self, scale: Tensor) -> Tensor:
+        """The scale of a GradScaler at an address that stays."""
+        if self._scale is None:
+            self._scale = scale.clone()
+        return self._scale.copy_(scale, non_blocking=True)
+
+    def run(
+        self,
+        groups: Sequence[KnownGroup],
+        maths: Sequence[GroupMath],
+        scaled: bool,
+        execute: Callable[[], StepNumbers],
+    ) -> StepNumbers:
+        """One step; its numbers are in the same tensors every time."""
+        all_grads = [param.grad for group in groups for param in group.params]
+        options = tuple((math.options, math.maximize) for math in maths)
+        shapes = tuple(map(_gradient_shape, all_grads))
+        shape = StepShape(tuple(groups), options, shapes, scaled)
+        grads = [grad for grad in all_grads if grad is not None]
+        if not grads:
+            return execute()
+        if shape != self._shape:
+            self._refuse(shape, maths)
+            self._graph = self._slots = None
+            numbers = execute()
+            self._shape = shape
+            return numbers
+        if self._graph is None or self._slots is None:
+            graph, slots = torch.cuda.CUDAGraph(), Slots(grads)
+            with (
+                addresses_from(slots),
+                torch.cuda.graph(graph, capture_error_mode="thread_local"),
+            ):
+                self._numbers = execute()
+            self._graph, self._slots = graph, slots
+        self._slots.fill([grad.data_ptr() for grad in grads])
+        self._graph.replay()
+        return self._numbers
+
+    def _refuse(self, shape: StepShape, maths: Sequence[GroupMath]) -> None:
+        """Raise, before anything changes, where a graph would do something else than a step."""
+        for number, (group, math) in enumerate(zip(shape.groups, maths, strict=True)):
+            operands = list(group.operands())
+            devices = {operand.param.device for operand in operands}
+            reason = next(filter(None, map(missing, devices)), None)
+            reason = reason or reason_against(math, operands)
+            if reason is not None:
+                raise RuntimeError(
+                    f"cuda_graph=True cannot record param_groups[{number}]: {reason}; leave "
+                    "cuda_graph out"
+                )
+        old = self._shape
+        if old is None or old.groups != shape.groups:
+            return
+        params = chain.from_iterable(group.params for group in shape.groups)
+        for place, (param, was, now) in enumerate(
+            zip(params, old.gradients, shape.gradients, strict=True)
+        ):
+            if (was is None) != (now is None):
+                has, had = ("no", "one") if now is None else ("a", "none")
+                raise RuntimeError(
+                    f"cuda_graph=True replays one step, and parameter {place}, of shape "
+                    f"{tuple(param.shape)}, has {has} gradient now but had {had} in it: leave "
+                    "cuda_graph out where gradients come and go"
+                )
+
+
+def _gradient_shape(grad: Tensor | None) -> tuple[torch.dtype, bool, bool] | None:
+    """What kernels are compiled for: dtype, contiguity, alignment."""
+    if grad is None:
+        return None
+    return grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0
+
+
+class Slots:
+    """Places on the device for the addresses that a graph reads: of gradients, and inside them."""
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        begins = [grad.data_ptr() for grad in grads]
+        self._order = sorted(range(len(grads)), key=begins.__getitem__)
+        self._begins = [begins[place] for place in self._order]
+        self._sizes = [grads[place].nbytes for place in self._order]
+        self._gradients: list[int] = []  # which one an address lies in; one past the last: none
+        self._offsets: list[int] = []
+        self._room = torch.zeros(ROOM, dtype=torch.int64, device=grads[0].device)
+
+    def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
+        """Slots for rows of addresses, (rows, columns)."""
+        begin = len(self._gradients)
+        for address in chain.from_iterable(addresses):
+            found = bisect_right(self._begins, address) - 1
+            inside = found >= 0 and address < self._begins[found] + self._sizes[found]
+            self._gradients.append(self._order[found] if inside else len(self._begins))
+            self._offsets.append(address - self._begins[found] if inside else address)
+        end = len(self._gradients)
+        if end > ROOM:
+            raise RuntimeError(
+                f"cuda_graph=True has room for {ROOM} addresses of blocks, and there are {end}: "
+                "leave cuda_graph out"
+            )
+        return self._room[begin:end].view(len(addresses), -1)
+
+    def fill(self, begins: Sequence[int]) -> None:
+        """Say where the gradients are now; nobody waits for it."""
+        bases = torch.tensor([*begins, 0], dtype=torch.int64)
+        table = bases[self._gradients] + torch.tensor(self._offsets, dtype=torch.int64)
+        pinned = table.pin_memory() if self._room.is_cuda else table
+        self._room[: len(table)].copy_(pinned, non_blocking=True)

@@ -35,6 +35,10 @@ COMMANDS = {
         "a small GPT in any layout, with checkpoints that any other can go on from",
         "samestep.train.command",
     ),
+    "mesh": Command(
+        "which rank is where on which axis, whom it meets, and whether a model fits",
+        "samestep.mesh.command",
+    ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
         "samestep.bench.crossover.command",

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from samestep.mesh.degrees import Degrees, nearest_divisors, nearest_multiples
+from samestep.mesh.degrees import Degrees, nearest_multiples
 
 
 class ContractError(ValueError):
@@ -50,6 +50,7 @@ class Term(NamedTuple):
     size: int
     degree_name: str  # as it is asked for
     degree: int
+    choices: tuple[int, ...] = ()  # degrees that fit the world and all lines of the same degree
 
     @property
     def holds(self) -> bool:
@@ -61,27 +62,29 @@ class Term(NamedTuple):
         if self.holds:
             return f"{line}0"
         sizes = " or ".join(map(str, nearest_multiples(self.degree, self.size)))
-        degrees = " or ".join(map(str, nearest_divisors(self.size, self.degree)))
-        return (
-            f"{line}{self.size % self.degree}: take {self.what} {sizes}, "
-            f"or {self.degree_name} {degrees}"
-        )
+        below = [choice for choice in self.choices if choice < self.degree][-1:]
+        above = [choice for choice in self.choices if choice > self.degree][:1]
+        degrees = " or ".join(map(str, below + above))
+        instead = f", or {self.degree_name} {degrees}" if degrees else ""
+        return f"{line}{self.size % self.degree}: take {self.what} {sizes}{instead}"
 
 
 def terms(sizes: ModelSizes, degrees: Degrees) -> list[Term]:
     """All lines of the contract that concern this model and these degrees."""
-    return [term for term in _all_terms(sizes, degrees) if term.size and term.degree > 1]
+    found = [term for term in _all_terms(sizes, degrees) if term.size and term.degree > 1]
+    choices = {
+        name: _choices(degrees, name, [term.size for term in found if term.degree_name == name])
+        for name in ("tp", "ep", "pp")
+    }
+    return [term._replace(choices=choices.get(term.degree_name, ())) for term in found]
 
 
 def check(sizes: ModelSizes, degrees: Degrees) -> None:
-    """Raise ContractError with every line that does not hold, and degrees for which all do."""
-    broken = [term for term in terms(sizes, degrees) if not term.holds]
-    if not broken:
-        return
-    several = "" if len(broken) == 1 else f"{len(broken)} sizes do not fit: "
-    lines = [str(term) for term in broken]
-    lines += list(_common_fixes(sizes, degrees, broken))
-    raise ContractError(several + "; ".join(lines))
+    """Raise ContractError with every line that does not hold, and sizes that would."""
+    broken = [str(term) for term in terms(sizes, degrees) if not term.holds]
+    if broken:
+        several = "" if len(broken) == 1 else f"{len(broken)} sizes do not fit: "
+        raise ContractError(several + "; ".join(broken))
 
 
 def _all_terms(sizes: ModelSizes, degrees: Degrees) -> Iterator[Term]:
@@ -105,13 +108,8 @@ def _all_terms(sizes: ModelSizes, degrees: Degrees) -> Iterator[Term]:
     yield Term("batch", sizes.batch, "ranks with tokens of their own", degrees.batch_ranks)
 
 
-def _common_fixes(sizes: ModelSizes, degrees: Degrees, broken: list[Term]) -> Iterator[str]:
-    """Of a degree that several lines share: what fits all of them, and the world."""
-    for name in ("tp", "ep"):
-        if sum(term.degree_name == name for term in broken) < 2:
-            continue
-        asked = [term.size for term in terms(sizes, degrees) if term.degree_name == name]
-        room = degrees.world // (degrees.pp * degrees.replicate)
-        room //= degrees.ep if name == "tp" else degrees.tp
-        fits = [n for n in range(1, room + 1) if not any(size % n for size in (room, *asked))]
-        yield f"{name} that fits all: {', '.join(map(str, fits))}"
+def _choices(degrees: Degrees, name: str, sizes: list[int]) -> tuple[int, ...]:
+    """Values of one degree, all others kept, that divide the world and all of these sizes."""
+    room = degrees.data * getattr(degrees, name)
+    fits = range(1, room + 1)
+    return tuple(n for n in fits if all(whole % n == 0 for whole in (room, *sizes)))

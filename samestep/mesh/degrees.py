@@ -132,7 +132,8 @@ class Degrees:
         product = prod(degrees.values())
         if self.world % product == 0:
             return
-        asked = " x ".join(f"{name} {size}" for name, size in degrees.items() if size > 1)
+        factors = [f"{name} {size}" for name, size in degrees.items() if size > 1]
+        asked = factors[0] if len(factors) == 1 else f"{' x '.join(factors)} = {product}"
         fixes = []
         for name, size in degrees.items():
             room, rest = divmod(self.world, product // size)
@@ -141,7 +142,7 @@ class Degrees:
         worlds = nearest_multiples(product, self.world)
         fixes.append(f"a world of {_listed(worlds)} ranks")
         yield (
-            f"{asked} = {product} ranks do not divide a world of {self.world}. "
+            f"{asked} does not divide a world of {self.world} ranks. "
             f"What works, changing one: {', or '.join(fixes)}"
         )
 

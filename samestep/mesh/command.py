@@ -1,0 +1,137 @@
+"""`samestep mesh`: the map of a mesh and the verdict of the contract, without any rank."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from samestep.command.flags import parse_flags
+from samestep.command.output import check_folder, write_files
+from samestep.command.request import BadRequestError
+from samestep.mesh import map as mesh_map
+from samestep.mesh.contract import ContractError, ModelSizes, Term, terms
+from samestep.mesh.degrees import Degrees, DegreesError
+from samestep.mesh.hosts import require_local_groups
+from samestep.mesh.predicates import predicates
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which rank is where on which axis, whom it meets, and whether a model fits."""
+
+    world_size: Annotated[int, "ranks"] = 8
+    tp: Annotated[int, "ranks that share a matrix"] = 1
+    sp: Annotated[bool, "sequence parallel: they share the sequence between matrices"] = False
+    ep: Annotated[int, "ranks that share the experts"] = 1
+    ep_carries_data: Annotated[bool, "ranks along the expert axis see different tokens"] = True
+    expert_tensor_parallel: Annotated[int, "ranks that share an expert's matrix; 0: --tp"] = 0
+    pp: Annotated[int, "pipeline stages"] = 1
+    replicate: Annotated[int, "copies of the sharded model"] = 1
+    ranks_per_host: Annotated[int | None, "if given, hosts are checked and shown"] = None
+    across_hosts: Annotated[bool, "allow --tp and --ep groups that span hosts"] = False
+
+    heads: Annotated[int, "query heads; 0: not checked, as for all sizes below"] = 0
+    kv_heads: Annotated[int, "key and value heads; 0: as many as --heads"] = 0
+    fused_qkv: Annotated[bool, "queries, keys and values share one weight"] = False
+    indexer_heads: Annotated[int, "heads of a sparse attention's indexer"] = 0
+    mlp_width: Annotated[int, "channels inside an MLP"] = 0
+    experts: Annotated[int, "MLPs per layer to choose from"] = 0
+    expert_width: Annotated[int, "channels inside an expert"] = 0
+    layers: Annotated[int, "transformer layers"] = 0
+    stages_per_rank: Annotated[int, "of an interleaved pipeline"] = 1
+    sequence: Annotated[int, "tokens of a sequence"] = 0
+    batch: Annotated[int, "sequences per step, of all ranks together"] = 0
+
+    picture: Annotated[Path | None, "a PNG to write, of up to 256 ranks"] = None
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes of the model."""
+        return ModelSizes(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            fused_qkv=self.fused_qkv,
+            indexer_heads=self.indexer_heads,
+            mlp_width=self.mlp_width,
+            experts=self.experts,
+            expert_width=self.expert_width,
+            layers=self.layers,
+            stages_per_rank=self.stages_per_rank,
+            sequence=self.sequence,
+            batch=self.batch,
+        )
+
+    @property
+    def degrees(self) -> Degrees:
+        """The degrees of the mesh."""
+        return Degrees(
+            self.world_size,
+            self.pp,
+            self.replicate,
+            self.ep,
+            self.tp,
+            self.sp,
+            self.expert_tensor_parallel,
+            self.ep_carries_data,
+        )
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    """Read flags; a bad one raises BadRequestError, --help ends the process."""
+    return parse_flags(Options, words, prog)
+
+
+def run(options: Options) -> int:
+    """Print map, facts and verdict; 2 if the model does not fit."""
+    try:
+        degrees, sizes, hosts = options.degrees, options.sizes, _hosts(options)
+        if hosts and not options.across_hosts:
+            require_local_groups(degrees, hosts)
+    except (DegreesError, ContractError) as error:
+        raise BadRequestError(_as_flags(str(error))) from None
+    if options.picture is not None:
+        _write_picture(options.picture, degrees, hosts)
+    mesh_map.show(degrees, sys.stdout, hosts)
+    facts = predicates(degrees, experts=sizes.experts > 0)
+    for name, value in vars(facts).items():
+        sys.stdout.write(f"{name}: {value}\n")
+    return _verdict(terms(sizes, degrees))
+
+
+def _verdict(lines: Sequence[Term]) -> int:
+    if not lines:
+        sys.stdout.write("contract: no sizes of a model were given that a degree above 1 cuts\n")
+        return 0
+    for term in lines:
+        sys.stdout.write(f"{'fits' if term.holds else 'DOES NOT FIT'}: {term}\n")
+    broken = sum(not term.holds for term in lines)
+    verdict = "all sizes fit" if not broken else f"{broken} of {len(lines)} sizes do not fit"
+    sys.stdout.write(f"contract: {verdict}\n")
+    return 2 if broken else 0
+
+
+def _hosts(options: Options) -> tuple[str, ...]:
+    if options.ranks_per_host is None:
+        return ()
+    if options.ranks_per_host < 1:
+        raise BadRequestError(f"--ranks-per-host must be at least 1, got {options.ranks_per_host}")
+    return tuple(f"host{rank // options.ranks_per_host}" for rank in range(options.world_size))
+
+
+def _write_picture(path: Path, degrees: Degrees, hosts: Sequence[str]) -> None:
+    from samestep.mesh.picture import draw
+
+    check_folder(path.parent)
+    try:
+        png = draw(degrees, hosts)
+    except ValueError as error:
+        raise BadRequestError(str(error)) from None
+    write_files(path.parent, {path.name: png})
+
+
+def _as_flags(text: str) -> str:
+    """An error in the words of whoever called the command."""
+    return text.replace("across_hosts=True", "--across-hosts").replace(
+        "sequence_parallel shares", "--sp shares"
+    )

@@ -84,8 +84,8 @@ class Marks(list[tuple[str, float, float]]):
 class Training:
     """A GPT under FSDP2 with an optimizer of its own.
 
-    Q, K and V are one block: with the other matrices of a layer that makes four blocks of unequal
-    work, which dealt out in turn leave two of four ranks with all the large ones.
+    The six matrices of a layer are blocks of unequal work: dealt out in turn they leave two of
+    four ranks with all the large ones.
     """
 
     def __init__(self, case: Case, shape: Shape, link: ModelledLink, marks: Marks) -> None:
@@ -103,7 +103,6 @@ class Training:
         fully_shard(self._model, mesh=mesh)
         self._optimizer = samestep.MuonAdamW(
             self._model,
-            overrides={"*.qkv.weight": {"split_sizes": (sum(config.qkv_split_sizes),)}},
             bucket_size=ONE_TURN,
             muon_schedule=case.schedule,
             chunks_ahead=int(case.pipelined),

@@ -79,10 +79,7 @@ class Training:
             "bucket_size": self.parameters // case.parts,
         }
         if case.rule == "MuonAdamW":
-            split = {"split_sizes": self.model.config.qkv_split_sizes}
-            self.optimizer = samestep.MuonAdamW(
-                self.model, overrides={"*.qkv.weight": split}, **options
-            )
+            self.optimizer = samestep.MuonAdamW(self.model, **options)
         else:
             self.optimizer = samestep.AdamW(self.model, **options)
 

@@ -23,27 +23,11 @@ from examples.gpt import GPT, GPTConfig
 HEAD_WIDTH = 64
 
 
-class SeparateProjections(nn.Module):
-    """Three matrices in place of the fused one, since the twin cannot cut a fused one."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., C) -> (..., 3 C), as the fused matrix gives it."""
-        return torch.cat((self.q(x), self.k(x), self.v(x)), dim=-1)
-
-
 def build_model(width: int, layers: int, vocabulary: int) -> GPT:
-    """A GPT with separate projections, drawn from torch's global generator."""
+    """A GPT drawn from torch's global generator."""
     heads = max(1, width // HEAD_WIDTH)
     shape = {"width": width, "layers": layers, "heads": heads, "kv_heads": heads}
-    model = GPT(GPTConfig(vocab_size=vocabulary, **shape))
-    for block in model.blocks:
-        block.attention.qkv = SeparateProjections(width)
-    model.reset_parameters()
-    return model
+    return GPT(GPTConfig(vocab_size=vocabulary, **shape))
 
 
 class Moments(NamedTuple):

@@ -145,14 +145,7 @@ def make_runs(options: Options) -> list[Run]:
     adamw_model = GPT(options.model)
     muon_model = copy.deepcopy(adamw_model)
     adamw = samestep.AdamW(adamw_model, lr=options.lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
-    muon = samestep.MuonAdamW(
-        muon_model,
-        lr=options.lr,
-        weight_decay=WEIGHT_DECAY,
-        betas=BETAS,
-        # Queries, keys and values share one weight, but are three matrices to Muon.
-        overrides={"*.qkv.weight": {"split_sizes": options.model.qkv_split_sizes}},
-    )
+    muon = samestep.MuonAdamW(muon_model, lr=options.lr, weight_decay=WEIGHT_DECAY, betas=BETAS)
 
     def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
         return torch.optim.lr_scheduler.LambdaLR(

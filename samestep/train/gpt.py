@@ -5,6 +5,7 @@ G key/value heads, D channels of one head, V vocabulary, E experts, K of them pe
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,10 @@ from torch.nn.functional import (
     dropout,
     linear,
     relu,
-    rms_norm,
     scaled_dot_product_attention,
 )
+
+from samestep.parallel.experts import TokenDispatch, local
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class GPTConfig:
     rope_base: float = 10_000.0
     experts: int = 0  # 0: one MLP per layer
     active_experts: int = 2
+    expert_size: int = 0  # channels inside an expert; 0: as many per token as one MLP has
+    capacity: float = 0.0  # room per expert, as a multiple of an even share; 0: for all that come
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
@@ -54,6 +58,10 @@ class GPTConfig:
                 f"active_experts must be from 1 to experts = {self.experts}, "
                 f"got {self.active_experts}"
             )
+        if self.expert_size < 0:
+            raise ValueError(f"expert_size must be at least 0, got {self.expert_size}")
+        if not 0 <= self.capacity < math.inf:
+            raise ValueError(f"capacity must be at least 0, got {self.capacity}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
 
@@ -63,10 +71,9 @@ class GPTConfig:
         return self.width // self.heads
 
     @property
-    def qkv_split_sizes(self) -> tuple[int, int, int]:
-        """Rows of the fused ``qkv`` weight that belong to queries, keys and values."""
-        kv_rows = self.kv_heads * self.head_dim
-        return self.width, kv_rows, kv_rows
+    def expert_hidden(self) -> int:
+        """Channels inside one expert."""
+        return self.expert_size or max(1, self.mlp_ratio * self.width // self.active_experts)
 
 
 def rotary_table(config: GPTConfig) -> tuple[Tensor, Tensor]:
@@ -84,25 +91,31 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention, (B, T, C) to (B, T, C), with one fused projection for Q, K and V."""
+    """Causal self-attention, (B, T, C) to (B, T, C).
+
+    Queries, keys and values have a weight each: any of them can be cut between heads.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.split_sizes = config.qkv_split_sizes
         self.grouped = config.kv_heads != config.heads
-        self.qkv = nn.Linear(config.width, sum(self.split_sizes), bias=False)
+        self.q = nn.Linear(config.width, config.width, bias=False)
+        self.k = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.v = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.q_norm = nn.RMSNorm(config.head_dim)
+        self.k_norm = nn.RMSNorm(config.head_dim)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix (B, T, C) over time; ``cos`` and ``sin`` are (T, D / 2)."""
         q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or G, T, D)
-            for part in self.qkv(x).split(self.split_sizes, dim=-1)
+            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or G, T, D)
+            for part in (self.q, self.k, self.v)
         )
         # Normalised queries and keys bound the attention logits, whatever the weights do.
-        q = rotate(rms_norm(q, (self.head_dim,)), cos, sin)
-        k = rotate(rms_norm(k, (self.head_dim,)), cos, sin)
+        q = rotate(self.q_norm(q.to(self.q_norm.weight.dtype)), cos, sin)
+        k = rotate(self.k_norm(k.to(self.k_norm.weight.dtype)), cos, sin)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
@@ -123,7 +136,26 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """E smaller MLPs of which each token uses the K that its router scores highest.
+    """Stacks of E smaller MLPs, each for the rows that were sent to it."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(config.experts, config.expert_hidden, config.width))
+        self.down = nn.Parameter(torch.empty(config.experts, config.width, config.expert_hidden))
+
+    def forward(self, rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+        """Transform (n, C), ``counts`` of them for each expert in turn; or (E, slots, C)."""
+        ups, downs = local(self.up), local(self.down)
+        if counts is None:
+            return relu(rows @ ups.mT).square() @ downs.mT
+        parts = zip(torch.split(rows, list(counts)), ups, downs, strict=True)
+        return torch.cat(
+            [linear(relu(linear(part, up)).square(), down) for part, up, down in parts]
+        )
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token uses the K experts that its router scores highest, (B, T, C) to (B, T, C).
 
     No auxiliary loss: a bias that only takes part in the choice makes busy experts less likely,
     and `balance` moves it by what was counted. Counts are whole numbers, so the bias does not
@@ -136,11 +168,9 @@ class Experts(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.active = config.active_experts
-        # As many channels per token as one MLP has.
-        hidden = max(1, config.mlp_ratio * config.width // config.active_experts)
         self.router = nn.Linear(config.width, config.experts, bias=False)
-        self.up = nn.Parameter(torch.empty(config.experts, hidden, config.width))
-        self.down = nn.Parameter(torch.empty(config.experts, config.width, hidden))
+        self.experts = Experts(config)
+        self.dispatch = TokenDispatch(config.experts, config.capacity)
         self.register_buffer("bias", torch.zeros(config.experts))
         counts = torch.zeros(config.experts, dtype=torch.int64)
         self.register_buffer("load", counts, persistent=False)
@@ -154,11 +184,7 @@ class Experts(nn.Module):
         weights = weights / weights.sum(dim=1, keepdim=True)
         if self.training:
             self.load += chosen.flatten().bincount(minlength=len(self.load))
-        mixed = torch.zeros_like(tokens, dtype=torch.float32)
-        for expert, (up, down) in enumerate(zip(self.up, self.down, strict=True)):
-            place, rank = (chosen == expert).nonzero(as_tuple=True)
-            result = linear(relu(linear(tokens[place], up)).square(), down)
-            mixed = mixed.index_add(0, place, result * weights[place, rank, None])
+        mixed: Tensor = self.dispatch(tokens, chosen, weights, self.experts)
         return mixed.to(x.dtype).view_as(x)
 
     @torch.no_grad()
@@ -176,7 +202,7 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width)
-        self.mlp: nn.Module = Experts(config) if config.experts else MLP(config)
+        self.mlp: nn.Module = MixtureOfExperts(config) if config.experts else MLP(config)
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

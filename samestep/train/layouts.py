@@ -64,12 +64,9 @@ def place(model: GPT, options: Options, world: World) -> samestep.MuonAdamW:
         fully_shard(model, mesh=mesh)
         if options.reduction == "ordered":
             use_ordered_reduction(model)
-    # Queries, keys and values share one weight, but are three matrices to Muon.
-    overrides: dict[Any, dict[str, Any]] = {
-        "*.qkv.weight": {"split_sizes": model.config.qkv_split_sizes}
-    }
+    overrides: dict[Any, dict[str, Any]] = {}
     if options.experts:
-        overrides["*.mlp.up"] = overrides["*.mlp.down"] = {"rule": "muon"}  # stacks of matrices
+        overrides["*.experts.*"] = {"rule": "muon"}  # stacks of matrices
         overrides["*.router.weight"] = {"rule": "adamw"}
     return samestep.MuonAdamW(
         model,

@@ -31,7 +31,7 @@ from samestep.train.corpus import (
     validation_starts,
     windows,
 )
-from samestep.train.gpt import GPT, Experts
+from samestep.train.gpt import GPT, MixtureOfExperts
 from samestep.train.journal import Display, Journal
 from samestep.train.layouts import check_layout, no_sync, place
 from samestep.train.options import Options
@@ -57,7 +57,9 @@ class Trainer:
         self.model = GPT(options.model).to(world.device)
         self.optimizer = place(self.model, options, world)
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.experts = [module for module in self.model.modules() if isinstance(module, Experts)]
+        self.experts = [
+            module for module in self.model.modules() if isinstance(module, MixtureOfExperts)
+        ]
         self.step = 0  # steps that were done
         self.sequences = 0  # that were seen in them
         self._unwritten: list[dict[str, Any]] = []

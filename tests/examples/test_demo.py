@@ -284,9 +284,9 @@ def test_smoothing_keeps_a_straight_line_and_flattens_a_zigzag():
 def test_gpt_shapes():
     config = GPTConfig(vocab_size=50, context=16, width=32, layers=2, heads=4, kv_heads=2)
     assert config.head_dim == 8
-    assert config.qkv_split_sizes == (32, 16, 16)
     model = GPT(config)
-    assert model.blocks[0].attention.qkv.weight.shape == (64, 32)
+    assert model.blocks[0].attention.q.weight.shape == (32, 32)
+    assert model.blocks[0].attention.k.weight.shape == (16, 32)
     assert model(torch.zeros(3, 16, dtype=torch.int64)).shape == (3, 16, 50)
     assert model(torch.zeros(1, 5, dtype=torch.int64)).shape == (1, 5, 50)
     tokens = torch.randint(50, (3, 16))

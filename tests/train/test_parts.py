@@ -10,7 +10,7 @@ import torch
 from samestep import cli
 from samestep.command.request import BadRequestError
 from samestep.train.corpus import Order, load_file, validation_starts
-from samestep.train.gpt import GPT, Experts, GPTConfig
+from samestep.train.gpt import GPT, GPTConfig, MixtureOfExperts
 from samestep.train.journal import Journal, display
 from samestep.train.options import Options, parse
 from samestep.train.world import World
@@ -178,8 +178,9 @@ def test_experts_mix_those_with_the_highest_scores():
     torch.manual_seed(0)
     model = GPT(GPTConfig(context=8, width=16, layers=1, heads=2, experts=4, active_experts=2))
     experts = model.blocks[0].mlp
-    assert isinstance(experts, Experts)
-    assert experts.up.shape == (4, 32, 16)
+    assert isinstance(experts, MixtureOfExperts)
+    up, down = experts.experts.up, experts.experts.down
+    assert up.shape == (4, 32, 16)
     x = torch.randn(3, 5, 16)
     found = experts(x)
     for place in ((0, 0), (2, 4)):
@@ -188,7 +189,7 @@ def test_experts_mix_those_with_the_highest_scores():
         best = scores.topk(2)
         weights = best.values / best.values.sum()
         expected = sum(
-            weight * experts.down[e] @ (experts.up[e] @ token).relu().square()
+            weight * down[e] @ (up[e] @ token).relu().square()
             for weight, e in zip(weights, best.indices.tolist(), strict=True)
         )
         torch.testing.assert_close(found[place], expected)

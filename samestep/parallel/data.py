@@ -1,0 +1,88 @@
+"""FSDP2 and HSDP: a unit per block, experts apart, and what sums of gradients are divided by."""
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from samestep.fsdp import use_ordered_reduction
+from samestep.fsdp.units import grid
+from samestep.mesh import Mesh
+from samestep.parallel.experts import Places, TokenDispatch
+from samestep.parallel.plan import Plan, PlanError
+
+
+def place_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Cut the stacks of experts over the expert and model axes, and tell those who send tokens."""
+    axes = [name for name in ("expert", "model") if mesh.axis(name) is not None]
+    stacks = list(plan.stacks(model))
+    dispatches = [module for module in model.modules() if isinstance(module, TokenDispatch)]
+    if not axes or not stacks:
+        return
+    if not dispatches:
+        raise PlanError("the plan names experts, and the model has no TokenDispatch to reach them")
+    for dispatch in dispatches:
+        dispatch.places = Places.on(mesh)
+    inner = mesh.device_mesh[tuple(axes)]
+    for name, dim in stacks:
+        owner_name, _, key = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        param = owner.get_parameter(key)
+        follows = mesh.degrees.expert_tp > 1
+        cuts = {"expert": Shard(0), "model": Shard(dim) if follows else Replicate()}
+        placements = [cuts[axis] for axis in axes]
+        spread = distribute_tensor(param.detach(), inner, placements, src_data_rank=None)
+        owner.register_parameter(key, nn.Parameter(spread, requires_grad=param.requires_grad))
+
+
+def shard(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool) -> None:
+    """Shard every block and the rest of the model over the ranks whose losses are averaged.
+
+    Dense parameters are summed over all of these, experts over those with the same experts; both
+    sums are divided by how many ranks have tokens of their own.
+    """
+    divisor = mesh.degrees.batch_ranks
+    if mesh.dense.size() == mesh.expert.size() == 1:
+        return
+    for name, module in plan.expert_modules(model):
+        _check_alone(name, module)
+        fully_shard(module, mesh=mesh.expert)
+    for _, module in plan.named(model, "blocks"):
+        fully_shard(module, mesh=mesh.dense)
+    fully_shard(model, mesh=mesh.dense)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _divide_by(module, divisor, alone=_shards(module) == 1)
+    if ordered:
+        use_ordered_reduction(model)
+
+
+def _divide_by(module: FSDPModule, divisor: int, *, alone: bool) -> None:
+    """Let a unit divide its sums; `alone`: there is no second shard."""
+    module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+    if alone:  # torch 2.13 divides twice then
+        module.set_gradient_divide_factor(1.0)
+        module.set_all_reduce_hook(partial(_divide, divisor=divisor))
+    else:
+        module.set_gradient_divide_factor(float(divisor))
+
+
+def _divide(summed: Tensor, *, divisor: int) -> None:
+    summed.div_(divisor)
+
+
+def _shards(module: nn.Module) -> int:
+    """How many ranks share a unit's parameters; 0 if it has none of its own."""
+    ranks = grid(module)
+    return len(ranks[0]) if ranks else 0
+
+
+def _check_alone(name: str, module: nn.Module) -> None:
+    """Whatever else is in the module would be summed over too few ranks."""
+    others = [key for key, param in module.named_parameters() if param.dim() != 3]
+    if others:
+        raise PlanError(
+            f"{name!r} holds stacks of experts and also {', '.join(others)}, which are summed over "
+            "other ranks: give the stacks a module of their own"
+        )

@@ -1,0 +1,230 @@
+"""Experts that live on several ranks: tokens travel to those that they have chosen, and back.
+
+Shapes: N tokens of C channels on this rank, K experts per token, E experts, of which `here` on
+this rank.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+# The only differentiable exchange that torch has; its module has no public name.
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from samestep.mesh import Mesh
+
+Experts = Callable[..., Tensor]
+
+
+def local(param: Tensor) -> Tensor:
+    """What this rank computes with, for a module that works on tokens of its own.
+
+    Ranks that have copies have seen different tokens: each knows a part of the gradient.
+    """
+    if not isinstance(param, DTensor):
+        return param
+    parts = [Partial() if place.is_replicate() else place for place in param.placements]
+    return param.to_local(grad_placements=parts)
+
+
+class Places(NamedTuple):
+    """Where the experts and the tokens of a dispatch are.
+
+    exchange: The ranks that share the experts and bring tokens of their own.
+    same_tokens: The ranks that share the experts and all have the same tokens.
+    model: The ranks of tensor parallel.
+    given: How these hold the tokens that come.
+    wanted: How they hold them to compute: whole if an expert's matrices are cut, or each a part.
+    """
+
+    exchange: dist.ProcessGroup | None = None
+    same_tokens: DeviceMesh | None = None
+    model: DeviceMesh | None = None
+    given: Placement = Replicate()
+    wanted: Placement = Replicate()
+
+    @classmethod
+    def on(cls, mesh: Mesh) -> "Places":
+        """The places on a mesh."""
+        degrees = mesh.degrees
+        expert = mesh.axis("expert")
+        carries = degrees.ep_carries_data
+        return cls(
+            exchange=expert.get_group() if expert is not None and carries else None,
+            same_tokens=None if carries else expert,
+            model=mesh.axis("model"),
+            given=Shard(0) if degrees.sequence_parallel else Replicate(),
+            wanted=Replicate() if degrees.expert_tp > 1 else Shard(0),
+        )
+
+
+class TokenDispatch(nn.Module):
+    """Gives every expert the tokens that chose it, and every token the mix of what they made.
+
+        self.dispatch = TokenDispatch(experts=8)
+        mixed = self.dispatch(tokens, chosen, weights, self.experts)
+
+    `self.experts` is called as `experts(rows, counts)`: rows (n, C) lie by expert, `counts` of them
+    for each expert of this rank. With a capacity it is called as `experts(rows)`, and rows are
+    (here, slots, C). It takes its stacks of matrices through `local`.
+
+    Args:
+        experts: Of all ranks together.
+        capacity: 0: experts take all that come, and sizes follow the data. Otherwise an expert has
+            room for this multiple of an even share of each rank's tokens, sizes never change,
+            and what does not fit adds nothing and is counted in `overflow`.
+    """
+
+    overflow: Tensor
+
+    def __init__(self, experts: int, capacity: float = 0.0) -> None:
+        super().__init__()
+        self.experts, self.capacity = experts, capacity
+        self.places = Places()
+        self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
+        """Mix (N, C) by `weights` (N, K) of `chosen` (N, K); the result is (N, C), in fp32."""
+        tokens, chosen, weights = self._enter(tokens, chosen, weights)
+        run = self._with_room if self.capacity else self._all_that_come
+        made = run(tokens, chosen, experts).view(*chosen.shape, tokens.shape[1])
+        wide = torch.promote_types(made.dtype, torch.float32)
+        return self._leave((made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(dim=1))
+
+    # --- tokens of other ranks that compute the same -----------------------------------------
+
+    def _enter(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What this rank computes on; its gradients are parts of the whole."""
+        _, same, model, given, wanted = self.places
+        if model is not None:
+            tokens, weights = (_moved(x, model, given, wanted) for x in (tokens, weights))
+            chosen = _moved(chosen, model, given, wanted)
+        if same is not None:
+            tokens, weights = (_moved(x, same, Replicate(), Replicate()) for x in (tokens, weights))
+        return tokens, chosen, weights
+
+    def _leave(self, mixed: Tensor) -> Tensor:
+        """The sum of what ranks made of the same tokens, held as they came."""
+        _, same, model, given, wanted = self.places
+        if same is not None:
+            mixed = _back(mixed, same, Partial(), Replicate())
+        if model is not None:
+            mixed = _back(mixed, model, Partial() if wanted.is_replicate() else wanted, given)
+        return mixed
+
+    # --- sizes follow the data ---------------------------------------------------------------
+
+    def _all_that_come(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """What the chosen experts make of every token, (N K, C)."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
+        counts = flat.bincount(minlength=self.experts)
+        if self.places.exchange is not None:
+            made = self._exchanged(rows, counts, experts, self.places.exchange)
+        elif self.places.same_tokens is not None:
+            made = self._own_part(rows, counts, experts, self.places.same_tokens)
+        else:
+            made = experts(rows, counts.tolist())
+        return made[order.argsort()]
+
+    def _exchanged(
+        self, rows: Tensor, counts: Tensor, experts: Experts, group: dist.ProcessGroup
+    ) -> Tensor:
+        """Send rows, by expert, to where the experts are; and what they made back."""
+        ranks = dist.get_world_size(group)
+        here = self.experts // ranks
+        even = [here] * ranks
+        # (ranks, here): by rank that they come from.
+        coming = all_to_all_single(counts, even, even, group).view(ranks, here)
+        sent = counts.view(ranks, here).sum(dim=1).tolist()
+        received = coming.sum(dim=1).tolist()
+        rows = all_to_all_single_autograd(rows, received, sent, group)
+        # They come by rank, then by expert; experts want theirs together.
+        owner = torch.arange(here, device=rows.device).repeat(ranks)
+        order = owner.repeat_interleave(coming.flatten()).argsort(stable=True)
+        made = experts(rows[order], coming.sum(dim=0).tolist())
+        return all_to_all_single_autograd(made[order.argsort()], sent, received, group)
+
+    def _own_part(self, rows: Tensor, counts: Tensor, experts: Experts, mesh: DeviceMesh) -> Tensor:
+        """Run this rank's experts on the rows that are theirs; others make zeros here."""
+        by_expert: list[int] = counts.tolist()
+        here = self.experts // mesh.size()
+        first = here * mesh.get_local_rank()
+        before, mine = sum(by_expert[:first]), by_expert[first : first + here]
+        made = experts(rows[before : before + sum(mine)], mine)
+        after = len(rows) - before - len(made)
+        return torch.nn.functional.pad(made, (0, 0, before, after))
+
+    # --- sizes never change ------------------------------------------------------------------
+
+    def _with_room(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """The same with equal room for every expert; what does not fit makes zeros."""
+        flat = chosen.flatten()
+        slots = math.ceil(self.capacity * flat.numel() / self.experts)
+        # How many came to the same expert before: its slot there.
+        one_hot = torch.nn.functional.one_hot(flat, self.experts)
+        slot = (one_hot.cumsum(dim=0) - 1).gather(1, flat[:, None]).squeeze(1)
+        fits = slot < slots
+        self.overflow += (~fits).sum()
+        nowhere = self.experts * slots
+        place = torch.where(fits, flat * slots + slot, nowhere)  # (N K,)
+        # Filled from a row of zeros where nobody is: reading has no duplicates to add up.
+        source = torch.full((nowhere + 1,), len(tokens), device=tokens.device)
+        token = torch.arange(len(flat), device=tokens.device) // chosen.shape[1]
+        source = source.scatter(0, place, token)[:-1]
+        rows = _with_zeros(tokens)[source].view(self.experts, slots, tokens.shape[1])
+        return _with_zeros(self._run_stacked(rows, experts).flatten(0, 1))[place]
+
+    def _run_stacked(self, rows: Tensor, experts: Experts) -> Tensor:
+        """Transform (E, slots, C)."""
+        group, same = self.places.exchange, self.places.same_tokens
+        if group is not None:
+            ranks = dist.get_world_size(group)
+            here, (_, slots, channels) = self.experts // ranks, rows.shape
+            rows = _swapped(rows, group).view(ranks, here, slots, channels)
+            made = experts(rows.transpose(0, 1).flatten(1, 2))  # (here, ranks slots, C)
+            back = made.view(here, ranks, slots, channels).transpose(0, 1).flatten(0, 1)
+            return _swapped(back, group)
+        if same is not None:
+            here = self.experts // same.size()
+            first = here * same.get_local_rank()
+            made = experts(rows[first : first + here])
+            after = self.experts - first - here
+            return torch.nn.functional.pad(made, (0, 0, 0, 0, first, after))
+        return experts(rows)
+
+
+def _moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
+    """A tensor as ranks want it; where all have the whole, each knows a part of its gradient."""
+    spread = DTensor.from_local(x, mesh, [given], run_check=False).redistribute(mesh, [wanted])
+    parts: list[Placement] = [Partial() if wanted.is_replicate() else wanted]
+    return spread.to_local(grad_placements=parts)
+
+
+def _back(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
+    """The way out, where gradients are whole again."""
+    return (
+        DTensor.from_local(x, mesh, [given], run_check=False)
+        .redistribute(mesh, [wanted])
+        .to_local()
+    )
+
+
+def _swapped(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Exchange equal parts of dim 0."""
+    part = [len(rows) // dist.get_world_size(group)] * dist.get_world_size(group)
+    return all_to_all_single_autograd(rows.contiguous(), part, part, group)
+
+
+def _with_zeros(rows: Tensor) -> Tensor:
+    """One row of zeros more."""
+    return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

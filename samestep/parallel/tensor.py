@@ -1,0 +1,136 @@
+"""Tensor and sequence parallel, through torch's `parallelize_module`."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from samestep.mesh import Mesh
+from samestep.parallel.plan import Plan, PlanError
+
+SEQUENCE = Shard(1)  # of (B, T, C)
+
+
+class WholeInput(ParallelStyle):
+    """A branch: its first argument comes from the stream, and is whole inside."""
+
+    def __init__(self, stream: Placement) -> None:
+        self._stream = stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            given = _spread(inputs[0], device_mesh, self._stream)
+            return given.redistribute(device_mesh, [Replicate()]), *inputs[1:]
+
+        # Not through distribute_module, which would also copy the parameters inside.
+        module.register_forward_pre_hook(whole)
+        return module
+
+
+class Copies(ParallelStyle):
+    """A module with the same parameters on every rank, which takes and gives plain tensors.
+
+    Ranks work on parts of their own (`own_part`; gradients of parameters are then parts of a sum,
+    and are combined after backward), or all on the same.
+    """
+
+    def __init__(self, own_part: bool) -> None:
+        # Which dim is cut makes no difference to what each position is turned into.
+        self._given: Placement = Shard(0) if own_part else Replicate()
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> tuple[Any, ...]:
+            return _spread(inputs[0], mesh, self._given), *inputs[1:]
+
+        def leave(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+            found: Tensor = output.redistribute(mesh, [self._given]).to_local()
+            return found
+
+        hooks: Any = (enter, leave)  # torch types them as functions that return nothing
+        return distribute_module(module, device_mesh, _copy_parameters, *hooks)
+
+
+def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, int]:
+    """Cut a model over the model axis; return how many hooks each module got for it."""
+    axis = mesh.axis("model")
+    if axis is None:
+        return {}
+    styles = dict(_styles(model, plan, mesh))
+    hooks = {}
+    for name, style in styles.items():
+        # All ranks have the same values, which was checked: nothing needs to be sent.
+        parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
+        hooks[name] = 1 if isinstance(style, WholeInput) else 2
+    return hooks
+
+
+def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, ParallelStyle]]:
+    shared = mesh.degrees.sequence_parallel
+    stream: Placement = SEQUENCE if shared else Replicate()
+    for name, _ in plan.named(model, "embedding"):
+        # By channels: cut by vocabulary, every rank would make the whole gradient.
+        yield name, ColwiseParallel(output_layouts=stream)
+    for name, _ in plan.named(model, "branches"):
+        yield name, WholeInput(stream)
+    for name, _ in plan.named(model, "column"):
+        yield name, ColwiseParallel()
+    for name, _ in plan.named(model, "row"):
+        yield name, RowwiseParallel(output_layouts=stream)
+    for name, _ in plan.named(model, "on_stream"):
+        yield name, Copies(own_part=shared)
+    for name, _ in plan.named(model, "on_heads"):
+        yield name, Copies(own_part=True)
+    for name, _ in plan.named(model, "head"):
+        yield name, ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+
+
+def combine_gradients(model: nn.Module) -> None:
+    """Add up gradients of which the ranks of an axis have a part each (norms, routers).
+
+    For those who look at gradients or use an optimizer of their own; FSDP2 and samestep's
+    optimizers have done it, or do it. Collective. Once more changes nothing.
+    """
+    for param in model.parameters():
+        grad = param.grad
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            continue
+        if any(place.is_partial() for place in grad.placements):
+            param.grad = grad.redistribute(param.device_mesh, param.placements)
+
+
+def check_all_named(model: nn.Module) -> None:
+    """Raise if the plan says nothing about a parameter: nobody would combine its gradient."""
+    left = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+    if left:
+        raise PlanError(
+            f"the plan says nothing about {', '.join(left[:6])}"
+            f"{f' and {len(left) - 6} more' if len(left) > 6 else ''}: name their modules in "
+            "column, row, on_stream, on_heads, embedding, head or experts"
+        )
+
+
+def _spread(x: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    return (
+        x if isinstance(x, DTensor) else DTensor.from_local(x, mesh, [placement], run_check=False)
+    )
+
+
+def _copy_parameters(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    for key, param in module.named_parameters(recurse=False):
+        copies = distribute_tensor(param.detach(), mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter(key, nn.Parameter(copies, requires_grad=param.requires_grad))

@@ -45,16 +45,18 @@ coverage: venv
 	$(PY) -m pytest --cov --cov-report=term
 
 # Too slow for every commit: everything for 1000 steps on SOAK_RANKS ranks, whose receipts are
-# committed, and many more examples of every property. Each number of ranks is a target of its own, to
-# start again with: make soak_8. It takes about 15 core-hours: on 16 cores say SOAK_LANES=6.
+# committed, and many more examples of every property. It takes about 15 core-hours: on 16 cores say
+# SOAK_LANES=6. What was interrupted goes on where it was, also one number of ranks: make soak_8.
 SOAK_RANKS ?= 2 3 4 8
 SOAK_LANES ?= 2
 soak: $(SOAK_RANKS:%=soak_%)
 	SAMESTEP_SOAK=1 $(PY) -m pytest --timeout 1800
 
 soak_%: venv
-	$(PY) -m samestep stress --world-size $* --lanes $(SOAK_LANES) --watchdog 60 \
-		--out receipts/soak_$*
+	$(PY) -m samestep stress --continue --world-size $* --lanes $(SOAK_LANES) --watchdog 60 \
+		--out out/soak_$*
+	mkdir -p receipts/soak_$*
+	cp out/soak_$*/receipt.json receipts/soak_$*/
 
 # The report of `samestep stress` in a real browser.
 test-browser: venv

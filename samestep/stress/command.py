@@ -1,11 +1,9 @@
 """`samestep stress`: cases on ranks, a table, a receipt and a report."""
 
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from datetime import UTC, datetime
+from contextlib import closing, nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -19,6 +17,7 @@ from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.compare import changes_table, compare, read_receipt
 from samestep.stress.display import (
     Display,
+    closing_sentence,
     findings_lines,
     known_table,
     mutants_table,
@@ -29,17 +28,21 @@ from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult, MutantRunner
 from samestep.stress.options import Options
+from samestep.stress.progress import Entry, Presence, Progress, go_on, key
 from samestep.stress.ranks import ForkedRanks, Ranks
-from samestep.stress.receipt import machine, receipt
+from samestep.stress.receipt import case_entry, machine, receipt
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS
 from samestep.stress.schema import check_receipt
+from samestep.stress.source import code_digest
 from samestep.stress.torchrun_ranks import TorchrunRanks
 
 # --other-steps is for all other scenarios, and for other layouts of these.
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
 LONG_LAYOUTS = ("none", "zero1", "zero2")
 MUTANT_WATCHDOG = 2.0
+
+OnResult = Callable[[CaseResult, Presence], None]
 
 
 def run(options: Options) -> int:
@@ -67,49 +70,91 @@ class Session:
         self.world = options.ranks(torchrun)
         self.backend, self.fallback_reason = options.chosen_backend(torchrun)
         self.make_model = options.make_model()
-        self.results: list[CaseResult] = []
+        self._code = code_digest(self.make_model)
         self.mutants: list[MutantResult] = []
-        self.presence: dict[str, dict[str, list[int]]] = {}
-        self.started = datetime.now(UTC)
+        self.interrupted: list[CaseResult] = []  # what was known of cases at Ctrl-C
+        self.progress = Progress(options.out, self._asked(), self._ran(), on_disk=torchrun is None)
         if self.speaks:
             check_folder(options.out)
 
     def run(self) -> int:
         """Run everything; whatever happens, what was found is written."""
-        with stopped_once():
+        if self.options.goes_on:
+            self._take_over()
+        if self.progress.finished:
+            content = self._content(interrupted=False)
+            self._show(content["verdict"], content["cases"])
+            self.console.print("Nothing was left to run.")
+            return 0 if content["verdict"] == "clean" else 1
+        self.progress.begin()
+        with stopped_once(), closing(self.progress):
             start = time.monotonic()
             stopped: int | None = None
             try:
                 if self.options.mutants:
                     self._run_mutants()
                 else:
-                    self._run_cases()
+                    self._run_cases(lambda: time.monotonic() - start)
             except Stopped as signal:
                 stopped = signal.status
             if not self.speaks:
                 return stopped or 0
-            verdict = self._write(time.monotonic() - start, interrupted=stopped is not None)
+            self.progress.stop(time.monotonic() - start)
+            verdict = self._write(interrupted=stopped is not None)
+            if stopped is None:
+                self.progress.remove()
         if stopped is not None:
             return stopped
         return 0 if verdict == "clean" else 1
 
-    def _write(self, seconds: float, *, interrupted: bool) -> str:
-        """Write the files and show the tables; give the verdict."""
-        content = receipt(
+    def _take_over(self) -> None:
+        """Have the cases that an earlier stretch of this run has left."""
+        if self.torchrun is not None:
+            raise BadRequestError("--continue starts its own ranks: run it without torchrun")
+        self.progress = go_on(self.progress, self.console.print)
+        if self.progress.entries:
+            try:
+                check_receipt(self._content(interrupted=True))
+            except ValueError as error:
+                raise BadRequestError(
+                    f"--continue: what {self.options.out} has is damaged: {error}"
+                ) from error
+
+    def _content(self, *, interrupted: bool) -> dict[str, Any]:
+        """The receipt."""
+        progress = self.progress
+        ended = progress.entries | {
+            key(result.case): case_entry(result)
+            for result in self.interrupted
+            if key(result.case) not in progress.entries  # else it ran again
+        }
+        names = [key(case) for case in self.cases()]
+        ran = {
+            **self._ran(),
+            "command": progress.stretches[-1]["command"],
+            "started": progress.stretches[0]["started"],
+            "seconds": progress.seconds,
+            "stretches": progress.stretches,
+        }
+        return receipt(
             asked=self._asked(),
-            ran=self._ran(seconds),
-            results=self.results,
+            ran=ran,
+            cases=[ended[name] for name in names if name in ended],
             mutants=self.mutants,
-            presence=self.presence,
+            presence=progress.presence,
             interrupted=interrupted,
         )
+
+    def _write(self, *, interrupted: bool) -> str:
+        """Write the files and show the tables; give the verdict."""
+        content = self._content(interrupted=interrupted)
         check_receipt(content)
         files = {
             "receipt.json": json.dumps(content, indent=1, allow_nan=False).encode() + b"\n",
             "report.html": render(content).encode(),
         }
         write_files(self.options.out, files)  # first: the terminal may be gone
-        self._show(content["verdict"])
+        self._show(content["verdict"], content["cases"])
         self.console.print(f"Wrote {' and '.join(files)} to {self.options.out}.", soft_wrap=True)
         return str(content["verdict"])
 
@@ -136,59 +181,62 @@ class Session:
         found.sort(key=lambda case: (names.index(case.scenario), -case.steps))
         return found
 
-    def _run_cases(self) -> None:
+    def _run_cases(self, seconds: Callable[[], float]) -> None:
+        """Those that are left."""
         cases = self.cases()
-        what = f"{len(cases)} cases on {self.world} {self.backend} ranks, {self.options.reduction}"
-        display = Display(self.console, len(cases), what)
+        in_all = f"{len(cases)} cases on {self.world} {self.backend} ranks"
+        display = Display(self.console, len(cases), f"{in_all}, {self.options.reduction}")
+        if self.progress.entries:
+            display.done(len(self.progress.entries))
+            self.progress.open()  # another run may have it
 
-        def on_result(result: CaseResult) -> None:
-            self.results.append(result)
+        def on_result(result: CaseResult, presence: Presence) -> None:
+            new = key(result.case) not in self.progress.entries
+            self.progress.add(case_entry(result), presence, seconds())
             if self.speaks:
-                display.done()
+                display.done(new)
                 for line in findings_lines([result]):
                     display.say(line)
 
-        scenarios = [list(alike) for _, alike in groupby(cases, key=lambda case: case.scenario)]
+        by_scenario = groupby(cases, key=lambda case: case.scenario)
+        left = [self.progress.left(list(alike)) for _, alike in by_scenario]
+        scenarios = [alike for alike in left if alike]
         with display.shown() if self.speaks else nullcontext():
-            try:
-                if self.torchrun is not None or self.options.lanes == 1:
-                    self._run_in_order(scenarios, on_result, display)
-                else:
-                    self._run_in_lanes(scenarios, on_result, display)
-            finally:
-                self.results.sort(key=lambda result: cases.index(result.case))
+            if self.torchrun is not None or self.options.lanes == 1:
+                self._run_in_order(scenarios, on_result, display)
+            else:
+                self._run_in_lanes(scenarios, on_result, display)
 
     def _run_in_lanes(
-        self,
-        scenarios: Sequence[Sequence[Case]],
-        on_result: Callable[[CaseResult], None],
-        display: Display,
+        self, scenarios: Sequence[Sequence[Case]], on_result: OnResult, display: Display
     ) -> None:
         """Several scenarios side by side."""
         lanes = Lanes(self.options.lanes, self._campaign)
-        self.presence = lanes.presence
         try:
             lanes.run(scenarios, on_result, display.step)
         finally:
-            self.results += lanes.interrupted
+            self.interrupted += lanes.interrupted
 
     def _run_in_order(
-        self,
-        scenarios: Sequence[Sequence[Case]],
-        on_result: Callable[[CaseResult], None],
-        display: Display,
+        self, scenarios: Sequence[Sequence[Case]], on_result: OnResult, display: Display
     ) -> None:
         """One scenario after the other; ranks of torchrun cannot be started again."""
         campaign = self._campaign()
-        self.presence = campaign.presence
+        broken = False
+
+        def on_case(result: CaseResult) -> None:
+            nonlocal broken
+            broken = _broken(result)
+            on_result(result, campaign.presence.get(result.case.scenario, {}))
+
         for alike in scenarios:
             try:
-                campaign.run_all(alike, on_result, display.step)
+                campaign.run_all(alike, on_case, display.step)
             except KeyboardInterrupt:
                 if campaign.interrupted is not None:
-                    self.results.append(campaign.interrupted)
+                    self.interrupted.append(campaign.interrupted)
                 raise
-            if self.torchrun is not None and _broken(self.results[-1]):
+            if self.torchrun is not None and broken:
                 if self.speaks:
                     display.say("Ranks of torchrun cannot be started again: stopping here.")
                 break
@@ -211,12 +259,12 @@ class Session:
                 self.mutants.append(runner.run(mutant))
                 display.done()
 
-    def _show(self, verdict: str) -> None:
-        if self.results:
-            self.console.print(results_table(self.results))
+    def _show(self, verdict: str, cases: Sequence[Entry]) -> None:
+        if cases:
+            self.console.print(results_table(cases))
         if self.mutants:
             self.console.print(mutants_table(self.mutants))
-        self.console.print(_sentence(verdict, self.results, self.mutants))
+        self.console.print(closing_sentence(verdict, cases, self.mutants))
 
     def _asked(self) -> dict[str, Any]:
         keys = (
@@ -225,7 +273,8 @@ class Session:
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 
-    def _ran(self, seconds: float) -> dict[str, Any]:
+    def _ran(self) -> dict[str, Any]:
+        """What is known before it runs."""
         return {
             "requested_backend": self.options.backend,
             "actual_backend": self.backend,
@@ -234,35 +283,13 @@ class Session:
             "world_size": self.world,
             "device": "cuda" if self.backend == "nccl" else "cpu",
             **machine(),
-            "command": ["samestep", *sys.argv[1:]],
-            "started": self.started.isoformat(timespec="seconds"),
-            "seconds": seconds,
+            "code": self._code,
         }
 
 
 def _broken(result: CaseResult) -> bool:
     """Whether a rank did not come to its end."""
     return any(ending.error is not None for ending in result.endings.values())
-
-
-def _sentence(verdict: str, results: Sequence[CaseResult], mutants: Sequence[MutantResult]) -> str:
-    if verdict == "interrupted":
-        return "[yellow]Stopped before the end; nothing had failed so far.[/]"
-    if mutants:
-        escaped = [result.mutant.name for result in mutants if not result.caught]
-        if escaped:
-            count = f"{len(escaped)} of {len(mutants)}"
-            return f"[bold red]{count} known bugs escape:[/] {', '.join(escaped)}"
-        return f"[green]All {len(mutants)} known bugs are caught, each by the check it should.[/]"
-    results = [result for result in results if result.status != "does_not_apply"]
-    if not results:
-        return "[yellow]Nothing was run: no scenario applies to the layout.[/]"
-    failed = sum(result.status == "failed" for result in results)
-    if failed:
-        return f"[bold red]{failed} of {len(results)} cases failed.[/]"
-    near = sum(result.status == "within_tolerance" for result in results)
-    flag = f", {near} of them not exactly zero" if near else ": every difference is exactly 0"
-    return f"[green]All {len(results)} cases are clean{flag}.[/]"
 
 
 def _compare(console: Console, first: Any, second: Any) -> int:

@@ -122,11 +122,18 @@ def _surroundings(first: Receipt, second: Receipt) -> Iterator[Change]:
     for part, left_out in (
         ("thresholds", ()),
         ("asked", ("out",)),
-        ("ran", ("started", "seconds", "command", "requested_backend", "environment", "versions")),
-    ):
+        (
+            "ran",
+            (
+                "started", "seconds", "stretches", "command", "requested_backend", "environment",
+                "versions",
+            ),
+        ),
+    ):  # fmt: skip
         for key, old in first[part].items():
-            if key not in left_out and old != second[part][key]:
-                yield Change("changed", "", f"{part} {key}", _text(old), _text(second[part][key]))
+            new = second[part].get(key)
+            if key not in left_out and old != new:
+                yield Change("changed", "", f"{part} {key}", _text(old), _text(new))
     for part in ("versions", "environment"):
         old, new = first["ran"][part], second["ran"][part]
         for key in sorted(old.keys() | new.keys()):

@@ -1,7 +1,8 @@
 """What `samestep stress` shows: progress while it runs, tables at its end."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -10,12 +11,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from samestep.stress.campaign import Case, CaseResult
-from samestep.stress.judge import largest_difference
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult
+from samestep.stress.report.distances import (
+    distances,
+    to_reference,
+    worst_between_replicas,
+    worst_to_first_layout,
+)
 from samestep.stress.scenarios import SCENARIOS
 
+Entry = Mapping[str, Any]  # a case as the receipt has it
 MARKS = {"failed": "[bold red]FAILED[/]", "interrupted": "[dim]stopped[/]"}
 
 
@@ -50,9 +57,9 @@ class Display:
         """Something without steps begins."""
         self._progress.update(self._one, description=text, completed=0, total=None)
 
-    def done(self) -> None:
-        """One more is done."""
-        self._done += 1
+    def done(self, count: int = 1) -> None:
+        """So many more are done."""
+        self._done += count
         self._progress.update(self._all, completed=self._done)
 
     def say(self, text: str) -> None:
@@ -60,7 +67,7 @@ class Display:
         self._progress.console.print(text)
 
 
-def results_table(results: Sequence[CaseResult]) -> Table:
+def results_table(cases: Sequence[Entry]) -> Table:
     """Per scenario: the differences that should be 0, and the distance to the reference."""
     table = Table(title="largest differences, over all samples", box=box.SIMPLE_HEAD)
     table.add_column("scenario", no_wrap=True)
@@ -69,41 +76,44 @@ def results_table(results: Sequence[CaseResult]) -> Table:
     table.add_column("from the reference\nadam", justify="right")
     table.add_column("\nmuon", justify="right")
     table.add_column("s", justify="right")
-    by_scenario: dict[str, list[CaseResult]] = {}
-    for result in results:
-        by_scenario.setdefault(result.case.scenario, []).append(result)
+    by_scenario: dict[str, list[Entry]] = {}
+    for case in cases:
+        by_scenario.setdefault(case["scenario"], []).append(case)
     for scenario, row in by_scenario.items():
-        steps = str(max(result.case.steps for result in row))
-        seconds = f"{sum(result.seconds for result in row):.0f}"
+        steps = str(max(case["steps"] for case in row))
+        seconds = f"{sum(case['seconds'] for case in row):.0f}"
         table.add_row(scenario, steps, _summary(row), *_from_reference(row), seconds)
     return table
 
 
-def _summary(results: Sequence[CaseResult]) -> str:
+def _summary(cases: Sequence[Entry]) -> str:
     """How many layouts are exact; the others by name."""
-    exact = sum(result.status == "exact" for result in results)
+    exact = sum(case["status"] == "exact" for case in cases)
     parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
-    for result in results:
-        if result.status == "within_tolerance":
-            parts.append(
-                f"[yellow]{result.case.layout} {largest_difference(result.samples):.1e}[/]"
-            )
-        elif result.status in MARKS:
-            parts.append(f"{result.case.layout} {MARKS[result.status]}")
+    for case in cases:
+        if case["status"] == "within_tolerance":
+            parts.append(f"[yellow]{case['layout']} {_largest_difference(case):.1e}[/]")
+        elif case["status"] in MARKS:
+            parts.append(f"{case['layout']} {MARKS[case['status']]}")
     reasons: dict[str, list[str]] = {}
-    for result in results:
-        if result.status == "does_not_apply":
-            reasons.setdefault(result.reason, []).append(result.case.layout)
+    for case in cases:
+        if case["status"] == "does_not_apply":
+            reasons.setdefault(case["reason"], []).append(case["layout"])
     for reason, layouts in reasons.items():
         whom = ", ".join(layouts) if len(layouts) < 3 else f"{len(layouts)} others"
         parts.append(f"[dim]does not apply to {whom}: {reason}[/]")
     return ", ".join(parts)
 
 
-def _from_reference(results: Sequence[CaseResult]) -> tuple[str, str]:
-    samples = [s.reference for r in results for s in r.samples if s.reference is not None]
-    adam = [s.adam for s in samples if s.adam is not None]
-    muon = [d for s in samples for d in (s.mu_a, s.mu_b) if d is not None]
+def _largest_difference(case: Entry) -> float:
+    found = (worst_between_replicas([case]), worst_to_first_layout([case]))
+    return max(worst.distance for worst in found if worst is not None)
+
+
+def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:
+    found = list(distances(cases, to_reference))
+    adam = [each.distance for each in found if each.family == "adam"]
+    muon = [each.distance for each in found if each.family in ("mu_a", "mu_b")]
     return f"{max(adam):.1e}" if adam else "", f"{max(muon):.1e}" if muon else ""
 
 
@@ -141,6 +151,27 @@ def _caught(result: MutantResult) -> str:
     if result.checks:
         return f"[bold red]only by accident: {', '.join(result.checks)}[/]"
     return "[bold red]NOT CAUGHT[/]"
+
+
+def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[MutantResult]) -> str:
+    """What came of it all."""
+    if verdict == "interrupted":
+        return "[yellow]Stopped before the end; nothing had failed so far.[/]"
+    if mutants:
+        escaped = [result.mutant.name for result in mutants if not result.caught]
+        if escaped:
+            count = f"{len(escaped)} of {len(mutants)}"
+            return f"[bold red]{count} known bugs escape:[/] {', '.join(escaped)}"
+        return f"[green]All {len(mutants)} known bugs are caught, each by the check it should.[/]"
+    cases = [case for case in cases if case["status"] != "does_not_apply"]
+    if not cases:
+        return "[yellow]Nothing was run: no scenario applies to the layout.[/]"
+    failed = sum(case["status"] == "failed" for case in cases)
+    if failed:
+        return f"[bold red]{failed} of {len(cases)} cases failed.[/]"
+    near = sum(case["status"] == "within_tolerance" for case in cases)
+    flag = f", {near} of them not exactly zero" if near else ": every difference is exactly 0"
+    return f"[green]All {len(cases)} cases are clean{flag}.[/]"
 
 
 def known_table() -> Table:

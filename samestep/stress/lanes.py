@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from multiprocessing import connection
@@ -24,7 +24,7 @@ from samestep.command.signals import SIGNALS
 from samestep.stress.campaign import Campaign, Case, CaseResult
 
 Progress = Callable[[Case, int, float], None]
-Presence = dict[str, dict[str, list[int]]]
+Presence = Mapping[str, Sequence[int]]
 Hearers = dict[str, Callable[..., Any]]
 PATIENCE = 10.0  # seconds that a lane has to end its ranks
 
@@ -47,13 +47,12 @@ class Lanes:
     def __init__(self, count: int, campaign: Callable[[], Campaign]) -> None:
         self.count = count
         self._campaign = campaign
-        self.presence: Presence = {}
         self.interrupted: list[CaseResult] = []  # what was known of cases at Ctrl-C
 
     def run(
         self,
         scenarios: Sequence[Sequence[Case]],
-        on_result: Callable[[CaseResult], None],
+        on_result: Callable[[CaseResult, Presence], None],
         progress: Progress,
     ) -> None:
         """Run the cases of all scenarios; Ctrl-C ends every lane and comes through."""
@@ -63,19 +62,19 @@ class Lanes:
         forker = ThreadPoolExecutor(1)
         count = min(self.count, len(scenarios))
         lanes = [forker.submit(self._start, scenarios).result() for _ in range(count)]
-        hear: Hearers = {
-            "result": on_result, "step": progress, "presence": self.presence.update
-        }  # fmt: skip
+        hear: Hearers = {"result": on_result, "step": progress}
         try:
             for lane in lanes:
                 lane.pipe.send(next(left, None))
             self._listen([lane.pipe for lane in lanes], hear, lambda: next(left, None))
-        except KeyboardInterrupt:
+        except BaseException as reason:
             for lane in lanes:
                 lane.process.terminate()
-            hear = {"result": on_result, "interrupted": self.interrupted.append}
-            with suppress(LaneDiedError):
-                self._listen([lane.pipe for lane in lanes], hear, lambda: None)
+            if isinstance(reason, KeyboardInterrupt):
+                del hear["step"]
+                hear["interrupted"] = self.interrupted.append
+                with suppress(LaneDiedError):
+                    self._listen([lane.pipe for lane in lanes], hear, lambda: None)
             raise
         finally:
             for lane in lanes:
@@ -126,14 +125,17 @@ class Lanes:
                 os._exit(1)
             torch.set_num_threads(1)
             campaign = self._campaign()
+
+            def on_result(result: CaseResult) -> None:
+                _send(pipe, "result", result, campaign.presence.get(result.case.scenario, {}))
+
             try:
                 while (place := pipe.recv()) is not None:
                     campaign.run_all(
                         scenarios[place],
-                        lambda result: _send(pipe, "result", result),
+                        on_result,
                         lambda *step: _send(pipe, "step", *step),
                     )
-                    _send(pipe, "presence", campaign.presence)
                     _send(pipe, "free")
             except KeyboardInterrupt:
                 if campaign.interrupted is not None:

@@ -58,7 +58,7 @@ class Mailbox:
         self._samples: dict[tuple[int, int], dict[int, Sample]] = {}
         self._pipes = [multiprocessing.Pipe(duplex=False) for _ in range(world)]
         self._done = threading.Event()
-        self._problem: BaseException | None = None
+        self.problem: BaseException | None = None  # of those who are told
         self._reader = threading.Thread(target=self._read, daemon=True)
 
     def sender(self, rank: int, place: int) -> Callable[[Message], None]:
@@ -82,8 +82,8 @@ class Mailbox:
         self._reader.join()
         for read, _write in self._pipes:
             read.close()
-        if self._problem is not None and kind is None:
-            raise self._problem
+        if self.problem is not None and kind is None:
+            raise self.problem
 
     def _read(self) -> None:
         places = {pair[0]: rank for rank, pair in enumerate(self._pipes)}
@@ -99,7 +99,7 @@ class Mailbox:
                 if not places or (last_look and not ready):
                     return
         except BaseException as problem:
-            self._problem = problem
+            self.problem = problem
 
     def _take(self, rank: int, connection: "Connection[Any, Any]") -> None:
         content = io.BytesIO(connection.recv_bytes())

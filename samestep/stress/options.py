@@ -29,6 +29,7 @@ class Options:
     has started them. Exit status: 0, clean; 1, drift, divergence or a hang; 2, cannot be done.
 
         samestep stress --scenario dist_adamw_muon --world-size 4
+        samestep stress --continue                  # after Ctrl-C, or worse
         samestep stress --mutants                   # does it catch every known bug?
         samestep stress --compare A.json B.json     # what changed between two receipts?
     """
@@ -64,6 +65,8 @@ class Options:
     """Seconds that a collective may take before it counts as a hang."""
     lanes: int = 1
     """Scenarios that run side by side, each on ranks of its own."""
+    goes_on: Annotated[bool, arg(name="continue")] = False
+    """Go on with an unfinished run of the same request in --out: run only the cases it lacks."""
     out: Path = Path("out/stress")
     """Folder for receipt.json and report.html; made if missing."""
     mutants: bool = False
@@ -90,6 +93,8 @@ class Options:
             raise BadRequestError(
                 "--mutants have scenarios, layouts and ranks of their own: leave these options out"
             )
+        if self.mutants and self.goes_on:
+            raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
         if self.mutants and (self.backend == "nccl" or self.model != "tiny"):
             raise BadRequestError("--mutants run on gloo and on their own models")
 

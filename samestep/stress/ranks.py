@@ -53,6 +53,8 @@ class ForkedRanks:
                     run_rank(work, rank, send, note=mailbox.notes[rank].write)
 
             def limit() -> float:
+                if mailbox.problem is not None:
+                    return 0.0  # nobody would hear of what they find
                 steps = works[min(mailbox.ended, len(works) - 1)].steps
                 since = mailbox.since - start
                 return since + max(120.0, steps * world * 0.2) + 10 * self.watchdog

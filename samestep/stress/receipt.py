@@ -25,33 +25,33 @@ def receipt(
     *,
     asked: Mapping[str, Any],
     ran: Mapping[str, Any],
-    results: Sequence[CaseResult],
+    cases: Sequence[Mapping[str, Any]],
     mutants: Sequence[MutantResult],
     presence: Mapping[str, Mapping[str, Sequence[int]]],
     interrupted: bool,
 ) -> dict[str, Any]:
-    """Everything, for JSON; `receipt.schema.json` describes it."""
-    names = dict.fromkeys(result.case.scenario for result in results)
-    layouts = dict.fromkeys(result.case.layout for result in results)
+    """Everything, for JSON; `receipt.schema.json` describes it. `cases` are from `case_entry`."""
+    names = dict.fromkeys(case["scenario"] for case in cases)
+    layouts = dict.fromkeys(case["layout"] for case in cases)
     return {
         "kind": KIND,
         "format": FORMAT,
-        "verdict": verdict_of(results, mutants, interrupted),
+        "verdict": verdict_of(cases, mutants, interrupted),
         "asked": dict(asked),
         "ran": dict(ran),
         "thresholds": {**LIMITS, "state": STATE_LIMIT},
         "scenarios": {name: _scenario(name, presence.get(name, {})) for name in names},
         "layouts": {name: {"story": LAYOUTS[name].story} for name in layouts},
-        "cases": [_case(result) for result in results],
+        "cases": list(cases),
         "mutants": [_mutant(result) for result in mutants],
     }
 
 
 def verdict_of(
-    results: Sequence[CaseResult], mutants: Sequence[MutantResult], interrupted: bool
+    cases: Sequence[Mapping[str, Any]], mutants: Sequence[MutantResult], interrupted: bool
 ) -> str:
     """`clean` only if everything that was asked for ran and passed."""
-    failed = any(result.status == "failed" for result in results)
+    failed = any(case["status"] == "failed" for case in cases)
     if failed or any(not result.caught for result in mutants):
         return "failed"
     return "interrupted" if interrupted else "clean"
@@ -79,7 +79,8 @@ def _scenario(name: str, presence: Mapping[str, Sequence[int]]) -> dict[str, Any
     return {"story": kind.story, "loop": kind.loop, "presence": shown}
 
 
-def _case(result: CaseResult) -> dict[str, Any]:
+def case_entry(result: CaseResult) -> dict[str, Any]:
+    """What the receipt has of a case."""
     case, first = result.case, result.endings.get(0)
     failed = result.status == "failed"
     totals = {} if first is None else first.totals

@@ -379,6 +379,7 @@ def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path):
         ("--seed 99999999999999999999", "--seed must be within 62 bits"),
         ("--mutants --world-size 3", "--mutants have scenarios, layouts and ranks of their own"),
         ("--backend nccl", "--backend nccl cannot run: ranks are forked; nccl needs torchrun"),
+        ("--mutants --continue", "--continue is for scenarios: leave it out with --mutants"),
         ("--mutants --model gpt", "--mutants run on gloo and on their own models"),
         ("--model sing", "--model 'sing' is not tiny, gpt or PATH:FACTORY"),
         ("--model no_such_module:make", "--model: 'no_such_module' cannot be imported"),

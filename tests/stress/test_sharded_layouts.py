@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 
 from samestep.stress.campaign import Campaign, Case
-from samestep.stress.command import _sentence
-from samestep.stress.display import results_table
+from samestep.stress.display import closing_sentence, results_table
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.ranks import ForkedRanks
+from samestep.stress.receipt import case_entry
 from samestep.stress.scenarios import SCENARIOS
 from tests.stress.test_cases import run
 
@@ -79,13 +79,13 @@ def test_what_does_not_apply_is_told_and_not_run():
         ("none", "exact"),
     ]
     text = io.StringIO()
-    Console(file=text, width=200).print(results_table(results))
+    Console(file=text, width=200).print(results_table(list(map(case_entry, results))))
     assert "does not apply to ep_fsdp2: each rank begins with its own part" in text.getvalue()
-    assert _sentence("clean", results, []) == (
+    assert closing_sentence("clean", list(map(case_entry, results)), []) == (
         "[green]All 1 cases are clean: every difference is exactly 0.[/]"
     )
     alone = Campaign(ForkedRanks(2, 5.0)).run(Case("different_start", "tp_fsdp2", 2, 3, 1))
-    assert "Nothing was run" in _sentence("clean", [alone], [])
+    assert "Nothing was run" in closing_sentence("clean", [case_entry(alone)], [])
 
 
 def test_what_does_not_apply_is_in_receipt_and_report(tmp_path):

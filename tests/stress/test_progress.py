@@ -1,0 +1,356 @@
+"""A run that was stopped goes on, and leaves the receipt of one that was not."""
+
+import json
+import multiprocessing
+import resource
+import signal
+import subprocess
+import time
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from samestep import cli
+from samestep.command.request import BadRequestError
+from samestep.command.signals import Stopped
+from samestep.stress import command, progress
+from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.stress.judge import Distance, SampleVerdict
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.progress import Key, Progress
+from samestep.stress.ranks import ForkedRanks
+from samestep.stress.sample import Ending
+from samestep.stress.source import code_digest, commit
+
+FEW = ("one_process", "none", "zero2", "flat_zero1")
+ARGUMENTS = ["stress", "--steps", "4", "--sample-every", "2"]
+
+
+@pytest.fixture(autouse=True)
+def few_cases(no_torchrun, monkeypatch):
+    """Two scenarios in four layouts."""
+    names = ("dist_adamw_muon", "clipped")
+    scenarios = {name: command.SCENARIOS[name] for name in names}
+    monkeypatch.setattr(command, "SCENARIOS", scenarios)
+    monkeypatch.setattr(command, "LAYOUTS", {name: LAYOUTS[name] for name in FEW})
+
+
+class FakeCampaign(Campaign):
+    """Cases without ranks; `stop_after` says how often Ctrl-C is waited for."""
+
+    ran: list
+    stop_after: int | None
+    away = 1e-7  # from the reference
+
+    def run_all(self, cases, on_result, progress):
+        for case in cases:
+            if len(self.ran) == self.stop_after:
+                self.interrupted = CaseResult(case, "interrupted", [], [])
+                raise Stopped(signal.SIGINT)
+            self.ran.append(Key(case.scenario, case.layout))
+            self.presence[case.scenario] = {"p": [2, 0, 1, 2]}
+            near = Distance(adam=self.away)
+            samples = [SampleVerdict(step, Distance(), near, None, 0, True) for step in (2, 4)]
+            on_result(CaseResult(case, "exact", [], samples, {0: Ending(4)}, seconds=1.0))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    monkeypatch.setattr(FakeCampaign, "ran", [], raising=False)
+    monkeypatch.setattr(FakeCampaign, "stop_after", None, raising=False)
+    monkeypatch.setattr(command, "Campaign", FakeCampaign)
+    return FakeCampaign
+
+
+def read(folder):
+    return json.loads((folder / "receipt.json").read_text())
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_killed_run_goes_on_and_leaves_the_receipt_of_one_run(tmp_path):
+    """SIGKILL, with two lanes of real ranks; layouts are compared across the gap."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert cli.main([*ARGUMENTS, "--out", str(whole)]) == 0
+    arguments = [*ARGUMENTS, "--lanes", "2", "--out", str(parts)]
+
+    def until_killed():
+        command.Progress._take = take_two_and_wait
+        cli.main(arguments)
+
+    def take_two_and_wait(self, *case):
+        self.__dict__.setdefault("seen", []).append(case)
+        if len(self.seen) == 3:
+            time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=until_killed)
+    process.start()
+    file, deadline = parts / progress.FILE, time.monotonic() + 60
+    while not (file.exists() and file.read_bytes().count(b"\n") == 4):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert names(parts) == [progress.FILE]
+    assert cli.main([*arguments, "--continue"]) == 0
+
+    assert names(parts) == ["receipt.json", "report.html"]
+    one, two = read(whole), read(parts)
+    assert one["verdict"] == two["verdict"] == "clean"
+    assert (one["scenarios"], one["layouts"]) == (two["scenarios"], two["layouts"])
+    for a, b in zip(one["cases"], two["cases"], strict=True):
+        for key in a.keys() - {"seconds", "collectives"}:  # both of which tell times
+            assert a[key] == b[key], (a["scenario"], a["layout"], key)
+    assert [stretch["cases"] for stretch in two["ran"]["stretches"]] == [3, 5]
+    assert [stretch["cases"] for stretch in one["ran"]["stretches"]] == [8]
+
+
+def test_only_what_is_missing_runs_and_what_others_are_compared_with(tmp_path, fake, capsys):
+    arguments = [*ARGUMENTS, "--out", str(tmp_path)]
+    fake.stop_after = 6
+    assert cli.main(arguments) == 130
+    assert read(tmp_path)["verdict"] == "interrupted"
+    assert names(tmp_path) == [progress.FILE, "receipt.json", "report.html"]
+    first, fake.ran[:] = list(fake.ran), []
+    fake.stop_after = 2
+    assert cli.main([*arguments, "--continue"]) == 130
+    fake.stop_after = None
+    assert cli.main([*arguments, "--continue"]) == 0
+    assert first == [("dist_adamw_muon", name) for name in FEW] + [
+        ("clipped", "one_process"), ("clipped", "none"),
+    ]  # fmt: skip
+    assert fake.ran == [
+        ("clipped", "one_process"), ("clipped", "zero2"),
+        ("clipped", "one_process"), ("clipped", "flat_zero1"),
+    ]  # fmt: skip
+    content = read(tmp_path)
+    stretches = content["ran"]["stretches"]
+    assert [stretch["cases"] for stretch in stretches] == [6, 1, 1]
+    assert content["ran"]["seconds"] == sum(stretch["seconds"] for stretch in stretches)
+    assert content["ran"]["started"] == stretches[0]["started"]
+    assert {stretch["commit"] for stretch in stretches} == {commit()}
+    assert content["scenarios"]["clipped"]["presence"]["params"] == ["p"]
+    assert names(tmp_path) == ["receipt.json", "report.html"]
+
+    before, fake.ran[:] = (tmp_path / "receipt.json").read_bytes(), []
+    capsys.readouterr()
+    assert cli.main([*arguments, "--continue"]) == 0
+    assert "Nothing was left to run." in capsys.readouterr().out
+    assert fake.ran == []
+    assert (tmp_path / "receipt.json").read_bytes() == before
+
+
+def test_a_receipt_so_far_is_enough(tmp_path, fake):
+    fake.stop_after = 3
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 130
+    (tmp_path / progress.FILE).unlink()
+    fake.stop_after = None
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 0
+    assert [stretch["cases"] for stretch in read(tmp_path)["ran"]["stretches"]] == [3, 5]
+
+
+def test_without_the_option_a_run_begins_anew(tmp_path, fake):
+    fake.stop_after = 3
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 130
+    fake.stop_after, fake.ran[:] = None, []
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 0
+    assert len(fake.ran) == 8
+    assert len(read(tmp_path)["ran"]["stretches"]) == 1
+
+
+CHANGES = {
+    "--steps": ["--steps", "6"],
+    "--seed": ["--seed", "1"],
+    "--reduction": ["--reduction", "fast"],
+    "--scenario": ["--scenario", "clipped"],
+    "--watchdog": ["--watchdog", "9"],
+    "world size": ["--world-size", "3"],
+    "torch": [],
+    "code": [],
+    "OMP_NUM_THREADS": [],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_request_is_refused_and_named(tmp_path, fake, monkeypatch, capsys, change):
+    fake.stop_after = 3
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 130
+    before = (tmp_path / progress.FILE).read_bytes()
+    if change == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99.0")
+    elif change == "code":
+        monkeypatch.setattr(command, "code_digest", lambda _: "other")
+    elif change.isupper():
+        monkeypatch.setenv(change, "7")
+    fake.stop_after, fake.ran[:] = None, []
+    capsys.readouterr()
+    arguments = [*ARGUMENTS, *CHANGES[change], "--out", str(tmp_path), "--continue"]
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f"is another unfinished run: {change} was " in error
+    assert error.count("\n") == 1
+    assert error.count(" was ") == 1
+    assert fake.ran == []
+    assert (tmp_path / progress.FILE).read_bytes() == before
+
+
+def test_a_finished_run_of_another_request_is_no_obstacle(tmp_path, fake, capsys):
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 0
+    fake.ran.clear()
+    assert cli.main([*ARGUMENTS, "--seed", "1", "--out", str(tmp_path), "--continue"]) == 0
+    assert "--seed was 0 and is 1" in " ".join(capsys.readouterr().out.split())
+    assert len(fake.ran) == 8
+    assert read(tmp_path)["asked"]["seed"] == 1
+
+
+def test_a_case_that_gives_other_numbers_when_it_runs_again(tmp_path, fake, monkeypatch, capsys):
+    fake.stop_after = 2
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 130
+    fake.stop_after = None
+    monkeypatch.setattr(fake, "away", 2e-7)
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 1
+    assert "1 of 8 cases failed" in capsys.readouterr().out
+    failed = read(tmp_path)["cases"][0]
+    assert (failed["layout"], failed["status"]) == ("one_process", "failed")
+    assert failed["findings"][0]["message"].startswith("run again in a later stretch")
+
+
+# The file
+
+
+@pytest.fixture
+def begun(tmp_path):
+    """With one case."""
+    ran = {"versions": {}, "environment": {}}
+    made = Progress(tmp_path, {}, ran)
+    made.begin()
+    made.add(entry("none"), {"p": [1]}, 3.0)
+    yield made
+    made.close()
+
+
+def entry(layout, step=2):
+    return {"scenario": "s", "layout": layout, "samples": [{"step": step}], "steps_taken": 4}
+
+
+def test_a_line_that_was_cut_short_counts_for_nothing(begun, tmp_path):
+    begun.close()
+    path = tmp_path / progress.FILE
+    content = path.read_bytes()
+    cut_short = content.splitlines()[-1].replace(b"none", b"lost")
+    path.write_bytes(content + cut_short)
+    found = progress._earlier(tmp_path)
+    assert (found.entries, found.presence) == ({("s", "none"): entry("none")}, {"s": {"p": [1]}})
+    assert (found.stretches[0]["cases"], found.stretches[0]["seconds"]) == (1, 3.0)
+    found.begin()
+    found.add(entry("zero1"), {}, 1.0)
+    found.close()
+    found = progress._earlier(tmp_path)
+    assert [key.layout for key in found.entries] == ["none", "zero1"]
+    assert [stretch["cases"] for stretch in found.stretches] == [1, 1]
+
+
+def test_a_full_disk_costs_the_case_that_did_not_fit(begun, tmp_path):
+    path = tmp_path / progress.FILE
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, limits[1]))
+    try:
+        with pytest.raises(
+            BadRequestError, match=r"cannot write to .* --continue goes on from here"
+        ):
+            begun.add(entry("zero1"), {}, 4.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == before
+    assert Key("s", "zero1") not in begun.entries
+
+
+def test_ranks_are_ended_when_nobody_can_take_their_results():
+    """As on a full disk: the next case would take a minute."""
+    calls = []  # of one rank
+
+    def patch():
+        calls.append(None)
+        time.sleep(60 * (len(calls) - 1))
+        return nullcontext()
+
+    def full(result):
+        raise BadRequestError("there is no room")
+
+    cases = [Case("clipped", layout, 2, 2, 2) for layout in ("none", "zero2")]
+    start = time.monotonic()
+    with pytest.raises(BadRequestError, match="there is no room"):
+        Campaign(ForkedRanks(2, 10.0)).run_all(cases, full, patch=patch)
+    assert time.monotonic() - start < 20
+
+
+def test_two_runs_do_not_write_the_same_file(begun, tmp_path):
+    other = progress._earlier(tmp_path)
+    with pytest.raises(BadRequestError, match="another run is writing"):
+        other.open()
+    begun.close()
+    other.open()
+    other.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{}\n", b"no json\n", b'{"kind": "x", "format": 1}\n'])
+def test_damage_is_told_in_a_line(tmp_path, fake, capsys, content):
+    (tmp_path / progress.FILE).write_bytes(content)
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / progress.FILE} is damaged: " in error
+    assert error.count("\n") == 1
+
+
+def test_damage_to_a_case_is_found_before_anything_runs(tmp_path, fake, capsys):
+    fake.stop_after = 3
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 130
+    path = tmp_path / progress.FILE
+    path.write_text(path.read_text().replace('"steps_taken": 4', '"steps_taken": -4'))
+    capsys.readouterr()
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 2
+    assert "steps_taken: it is -4, below 0" in capsys.readouterr().err
+    assert len(fake.ran) == 3
+
+
+# The code
+
+
+def test_the_digest_is_of_names_contents_and_the_model(tmp_path):
+    def digest(make_model=None, **files):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / f"{name}.py").write_text(content)
+        return code_digest(make_model, folder)
+
+    one, two = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    found = [
+        digest(a="x"), digest(a="y"), digest(b="x"), digest(a="x", b=""),
+        digest(lambda: one, a="x"), digest(lambda: two, a="x"),
+    ]  # fmt: skip
+    assert len(set(found)) == 6
+    assert digest(a="x") == found[0]
+
+
+def test_the_commit_is_that_of_the_folder(tmp_path):
+    assert commit(tmp_path) is None
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=b"]
+        return subprocess.check_output(["git", "-C", tmp_path, *who, *words], text=True).strip()
+
+    git("init", "-q")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    assert commit(package) is None, "a repository that has not heard of it"
+    git("add", ".")
+    git("commit", "-qm", "a")
+    assert commit(package) == git("rev-parse", "HEAD")
+    (package / "__init__.py").write_text("changed")
+    assert commit(package) == git("rev-parse", "HEAD") + "+"

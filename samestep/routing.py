@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from samestep.elsewhere import Elsewhere
 from samestep.param_groups import Group, name_matches
 from samestep.rules import RULES
 from samestep.warn import warn_user
@@ -55,6 +56,7 @@ class Routable(NamedTuple):
 
     parameters: list[NamedParameter]
     vocabularies: frozenset[tuple[int, ...]] = frozenset()
+    elsewhere: tuple[NamedParameter, ...] = ()  # of other pipeline stages; patterns may mean them
 
 
 def routable(model: nn.Module) -> Routable:
@@ -91,7 +93,12 @@ def routable(model: nn.Module) -> Routable:
         for param, modules in owners.items()
         if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
     }
-    return Routable(found, frozenset(vocabularies))
+    elsewhere = []
+    for path, module in model.named_modules():
+        if isinstance(module, Elsewhere):
+            vocabularies |= module.vocabularies
+            elsewhere += [NamedParameter(f"{path}.{name}", param) for name, param in module.named]
+    return Routable(found, frozenset(vocabularies), tuple(elsewhere))
 
 
 def without_wrappers(name: str) -> str:
@@ -155,9 +162,9 @@ def route(
     splits = {
         p.name: sizes
         for key, sizes in patterns.items()
-        for p in matching(key, given.parameters, "split_sizes")
+        for p in matching(key, given, "split_sizes")
     }
-    asked = _resolve_overrides(given.parameters, overrides or {})
+    asked = _resolve_overrides(given, overrides or {})
     groups: dict[tuple[Any, ...], Group] = {}
     unmarked, fused, transposed = [], [], []
     for parameter in given.parameters:
@@ -232,7 +239,7 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
             matchers = [matchers]
         members = []
         for matcher in matchers:
-            for parameter in matching(matcher, given.parameters, "groups"):
+            for parameter in matching(matcher, given, "groups"):
                 if parameter.name in taken:
                     raise ValueError(
                         f"parameter {parameter.name!r} is covered twice: by "
@@ -240,7 +247,8 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
                     )
                 taken[parameter.name] = matcher
                 members.append((parameter.name, parameter.param))
-        filled.append({**group, "params": members})
+        if members or not given.elsewhere:
+            filled.append({**group, "params": members})
     missing = [parameter.name for parameter in given.parameters if parameter.name not in taken]
     if missing:
         raise ValueError(
@@ -250,29 +258,32 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
     return filled
 
 
-def matching(
-    matcher: Matcher, parameters: Sequence[NamedParameter], where: str
-) -> list[NamedParameter]:
+def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParameter]:
     """The parameters a matcher selects; matching nothing is an error, since it is a typo."""
     if isinstance(matcher, str):
-        found = [p for p in parameters if name_matches(p.name, matcher)]
+        pattern = matcher
+
+        def selects(p: NamedParameter) -> bool:
+            return name_matches(p.name, pattern)
     elif callable(matcher):
-        found = [p for p in parameters if matcher(p.name, p.param)]
+        predicate = matcher
+
+        def selects(p: NamedParameter) -> bool:
+            return predicate(p.name, p.param)
     else:
         raise TypeError(f"{where}: {matcher!r} is neither a name pattern nor a predicate")
-    if not found:
+    found = [p for p in given.parameters if selects(p)]
+    if not found and not any(map(selects, given.elsewhere)):
         raise ValueError(
             f"{where}: {matcher!r} matches no trainable parameter; the names are "
-            f"{_some([p.name for p in parameters])}"
+            f"{_some([p.name for p in (*given.parameters, *given.elsewhere)])}"
         )
     return found
 
 
-def _resolve_overrides(
-    parameters: Sequence[NamedParameter], overrides: Overrides
-) -> dict[str, dict[str, Any]]:
+def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[str, Any]]:
     """The overridden keys of each parameter; two overrides may not fight over one key."""
-    asked: dict[str, dict[str, Any]] = {parameter.name: {} for parameter in parameters}
+    asked: dict[str, dict[str, Any]] = {parameter.name: {} for parameter in given.parameters}
     source: dict[tuple[str, str], Matcher] = {}
     for matcher, options in overrides.items():
         if not isinstance(options, Mapping):
@@ -280,7 +291,7 @@ def _resolve_overrides(
                 f"overrides: {matcher!r} needs a dict of group keys such as "
                 f'{{"rule": "adamw"}}, got {options!r}'
             )
-        for parameter in matching(matcher, parameters, "overrides"):
+        for parameter in matching(matcher, given, "overrides"):
             for key, value in options.items():
                 earlier = source.setdefault((parameter.name, key), matcher)
                 if earlier is not matcher and asked[parameter.name][key] != value:

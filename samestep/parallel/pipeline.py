@@ -1,0 +1,238 @@
+"""Pipeline parallel, through torch.distributed.pipelining.
+
+    pipeline = Pipeline(model, mesh.axis("pipe"), loss=cross_entropy, micro_batches=8)
+    opt = samestep.MuonAdamW(
+        pipeline.model, max_grad_norm=1.0,
+        process_group=mesh.axis("data").get_group(), stage_group=pipeline.group,
+    )
+    loss = pipeline.step(tokens, targets); opt.step(); opt.zero_grad()
+
+Every rank keeps the modules of its stages, under the names that they have in the whole model:
+checkpoints load with any number of stages. Tensor parallel and FSDP2 are applied to
+`pipeline.parts` before the first step.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from samestep.comm.agreement import require_same_lines
+from samestep.comm.collectives import CollectiveError, total
+from samestep.comm.flight import attempt
+from samestep.comm.groups import registry
+from samestep.parallel.batched_sends import batched_sends
+from samestep.parallel.stages import StagePlan, cut
+
+ScheduleName = Literal["1f1b", "interleaved"]
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def _gpt_block(model: Any, block: nn.Module, x: Tensor, inputs: Tensor) -> Tensor:
+    """As `GPT.forward` does it. The length is that of the tokens: `x` may have a part of it."""
+    length = inputs.shape[1]
+    out: Tensor = block(x, model.cos[:length], model.sin[:length])
+    return out
+
+
+GPT_STAGES = StagePlan(block=_gpt_block)
+
+
+class Pipeline:
+    """A model in stages, one or more on each rank of a group.
+
+    Args:
+        model: The same on every rank of the pipeline; what other stages have is taken out of it.
+        group: The ranks of the pipeline, one per place: `mesh.axis("pipe")` or a process group.
+        loss: (outputs, targets) of a micro-batch to the mean over it, ().
+        micro_batches: Parts of a batch. At least as many as stages, and for "interleaved" a
+            multiple of the number of ranks.
+        plan: Which modules the stages have; the default is that of the example GPT.
+        stages_per_rank: More than one only with "interleaved".
+        schedule: "1f1b", or "interleaved", where a rank has several stages that lie apart.
+        batched_sends: See `samestep.parallel.batched_sends`; False leaves it to torch.
+
+    Attributes:
+        model: What this rank has of the model, with the names of the whole, for the optimizer and
+            for `samestep.save` and `load`.
+        parts: The same, stage by stage, to be parallelized.
+        group: The process group, for `stage_group` of the optimizer.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: DeviceMesh | dist.ProcessGroup,
+        *,
+        loss: Loss,
+        micro_batches: int,
+        plan: StagePlan = GPT_STAGES,
+        schedule: ScheduleName = "1f1b",
+        stages_per_rank: int | None = None,
+        batched_sends: bool = True,
+    ) -> None:
+        handle = group.get_group() if isinstance(group, DeviceMesh) else group
+        self._ranks = registry.of(handle)
+        self.group = self._ranks.handle
+        if stages_per_rank is None:
+            stages_per_rank = 2 if schedule == "interleaved" else 1
+        self.stages = stages_per_rank * self._ranks.size
+        _check(schedule, stages_per_rank, micro_batches, self._ranks.size)
+        self.micro_batches = micro_batches
+        self._schedule_name = schedule
+        self._batched = batched_sends
+        self._loss = loss
+        # Also the first collective of the group: NCCL wants all ranks in it before some send.
+        lines = [f"schedule = {schedule}", f"stages = {self.stages}"]
+        lines += [f"micro_batches = {micro_batches}", f"batched_sends = {batched_sends}"]
+        lines += [f"{name} {tuple(param.shape)}" for name, param in model.named_parameters()]
+        self._device = next(model.parameters()).device
+        require_same_lines("pipeline", lines, self._ranks, self._device)
+        self.my_stages = range(self._ranks.rank, self.stages, self._ranks.size)
+        self.model = model
+        self.parts = cut(model, plan, self.stages, self.my_stages)
+        self._training: Any = None  # the schedules, made at the first step: parts may change
+        self._evaluation: Any = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank has the first stage."""
+        return self._ranks.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank has the last stage."""
+        return self._ranks.rank == self._ranks.size - 1
+
+    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of a batch; the mean loss, (), on every rank of the pipeline.
+
+        Every rank gives the same batch. Gradients are those of the mean loss, added to what is in
+        `.grad`. An optimizer with `overlap_grad_reduce` reduces after the last micro-batch: call
+        this inside its `no_sync()`.
+        """
+        self._check_batch(inputs, targets)
+        if self._training is None:
+            self._training = self._schedule()
+            for part in self.parts:
+                _forget_first_call(part)
+        return self._run("pipeline step", self._training.step, inputs, targets)
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch, (), on every rank of the pipeline, in evaluation mode."""
+        self._check_batch(inputs, targets)
+        if self._evaluation is None:
+            self._evaluation = self._schedule()  # going to and fro, one would measure shapes anew
+        with _evaluating([self.model, *self.parts]):
+            return self._run("pipeline evaluation", self._evaluation.eval, inputs, targets)
+
+    def _run(self, name: str, run: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        given = (inputs,) if self.is_first else ()
+        # Only the last stage looks at targets.
+        asked = {"target": targets, "losses": losses} if self.is_last else {}
+
+        def act() -> None:
+            try:
+                with batched_sends(self._batched):
+                    run(*given, inputs=inputs, return_outputs=False, **asked)
+            except RuntimeError as error:
+                if not _is_of_communication(error):
+                    raise _StageError(error) from error
+                raise
+
+        try:
+            attempt(name, self._ranks, act)
+        except _StageError as error:
+            raise error.args[0] from None
+        own = torch.zeros(1, dtype=torch.float32, device=self._device)
+        if self.is_last:
+            own[0] = torch.stack([loss.detach().float() for loss in losses]).sum()
+        return total("loss of the pipeline", own, self._ranks).wait()[0]
+
+    def _schedule(self) -> Any:
+        stages: Any = [
+            PipelineStage(part, stage, self.stages, self._device, group=self.group)
+            for stage, part in zip(self.my_stages, self.parts, strict=True)
+        ]
+        # Scaled here and not after backward: there hooks have seen gradients already.
+        options: Any = {"loss_fn": self._scaled_loss, "scale_grads": False}
+        if self._schedule_name == "1f1b":
+            return Schedule1F1B(stages[0], self.micro_batches, **options)
+        return ScheduleInterleaved1F1B(stages, self.micro_batches, **options)
+
+    def _scaled_loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._loss(outputs, targets) / self.micro_batches
+
+    def _check_batch(self, inputs: Tensor, targets: Tensor) -> None:
+        for what, value in (("inputs", inputs), ("targets", targets)):
+            if value.shape[0] % self.micro_batches:
+                raise ValueError(
+                    f"{what} have {value.shape[0]} rows, which do not divide into "
+                    f"{self.micro_batches} micro-batches of equal size: their mean would not be "
+                    "that of the batch"
+                )
+
+
+class _StageError(Exception):
+    """Carries an error of the model past those who look for missing ranks."""
+
+
+def _check(schedule: str, stages_per_rank: int, micro_batches: int, ranks: int) -> None:
+    if schedule not in ("1f1b", "interleaved"):
+        raise ValueError(f"schedule {schedule!r} is not supported; choose 1f1b or interleaved")
+    if stages_per_rank < 1 or (stages_per_rank > 1) != (schedule == "interleaved"):
+        raise ValueError(
+            f"stages_per_rank is {stages_per_rank} with schedule {schedule!r}: 1f1b has one stage "
+            "on each rank, interleaved two or more"
+        )
+    if schedule == "1f1b" and micro_batches < ranks:
+        raise ValueError(
+            f"{micro_batches} micro-batches do not fill {ranks} stages: take at least {ranks}"
+        )
+    if schedule == "interleaved" and (micro_batches < 1 or micro_batches % ranks):
+        raise ValueError(
+            f"{micro_batches} micro-batches are no multiple of {ranks} ranks, which the "
+            "interleaved schedule needs"
+        )
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    """Whether another rank is the reason. Gloo raises plain errors, known by their text."""
+    return isinstance(error, dist.DistError | CollectiveError) or "gloo" in str(error).lower()
+
+
+def _forget_first_call(part: nn.Module) -> None:
+    """Undo what the first call does to buffers: torch makes it to learn shapes, with any values."""
+    kept = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
+    calls = 0
+
+    def restore(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            handle.remove()
+            with torch.no_grad():
+                for name, buffer in part.named_buffers():
+                    if not torch.equal(buffer, kept[name]):  # others may wait for their backward
+                        buffer.copy_(kept[name])
+
+    handle = part.register_forward_pre_hook(restore)
+
+
+@contextmanager
+def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
+    before = {member: member.training for module in modules for member in module.modules()}
+    try:
+        for module in modules:
+            module.eval()
+        yield
+    finally:
+        for member, training in before.items():
+            member.training = training

@@ -203,15 +203,18 @@ def update_blocks(
     return new.square
 
 
-def stacks(blocks: Sequence[Operand]) -> Iterator[list[Operand]]:
-    """Sort blocks into stacks of one shape, dtype and device, in order of appearance."""
+def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[Operand]]:
+    """Sort blocks into stacks of one shape, dtype and device, in order of appearance.
+
+    `most`: elements of a stack, unless one block has more; None: `STACK_ELEMENTS`.
+    """
     by_kind = defaultdict(list)
     for block in blocks:
         param = block.param
         kind = (param.shape[0], param.shape[1:].numel(), param.dtype, param.device)
         by_kind[kind].append(block)
     for (rows, cols, _, _), members in by_kind.items():
-        count = max(1, STACK_ELEMENTS // (rows * cols))
+        count = max(1, (most or STACK_ELEMENTS) // (rows * cols))
         for start in range(0, len(members), count):
             yield members[start : start + count]
 

@@ -67,6 +67,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         master_weights: bool,
         compile: bool | str,
         cuda_graph: bool = False,
+        batch_elements: int | None = None,
         max_grad_norm: float | None,
         update_rms: bool,
         distribution: Distribution,
@@ -77,6 +78,8 @@ class GroupOptimizer(torch.optim.Optimizer):
             checks.limit("max_grad_norm", max_grad_norm)
         checks.boolean("update_rms", update_rms)
         checks.boolean("cuda_graph", cuda_graph)
+        if batch_elements is not None:
+            checks.count("batch_elements", batch_elements)
         self._max_grad_norm = max_grad_norm
         self._update_rms = update_rms
         self._distribution = distribution
@@ -100,6 +103,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._master_weights = master_weights
         self._compile = compile
         self._cuda_graph = cuda_graph
+        self._batch_elements = batch_elements
         self._reset_derived()
         self._reset_runner()
         self._in_flight = ParametersInFlight()
@@ -442,8 +446,8 @@ class GroupOptimizer(torch.optim.Optimizer):
                 "build a new one on every rank and load its state_dict"
             )
         mine = (
-            "_rule_options", "_master_weights", "_compile", "_cuda_graph", "_max_grad_norm",
-            "_update_rms", "_distribution",
+            "_rule_options", "_master_weights", "_compile", "_cuda_graph", "_batch_elements",
+            "_max_grad_norm", "_update_rms", "_distribution",
         )  # fmt: skip
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 

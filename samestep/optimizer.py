@@ -132,6 +132,8 @@ class MuonAdamW(RuleOptimizer):
         cuda_graph: replay the whole step as one CUDA graph from the third on, for one process whose
             parameters are on one GPU and either always or never have a gradient. Learning rates
             stay live. The memory a step needs beside parameters and state is then kept.
+        batch_elements: how many elements of Muon's blocks are orthogonalized at once; fewer need
+            less memory beside parameters and state, and more launches. The bits are the same.
     """
 
     def __init__(
@@ -147,6 +149,7 @@ class MuonAdamW(RuleOptimizer):
         update_rms: bool = False,
         compile: bool | str = False,
         cuda_graph: bool = False,
+        batch_elements: int | None = None,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
         for name in options:
@@ -200,6 +203,7 @@ class MuonAdamW(RuleOptimizer):
             update_rms=update_rms,
             compile=compile,
             cuda_graph=cuda_graph,
+            batch_elements=batch_elements,
             distribution=distribution,
             model=model,
             order_of_use=order_of_use,
@@ -226,6 +230,7 @@ class Muon(RuleOptimizer):
         update_rms: bool = False,
         compile: bool | str = False,
         cuda_graph: bool = False,
+        batch_elements: int | None = None,
         **options: Unpack[MuonOptions],
     ) -> None:
         for name in options:
@@ -242,6 +247,7 @@ class Muon(RuleOptimizer):
             update_rms=update_rms,
             compile=compile,
             cuda_graph=cuda_graph,
+            batch_elements=batch_elements,
             distribution=distribution,
         )
 

@@ -306,14 +306,16 @@ class RuleOptimizer(FullValues):
             if self._run is run_rule and missing_kernels(device) is None:
                 from samestep.kernels.update import update_with_kernels
 
-                members = update_with_kernels(math, index, members, self._kernel_plans)
+                members = update_with_kernels(
+                    math, index, members, self._kernel_plans, self._batch_elements
+                )
                 if not members:
                     continue
             seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None
             arguments = math.scalars, math.options, self._run, math.only_if, measure
             if rule.kind == "matrix":
-                for stack in stacks(seen):
+                for stack in stacks(seen, self._batch_elements):
                     self._count(index, stack, update_blocks(rule, stack, *arguments))
             elif not update_together(rule, seen, math, self._run):
                 for operand in seen:

@@ -32,7 +32,7 @@ class Job(NamedTuple):
 class KernelPlan:
     """How the operands of a group are batched: made once, unless parameters or state change."""
 
-    def __init__(self, math: GroupMath, operands: Sequence[Operand]) -> None:
+    def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int) -> None:
         self.params = [operand.param for operand in operands]
         self.states = [operand.state for operand in operands]
         self.dtypes = [operand.grad.dtype for operand in operands]
@@ -43,7 +43,7 @@ class KernelPlan:
             if type(math.rule) is AdamWRule:
                 self.batches.append([Job(alike, AdamWTensors(*self._of(alike)))])
             else:
-                for batch in _batches(operands, alike):
+                for batch in _batches(operands, alike, most):
                     self.batches.append([Job(same, MuonBlocks(*self._of(same))) for same in batch])
 
     def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -81,16 +81,23 @@ class KernelPlan:
 
 
 def update_with_kernels(
-    math: GroupMath, index: int, operands: Sequence[Operand], plans: dict[object, KernelPlan]
+    math: GroupMath,
+    index: int,
+    operands: Sequence[Operand],
+    plans: dict[object, KernelPlan],
+    most: int | None = None,
 ) -> list[Operand]:
-    """Run the rule of a group on the operands that kernels can do; give the others back."""
+    """Run the rule of a group on the operands that kernels can do; give the others back.
+
+    `most`: elements that are orthogonalized at once; None: `BATCH_ELEMENTS`.
+    """
     device = operands[0].param.device
     if not _can(math, device):
         return list(operands)
     key = index, device, len(operands), id(operands[0].state)  # a group may come in several buckets
     plan = plans.get(key)
     if plan is None or not plan.is_for(operands):
-        plan = plans[key] = KernelPlan(math, operands)
+        plan = plans[key] = KernelPlan(math, operands, most or BATCH_ELEMENTS)
     if not plan.batches:
         return list(operands)
     only_if = None if math.only_if is None else math.only_if.double()
@@ -150,7 +157,9 @@ def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[in
     return list(kinds.values())
 
 
-def _batches(operands: Sequence[Operand], places: Sequence[int]) -> Iterator[list[list[int]]]:
+def _batches(
+    operands: Sequence[Operand], places: Sequence[int], most: int
+) -> Iterator[list[list[int]]]:
     """Blocks that are orthogonalized together: those of a shape, and those of its transpose."""
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place in places:
@@ -162,7 +171,7 @@ def _batches(operands: Sequence[Operand], places: Sequence[int]) -> Iterator[lis
 
     for (short, long), members in by_shape.items():
         members.sort(key=rows)
-        count = max(1, BATCH_ELEMENTS // (short * long))
+        count = max(1, most // (short * long))
         for start in range(0, len(members), count):
             yield [list(same) for _, same in groupby(members[start : start + count], rows)]
 

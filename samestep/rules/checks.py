@@ -86,10 +86,16 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
 
 def steps(name: str, value: Any) -> None:
     """A whole number from 1 to 99."""
+    count(name, value, most=99)
+
+
+def count(name: str, value: Any, most: int | None = None) -> None:
+    """A whole number from 1 on."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be a whole number, got {value!r}")
-    if not 1 <= value < 100:
-        raise ValueError(f"Invalid {name} value: {value}; give a whole number from 1 to 99")
+    if value < 1 or (most is not None and value > most):
+        allowed = "from 1 on" if most is None else f"from 1 to {most}"
+        raise ValueError(f"Invalid {name} value: {value}; give a whole number {allowed}")
 
 
 def coefficients(name: str, value: Any) -> None:

@@ -139,7 +139,7 @@ def gate_on_raw_gradient() -> list[Any]:
 def stacked_by_size() -> list[Any]:
     """(32, 16) and (16, 32) go together."""
 
-    def stacks(original: Any, blocks: Any) -> Any:
+    def stacks(original: Any, blocks: Any, *_: Any) -> Any:
         by_size: dict[int, list[Any]] = {}
         for block in blocks:
             alike = by_size.setdefault(block.param.numel(), [])

@@ -1,0 +1,230 @@
+"""From degrees to a DeviceMesh: its groups, what is checked before there are any, and hosts."""
+
+import copy
+import math
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+import samestep
+from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.groups import registry
+from samestep.mesh import AXES, Degrees, DegreesError, build
+from samestep.mesh.groups import axes_with_groups, make_groups
+from samestep.mesh.hosts import require_local_groups
+from tests.mesh.fake import fake_world
+from tests.mesh.strategies import degrees
+from tests.ranks import RanksFailed, run_forked, run_threaded
+from tests.soak import SOAK
+
+
+def asked(degrees):
+    """The arguments of `build` for these degrees."""
+    names = ("pp", "replicate", "ep", "tp", "sequence_parallel", "expert_tensor_parallel")
+    return {name: getattr(degrees, name) for name in (*names, "ep_carries_data")}
+
+
+def ranks_of(mesh):
+    return sorted(mesh.mesh.flatten().tolist())
+
+
+@given(degrees().filter(lambda d: d.world <= 32), st.data())
+@settings(max_examples=300 if SOAK else 10)
+def test_any_rank_of_any_mesh_has_its_axes_and_peers(degrees, data):
+    rank = data.draw(st.integers(0, degrees.world - 1))
+    with fake_world(rank, degrees.world):
+        mesh = build(**asked(degrees))
+        assert mesh.degrees == degrees
+        assert mesh.device_mesh.mesh_dim_names == tuple(degrees.axes)
+        assert mesh.device_mesh.mesh.flatten().tolist() == list(range(degrees.world))
+        assert mesh.coordinates == degrees.coordinates(rank)
+        for axis in AXES:
+            one = mesh.axis(axis)
+            assert (one is None) == (degrees.sizes[axis] == 1 and axis != "data")
+            if one is not None:
+                assert tuple(one.mesh.tolist()) == degrees.peers(rank, axis)
+                assert one.get_local_rank() == degrees.coordinates(rank)[axis]
+        copies = ["replicate"] if degrees.replicate > 1 else []
+        carries = degrees.ep_carries_data
+        assert ranks_of(mesh.expert) == list(degrees.peers(rank, "replicate", "data"))
+        over = ["replicate", "data", *(["expert"] if carries else [])]
+        assert ranks_of(mesh.dense) == list(degrees.peers(rank, *over))
+        dense = "dense" if carries and degrees.ep > 1 else "data"
+        assert mesh.dense.mesh_dim_names == (*copies, dense)
+        assert mesh.expert.mesh_dim_names == (*copies, "data")
+        # Every set of ranks has one group, and what parameters may be spread over is among them.
+        made = [creation.members for creation in registry.creations]
+        assert len(made) == len(set(made))
+        count = len(made)
+        for axes in axes_with_groups(degrees):
+            for members in degrees.groups(*axes):
+                registry.of_ranks(members)
+        assert len(registry.creations) == count
+
+
+def test_a_large_world():
+    with fake_world(177, 256):
+        mesh = build(tp=4, ep=4, pp=2, replicate=2, sequence_parallel=True)
+        assert mesh.coordinates == Degrees(256, 2, 2, 4, 4).coordinates(177)
+        assert tuple(mesh.dense.shape) == (2, 16)
+
+
+def test_fsdp_over_the_mesh_with_matrices_and_experts_that_are_cut():
+    """Parameters know all axes, gradients are right, and all groups are those of the registry."""
+
+    def job(rank):
+        mesh = samestep.mesh.build(tp=2, ep=2)
+        torch.manual_seed(0)
+        whole, stack = nn.Linear(8, 16, bias=False), torch.randn(4, 6, 6)
+        inputs = torch.randn(4, 8)
+        expected = 4 * inputs.mean(0)  # of the sum over outputs of the mean over the dense ranks
+        layer = copy.deepcopy(whole)
+        parallelize_module(layer, mesh.axis("model"), ColwiseParallel())
+        expert = nn.Module()
+        expert.up = nn.Parameter(distribute_tensor(stack, mesh.axis("expert"), [Shard(0)]))
+        fully_shard(expert, mesh=mesh.expert)
+        model = nn.Sequential(layer, nn.Threshold(-math.inf, 0.0))  # no view of its output
+        fully_shard(model, mesh=mesh.dense)
+        place = mesh.dense.get_local_rank()
+        model(inputs[place : place + 1]).sum().backward()
+        grad = layer.weight.grad.full_tensor()
+        assert torch.allclose(grad, expected.expand(16, 8) / 4, atol=1e-6)
+        assert torch.equal(layer.weight.full_tensor(), whole.weight)
+        assert torch.equal(expert.up.full_tensor(), stack)
+        assert layer.weight.device_mesh.mesh_dim_names == ("dense", "model")
+        assert isinstance(expert.up, DTensor)
+        assert expert.up.device_mesh.mesh_dim_names == ("data", "expert")
+        count = len(registry.creations)
+        samestep.Muon([layer.weight, expert.up])  # needs groups of whole meshes
+        assert len(registry.creations) == count
+        again = samestep.mesh.build(tp=2, ep=2)
+        assert len(registry.creations) == count
+        assert again.axis("model").get_group() is mesh.axis("model").get_group()
+        return [str(creation) for creation in registry.creations]
+
+    first, *others = run_forked(8, job)
+    assert all(other == first for other in others)
+    assert first[0] == "group of ranks 0, 4, timeout 10 s"
+
+
+def test_sizes_are_checked_before_any_group_exists():
+    def job(rank):
+        with pytest.raises(DegreesError, match="tp 3 does not divide a world of 4 ranks"):
+            build(tp=3)
+        return registry.creations
+
+    assert run_threaded(4, job) == [()] * 4
+
+
+def test_ranks_that_ask_for_different_meshes_are_told_so():
+    def job(rank):
+        with pytest.raises(RanksDisagreeError) as caught:
+            build(tp=2 if rank < 3 else 1)
+        return str(caught.value), registry.creations
+
+    for message, made in run_forked(4, job):
+        assert message.startswith(
+            "the mesh differs between ranks: rank 0 has 'tp = 2', rank 3 has 'tp = 1'"
+        )
+        assert made == ()
+
+
+def test_ranks_that_would_make_groups_in_different_orders_are_told_so():
+    def job(rank):
+        groups = [[0, 1], [2, 3]]
+        with pytest.raises(RanksDisagreeError, match="the list of groups to make differs"):
+            make_groups(groups if rank else groups[::-1], None, torch.device("cpu"))
+        return registry.creations
+
+    assert run_forked(4, job) == [()] * 4
+
+
+def test_groups_that_members_have_made_before_are_taken():
+    """Without asking, ranks 2 and 3 would make the group of 0 and 1 once more, for themselves."""
+
+    def job(rank):
+        early = registry.of_members([0, 1]) if rank < 2 else None
+        made = len(registry.creations)
+        mesh = build(tp=2)
+        group = registry.of(mesh.axis("model").get_group())
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group.handle)
+        assert total.item() == 2
+        return (group is early) == (rank < 2), len(registry.creations) - made
+
+    assert run_forked(4, job) == [(True, 3)] * 4
+
+
+def test_the_timeout_of_new_groups():
+    def job(rank):
+        mesh = build(tp=2, timeout=3)
+        backend = mesh.axis("model").get_group()._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+
+    assert run_forked(4, job) == [3.0] * 4
+
+
+def test_groups_of_layers_stay_inside_a_host():
+    def job(rank):
+        socket.gethostname = lambda: "north" if rank < 2 else "south"
+        with pytest.raises(DegreesError) as caught:
+            build(ep=2, tp=2)
+        assert registry.creations == ()
+        assert build(ep=2, tp=2, across_hosts=True).hosts == ("north", "north", "south", "south")
+        assert build(tp=2).axis("model").size() == 2
+        return str(caught.value)
+
+    for message in run_forked(4, job):
+        assert message == (
+            "groups of the model and expert axes must stay inside a host. ep 2: ranks 0, 2 span "
+            "north (rank 0) and south (rank 2), and 1 more groups do. Choose ep x tp from 1, 2, or "
+            "allow it with across_hosts=True"
+        )
+
+
+@given(degrees(), st.integers(1, 9))
+def test_what_is_offered_for_hosts_stays_inside_them(degrees, per_host):
+    hosts = [f"host{rank // per_host}" for rank in range(degrees.world)]
+    inside = degrees.ep * degrees.tp
+    try:
+        require_local_groups(degrees, hosts)
+    except DegreesError as error:
+        offers = str(error).partition("ep x tp from ")[2].partition(", or allow")[0]
+        for offer in map(int, offers.split(", ")):
+            require_local_groups(Degrees(degrees.world // offer * offer, tp=offer), hosts)
+    else:
+        groups = [g for axis in ("model", "expert") for g in degrees.groups(axis)]
+        assert all(len({hosts[rank] for rank in group}) == 1 for group in groups)
+        assert inside == 1 or per_host > 1
+
+
+def test_without_a_default_group_there_is_no_mesh():
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        build(tp=2)
+
+
+def test_an_axis_that_does_not_exist():
+    def job(rank):
+        with pytest.raises(ValueError, match="there is no axis 'tensor'; there is: pipe"):
+            build().axis("tensor")
+
+    run_threaded(1, job)
+
+
+def test_a_rank_that_never_comes_is_named(monkeypatch):
+    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.5)
+
+    def job(rank):
+        if rank != 1:
+            build(tp=2)
+
+    with pytest.raises(RanksFailed, match=r"comparison of the mesh failed: rank 1 did not answer"):
+        run_forked(2, job, collective_timeout=1.0)

@@ -69,6 +69,7 @@ class Session:
         self.speaks = torchrun is None or torchrun.rank == 0
         self.world = options.ranks(torchrun)
         self.backend, self.fallback_reason = options.chosen_backend(torchrun)
+        self.device = options.chosen_device(self.backend)
         self.make_model = options.make_model()
         self._code = code_digest(self.make_model)
         self.mutants: list[MutantResult] = []
@@ -242,9 +243,9 @@ class Session:
                 break
 
     def _campaign(self) -> Campaign:
-        ranks: Ranks = ForkedRanks(self.world, self.options.watchdog)
+        ranks: Ranks = ForkedRanks(self.world, self.options.watchdog, self.device)
         if self.torchrun is not None:
-            ranks = TorchrunRanks(self.torchrun, self.options.watchdog, self.backend)
+            ranks = TorchrunRanks(self.torchrun, self.options.watchdog, self.backend, self.device)
         return Campaign(ranks, self.make_model)
 
     def _run_mutants(self) -> None:
@@ -268,7 +269,8 @@ class Session:
 
     def _asked(self) -> dict[str, Any]:
         keys = (
-            "scenario", "layout", "world_size", "backend", "steps", "other_steps", "sample_every",
+            "scenario", "layout", "world_size", "backend", "device", "steps", "other_steps",
+            "sample_every",
             "reduction", "seed", "model", "watchdog", "mutants",
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
@@ -281,7 +283,7 @@ class Session:
             "runtime_mode": "forked" if self.torchrun is None else "torchrun",
             "fallback_reason": self.fallback_reason,
             "world_size": self.world,
-            "device": "cuda" if self.backend == "nccl" else "cpu",
+            "device": self.device,
             **machine(),
             "code": self._code,
         }

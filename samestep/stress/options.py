@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 from tyro.conf import arg
 
 from samestep.command.ranks import nccl_devices, number_of_ranks
@@ -18,6 +19,7 @@ from samestep.stress.scenario import MakeModel
 from samestep.stress.scenarios import SCENARIOS
 
 Backend = Literal["gloo", "nccl"]
+Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,10 @@ class Options:
         arg(metavar="{gloo,nccl}", help_behavior_hint="(default: nccl under torchrun if possible)"),
     ] = None
     """What carries the data; nccl needs torchrun and a CUDA device for every rank."""
+    device: Annotated[
+        Device | None, arg(metavar="{cpu,cuda}", help_behavior_hint="(default: cuda with nccl)")
+    ] = None
+    """Where ranks compute. Over gloo several may share a GPU."""
     steps: int = 1000
     """Optimizer steps of every case."""
     other_steps: Annotated[
@@ -95,8 +101,10 @@ class Options:
             )
         if self.mutants and self.goes_on:
             raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
-        if self.mutants and (self.backend == "nccl" or self.model != "tiny"):
-            raise BadRequestError("--mutants run on gloo and on their own models")
+        if self.mutants and (
+            self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
+        ):
+            raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
 
     def ranks(self, torchrun: TorchrunRank | None) -> int:
         """The number of ranks."""
@@ -114,6 +122,15 @@ class Options:
         if self.backend == "nccl":
             raise BadRequestError(f"--backend nccl cannot run: {reason}")
         return "gloo", None if self.backend == "gloo" else reason
+
+    def chosen_device(self, backend: Backend) -> Device:
+        """Where ranks compute."""
+        device = self.device or ("cuda" if backend == "nccl" else "cpu")
+        if device == "cpu" and backend == "nccl":
+            raise BadRequestError("--device cpu needs --backend gloo: nccl is for CUDA")
+        if device == "cuda" and torch.cuda.device_count() == 0:
+            raise BadRequestError("--device is cuda, and torch sees no GPU here")
+        return device
 
     def make_model(self) -> MakeModel | None:
         """The factory of the model, None for the scenarios' own."""

@@ -31,7 +31,7 @@ ASKED = (
     "scenario", "layout", "steps", "other_steps", "sample_every", "reduction", "seed", "model",
     "watchdog",
 )  # fmt: skip
-RAN = ("world_size", "actual_backend", "runtime_mode", "machine", "code")
+RAN = ("world_size", "actual_backend", "device", "runtime_mode", "machine", "code")
 
 Entry = Mapping[str, Any]  # a case as the receipt tells it
 Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step

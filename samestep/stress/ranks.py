@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
 
+import torch
+
 from samestep.launch import RanksFailed, run_forked
 from samestep.stress.mailbox import Mailbox, Note, OnEnd, OnSample
 from samestep.stress.rank import Work, run_rank
@@ -27,9 +29,10 @@ class Ranks(Protocol):
 class ForkedRanks:
     """Processes of this machine. They do all they are given, unless a case fails: then new ones."""
 
-    def __init__(self, world: int, watchdog: float) -> None:
+    def __init__(self, world: int, watchdog: float, device: str = "cpu") -> None:
         self.world = world
         self.watchdog = watchdog
+        self._on_gpu = device == "cuda"
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         """Run cases; whatever ranks do, they are gone afterwards, and no case is left out."""
@@ -47,10 +50,11 @@ class ForkedRanks:
         with Mailbox(world, on_sample, on_end) as mailbox:
 
             def fn(rank: int) -> None:
+                device = shared_gpu(rank) if self._on_gpu else None
                 for place, work in enumerate(works):
                     mailbox.notes[rank].write("")
                     send = mailbox.sender(rank, place)
-                    run_rank(work, rank, send, note=mailbox.notes[rank].write)
+                    run_rank(work, rank, send, device, mailbox.notes[rank].write)
 
             def limit() -> float:
                 if mailbox.problem is not None:
@@ -74,6 +78,13 @@ class ForkedRanks:
                 endings[rank] = _without_ending(report, step, note, rank)
         on_end(dict(sorted(endings.items())))
         return mailbox.ended + 1
+
+
+def shared_gpu(rank: int) -> torch.device:
+    """A GPU for this process, which others may use as well."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
 
 
 def _without_ending(report: str, step: int, note: Note, rank: int) -> Ending:

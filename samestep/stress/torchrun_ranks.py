@@ -14,6 +14,7 @@ from samestep.comm.messages import gather_on_first
 from samestep.launch import TorchrunRank
 from samestep.stress.mailbox import OnEnd, OnSample
 from samestep.stress.rank import Message, Work, run_rank
+from samestep.stress.ranks import shared_gpu
 from samestep.stress.sample import Ending, Sample
 
 START = timedelta(minutes=5)  # from the first rank's start to the last one's
@@ -26,14 +27,14 @@ class TorchrunRanks:
     Between cases there is no process group, so that one process can compute alone.
     """
 
-    def __init__(self, place: TorchrunRank, watchdog: float, backend: str) -> None:
+    def __init__(
+        self, place: TorchrunRank, watchdog: float, backend: str, device: str = "cpu"
+    ) -> None:
         self.world = place.world_size
         self._rank = place.rank
         self._watchdog = timedelta(seconds=watchdog)
-        self._device = None
-        if backend == "nccl":
-            self._device = torch.device("cuda", place.local_rank)
-            torch.cuda.set_device(self._device)
+        self._backend = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
+        self._device = shared_gpu(place.local_rank) if device == "cuda" else None
         self._store, _, _ = next(dist.rendezvous("env://", timeout=START))
         self._pulse = Pulse(self._store, place.rank, watchdog)
         self._cases = 0
@@ -70,9 +71,12 @@ class TorchrunRanks:
         store = dist.PrefixStore(f"samestep_stress_{self._cases}", self._store)
         store.set(f"here_{self._rank}", "")
         self._pulse.wait_for(store, [f"here_{rank}" for rank in range(self.world)])
-        backend = "gloo" if self._device is None else "cpu:gloo,cuda:nccl"
         dist.init_process_group(
-            backend, store=store, rank=self._rank, world_size=self.world, timeout=self._watchdog
+            self._backend,
+            store=store,
+            rank=self._rank,
+            world_size=self.world,
+            timeout=self._watchdog,
         )
 
     def _sender(self, on_sample: OnSample, endings: dict[int, Ending]) -> Callable[[Message], None]:

@@ -1,0 +1,4 @@
+"""What a step will need, before there are ranks: memory, traffic, work, time, and a timeline.
+
+Everything is read from the plans and the schedule that the optimizer itself would run.
+"""

@@ -1,0 +1,251 @@
+"""An optimizer on any number of ranks as data: the plans and the schedule it would run there.
+
+    optimizer = samestep.MuonAdamW(model_on_meta, sharding="zero2")   # one process, no memory
+    blueprint(optimizer, one_axis(1024)).schedule()
+
+Plans are made by the functions that the optimizer calls, once for all ranks: which part is whose
+is part of a plan.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.distribution import Distribution
+from samestep.estimate.grid import Grid, Peers
+from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
+from samestep.local import LocalParameters
+from samestep.param_groups import Group
+from samestep.plan.block_exchange import ExchangePlan, ShardedSpec
+from samestep.plan.schedule import PlacementShape, Schedule, step_schedule
+from samestep.plan.sharding import ParamSpec, ShardingPlan
+from samestep.replicated import planned as planned_shares
+from samestep.replicated import shape_of as shape_of_shares
+from samestep.rule_optimizer import RuleOptimizer
+from samestep.sharded_blocks import planned as planned_blocks
+from samestep.sharded_blocks import shape_of as shape_of_blocks
+
+MOST_GATHERING_RANKS = 64  # its plan grows with their square
+
+
+class SpreadOver(NamedTuple):
+    """How a DTensor lies on a mesh: per mesh axis the axes of the grid it is made of, and its cut.
+
+    (("data", "expert"),) with (Cut(0),) is what `fully_shard` does over both as one.
+    """
+
+    mesh: tuple[tuple[str, ...], ...]
+    cuts: tuple[Cut, ...]
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Of the grid, all of them."""
+        return tuple(axis for joined in self.mesh for axis in joined)
+
+
+Spread = Callable[[str, Tensor], SpreadOver | None]  # by name; None: a plain parameter
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Parameters that peers hold whole, and how they share the work on them."""
+
+    params: tuple[Tensor, ...]
+    plan: ShardingPlan
+    peers: Peers
+    outer: Peers | None
+    distribution: Distribution
+    shape: PlacementShape
+    places: tuple[int, ...]  # how late forward uses each bucket
+
+    @property
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """In order of use."""
+        return self.plan.params
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """DTensors of one mesh, and how their blocks come together."""
+
+    params: tuple[Tensor, ...]
+    specs: tuple[ParamSpec, ...]
+    held: tuple[ShardedSpec, ...]
+    plan: ExchangePlan
+    peers: Peers
+    distribution: Distribution
+
+    def shape(self, place: int) -> PlacementShape:
+        """What the schedule of a rank depends on."""
+        elements = sum(spec.boxes[place].numel for spec in self.held)
+        return shape_of_blocks(self.plan, self.distribution, elements)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """Everything that is decided before the first step, for all ranks of a grid."""
+
+    optimizer: RuleOptimizer
+    grid: Grid
+    everyone: Peers  # that the optimizer knows
+    shared: tuple[Sharing, ...]
+    spread: tuple[Spreading, ...]
+    device: torch.device
+    clips: bool = False
+    measures: bool = False
+    _schedules: dict[int, Schedule] = field(default_factory=dict, compare=False)
+
+    @property
+    def groups(self) -> list[Group]:
+        """The optimizer's."""
+        return self.optimizer.param_groups
+
+    @property
+    def distribution(self) -> Distribution:
+        """What the optimizer was asked for."""
+        return self.optimizer._distribution
+
+    @property
+    def placements(self) -> tuple[Sharing | Spreading, ...]:
+        """In the order of the schedule's numbers; none: one process."""
+        return (*self.shared, *self.spread)
+
+    def schedule(self, rank: int = 0) -> Schedule:
+        """The operations of a step, as this rank runs them."""
+        if rank not in self._schedules:
+            shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
+            shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
+            self._schedules[rank] = _schedule(
+                tuple(shapes or [LocalParameters.shape]),
+                waves=self.distribution.waves,
+                clip=self.clips,
+                measure=self.measures,
+                chunks_ahead=self.distribution.chunks_ahead,
+            )
+        return self._schedules[rank]
+
+
+_schedule = lru_cache(maxsize=64)(step_schedule)
+
+
+def blueprint(
+    optimizer: RuleOptimizer,
+    grid: Grid,
+    *,
+    everyone: Peers | None = None,
+    outer: Peers | None = None,
+    own_peers: Mapping[int, Peers] | None = None,
+    spread: Spread | None = None,
+    device: torch.device | None = None,
+) -> Blueprint:
+    """Plan what an optimizer that was built in one process would do on the ranks of a grid.
+
+    everyone: the ranks that share plain parameters (all), and `outer` those that do the same.
+    own_peers: of groups that have a process group of their own, by index.
+    spread: which parameters are DTensors there, and how they lie.
+    """
+    everyone = everyone or grid.peers(*grid.sizes)
+    known: dict[tuple[tuple[int, ...], SpreadOver], tuple[tuple[Box, ...], tuple[int, ...]]] = {}
+    lie: dict[Tensor, SpreadOver] = {}
+    groups = optimizer.param_groups
+    for group in groups:
+        for name, param in zip(group["param_names"], group["params"], strict=True):
+            found = spread(name, param) if spread else None
+            if found is not None:
+                lie[param] = found
+                if (tuple(param.shape), found) not in known:
+                    known[tuple(param.shape), found] = _held(tuple(param.shape), found, grid)
+    distribution = optimizer._distribution
+    clips, measures = optimizer._max_grad_norm is not None, optimizer._update_rms
+    beside = distribution.beside_dtensors() if lie else distribution
+    plain = list(_plain(optimizer, lie, everyone, own_peers or {}))
+    shared = []
+    for peers, indices in plain:
+        if everyone.size * (1 if outer is None else outer.size) == 1:
+            break  # one process: nothing is shared
+        params, specs, _ = optimizer._planner.members(
+            _only(groups, lie, None), indices, optimizer._blocks
+        )
+        plan = planned_shares(specs, peers.size, beside)
+        watched = optimizer._in_flight.all_watched(params)
+        shape = shape_of_shares(plan, beside, watched=watched)
+        places = tuple(optimizer._planner.places(params, plan))
+        shared.append(
+            Sharing(
+                params, plan, peers, outer if peers == everyone else None, beside, shape, places
+            )
+        )
+    spreads = []
+    for mesh in dict.fromkeys(found.mesh for found in lie.values()):
+        own = _only(groups, lie, mesh)
+        indices = [index for index, group in enumerate(own) if group["params"]]
+        params, specs, _ = optimizer._planner.members(own, indices, optimizer._blocks)
+        peers = grid.peers(*(axis for joined in mesh for axis in joined))
+        if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
+            raise ValueError(
+                f"muon_schedule='gather' has every rank compute every block: it is planned for up "
+                f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
+            )
+        held = tuple(
+            ShardedSpec(spec.name, spec.shape, spec.blocks or (), *known[spec.shape, lie[param]])
+            for param, spec in zip(params, specs, strict=True)
+        )
+        exchange = planned_blocks(held, peers.size, distribution)
+        spreads.append(Spreading(params, specs, held, exchange, peers, distribution))
+    return Blueprint(
+        optimizer,
+        grid,
+        everyone,
+        tuple(shared),
+        tuple(spreads),
+        device or torch.device("cpu"),
+        clips,
+        measures,
+    )
+
+
+def _plain(
+    optimizer: RuleOptimizer,
+    lie: Mapping[Tensor, SpreadOver],
+    everyone: Peers,
+    own_peers: Mapping[int, Peers],
+) -> Iterator[tuple[Peers, list[int]]]:
+    """Groups with plain parameters that are reduced over the same ranks, those of all first."""
+    together: dict[Peers, list[int]] = {everyone: []}
+    for index, group in enumerate(optimizer.param_groups):
+        if any(param not in lie for param in group["params"]):
+            together.setdefault(own_peers.get(index, everyone), []).append(index)
+    yield from ((peers, indices) for peers, indices in together.items() if indices)
+
+
+def _only(
+    groups: Sequence[Group], lie: Mapping[Tensor, SpreadOver], mesh: object | None
+) -> list[Group]:
+    """The groups with only those parameters that lie on a mesh; None: plain ones."""
+    found = []
+    for group in groups:
+        kept = [
+            (name, param)
+            for name, param in zip(group["param_names"], group["params"], strict=True)
+            if (lie[param].mesh if param in lie else None) == mesh
+        ]
+        names, params = [name for name, _ in kept], [param for _, param in kept]
+        found.append({**group, "params": params, "param_names": names})
+    return found
+
+
+def _held(
+    shape: tuple[int, ...], over: SpreadOver, grid: Grid
+) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+    """The boxes of all ranks of a mesh, and which copy each holds, in the order of its group."""
+    sizes = [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
+    boxes = all_boxes(shape, sizes, over.cuts)
+    copies = replicas(sizes, over.cuts)
+    if list(over.axes) != [axis for axis in grid.sizes if axis in over.axes]:
+        raise ValueError(f"mesh axes {over.axes} are not in the order of the grid's")
+    return tuple(boxes), tuple(copies)

@@ -1,0 +1,129 @@
+"""The memory of DTensors and of blocks on their way, operation by operation.
+
+Follows `sharded_blocks` and `block_moves`.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from samestep.buffers.gradients import gradient_dtype
+from samestep.estimate.blueprint import Blueprint, Spreading
+from samestep.estimate.ledger import GRADIENTS, Ledger
+from samestep.estimate.temporaries import kernel_peak, transform_peak
+from samestep.param_groups import rule_of
+from samestep.plan.block_exchange import Route, from_owners, to_owners
+from samestep.sharded_blocks import travel_dtypes
+from samestep.state import math_dtype
+
+
+class SpreadingWalk:
+    """The DTensors of one mesh on one rank."""
+
+    def __init__(
+        self, number: int, spreading: Spreading, place: int, blueprint: Blueprint, ledger: Ledger
+    ) -> None:
+        self._number, self._spreading, self._place = number, spreading, place
+        self._blueprint, self._ledger = blueprint, ledger
+
+    def backward(self) -> None:
+        """Gradients come reduced, in parts."""
+        for index, param in enumerate(self._spreading.params):
+            size = self._local(index) * gradient_dtype(param).itemsize
+            self._ledger.add(("gradient", self._number, index), size, GRADIENTS)
+
+    def _local(self, index: int) -> int:
+        return self._spreading.held[index].boxes[self._place].numel
+
+    def operands(self, number: int) -> list[tuple[int, torch.Tensor, tuple[int, ...]]]:
+        """The local parts of elementwise parameters."""
+        return [
+            (spec.group, self._spreading.params[index], (self._local(index),))
+            for index, spec in enumerate(self._spreading.specs)
+            if spec.blocks is None
+        ]
+
+    def updated(self, number: int) -> None:
+        """Gradients stay."""
+
+    on_average = on_gather = on_place = on_reduce = updated
+
+    def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype]:
+        chunk = self._spreading.plan.chunks[number]
+        wides = (math_dtype(self._spreading.params[route.param]) for route in chunk)
+        return chunk, *travel_dtypes(wides, self._spreading.distribution, self._blueprint.device)
+
+    def _parts(self, chunk: tuple[Route, ...]) -> list[int]:
+        """Elements of each block of which this rank holds a part, once."""
+        found: dict[object, int] = {}
+        for route in chunk:
+            for part in route.parts:
+                if part.rank == self._place:
+                    found[route.key] = part.in_block.numel
+        return list(found.values())
+
+    def on_collect(self, number: int) -> None:
+        """Directions of the parts, what is sent and what comes."""
+        chunk, dtype, wide = self._chunk(number)
+        parts = self._parts(chunk)
+        self._ledger.add(self._key("prepared", number), sum(parts) * wide.itemsize)
+        self._ledger.passing(max(parts, default=0) * wide.itemsize)
+        out, into = (sum(item.numel for item in items) for items in to_owners(chunk, self._place))
+        copied = out if len(to_owners(chunk, self._place)[0]) > 1 or dtype != wide else 0
+        self._ledger.add(self._key("collected", number), copied * dtype.itemsize)
+        self._ledger.add(self._key("coming", number), into * dtype.itemsize)
+
+    def on_transform(self, number: int) -> None:
+        """Whole blocks, stack by stack."""
+        chunk, _, wide = self._chunk(number)
+        owned = [route for route in chunk if route.owner == self._place]
+        self._ledger.drop(self._key("collected", number))
+        elements = sum(route.box.numel for route in owned)
+        self._ledger.add(self._key("blocks", number), elements * wide.itemsize)
+        self._ledger.drop(self._key("coming", number))
+        self._ledger.drop(self._key("prepared", number))
+        stacks: dict[object, list[Route]] = defaultdict(list)
+        for route in owned:
+            spec = self._spreading.specs[route.param]
+            stacks[route.block.shape, spec.group, spec.dtype].append(route)
+        done = 0
+        for routes in stacks.values():
+            group: Mapping[str, Any] = self._blueprint.groups[
+                self._spreading.specs[routes[0].param].group
+            ]
+            rows, cols = routes[0].block.shape
+            if self._blueprint.device.type == "cpu":
+                size = transform_peak(
+                    rule_of(group), group, len(routes), (rows, cols), wide, on_cpu=True,
+                )  # fmt: skip
+            else:
+                size = kernel_peak(len(routes), rows, cols) + len(routes) * rows * cols * 4
+            self._ledger.passing(size)
+            done += len(routes) * rows * cols * wide.itemsize
+            self._ledger.add(self._key("directions", number), done)
+        self._ledger.drop(self._key("blocks", number))
+
+    def on_giveback(self, number: int) -> None:
+        """What is sent back, and what comes."""
+        chunk, dtype, _ = self._chunk(number)
+        ranks = self._spreading.peers.size
+        out, into = from_owners(chunk, self._place, ranks, to_all=False)
+        self._ledger.add(
+            self._key("returned", number), sum(item.numel for item in out) * dtype.itemsize
+        )
+        self._ledger.add(
+            self._key("returning", number), sum(item.numel for item in into) * dtype.itemsize
+        )
+
+    def on_apply(self, number: int) -> None:
+        """One part after the other."""
+        chunk, _, wide = self._chunk(number)
+        self._ledger.drop(self._key("returned", number))
+        self._ledger.passing(max(self._parts(chunk), default=0) * wide.itemsize)
+        self._ledger.drop(self._key("returning", number))
+        self._ledger.drop(self._key("directions", number))
+
+    def _key(self, what: str, number: int) -> tuple[str, int, int]:
+        return what, self._number, number

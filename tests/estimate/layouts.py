@@ -1,0 +1,110 @@
+"""Every layout of the harness twice: as real ranks run it, and as a blueprint without ranks."""
+
+import warnings
+from types import MappingProxyType
+
+import torch
+
+import samestep
+from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.grid import Grid
+from samestep.layout.dtensor_shards import Cut
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.models import Matrices
+from samestep.stress.scenario import RATES, GradientScenario, loss_with
+
+SHAPES = {
+    "embedding": (70, 24),
+    "first": (24, 24),
+    "up": (60, 24),
+    "down": (24, 60),
+    "experts": (4, 12, 24),
+    "norm": (24,),
+    "second": (24, 24),
+    "head": (70, 24),
+}
+WIDER = {name: tuple(4 * size for size in shape) for name, shape in SHAPES.items()}
+MUON = ("first", "second", "up", "down", "experts")
+
+
+class AllPresent(GradientScenario):
+    """Every rank has a gradient for everything, each its own."""
+
+    name, story = "all_present", "for counting"
+    shapes = SHAPES
+    more = MappingProxyType({})
+
+    def own_model(self):
+        return Matrices(self.shapes)
+
+    def options(self):
+        groups = [
+            {"params": ["embedding", "norm", "head"], "rule": "adamw"},
+            {"params": list(MUON), "rule": "muon"},
+        ]
+        return {**RATES, "crossover": 64, "bucket_size": 1500, "groups": groups, **self.more}
+
+    def gradient(self, name, place, param, step, rank, micro):
+        return self.random(param.shape, place, step, rank)
+
+
+class Clipped(AllPresent):
+    """With a norm, sizes of updates, and variances that belong to whole blocks."""
+
+    more = MappingProxyType({"max_grad_norm": 1.0, "update_rms": True, "variance_beta2": 0.9})
+
+
+class Large(AllPresent):
+    """Tensors of which numbers of steps and the like are a small part."""
+
+    shapes = WIDER
+    more = MappingProxyType({"bucket_size": 20_000, "crossover": 1024})
+
+    def loss(self, model, step, rank, micro):
+        """Gradients come as from a real backward: the last parameter's first."""
+        return loss_with(model, self.known_gradients(model, step, rank, micro))
+
+
+def layouts_on(world):
+    """Those that apply to so many ranks, but the one that has no other rank."""
+    return [
+        layout
+        for layout in LAYOUTS.values()
+        if not layout.one_process and layout.reason_against(AllPresent, world) is None
+    ]
+
+
+def grid_and_spread(layout, world):
+    """How the harness places the parameters of a layout: see `stress.sharded_training`."""
+    if layout.parameters == "plain":
+        return Grid({"data": world}), None
+    if layout.parameters == "fsdp2":
+        return Grid({"data": world}), lambda name, param: SpreadOver((("data",),), (Cut(0),))
+    if layout.parameters == "hsdp":
+        over = SpreadOver((("replicate",), ("data",)), (Cut(), Cut(0)))
+        return Grid({"replicate": 2, "data": world // 2}), lambda name, param: over
+    assert layout.parameters in ("tp_fsdp2", "ep_fsdp2"), f"say how {layout.name!r} is placed"
+    inner = 2 if world > 2 and world % 2 == 0 else world
+    names = list(SHAPES)
+
+    def spread(name, param):
+        if layout.parameters == "ep_fsdp2":
+            dim = 0 if param.dim() == 3 else None
+        else:
+            dim = names.index(name) % 2 if param.dim() > 1 else None
+        outer = Cut(0, inner, strided=True) if dim == 0 else Cut(0)
+        return SpreadOver((("data",), ("model",)), (outer, Cut(dim)))
+
+    return Grid({"data": world // inner, "model": inner}), spread
+
+
+def blueprint_of(layout, scenario, world, reduction):
+    """From a model on the meta device, in this process alone."""
+    with torch.device("meta"):
+        model = Matrices(scenario.shapes)
+    options = {**scenario.options(), **layout.options, "reduction": reduction}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = samestep.MuonAdamW(model, **options)
+    grid, spread = grid_and_spread(layout, world)
+    return blueprint(optimizer, grid, spread=spread)

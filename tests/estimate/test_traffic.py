@@ -1,0 +1,124 @@
+"""What is planned is what ranks send: every collective of every layout, one by one."""
+
+import pytest
+import torch
+
+import samestep
+from samestep.comm.groups import registry
+from samestep.estimate.blueprint import blueprint
+from samestep.estimate.collectives import Launches
+from samestep.estimate.grid import Grid
+from samestep.plan.schedule import line_of
+from samestep.stress.models import Matrices
+from samestep.stress.sharded_training import new_training
+from tests.estimate.layouts import MUON, SHAPES, AllPresent, Clipped, blueprint_of, layouts_on
+from tests.ranks import run_forked
+from tests.soak import SOAK
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def counted(rank, world, kind, reduction):
+    """Per layout: lines of the plans, the schedule, and what the second step launched."""
+    found = {}
+    for layout in layouts_on(world):
+        training = new_training(kind(3, world), layout, rank, reduction=reduction)
+        training.step(0)
+        training.optimizer.wait_for_parameters()
+        with samestep.FlightRecorder(last=4096) as recorder:
+            training.step(1)
+            training.optimizer.wait_for_parameters()
+        records = [
+            (r.name, r.kind, r.elements, r.dtype, r.sent)
+            for r in recorder.records
+            if "FSDP" not in r.name  # FSDP2's own, of which test_fsdp is about
+        ]
+        optimizer = training.optimizer
+        lines = [line for plan in optimizer.shared_parameters for line in plan.plan.lines()]
+        lines += [line for plan in optimizer._sharded for line in plan.lines()[1:]]
+        found[layout.name] = lines, optimizer.schedule_lines(), records
+    return found
+
+
+def expected(plan, rank):
+    grid = plan.grid
+    records = []
+    for each in Launches(plan).of_step(rank):
+        place = grid.place(rank, each.peers)
+        dtype = str(each.dtype).removeprefix("torch.")
+        among = 0 if each.among is None else grid.place(rank, each.among)
+        kind, elements = each.traffic.kind, each.elements(among)
+        records.append((each.name, kind, elements, dtype, each.sent(place, among)))
+    return records
+
+
+CASES = [(2, AllPresent, "fast"), (4, Clipped, "fast"), (3, AllPresent, "ordered")]
+if SOAK:
+    CASES += [(8, AllPresent, "fast"), (8, Clipped, "ordered"), (4, AllPresent, "fast")]
+
+
+@pytest.mark.parametrize(("world", "kind", "reduction"), CASES)
+def test_every_collective_of_every_layout_is_foreseen(world, kind, reduction):
+    ranks = run_forked(world, counted, world, kind, reduction, timeout=240)
+    assert len(ranks[0]) >= (12 if world == 4 else 11)
+    for layout in layouts_on(world):
+        plan = blueprint_of(layout, kind(3, world), world, reduction)
+        for rank, found in enumerate(ranks):
+            _, schedule, records = found[layout.name]
+            assert records == expected(plan, rank), (layout.name, rank)
+            assert len(records) > 2, layout.name
+            assert schedule == tuple(map(line_of, plan.schedule(rank))), layout.name
+
+
+def groups_of_their_own(rank, world, kind):
+    """Experts on every other rank together, or copies of what pairs of ranks share."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Matrices(SHAPES)
+    pairs = [registry.of_ranks(ranks) for ranks in ([0, 1], [2, 3])]
+    strides = [registry.of_ranks(ranks) for ranks in ([0, 2], [1, 3])]
+    pair = next(group for group in pairs if group is not None)
+    stride = next(group for group in strides if group is not None)
+    if kind == "experts":
+        groups = [
+            {"params": [n for n in SHAPES if n != "experts" and n not in MUON], "rule": "adamw"},
+            {"params": [n for n in MUON if n != "experts"], "rule": "muon"},
+            {"params": ["experts"], "rule": "muon", "process_group": stride.handle, "divisor": 4},
+        ]
+        more = {"groups": groups}
+    else:
+        more = {**AllPresent(3, world).options(), "process_group": pair.handle}
+        more["outer_group"] = stride.handle
+    more |= {"crossover": 64, "bucket_size": 1500, "max_grad_norm": 1.0, "update_rms": True}
+    optimizer = samestep.MuonAdamW(model, **more)
+    for step in range(2):
+        for place, param in enumerate(model.parameters()):
+            param.grad = AllPresent(3, world).random(param.shape, place, step, rank)
+        recorder = samestep.FlightRecorder(last=4096)
+        with recorder:
+            optimizer.step()
+    return [(r.name, r.kind, r.elements, r.dtype, r.sent) for r in recorder.records]
+
+
+@pytest.mark.parametrize("kind", ["experts", "copies"])
+def test_groups_with_ranks_of_their_own(kind):
+    ranks = run_forked(4, groups_of_their_own, 4, kind, timeout=100)
+    with torch.device("meta"):
+        model = Matrices(SHAPES)
+    more = {"crossover": 64, "bucket_size": 1500, "max_grad_norm": 1.0, "update_rms": True}
+    if kind == "experts":
+        groups = [
+            {"params": [n for n in SHAPES if n not in MUON], "rule": "adamw"},
+            {"params": [n for n in MUON if n != "experts"], "rule": "muon"},
+            {"params": ["experts"], "rule": "muon"},
+        ]
+        grid = Grid({"data": 2, "expert": 2})
+        optimizer = samestep.MuonAdamW(model, groups=groups, **more)
+        plan = blueprint(optimizer, grid, own_peers={2: grid.peers("data")})
+    else:
+        grid = Grid({"replicate": 2, "data": 2})
+        optimizer = samestep.MuonAdamW(model, **{**AllPresent(3, 4).options(), **more})
+        inner, outer = grid.peers("data"), grid.peers("replicate")
+        plan = blueprint(optimizer, grid, everyone=inner, outer=outer)
+    for rank, records in enumerate(ranks):
+        assert records == expected(plan, rank), rank

@@ -1,10 +1,9 @@
 """Groups, state and plans of an optimizer: everything but the step."""
 
 import hashlib
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +13,7 @@ from samestep.buffers.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
+from samestep.group_checks import GroupChecks
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.layout.blocks import Block
 from samestep.local import KnownGroup, LocalParameters, plain
@@ -21,13 +21,9 @@ from samestep.metrics import UpdateSizes
 from samestep.param_groups import (
     Group,
     blocks_of_group,
-    check,
     complete,
-    decisive_changes,
-    is_constant,
     listed,
     naming_group,
-    options_of,
     parameter_names,
     refuse_repeated,
     rule_of,
@@ -37,7 +33,7 @@ from samestep.replicated import ReplicatedParameters
 from samestep.routing import routable
 from samestep.rules import checks
 from samestep.sharing import Planner
-from samestep.state import MASTER, State, initial_state, math_dtype, needs_master
+from samestep.state import MASTER, State, initial_state, needs_master
 from samestep.state_dict import PART, StateDict, check_part, load_state
 from samestep.table import table
 
@@ -143,29 +139,10 @@ class GroupOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
         for index, group in enumerate(self.param_groups):
-            options = {k: group[k] for k in group if k not in ("params", "param_names")}
-            if not _are_the_same(options, self._checked_options.get(index, {})):
-                self._check_options(index, group)
-                if is_constant(tuple(options.values())):
-                    self._checked_options[index] = options
-            checked = self._checked_params.get(index)
-            if checked is None or not checked.are_still(group["params"]):
-                self._check_parameters(index, group)
-                self._checked_params[index] = CheckedParameters.of(group["params"])
+            self._checks.check(index, group)
         if self._rank_group is None:
             for index, group in enumerate(self.param_groups):
                 self._know(index, group)
-
-    def _check_parameters(self, index: int, group: Group) -> None:
-        """Raise if a parameter or its gradient is not what state and blocks were made for."""
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            made_for = self._made_for.get(param)
-            if made_for is None:
-                raise RuntimeError(
-                    f"param_groups[{index}] has a parameter that it was not built with: add it "
-                    "through add_param_group"
-                )
-            self._check_parameter(name, param, *made_for)
 
     def _know(self, index: int, group: Group) -> None:
         """Look whether anything of a group was replaced, and whether its state is all there."""
@@ -174,37 +151,6 @@ class GroupOptimizer(torch.optim.Optimizer):
             for param in plain(group):
                 self._keep_state_beside(param, group)
             self._known_groups[index] = KnownGroup(group, self.state, self._blocks)
-
-    def _check_options(self, index: int, group: Group) -> None:
-        """Raise if a group's options cannot be used."""
-        self._checked_options.pop(index, None)
-        planned = self._planned_options[index]
-        if group.get("rule") == planned["rule"]:
-            with naming_group(index):
-                check(group)
-        changes = decisive_changes(planned, group)
-        if changes:
-            raise RuntimeError(
-                f"param_groups[{index}] changed in a way that its state was not made for "
-                f"({changes}): set it back, or build a new optimizer"
-            )
-
-    def _check_parameter(
-        self, name: str, param: Tensor, shape: torch.Size, dtype: torch.dtype
-    ) -> None:
-        """Raise if the parameter or its gradient is not what state and blocks were made for."""
-        grad = param.grad
-        if grad is not None and grad.layout != torch.strided:
-            raise RuntimeError(
-                f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
-                "embedding with sparse=False"
-            )
-        if param.shape != shape or math_dtype(param) != dtype:
-            raise RuntimeError(
-                f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
-                f"made for {tuple(shape)} and math in {dtype}: build the optimizer after changing "
-                "the model"
-            )
 
     def _keep_state_beside(self, param: Tensor, group: Group) -> None:
         """State follows a parameter to its device; cleared state starts afresh."""
@@ -272,13 +218,10 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self._share([index])
         except Exception:
             self.param_groups.pop()
-            self._planned_options.pop(index, None)
-            self._checked_options.pop(index, None)
-            self._checked_params.pop(index, None)
+            self._checks.forget(index, group["params"])
             self._reductions.pop(index, None)
             for param in group["params"]:
                 self._blocks.pop(param, None)
-                self._made_for.pop(param, None)
             raise
         if self._rank_group is None:
             for param in group["params"]:
@@ -339,21 +282,16 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Cut the parameters of a group into blocks and remember what that depended on."""
         cut = blocks_of_group(group, parameter_names(group, index))
         self._blocks.update(zip(group["params"], cut, strict=True))
-        self._planned_options[index] = options_of(group)
-        self._checked_options.pop(index, None)
+        self._checks.plan(index, group)
         grad_dtype = self._distribution.grad_dtype
         for param in group["params"]:
-            self._made_for[param] = (param.shape, math_dtype(param))
             if grad_dtype is not None and param.grad_dtype != grad_dtype:
                 param.grad_dtype = grad_dtype
 
     def _reset_derived(self) -> None:
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
-        self._planned_options: dict[int, Group] = {}
-        self._checked_options: dict[int, Group] = {}  # of the last step, where all are constants
-        self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
-        self._checked_params: dict[int, CheckedParameters] = {}  # of the last step
+        self._checks = GroupChecks()
         self._known_groups: dict[int, KnownGroup] = {}  # of the last step, in one process
         self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
 
@@ -472,37 +410,3 @@ def _new_recorded_step() -> "RecordedStep":
     from samestep.kernels.recorded_step import RecordedStep
 
     return RecordedStep()
-
-
-class CheckedParameters(NamedTuple):
-    """Parameters of a group that were found to be in order."""
-
-    params: list[Tensor]
-    shapes: list[torch.Size]
-    dtypes: list[torch.dtype]
-
-    @classmethod
-    def of(cls, params: Sequence[Tensor]) -> "CheckedParameters":
-        """These, as they are now."""
-        return cls(list(params), [param.shape for param in params], [p.dtype for p in params])
-
-    def are_still(self, params: Sequence[Tensor]) -> bool:
-        """Whether they are the same, and their gradients what every rule can read."""
-        return (
-            len(params) == len(self.params)
-            and all(map(operator.is_, params, self.params))
-            and [param.shape for param in params] == self.shapes
-            and [param.dtype for param in params] == self.dtypes
-            and all(grad is None or grad.layout is torch.strided for grad in _grads(params))
-        )
-
-
-def _grads(params: Iterable[Tensor]) -> list[Tensor | None]:
-    return [param.grad for param in params]
-
-
-def _are_the_same(options: Group, checked: Group) -> bool:
-    """Whether nothing was set since."""
-    return options.keys() == checked.keys() and all(
-        value is checked[key] for key, value in options.items()
-    )

@@ -1,0 +1,288 @@
+"""Where a step of Muon over FSDP2 spends its time on a GPU: elementwise work, products, the rest.
+
+python -m benchmarks.gpu_breakdown --out DIR   # needs one GPU, and torch alone
+
+The table that the authors of Parallel Muon give for theirs. One rank on NCCL, with DTensors over
+a mesh of one, shows the computing; two ranks on gloo share the GPU and really exchange blocks.
+Gradients are given, so that only steps are seen.
+"""
+
+import argparse
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import samestep
+from benchmarks.gpu_trace import Share, device_work, share_of
+from samestep.bench.gpu.ceilings import measure_ceilings
+from samestep.bench.gpu.receipt import heading, leave
+from samestep.bench.gpu.show import Screen, number
+from samestep.comm.checksum import checksum
+from samestep.command.output import check_folder
+from samestep.distribution import Distribution
+from samestep.rules.orthogonalize import cheaper_execution, gram_segments
+
+STEPS = 5  # of the polynomial
+WARM_UP, PLAIN, PROFILED = 3, 5, 3
+LARGE = 1 << 26  # elements of a chunk: blocks enough to fill the GPU
+PUBLISHED = (
+    "Parallel Muon, 10B parameters on 4 MI250 cards: 7% elementwise, 78% products, 15% exposed"
+)
+
+
+class Case(NamedTuple):
+    """A way to run it."""
+
+    ranks: int
+    backend: str
+    chunks_ahead: int = 1
+    bucket_size: int = Distribution.bucket_size
+
+    @property
+    def title(self) -> str:
+        """In words."""
+        pipeline = ", pipelined" if self.chunks_ahead else ", no pipeline"
+        size = f", chunks of {self.bucket_size / 1e6:.1f}M"
+        return f"{self.ranks} on {self.backend}{pipeline if self.ranks > 1 else ''}{size}"
+
+
+CASES = (
+    Case(1, "nccl"),
+    Case(1, "nccl", bucket_size=LARGE),
+    Case(2, "gloo", chunks_ahead=0),
+    Case(2, "gloo"),
+    Case(2, "gloo", bucket_size=LARGE),
+)
+
+
+class Steps(NamedTuple):
+    """What one rank saw of a case."""
+
+    plain_ms: float  # median
+    share: Share  # of the profiled steps
+    chunks: int
+    checksum: int  # of all this rank holds in the end
+
+
+class Report(NamedTuple):
+    """What one rank tells."""
+
+    head: dict[str, Any]  # of the receipt
+    steps: dict[Case, Steps]
+
+
+class Layer(nn.Module):
+    """The matrices of one layer of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        for name in ("query", "key", "value", "out"):
+            self.add_module(name, nn.Linear(width, width, bias=False))
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+
+class Model(nn.Module):
+    """A GPT that is never called."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What to do."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1280)
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--vocabulary", type=int, default=32768)
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-breakdown"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
+    return parser.parse_args(given)
+
+
+def on_ranks(options: argparse.Namespace, command: str, ranks: int, backend: str) -> list[Report]:
+    """What each rank of these cases tells.
+
+    Ranks are started afresh: the profiler sees no GPU from a process that was forked by a thread.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        torch.multiprocessing.spawn(
+            on_rank, (options, command, ranks, backend, folder), nprocs=ranks
+        )
+        reports = (Path(folder) / str(rank) for rank in range(ranks))
+        return [torch.load(report, weights_only=False) for report in reports]
+
+
+def on_rank(
+    rank: int, options: argparse.Namespace, command: str, ranks: int, backend: str, folder: str
+) -> None:
+    """Be a rank: run the cases for as many, and leave a report."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch.device("cpu")
+    if options.device == "cuda":
+        device = torch.device("cuda", 0)
+        torch.cuda.set_device(device)
+    used = backend if device.type == "cuda" else "gloo"
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group(
+        used, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    head = heading("samestep breakdown", command, device, measure_ceilings(device), ())
+    cases = [case for case in CASES if case.ranks == ranks]
+    torch.save(
+        Report(head, {case: measured(case, options, device) for case in cases}), f"{folder}/{rank}"
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measured(case: Case, options: argparse.Namespace, device: torch.device) -> Steps:
+    """One rank's steps."""
+    torch.manual_seed(0)
+    model = Model(options.width, options.layers, options.vocabulary).to(device)
+    mesh = init_device_mesh(device.type, (case.ranks,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = samestep.MuonAdamW(
+        model,
+        max_grad_norm=1.0,
+        muon_schedule="parallel",
+        chunks_ahead=case.chunks_ahead,
+        bucket_size=case.bucket_size,
+    )
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    params = [param for param in model.parameters() if isinstance(param, DTensor)]
+    for param in params:
+        grad = torch.empty_like(param)
+        grad.to_local().normal_(generator=generator)
+        param.grad = grad
+
+    def step() -> float:
+        """Milliseconds, from an idle device to an idle device; all ranks begin together."""
+        wait_for(device)
+        dist.barrier()
+        begin = time.perf_counter()
+        optimizer.step()
+        wait_for(device)
+        return 1e3 * (time.perf_counter() - begin)
+
+    for _ in range(WARM_UP):
+        step()
+    plain = [step() for _ in range(PLAIN)]
+    work, walls = device_work(lambda: [step() for _ in range(PROFILED)])
+    if device.type == "cuda" and not work:
+        raise RuntimeError("the profiler saw no kernel on this GPU")
+    lines = optimizer.schedule_lines()
+    return Steps(
+        statistics.median(plain),
+        share_of(work, sum(walls)).per(PROFILED),
+        sum(line.startswith("Transform") for line in lines),
+        sum(int(checksum(param.to_local())) for param in params),
+    )
+
+
+def wait_for(device: torch.device) -> None:
+    """Until it is idle."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def computed_flops(rows: int, cols: int) -> int:
+    """Of a block as our kernels compute it: a symmetric product is half of one."""
+    m, n = min(rows, cols), max(rows, cols)
+    if cheaper_execution(rows, cols, STEPS) == "standard":
+        return STEPS * (3 * m * m * n + m**3)
+    counts = [stop - start for start, stop in gram_segments(STEPS)]
+    # X X^T and Q X; per step A A, and between steps P Q, P A, (P A) P.
+    return sum(3 * m * m * n + (count + 4 * (count - 1)) * m**3 for count in counts)
+
+
+def plain_flops(rows: int, cols: int) -> int:
+    """Of the same block step by step with whole products, as the published figure counts."""
+    m, n = min(rows, cols), max(rows, cols)
+    return STEPS * (4 * m * m * n + 2 * m**3)
+
+
+def run(options: argparse.Namespace, command: str) -> None:
+    """Measure, print the table, write JSON."""
+    check_folder(options.out)
+    screen = Screen()
+    reports = {
+        ranks: on_ranks(options, command, ranks, backend)
+        for ranks, backend in dict.fromkeys((case.ranks, case.backend) for case in CASES)
+    }
+    content = reports[1][0].head
+    d = options.width
+    blocks = [*[(d, d)] * 4, (4 * d, d), (d, 4 * d)]
+    computed = options.layers * sum(computed_flops(*block) for block in blocks)
+    plain = options.layers * sum(plain_flops(*block) for block in blocks)
+    content |= {
+        "width": d, "layers": options.layers, "vocabulary": options.vocabulary,
+        "teraflop": {"computed": computed / 1e12, "plain": plain / 1e12},
+        "published": PUBLISHED, "cases": [],
+    }  # fmt: skip
+    rows = []
+    checksums: dict[int, list[int]] = {}
+    for case in CASES:
+        ranks = [report.steps[case] for report in reports[case.ranks]]
+        found = [steps.checksum for steps in ranks]
+        if case.ranks > 1 and checksums.setdefault(case.bucket_size, found) != found:
+            raise RuntimeError(f"{case.title}: other parameters than without a pipeline")
+        of_case: dict[str, Any] = {"title": case.title, **case._asdict(), "ranks": []}
+        for rank, steps in enumerate(ranks):
+            share, wall = steps.share, steps.share.wall
+            rates = [flops / (steps.plain_ms * 1e9) for flops in (computed, plain)]
+            rows.append(
+                [
+                    case.title if rank == 0 else "",
+                    str(rank),
+                    number(steps.plain_ms),
+                    number(wall),
+                    *(f"{part:.2f} ({part / wall:.0%})" for part in share.parts),
+                    number(share.moved),
+                    *(number(rate, 0) for rate in rates),
+                ]
+            )
+            of_case["ranks"].append(
+                {
+                    "ms": steps.plain_ms, "chunks": steps.chunks, "profiled_ms": wall,
+                    "elementwise_ms": share.elementwise, "products_ms": share.products,
+                    "exposed_ms": share.exposed, "copies_to_and_from_host_ms": share.moved,
+                    "tflops_computed": rates[0], "tflops_plain": rates[1],
+                    "longest": share.longest,
+                }
+            )  # fmt: skip
+        content["cases"].append(of_case)
+    leave(options.out, "breakdown", content, None)
+    columns = [
+        "", "rank", "ms", "profiled", "elementwise", "products", "exposed", "host copies",
+        "TFLOP/s", "as published",
+    ]  # fmt: skip
+    screen.table(f"A step, milliseconds; {plain / 1e12:.1f} TFLOP in plain form", columns, rows)
+    screen.say(PUBLISHED + "; 151 TFLOP/s per card")
+    screen.say(f"Wrote breakdown.json to {options.out}.")
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    run(arguments(words), shlex.join(["python", "-m", "benchmarks.gpu_breakdown", *words]))

@@ -1,0 +1,212 @@
+"""A GPT trained on one GPU with every kernel, and in plain torch: the same loss, less time.
+
+python -m benchmarks.gpu_training --out DIR   # needs one GPU, and torch alone
+
+Bytes of Python's standard library, bfloat16 autocast, clipping, a learning rate that rises and
+falls. A seed decides the model and the batches, so that pairs of runs differ in kernels alone.
+"""
+
+import argparse
+import shlex
+import statistics
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import samestep
+from samestep.bench.gpu.ceilings import measure_ceilings
+from samestep.bench.gpu.kernels import kernels
+from samestep.bench.gpu.options import device_of
+from samestep.bench.gpu.receipt import heading, leave
+from samestep.bench.gpu.show import Screen, number
+from samestep.bench.gpu.timing import times_of
+from samestep.command.output import check_folder
+from samestep.train.gpt import GPT, GPTConfig
+
+HEAD_WIDTH = 64
+LAST = 20  # steps whose mean is the final loss
+RISE = 0.1  # of the steps, until the learning rate is there
+
+
+class Variant(NamedTuple):
+    """How the optimizer runs."""
+
+    name: str
+    kernels: bool
+    options: dict[str, Any]
+
+
+VARIANTS = (
+    Variant("kernels", True, {}),
+    Variant("kernels, CUDA graph", True, {"cuda_graph": True}),
+    Variant("plain torch", False, {}),
+)
+
+
+class Run(NamedTuple):
+    """One training."""
+
+    losses: list[float]
+    final: float
+    iteration_ms: float  # medians of the second half
+    optimizer_ms: float
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What to do."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--sequences", type=int, default=32)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=Path("out/gpu-training"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
+    return parser.parse_args(given)
+
+
+def library_bytes() -> Tensor:
+    """The sources of Python's standard library, end to end, uint8."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [f for f in sorted(root.rglob("*.py")) if "-packages" not in str(f.relative_to(root))]
+    return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, files))), dtype=torch.uint8)
+
+
+def rate(step: int, steps: int) -> float:
+    """The share of the learning rate at a step: up, and down to a tenth."""
+    rise = max(1, round(RISE * steps))
+    return (step + 1) / rise if step < rise else 1 - 0.9 * (step - rise) / (steps - rise)
+
+
+def batches(text: Tensor, seed: int, options: argparse.Namespace, device: torch.device) -> Tensor:
+    """All of a run: (steps, sequences, context + 1) bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    length = options.context + 1
+    shape = (options.steps, options.sequences, 1)
+    starts = torch.randint(len(text) - length, shape, generator=generator)
+    return text[starts + torch.arange(length)].to(device)
+
+
+def train(variant: Variant, seed: int, text: Tensor, options: argparse.Namespace) -> Run:
+    """Train once, with events between passes and optimizer."""
+    device = device_of(options.device)
+    torch.manual_seed(seed)
+    heads = max(1, options.width // HEAD_WIDTH)
+    config = GPTConfig(
+        width=options.width, layers=options.layers, context=options.context, heads=heads,
+        kv_heads=heads,
+    )  # fmt: skip
+    model = GPT(config).to(device)
+    optimizer = samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0, **variant.options)
+    losses: list[Tensor] = []
+    events: list[list[Any]] = []
+    for step, batch in enumerate(batches(text, seed, options, device)):
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * rate(step, options.steps)
+        events.append([mark(device)])
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model.loss(batch[:, :-1].long(), batch[:, 1:].long())
+        loss.backward()
+        events[-1].append(mark(device))
+        optimizer.step()
+        events[-1].append(mark(device))
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    values = [float(loss) for loss in losses]
+    counted = events[len(events) // 2 :] if device.type == "cuda" else []
+    optimizer_ms = [middle.elapsed_time(end) for _, middle, end in counted] or [0.0]
+    iteration_ms = [begin.elapsed_time(end) for begin, _, end in counted] or [0.0]
+    return Run(
+        values,
+        statistics.mean(values[-LAST:]),
+        times_of(iteration_ms).median,
+        times_of(optimizer_ms).median,
+    )
+
+
+def mark(device: torch.device) -> Any:
+    """A moment on the device."""
+    if device.type != "cuda":
+        return None
+    event: Any = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def spread(values: Sequence[float]) -> float:
+    """The standard deviation."""
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def run(options: argparse.Namespace, command: str) -> None:
+    """Train all, print the table and the verdict, write JSON."""
+    check_folder(options.out)
+    screen = Screen()
+    device = device_of(options.device)
+    content = heading("samestep training", command, device, measure_ceilings(device), ())
+    text = library_bytes()
+    variants = [v for v in VARIANTS if device.type == "cuda" or not v.options]
+    runs: dict[str, list[Run]] = {variant.name: [] for variant in variants}
+    for seed in options.seeds:  # in turns, so that all see the same machine
+        for variant in variants:
+            with kernels(variant.kernels, device):
+                found = train(variant, seed, text, options)
+            runs[variant.name].append(found)
+            screen.progress(f"seed {seed}, {variant.name}: final loss {found.final:.4f}")
+    rows = []
+    content |= {"settings": {k: v for k, v in vars(options).items() if k != "out"}, "variants": {}}
+    content["parameters"] = parameters(options)
+    content["bytes_of_text"] = len(text)
+    for name, of_variant in runs.items():
+        final = [found.final for found in of_variant]
+        iteration = statistics.median(found.iteration_ms for found in of_variant)
+        optimizer = statistics.median(found.optimizer_ms for found in of_variant)
+        share = optimizer / iteration if iteration else 0.0
+        mean = statistics.mean(final)
+        losses, of_seeds = " ".join(f"{loss:.4f}" for loss in final), f"± {spread(final):.4f}"
+        times = number(iteration), number(optimizer), f"{share:.1%}"
+        rows.append([name, losses, f"{mean:.4f} {of_seeds}", *times])
+        content["variants"][name] = {
+            "final_losses": final, "mean": mean, "standard_deviation": spread(final),
+            "iteration_ms": iteration, "optimizer_ms": optimizer, "optimizer_share": share,
+            "losses": [found.losses for found in of_variant],
+        }  # fmt: skip
+    title = (
+        f"{content['parameters'] / 1e6:.0f}M parameters, {options.steps} steps, bfloat16 autocast"
+    )
+    columns = ["", "final loss of each seed", "mean", "iteration ms", "optimizer ms", "share"]
+    screen.table(title, columns, rows)
+    plain = [found.final for found in runs["plain torch"]]
+    for name in (variant.name for variant in variants if variant.kernels):
+        final = [found.final for found in runs[name]]
+        pairs = [ours - other for ours, other in zip(final, plain, strict=True)]
+        difference, noise = statistics.mean(pairs), max(spread(final), spread(plain))
+        within = abs(difference) <= noise
+        content["variants"][name] |= {"from_plain": pairs, "noise": noise, "within_noise": within}
+        screen.say(
+            f"{'met' if within else 'NOT MET':8} {name}: {difference:+.4f} from plain torch in the "
+            f"mean, and seeds differ by {noise:.4f} (standard deviation)"
+        )
+    leave(options.out, "training_gpu", content, None)
+    screen.say(f"Wrote training_gpu.json to {options.out}.")
+
+
+def parameters(options: argparse.Namespace) -> int:
+    """How many the model has."""
+    with torch.device("meta"):
+        heads = max(1, options.width // HEAD_WIDTH)
+        shape = {"width": options.width, "layers": options.layers, "heads": heads}
+        model = GPT(GPTConfig(context=options.context, kv_heads=heads, **shape))
+    return sum(param.numel() for param in model.parameters())
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    run(arguments(words), shlex.join(["python", "-m", "benchmarks.gpu_training", *words]))

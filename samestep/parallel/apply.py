@@ -1,12 +1,16 @@
-"""A plan applied to a model: everything in the order that is right."""
+"""A plan applied to a model: everything in the order that is right, and looked at afterwards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from samestep.mesh import Mesh
+from samestep.mesh.replicate_list import ReplicateList, ShardRule, cuts, shapes
 from samestep.parallel import data, replicas, tensor
+from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.plan import Plan, PlanError
 
 
@@ -14,23 +18,25 @@ from samestep.parallel.plan import Plan, PlanError
 class Applied:
     """What was done to a model.
 
-    found: Hooks on modules of the plan before.
-    unasked: Hooks on them afterwards that nobody asked for.
+    hooks_before: On modules of the plan, before anything was done.
+    hooks_unasked: On any module, afterwards, beyond what the plan and FSDP2 need.
+    observed: Facts under the names of `samestep.mesh.predicates`, read off the model itself.
     """
 
-    mesh: str
-    found: int
-    unasked: int
+    hooks_before: int
+    hooks_unasked: int
+    observed: Mapping[str, Any]
 
-    def line(self) -> str:
-        """For the trace of the first step."""
-        return f"rank={dist.get_rank()} mesh={self.mesh} hooks pre={self.found} post={self.unasked}"
+    def facts(self) -> dict[str, Any]:
+        """For the trace before the first step."""
+        hooks = {"hooks_pre": self.hooks_before, "hooks_post": self.hooks_unasked}
+        return {**self.observed, **hooks}
 
 
 def apply(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool = False) -> Applied:
-    """Lay a model out over a mesh. All ranks call it, with the same model.
+    """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
-    First experts and matrices are cut, since FSDP2 shards what is left on a rank; FSDP2 comes
+    Experts and matrices are cut first, since FSDP2 shards what is left on a rank; FSDP2 comes
     last, from the inside out. Make the optimizer afterwards.
 
     Args:
@@ -40,42 +46,69 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool = False) ->
         ordered: Add up gradients in rank order.
     """
     plan.check(model)
-    _check_degrees(model, plan, mesh)
-    named = {name for part in PARTS for name, _ in plan.named(model, part)}
     before = _hooks(model)
-    stale = {name: before[name] for name in named if before[name]}
-    if stale:
-        raise PlanError(
-            f"{len(stale)} modules of the plan have hooks already ({_some(stale)}): they would "
-            "run beside those of the plan. Apply it once, to a model without hooks"
-        )
+    _refuse_stale(before, plan, model)
+    rules = shard_rules(model, plan)
+    _check_sizes(model, rules, mesh)
     replicas.require_same_values(model)
+    whole = shapes(model)
     data.place_experts(model, plan, mesh)
     asked = tensor.parallelize(model, plan, mesh)
     if mesh.axis("model") is not None:
         tensor.check_all_named(model)
-    after = _hooks(model)
-    extra = {name: after[name] - before[name] - asked.get(name, 0) for name in after}
-    extra = {name: count for name, count in extra.items() if count}
-    if extra:
-        raise PlanError(f"modules have hooks that the plan did not ask for: {_some(extra)}")
+    extra = {n: found - before[n] - asked.get(n, 0) for n, found in _hooks(model).items()}
     data.shard(model, plan, mesh, ordered=ordered)
-    return Applied(mesh.name, sum(stale.values()), sum(extra.values()))
+    ReplicateList((*rules, *plan.rules)).check(model, whole)
+    return Applied(
+        sum(before.get(name, 0) for name in plan.modules(model)),
+        sum(extra.values()),
+        _observed(model, mesh),
+    )
 
 
-PARTS = ("embedding", "head", "branches", "column", "row", "on_stream", "on_heads")
+def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
+    """What a plan allows to be cut."""
+    dims = {"embedding": 1, "head": 0, "column": 0, "row": 1}
+    rules = [
+        ShardRule(f"{name}.{key}", "model", 0 if param.dim() == 1 else dim)
+        for part, dim in dims.items()
+        for name, module in plan.named(model, part)
+        for key, param in module.named_parameters(recurse=False)
+        if not (part == "row" and param.dim() == 1)  # added to the sum, whole
+    ]
+    for name, dim in plan.stacks(model):
+        rules += [ShardRule(name, "expert", 0), ShardRule(name, "model", dim)]
+    return tuple(rules)
 
 
-def _check_degrees(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    stacks = dict(model.named_parameters())
-    for name, _ in plan.stacks(model):
-        experts = stacks[name].shape[0]
-        if experts % mesh.degrees.ep:
+def _check_sizes(model: nn.Module, rules: tuple[ShardRule, ...], mesh: Mesh) -> None:
+    """What is cut must have equal parts, and what shall be cut must be there."""
+    degrees = mesh.degrees
+    if degrees.ep > 1 and not any(rule.axis == "expert" for rule in rules):
+        raise PlanError(f"ep is {degrees.ep}, and the plan names no experts")
+    if degrees.tp > 1 and not any(rule.axis == "model" for rule in rules):
+        raise PlanError(f"tp is {degrees.tp}, and the plan names nothing to cut")
+    params = dict(model.named_parameters())
+    stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
+    for name, axis, dim, _ in rules:
+        by_model = degrees.expert_tp if name in stacks else degrees.tp
+        ranks = degrees.ep if axis == "expert" else by_model
+        size = params[name].shape[dim]
+        if size % ranks:
             raise PlanError(
-                f"{name!r} has {experts} experts, which {mesh.degrees.ep} ranks cannot share evenly"
+                f"dim {dim} of {name!r} is {size}, which {ranks} ranks of the {axis} axis cannot "
+                "share evenly"
             )
-    if mesh.degrees.ep > 1 and not plan.experts:
-        raise PlanError(f"ep is {mesh.degrees.ep}, and the plan names no experts")
+
+
+def _refuse_stale(hooks: Mapping[str, int], plan: Plan, model: nn.Module) -> None:
+    stale = {name: hooks[name] for name in plan.modules(model) if hooks[name]}
+    if stale:
+        some = ", ".join(f"{name} has {count}" for name, count in list(stale.items())[:6])
+        raise PlanError(
+            f"{len(stale)} modules of the plan have hooks already ({some}), which would run beside "
+            "those of the plan: apply it once, to a model without hooks"
+        )
 
 
 def _hooks(model: nn.Module) -> dict[str, int]:
@@ -86,5 +119,20 @@ def _hooks(model: nn.Module) -> dict[str, int]:
     }
 
 
-def _some(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name}: {count}" for name, count in list(counts.items())[:6])
+def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
+    """What the laid-out model shows of itself, without a look at the degrees."""
+    stacks: set[tuple[str, int]] = set()
+    others: set[tuple[str, int]] = set()
+    for param in model.parameters():
+        (stacks if param.dim() == 3 else others).update(cuts(param))
+    seen: dict[str, Any] = {
+        "tensor_parallel_active": any(axis == "model" for axis, _ in stacks | others),
+        "expert_parallel_active": any(axis == "expert" for axis, _ in stacks | others),
+        "data_sharded": mesh.dense.size() > 1
+        and any(isinstance(module, FSDPModule) for module in model.modules()),
+    }
+    dispatches = [module for module in model.modules() if isinstance(module, TokenDispatch)]
+    if dispatches:
+        seen["expert_lane"] = all(d.places.exchange is not None for d in dispatches)
+        seen["expert_tensor_parallel_active"] = any(axis == "model" for axis, _ in stacks)
+    return seen

@@ -11,13 +11,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-
-# The only differentiable exchange that torch has; its module has no public name.
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from samestep.mesh import Mesh
+from samestep.parallel.exchange import all_to_all_single, all_to_all_single_autograd
 
 Experts = Callable[..., Tensor]
 

@@ -1,12 +1,16 @@
 """What a user says about a model: which modules are cut, which stay whole."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from torch import nn
 
+from samestep.elsewhere import Elsewhere
+from samestep.mesh.replicate_list import ShardRule
+
 Patterns = tuple[str, ...]
+PARTS = ("embedding", "head", "branches", "column", "row", "on_stream", "on_heads")
 
 
 class PlanError(ValueError):
@@ -32,6 +36,7 @@ class Plan:
     on_heads: Modules with copies everywhere that work on this rank's heads: QK-norms.
     experts: Names of 3-D stacks (E, rows, columns), and the dim that tensor parallel cuts: 1 for
         what `column` does, 2 for `row`. Their module must hold nothing else.
+    rules: Allow something on the replicate list to be cut all the same, with the reason.
     """
 
     blocks: Patterns
@@ -43,27 +48,33 @@ class Plan:
     on_stream: Patterns = ()
     on_heads: Patterns = ()
     experts: Mapping[str, int] = field(default_factory=dict)
+    rules: tuple[ShardRule, ...] = ()
 
     def check(self, model: nn.Module) -> None:
         """Raise unless every pattern means something, and no module is named twice."""
         taken: dict[str, str] = {}
-        for part in fields(self):
-            patterns: Sequence[str] = tuple(getattr(self, part.name))
-            for pattern in patterns:
-                found = self._matched(model, part.name, pattern)
+        for part in ("blocks", *PARTS, "experts"):
+            for pattern in getattr(self, part):
+                found = self._matched(model, part, pattern)
                 if not found:
-                    raise PlanError(f"{part.name}: {pattern!r} matches nothing in the model")
-                for name in found if part.name not in ("blocks", "branches") else ():
-                    other = taken.setdefault(name, part.name)
-                    if other != part.name:
-                        raise PlanError(f"{name!r} is in {other} and in {part.name}: name it once")
+                    raise PlanError(f"{part}: {pattern!r} matches nothing in the model")
+                for name in found if part not in ("blocks", "branches") else ():
+                    other = taken.setdefault(name, part)
+                    if other != part:
+                        raise PlanError(f"{name!r} is in {other} and in {part}: name it once")
 
     def named(self, model: nn.Module, part: str) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that a part of the plan names, in the model's order."""
+        """The modules that a part of the plan names, in the model's order; not other stages'."""
         patterns: Patterns = getattr(self, part)
         for name, module in model.named_modules():
+            if isinstance(module, Elsewhere):
+                continue
             if any(name_matches(name, pattern) for pattern in patterns):
                 yield name, module
+
+    def modules(self, model: nn.Module) -> dict[str, nn.Module]:
+        """All modules that the plan gives something to do, by name."""
+        return {name: module for part in PARTS for name, module in self.named(model, part)}
 
     def stacks(self, model: nn.Module) -> Iterator[tuple[str, int]]:
         """Names of the stacks of experts, and the dim that tensor parallel cuts."""

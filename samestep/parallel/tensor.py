@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from samestep.mesh import Mesh
+from samestep.parallel.exchange import gathered
 from samestep.parallel.plan import Plan, PlanError
 
 SEQUENCE = Shard(1)  # of (B, T, C)
@@ -39,6 +40,15 @@ class WholeInput(ParallelStyle):
 
         # Not through distribute_module, which would also copy the parameters inside.
         module.register_forward_pre_hook(whole)
+        return module
+
+
+class Vocabulary(ColwiseParallel):
+    """A head that is cut by vocabulary, and whose logits are whole on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        module.register_forward_hook(lambda _, __, part: gathered(part, device_mesh))
         return module
 
 
@@ -75,7 +85,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, int]:
     for name, style in styles.items():
         # All ranks have the same values, which was checked: nothing needs to be sent.
         parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
-        hooks[name] = 1 if isinstance(style, WholeInput) else 2
+        hooks[name] = {WholeInput: 1, Vocabulary: 3}.get(type(style), 2)
     return hooks
 
 
@@ -96,7 +106,7 @@ def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, Par
     for name, _ in plan.named(model, "on_heads"):
         yield name, Copies(own_part=True)
     for name, _ in plan.named(model, "head"):
-        yield name, ColwiseParallel(input_layouts=stream, output_layouts=Replicate())
+        yield name, Vocabulary(input_layouts=stream)
 
 
 def combine_gradients(model: nn.Module) -> None:

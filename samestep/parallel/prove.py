@@ -1,0 +1,236 @@
+"""One layout of the example GPT against the same model in one process.
+
+Both see the same tokens, in the order of their places. Gradients are compared before the
+optimizer, whole, parameter by parameter; then losses, and parameters after the last step.
+"""
+
+import copy
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+import samestep
+from samestep.mesh import build
+from samestep.parallel.replicas import check_replicas
+from samestep.parallel.stack import Stack
+from samestep.parallel.tensor import combine_gradients
+from samestep.train.balance import balance_experts
+from samestep.train.gpt import GPT, GPTConfig
+from samestep.train.gpt_plan import gpt_plan
+
+COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
+THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "adamw": 2e-5, "muon": 3e-4}
+# Gradients are clipped in every step: their norm is above this.
+OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "max_grad_norm": 0.1}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to be proven.
+
+    sequences: Per step, of all ranks together.
+    steps: That are compared with one process.
+    more: Steps afterwards, before copies are compared.
+    """
+
+    name: str
+    ranks: int
+    model: GPTConfig
+    mesh: Mapping[str, Any]
+    sequences: int = 8
+    steps: int = 20
+    more: int = 0
+    micro_batches: int = 0
+    schedule: str = "1f1b"
+    seed: int = 0
+
+
+class Reference(NamedTuple):
+    """What one process has: losses by step, gradients of some steps, parameters at the end."""
+
+    start: GPT
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[int, dict[str, Tensor]]
+    parameters: dict[str, Tensor]
+
+
+@dataclass
+class Outcome:
+    """How far a layout is from one process; the largest of everything, over all ranks."""
+
+    gradient: float = 0.0
+    gradient_of: str = ""
+    largest_gradient: float = 0.0  # of the reference: what the difference is to be seen beside
+    loss: float = 0.0
+    norm: float = 0.0
+    adamw: float = 0.0
+    muon: float = 0.0
+    clipped: int = 0
+    overflow: int = 0
+    copies: int = 0  # pieces that several ranks hold, the same bits on all of them at the end
+    steps: int = 0
+    seconds: float = 0.0  # per step
+    trace: dict[str, Any] = field(default_factory=dict)
+
+    def merged(self, other: "Outcome") -> "Outcome":
+        """The worse of two ranks."""
+        worse = self if self.gradient >= other.gradient else other
+        both = {
+            key: max(getattr(self, key), getattr(other, key))
+            for key in ("largest_gradient", "loss", "norm", "adamw", "muon", "seconds")
+        }
+        clipped = min(self.clipped, other.clipped)
+        return Outcome(**{**vars(worse), **both, "clipped": clipped, "trace": self.trace})
+
+    def failures(self) -> list[str]:
+        """What is beyond its threshold."""
+        found = [
+            f"{key} {getattr(self, key):.1e} > {most:.0e}"
+            for key, most in THRESHOLDS.items()
+            if not getattr(self, key) <= most
+        ]
+        return found + [f"{self.overflow} tokens found no room"] * bool(self.overflow)
+
+
+def tokens_of(case: Case, step: int) -> Tensor:
+    """The sequences of a step, (sequences, context + 1): a rule with some noise, to be learnt."""
+    size = case.model.vocab_size
+    random = torch.Generator().manual_seed(1000 * case.seed + step)
+    shape = (case.sequences, case.model.context + 1)
+    noise = torch.randint(0, 3, shape, generator=random)
+    tokens = torch.randint(0, size, shape, generator=random)
+    for place in range(1, shape[1]):
+        tokens[:, place] = (3 * tokens[:, place - 1] + noise[:, place]) % size
+    return tokens
+
+
+def new_model(case: Case) -> GPT:
+    """The model that every process begins with; no vector is all ones."""
+    torch.manual_seed(case.seed)
+    model = GPT(case.model)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn_like(param))
+    return model
+
+
+def overrides(config: GPTConfig) -> dict[Any, dict[str, Any]]:
+    """Rules that names and shapes do not tell."""
+    if not config.experts:
+        return {}
+    return {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
+
+
+def reference(case: Case) -> Reference:
+    """Train in this process alone."""
+    start = new_model(case)
+    model = copy.deepcopy(start)
+    optimizer = samestep.MuonAdamW(model, overrides=overrides(case.model), **OPTIMIZER)
+    found = Reference(start, [], [], {}, {})
+    for step in range(case.steps):
+        tokens = tokens_of(case, step)
+        loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:])
+        torch.autograd.backward(loss)
+        if step in COMPARED:
+            found.gradients[step] = {
+                name: param.grad.clone()
+                for name, param in model.named_parameters()
+                if param.grad is not None
+            }
+        optimizer.step()
+        optimizer.zero_grad()
+        balance_experts(model, case.model.layers)
+        found.losses.append(loss.item())
+        found.norms.append(float(optimizer.metrics()["grad_norm"]))
+    found.parameters.update({n: p.detach().clone() for n, p in model.named_parameters()})
+    return found
+
+
+def mean_loss(logits: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy, ()."""
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
+    """Train on this rank as one of `case.ranks`."""
+    torch.set_num_threads(1)
+    model = copy.deepcopy(expected.start)
+    mesh = build(**case.mesh)
+    stack = Stack(
+        model,
+        gpt_plan(case.model),
+        mesh,
+        loss=mean_loss,
+        micro_batches=case.micro_batches,
+        schedule=case.schedule,
+    )
+    optimizer = stack.optimizer(overrides=overrides(case.model), **OPTIMIZER)
+    outcome = Outcome(trace=stack.trace(tell=lambda _: None), steps=case.steps + case.more)
+    rows = case.sequences // mesh.degrees.batch_ranks
+    start = time.perf_counter()
+    for step in range(case.steps + case.more):
+        tokens = tokens_of(case, step)[rows * stack.batch_place :][:rows]
+        loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        if step in expected.gradients:
+            combine_gradients(model)
+            _compare_gradients(model, expected.gradients[step], outcome)
+        optimizer.step()
+        optimizer.zero_grad()
+        balance_experts(model, case.model.layers, stack.token_copies)
+        if step < case.steps:
+            _compare_scalars(loss, optimizer, expected, step, outcome)
+        if step == case.steps - 1:
+            _compare_parameters(model, optimizer, expected, outcome)
+    outcome.seconds = (time.perf_counter() - start) / outcome.steps
+    outcome.overflow = stack.overflow
+    outcome.copies = check_replicas(model)
+    return outcome
+
+
+def _compare_gradients(model: nn.Module, expected: Mapping[str, Tensor], outcome: Outcome) -> None:
+    for name, param in model.named_parameters():
+        whole = expected[name]
+        found = math.inf if param.grad is None else _distance(param.grad, whole)
+        outcome.largest_gradient = max(outcome.largest_gradient, float(whole.abs().max()))
+        if not found <= outcome.gradient:
+            outcome.gradient, outcome.gradient_of = found, name
+
+
+def _compare_scalars(
+    loss: Tensor, optimizer: samestep.MuonAdamW, expected: Reference, step: int, outcome: Outcome
+) -> None:
+    mean = loss.detach().double()
+    dist.all_reduce(mean)
+    mean /= dist.get_world_size()
+    norm = float(optimizer.metrics()["grad_norm"])
+    outcome.loss = max(outcome.loss, abs(float(mean) - expected.losses[step]))
+    outcome.norm = max(outcome.norm, abs(norm - expected.norms[step]))
+    outcome.clipped += norm > OPTIMIZER["max_grad_norm"]
+
+
+def _compare_parameters(
+    model: nn.Module, optimizer: samestep.MuonAdamW, expected: Reference, outcome: Outcome
+) -> None:
+    rules = {
+        name: group["rule"] for group in optimizer.param_groups for name in group["param_names"]
+    }
+    for name, param in model.named_parameters():
+        found = _distance(param.detach(), expected.parameters[name])
+        setattr(outcome, rules[name], max(getattr(outcome, rules[name]), found))
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of a whole tensor; collective for a DTensor."""
+    whole = found.full_tensor() if isinstance(found, DTensor) else found
+    distance = float((whole - expected).abs().max())
+    return math.inf if math.isnan(distance) else distance

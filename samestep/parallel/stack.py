@@ -1,0 +1,128 @@
+"""A model laid out over a mesh, with one way to train it whatever the axes are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import samestep
+from samestep.mesh import Mesh
+from samestep.mesh.predicates import predicates, trace
+from samestep.parallel.apply import Applied, apply
+from samestep.parallel.experts import TokenDispatch
+from samestep.parallel.pipeline import GPT_STAGES, Pipeline
+from samestep.parallel.plan import Plan
+from samestep.parallel.stages import StagePlan
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+class Stack:
+    """A model on a mesh.
+
+        stack = Stack(model, plan, mesh, loss=cross_entropy)
+        opt = stack.optimizer(lr=3e-4, max_grad_norm=1.0)
+        loss = stack.backward(tokens, targets); opt.step(); opt.zero_grad()
+
+    Ranks with the same `batch_place` are given the same rows; each place has an equal part of the
+    batch. Gradients are those of the mean over the whole batch.
+
+    Args:
+        model: The same on all ranks.
+        plan: What is cut, and what stays whole.
+        mesh: From `samestep.mesh.build`.
+        loss: (outputs, targets) to their mean, ().
+        micro_batches: Of a pipeline: parts of what a rank is given.
+        stages: Which modules the stages of a pipeline have.
+        schedule: Of a pipeline, "1f1b" or "interleaved".
+        ordered: Add up gradients in rank order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        mesh: Mesh,
+        *,
+        loss: Loss,
+        micro_batches: int = 0,
+        stages: StagePlan = GPT_STAGES,
+        schedule: Any = "1f1b",
+        ordered: bool = False,
+    ) -> None:
+        self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss
+        self.pipeline: Pipeline | None = None
+        parts = [model]
+        pipe = mesh.axis("pipe")
+        if pipe is not None:
+            self.pipeline = Pipeline(
+                model,
+                pipe,
+                loss=loss,
+                micro_batches=micro_batches or pipe.size(),
+                plan=stages,
+                schedule=schedule,
+            )
+            parts = self.pipeline.parts
+        self.applied: list[Applied] = [apply(p, plan, mesh, ordered=ordered) for p in parts]
+
+    @property
+    def batch_place(self) -> int:
+        """Which part of the batch this rank works on, of `mesh.degrees.batch_ranks`."""
+        degrees, here = self.mesh.degrees, self.mesh.coordinates
+        place = here["replicate"] * degrees.data + here["data"]
+        return place * degrees.ep + here["expert"] if degrees.ep_carries_data else place
+
+    @property
+    def token_copies(self) -> int:
+        """How many ranks see the same tokens where experts are chosen."""
+        degrees = self.mesh.degrees
+        by_model = 1 if degrees.sequence_parallel else degrees.tp
+        return by_model * (1 if degrees.ep_carries_data else degrees.ep)
+
+    def optimizer(self, **keywords: Any) -> samestep.MuonAdamW:
+        """An optimizer of this rank's parameters, with the groups that the axes need."""
+        if self.pipeline is not None:
+            keywords["stage_group"] = self.pipeline.group
+            keywords["process_group"] = self._beside()
+        return samestep.MuonAdamW(self.model, **keywords)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward and backward of this rank's rows; their mean loss, ()."""
+        if self.pipeline is not None:
+            return self.pipeline.step(inputs, targets)
+        loss = self.loss(self.model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of this rank's rows, (), in evaluation mode."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(inputs, targets)
+        was_training = self.model.training
+        self.model.eval()
+        found = self.loss(self.model(inputs), targets)
+        self.model.train(was_training)
+        return found
+
+    def trace(self, tell: Callable[[str], None] = print) -> dict[str, Any]:
+        """Tell and compare what runs, before the first step; what belongs in the receipt."""
+        facts = predicates(self.mesh.degrees, experts=bool(self.plan.experts))
+        return trace(self.mesh, facts, observed=self.applied[0].facts(), tell=tell)
+
+    @property
+    def overflow(self) -> int:
+        """Tokens that found no room at an expert, of all ranks together. Collective."""
+        own = [m.overflow for m in self.model.modules() if isinstance(m, TokenDispatch)]
+        total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.int64)
+        dist.all_reduce(total)
+        return int(total)
+
+    def _beside(self) -> dist.ProcessGroup:
+        """The ranks of this stage that have the same plain parameters, where there are any."""
+        expert = self.mesh.axis("expert")
+        axis = expert if expert is not None and not self.mesh.degrees.ep_carries_data else None
+        return (axis or self.mesh.device_mesh["data"]).get_group()

@@ -1,0 +1,140 @@
+"""Layouts of the example GPT against one process: gradients, losses, parameters, copies."""
+
+from functools import reduce
+
+import pytest
+import torch
+
+from samestep.parallel import data, prove, tensor
+from samestep.parallel.prove import Case, Outcome, reference, run_rank
+from samestep.parallel.replicas import ReplicasDifferError, check_replicas
+from samestep.train.gpt import GPTConfig
+from tests.ranks import RanksFailed, run_forked
+
+SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
+DENSE = GPTConfig(**SHAPE)
+EXPERTS = GPTConfig(**SHAPE, experts=4, expert_size=8)
+ROOMY = GPTConfig(**SHAPE, experts=4, expert_size=8, capacity=2.0)  # room for every token
+SP = {"tp": 2, "sequence_parallel": True}
+
+TWO_RANKS = {
+    "tp": (DENSE, {"tp": 2}),
+    "tp sp": (DENSE, SP),
+    "tp experts": (EXPERTS, {"tp": 2}),
+    "tp sp, whole experts": (EXPERTS, {**SP, "expert_tensor_parallel": 1}),
+    "tp, whole experts": (EXPERTS, {"tp": 2, "expert_tensor_parallel": 1}),
+    "ep": (EXPERTS, {"ep": 2}),
+    "ep, room": (ROOMY, {"ep": 2}),
+    "ep, the same tokens": (EXPERTS, {"ep": 2, "ep_carries_data": False}),
+    "ep, the same tokens, room": (ROOMY, {"ep": 2, "ep_carries_data": False}),
+    "pp": (EXPERTS, {"pp": 2}),
+}
+FOUR_RANKS = {
+    "tp sp ep": (EXPERTS, {**SP, "ep": 2}),
+    "tp sp ep, the same tokens": (ROOMY, {**SP, "ep": 2, "ep_carries_data": False}),
+    "tp sp fsdp": (DENSE, SP),
+    "ep fsdp": (EXPERTS, {"ep": 2}),
+    "ep hsdp": (EXPERTS, {"ep": 2, "replicate": 2}),
+    "pp tp sp": (DENSE, {**SP, "pp": 2}),
+}
+
+
+def cases(ranks: int) -> list[Case]:
+    layouts = TWO_RANKS if ranks == 2 else FOUR_RANKS
+    return [
+        Case(name, ranks, model, mesh, sequences=4, steps=2)
+        for name, (model, mesh) in layouts.items()
+    ]
+
+
+def run_all(rank, given):
+    return {case.name: run_rank(rank, case, expected) for case, expected in given}
+
+
+def prove_all(ranks: int, chosen: list[Case]) -> dict[str, Outcome]:
+    """Outcomes by name; the ranks are started once for all of them."""
+    given = [(case, reference(case)) for case in chosen]
+    of_ranks = run_forked(ranks, run_all, given, timeout=150)
+    return {c.name: reduce(Outcome.merged, [own[c.name] for own in of_ranks]) for c in chosen}
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    torch.set_num_threads(1)
+    return prove_all(2, cases(2)) | prove_all(4, cases(4))
+
+
+@pytest.mark.parametrize("name", [*TWO_RANKS, *FOUR_RANKS])
+def test_a_layout_equals_one_process(outcomes, name):
+    found = outcomes[name]
+    assert found.failures() == []
+    assert found.gradient < 1e-7 < 1e-2 < found.largest_gradient
+    assert found.norm < 1e-6
+    assert found.clipped == 2
+    observed = found.trace["observed"]
+    assert (observed["hooks_pre"], observed["hooks_post"]) == (0, 0)
+    assert observed["expert_parallel_active"] == ("ep" in name.replace(",", "").split())
+
+
+def test_copies_are_compared_where_there_are_any(outcomes):
+    # Norms of two layers, their QK-norms, and the last one.
+    assert outcomes["tp"].copies == outcomes["tp sp"].copies == 9
+    assert outcomes["tp sp, whole experts"].copies == 9 + 2 + 4  # routers, stacks
+    assert outcomes["ep"].copies == 0
+    assert outcomes["ep, the same tokens"].copies > 9
+
+
+# --- the proof can fail ---------------------------------------------------------------------------
+
+
+def failures(case: Case) -> list[str]:
+    (found,) = prove_all(case.ranks, [case]).values()
+    return found.failures()
+
+
+def test_experts_averaged_over_their_own_ranks_are_seen(monkeypatch):
+    """003: both kinds of parameters divide by all ranks that have tokens."""
+
+    def by_own_ranks(module, divisor, *, alone):
+        module.set_force_sum_reduction_for_comms(True)
+
+    monkeypatch.setattr(data, "_divide_by", by_own_ranks)
+    (found,) = failures(Case("mutant", 2, EXPERTS, {"ep": 2}, sequences=4, steps=1))
+    assert found.startswith("gradient ")
+
+
+def as_if_whole(self, own_part):
+    """Each rank takes its part of a gradient for the whole: copies drift apart."""
+    self._given = tensor.Replicate()
+
+
+def test_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
+    monkeypatch.setattr(tensor.Copies, "__init__", as_if_whole)
+    with pytest.raises(RanksFailed, match=r"differs between ranks 0 and 1 after they were laid"):
+        prove_all(2, [Case("mutant", 2, DENSE, SP, sequences=4, steps=1)])
+
+
+def test_qk_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
+    monkeypatch.setattr(tensor.Copies, "__init__", as_if_whole)
+    monkeypatch.setattr(prove, "check_replicas", lambda model: 0)
+    (found,) = failures(Case("mutant", 2, DENSE, {"tp": 2}, sequences=4, steps=1))
+    assert found.startswith("gradient ")
+
+
+def drift(rank):
+    model = torch.nn.Linear(3, 2)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.zeros_(model.bias)
+    same = check_replicas(model)
+    if rank == 1:
+        model.bias.data[1] = -0.0  # equal, and other bits
+    try:
+        check_replicas(model)
+    except ReplicasDifferError as error:
+        return same, str(error)
+
+
+def test_copies_differ_by_bits():
+    for same, message in run_forked(2, drift, timeout=30):
+        assert same == 2
+        assert message.startswith("parameter 'bias' differs between ranks 0 and 1")

@@ -15,6 +15,7 @@ from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.group_checks import GroupChecks
 from samestep.kernels.choice import missing as missing_kernels
+from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
 from samestep.local import KnownGroup, LocalParameters, plain
 from samestep.metrics import UpdateSizes
@@ -167,6 +168,7 @@ class GroupOptimizer(torch.optim.Optimizer):
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
         wanted = list(indices)
+        self._settle_products(wanted)
         replicated, sharded = self._planner.plans(
             self.param_groups, wanted, self._blocks, self._reductions
         )
@@ -180,6 +182,18 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._planner.launch_in_order(replicated)
         self._replicated += replicated
         self._sharded += sharded
+
+    def _settle_products(self, indices: Iterable[int]) -> None:
+        """How Muon's products are computed on a GPU; the same on all ranks, so it is collective."""
+        halves = (None, torch.bfloat16, torch.float16)
+        groups = [self.param_groups[index] for index in indices]
+        params = [p for g in groups if g.get("compute_dtype") in halves for p in g["params"]]
+        if not params or missing_products(params[0].device) is not None:
+            return
+        from samestep.kernels.measure import settle
+
+        shapes = {block.shape for param in params for block in self._blocks[param] or ()}
+        settle(shapes, params[0].device, self._rank_group)
 
     def _all_placements(self) -> list[Placement]:
         """Everything a step is about."""

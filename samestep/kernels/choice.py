@@ -7,6 +7,7 @@ from importlib.metadata import version
 
 import torch
 
+from samestep.kernels.ways import settled_line
 from samestep.version import __version__
 
 SWITCH = "SAMESTEP_KERNELS"  # set to 0: plain torch everywhere
@@ -41,4 +42,5 @@ def line_of(device: torch.device) -> str:
     if reason is not None:
         return f"without kernels: {reason}"
     name = torch.cuda.get_device_name(device)
-    return f"kernels of samestep {__version__} with triton {version('triton')} on {name}"
+    versions = f"samestep {__version__} with triton {version('triton')} on {name}"
+    return f"kernels of {versions}; {settled_line()}"

@@ -16,9 +16,9 @@ from samestep.kernels.orthogonalize import (
     fitting_powers,
     inverse_norms,
     orthogonalize_wide,
-    padded,
 )
 from samestep.kernels.tables import Table
+from samestep.kernels.ways import padded
 from samestep.rules.muon import lr_factor
 from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
 from samestep.state import MASTER, State

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.replay import can_replay, replayed
-from samestep.kernels.symmetric import ALIGNMENT, symmetric_product
+from samestep.kernels.symmetric import symmetric_product
+from samestep.kernels.ways import padded
 from samestep.rules.orthogonalize import (
     Coefficients,
     EpsForm,
@@ -138,8 +139,3 @@ def _polynomial(
             A = symmetric_product(torch.bmm(P, A), P)
     assert Q is not None
     return Q
-
-
-def padded(size: int) -> int:
-    """The next multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-ALIGNMENT = 8  # elements: TMA wants rows that begin at multiples of 16 bytes
+from samestep.kernels.ways import Way, way_of
 
 
 class Tiling(NamedTuple):
@@ -32,15 +32,10 @@ class Tiling(NamedTuple):
     stages: int
 
 
-# Measured on an H200 (docs/gpu.md). They follow from the shape of a block alone, never from
-# how many there are, so that a block's result does not depend on its company.
-LARGE = Tiling(128, 256, 64, warps=8, stages=3)
-SMALL = Tiling(128, 128, 64, warps=4, stages=3)
-
-
-def tiling_for(size: int, depth: int) -> Tiling:
-    """Wide tiles feed the matrix units best, but leave a small matrix in too few pieces."""
-    return LARGE if size >= 1536 or (size >= 1024 and depth >= 4096) else SMALL
+TILINGS: dict[Way, Tiling] = {
+    "large": Tiling(128, 256, 64, warps=8, stages=3),
+    "small": Tiling(128, 128, 64, warps=4, stages=3),
+}
 
 
 def symmetric_product(
@@ -53,12 +48,16 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
     dtype: torch.dtype | None = None,
+    way: Way | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """scales (alpha left right^T + beta addend + gamma I), (B, m, m), of a symmetric product."""
     count, size, depth = left.shape
+    way = way or way_of(size, depth)
+    if tiling is None and way == "torch":
+        return _by_torch(left, right, addend, scales, alpha, beta, gamma, dtype or left.dtype)
     out = left.new_empty(count, size, size, dtype=dtype or left.dtype)
-    tiling = tiling or tiling_for(size, depth)
+    tiling = tiling or TILINGS[way]
     rows, cols = tiling.rows, tiling.cols
     bands = triton.cdiv(size, cols)
     tiles = cols // rows * bands * (bands + 1) // 2
@@ -91,6 +90,29 @@ def symmetric_product(
         num_stages=tiling.stages,
     )
     return out
+
+
+def _by_torch(
+    left: Tensor,
+    right: Tensor,
+    addend: Tensor | None,
+    scales: Tensor | None,
+    alpha: float,
+    beta: float,
+    gamma: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same as a whole product."""
+    if addend is None:
+        out = torch.bmm(left, right.mT)
+        out = out if alpha == 1.0 else out * alpha
+    else:
+        out = torch.baddbmm(addend, left, right.mT, beta=beta, alpha=alpha)
+    if gamma != 0.0:
+        out.diagonal(dim1=-2, dim2=-1).add_(gamma)
+    if scales is not None:
+        out = out.float() * scales.view(-1, 1, 1)
+    return out.to(dtype)
 
 
 @triton.jit

@@ -39,7 +39,7 @@ SHAPES += [] if INTERPRETED else [(768, 768), (2048, 1100), (600, 4104)]
 def _small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
-        monkeypatch.setattr(samestep.kernels.symmetric, "tiling_for", lambda size, depth: SMALL)
+        monkeypatch.setitem(samestep.kernels.symmetric.TILINGS, "small", SMALL)
         monkeypatch.setattr(samestep.kernels.muon, "TILE", 16)
 
 
@@ -69,6 +69,23 @@ def test_gram_matrices_are_right_and_symmetric(size, depth, dtype, tiling):
     wanted = 0.1 * X.double() @ X.double().mT * scales.double()[:, None, None]
     assert distance(found, wanted) < 1e-3
     assert torch.equal(found, found.mT)
+
+
+@pytest.mark.parametrize("way", ["small", "torch"])
+@pytest.mark.parametrize("size", [size for size, _ in SIZES])
+def test_every_way_gives_the_same_product(size, way):
+    A = random(2, size, size, scale=0.1)
+    A = (A + A.mT).half()
+    scales = torch.tensor([2.0, 0.5], device=DEVICE)
+    wide = A.double()
+    for addend, gamma in ((A, 3.0), (None, 0.0)):
+        found = symmetric_product(
+            A, A, addend=addend, scales=scales, alpha=0.5, beta=-2.0, gamma=gamma, way=way
+        )
+        wanted = 0.5 * wide @ wide
+        if addend is not None:
+            wanted = wanted - 2.0 * wide + gamma * torch.eye(size, device=DEVICE).double()
+        assert distance(found, wanted * scales.double()[:, None, None]) < 1e-3
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

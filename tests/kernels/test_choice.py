@@ -8,7 +8,8 @@ from torch import nn
 
 import samestep
 from samestep.comm.agreement import RanksDisagreeError
-from samestep.kernels import choice
+from samestep.comm.groups import rank_group
+from samestep.kernels import choice, measure, ways
 from tests.ranks import run_forked
 
 
@@ -40,3 +41,51 @@ def test_a_graph_of_the_step_is_refused_where_there_cannot_be_one():
     with pytest.raises(RuntimeError, match=r"param_groups\[0\]: kernels are for CUDA"):
         optimizer.step()
     assert torch.equal(param, torch.ones(4, 4))
+
+
+@pytest.fixture
+def _unsettled(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measure, "settled", {})
+    monkeypatch.setattr(ways, "settled", measure.settled)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.usefixtures("_unsettled")
+def test_the_fastest_way_is_taken_measured_once_and_kept(tmp_path):
+    times = {(64, 64): (9, 5, 4), (64, 128): (9, 5, 4.9), (2048, 2048): (5, 1, 9)}
+    asked = []
+
+    def milliseconds(shape, way, device):
+        asked.append(shape)
+        return times[shape][ways.WAYS.index(way)]
+
+    measure.settle([(60, 64), (128, 64), (2048, 2048)], CPU, None, milliseconds)
+    # What is hardly faster than the usual could be noise.
+    assert ways.settled == {(64, 64): "torch", (64, 128): "small", (2048, 2048): "small"}
+    assert ways.way_of(64, 64) == "torch"
+    assert ways.settled_line() == "products 64x64 torch, 64x128 small, 2048x2048 small"
+    assert len(asked) == 9
+    ways.settled.clear()
+    measure.settle([(64, 128)], CPU, None, milliseconds)  # another process
+    assert len(asked) == 9
+    assert ways.settled == {(64, 64): "torch", (64, 128): "small"}
+    (tmp_path / "samestep" / "products.json").write_text("{")  # cut short
+    ways.settled.clear()
+    measure.settle([(64, 128)], CPU, None, milliseconds)
+    assert len(asked) == 15
+
+
+@pytest.mark.usefixtures("_unsettled")
+def test_ranks_take_the_way_of_the_first():
+    def job(rank):
+        def milliseconds(shape, way, device):
+            assert rank == 0
+            return {"large": 1.0, "small": 5.0, "torch": 6.0}[way]
+
+        measure.settle([(64, 64)], CPU, rank_group(), milliseconds)
+        return dict(ways.settled)
+
+    assert run_forked(3, job) == [{(64, 64): "large"}] * 3

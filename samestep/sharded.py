@@ -16,6 +16,7 @@ from samestep.comm.meshes import held, mesh_group
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.held_state import HeldBox, HeldState, whole_box
 from samestep.param_groups import Group, rule_of
+from samestep.partial_gradients import combine_gradients
 from samestep.placement import Placement
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import Rule, StagedRule
@@ -160,8 +161,7 @@ class ShardedTensors(Placement):
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         """No gradient comes any more."""
         super().begin_step(state, problem)
-        for param in self.params:
-            _reduce_partial(param)
+        combine_gradients(self.params)
         self.problem = problem or self._gradient_problem()
 
     def _gradient_problem(self) -> Problem | None:
@@ -221,20 +221,6 @@ def _is_elementwise(rule: Rule, key: str, group: Group) -> bool:
     """Whether a state tensor has an element for each of the parameter's: then it is sharded too."""
     shape = (64, 48)
     return rule.state_shapes(shape, group)[key] == shape
-
-
-def _reduce_partial(param: DTensor) -> None:
-    """Add up a gradient of which the ranks of an axis have a summand each (sequence parallel).
-
-    They have run the same graph, so all of them are here.
-    """
-    grad = param.grad
-    if isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements):
-        wanted = [
-            own if found.is_partial() else found
-            for found, own in zip(grad.placements, param.placements, strict=True)
-        ]
-        param.grad = grad.redistribute(placements=wanted)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """DTensors: their boxes, and the ranks of their mesh as one group."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -23,6 +24,16 @@ def mesh_group(mesh: DeviceMesh) -> RankGroup:
     if mesh.ndim == 1:
         return registry.of(mesh.get_group())
     return registry.of_members(ranks)
+
+
+def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> RankGroup:
+    """The ranks that differ from this one on these axes alone; made as `mesh_group` does."""
+    if len(axes) == 1:
+        return registry.of(mesh.get_group(axes[0]))
+    here = mesh.get_coordinate()
+    assert here is not None
+    place = tuple(slice(None) if axis in axes else here[axis] for axis in range(mesh.ndim))
+    return registry.of_members(mesh.mesh[place].flatten().tolist())
 
 
 def held(tensor: DTensor, group: RankGroup) -> Held:

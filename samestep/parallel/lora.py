@@ -20,7 +20,7 @@ for other optimizers.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from functools import partial
 from zlib import crc32
 
 import torch
@@ -32,6 +32,7 @@ from torch.nn.functional import linear
 from samestep.comm.meshes import held, mesh_group
 from samestep.mesh import Mesh
 from samestep.param_groups import name_matches
+from samestep.partial_gradients import combine, is_partial
 
 FACTORS = ("lora_A", "lora_B")
 MODEL = "model"  # the axis of tensor parallel
@@ -48,9 +49,7 @@ class LoRALinear(nn.Linear):
     lora_B: nn.Parameter  # noqa: N815
     scale: float
     cut: int | None  # the dim of the weight that tensor parallel has cut
-    partial: tuple[
-        list[Placement], list[Placement]
-    ]  # gradients of A and B, before they are combined
+    grads: tuple[list[Placement], list[Placement]]  # of A and B, before they are combined
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in) to (..., out)."""
@@ -59,8 +58,8 @@ class LoRALinear(nn.Linear):
     def _learned(self, x: Tensor) -> Tensor:
         """Scale * B A x. Of a row layer it is this rank's summand, as what the weight gives is."""
         a, b = (
-            factor.to_local(grad_placements=partial) if isinstance(factor, DTensor) else factor
-            for factor, partial in zip((self.lora_A, self.lora_B), self.partial, strict=True)
+            factor.to_local(grad_placements=grads) if isinstance(factor, DTensor) else factor
+            for factor, grads in zip((self.lora_A, self.lora_B), self.grads, strict=True)
         )
         if not isinstance(x, DTensor):
             return self.scale * linear(linear(x, a), b)
@@ -148,7 +147,8 @@ def combine_after_backward(model: nn.Module) -> None:
     """Combine the gradients of factors over ranks whenever backward has made them."""
     for factor in lora_parameters(model):
         if isinstance(factor, DTensor):
-            factor.register_post_accumulate_grad_hook(_combine)  # type: ignore[no-untyped-call]
+            # Before it is added to the gradients of other micro-batches, which are combined.
+            factor.register_hook(partial(_combined, factor))  # type: ignore[no-untyped-call]
 
 
 @torch.no_grad()
@@ -214,15 +214,15 @@ def _convert(
     module.scale, module.cut = scale, cut
     # B is cut by rows with the weight's rows, A by columns with its columns.
     cuts = (1 if cut == 1 else None, 0 if cut == 0 else None)
-    partial = []
+    summands = []
     for key, whole, own_cut in zip(FACTORS, (a, b), cuts, strict=True):
         factor: Tensor = whole.to(weight.device)
         grads: list[Placement] = []
         if ranks is not None:
             factor, grads = _spread(factor, ranks, own_cut, _batch_axes(ranks, mesh))
         module.register_parameter(key, nn.Parameter(factor))
-        partial.append(grads)
-    module.partial = (partial[0], partial[1])
+        summands.append(grads)
+    module.grads = (summands[0], summands[1])
 
 
 def _spread(
@@ -278,7 +278,5 @@ def _world() -> int:
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
-def _combine(factor: Any) -> None:
-    grad = factor.grad
-    if isinstance(grad, DTensor) and grad.placements != factor.placements:
-        factor.grad = grad.redistribute(placements=factor.placements)
+def _combined(factor: DTensor, grad: Tensor) -> Tensor:
+    return combine([(grad, factor.placements)])[0] if is_partial(grad) else grad

@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from samestep import partial_gradients
 from samestep.mesh import Mesh
 from samestep.parallel.exchange import gathered
 from samestep.parallel.plan import Plan, PlanError
@@ -115,12 +116,7 @@ def combine_gradients(model: nn.Module) -> None:
     For those who look at gradients or use an optimizer of their own; FSDP2 and samestep's
     optimizers have done it, or do it. Collective. Once more changes nothing.
     """
-    for param in model.parameters():
-        grad = param.grad
-        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
-            continue
-        if any(place.is_partial() for place in grad.placements):
-            param.grad = grad.redistribute(param.device_mesh, param.placements)
+    partial_gradients.combine_gradients(model.parameters())
 
 
 def check_all_named(model: nn.Module) -> None:

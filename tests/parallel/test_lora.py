@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import samestep
 from samestep.mesh import build
@@ -17,6 +18,8 @@ from samestep.parallel.lora import (
     LoRAError,
     adapters,
     add_lora,
+    combine_after_backward,
+    lora_layers,
     lora_parameters,
     merge_lora,
 )
@@ -240,3 +243,82 @@ def test_factors_are_trained_as_in_one_process(tp, sequence_parallel, when, rule
     samestep.load(tmp_path / "a", adapters(model), samestep.MuonAdamW(model, overrides=RULES[rule]))
     for name, param in adapters(model).named_parameters():
         torch.testing.assert_close(param.detach(), found[0][2][name], rtol=0, atol=0)
+
+
+def hooked(rank):
+    """Another optimizer, and two micro-batches: gradients are combined by hooks."""
+    model, mesh = laid_out(2, True, "after")
+    fill(samestep.MuonAdamW(model))
+    combine_after_backward(model)
+    for step in (0, 1):
+        backward(model, step, [mesh.coordinates["data"]])
+    found = {}
+    for name, param in adapters(model).named_parameters():
+        assert param.grad.placements == param.placements
+        found[name] = param.grad.full_tensor() / 2
+    torch.optim.SGD(lora_parameters(model), lr=1.0).step()
+    check_replicas(adapters(model))
+    before = {name: layer.weight.full_tensor() for name, layer in lora_layers(model)}
+    factors = {name: p.full_tensor() for name, p in adapters(model).named_parameters()}
+    scale = next(layer.scale for _, layer in lora_layers(model))
+    inputs, _ = batch(2)
+    with torch.no_grad():
+        outputs = model(inputs)
+    merge_lora(model)
+    for name, weight in before.items():
+        wanted = weight + scale * factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"]
+        merged = model.get_submodule(name).weight
+        assert isinstance(merged, DTensor)
+        torch.testing.assert_close(merged.full_tensor(), wanted, rtol=0, atol=1e-6)
+    assert not list(lora_layers(model))
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs), outputs, rtol=0, atol=1e-5)
+    return found
+
+
+def test_hooks_combine_gradients_for_any_optimizer_and_spread_layers_are_merged():
+    model = gpt(SHAPE)
+    add_lora(model, PATTERNS, rank=4)
+    fill(samestep.MuonAdamW(model))
+    for step in (0, 1):
+        backward(model, step, range(2))
+    for found in run_forked(4, hooked):
+        for name, param in adapters(model).named_parameters():
+            torch.testing.assert_close(found[name], param.grad / 2, rtol=0, atol=1e-6, msg=name)
+
+
+def plain(rank):
+    """Whole parameters on every rank: factors are as others, and the optimizer averages them."""
+    model = gpt(SHAPE)
+    add_lora(model, PATTERNS, rank=4)
+    opt = optimizer(model)
+    for step in range(STEPS):
+        backward(model, step, [rank])
+        opt.step()
+        opt.zero_grad()
+    return {name: p.detach() for name, p in adapters(model).named_parameters()}
+
+
+def test_replicas_without_a_mesh():
+    _, _, wanted = alone(2)
+    first, second = run_forked(2, plain)
+    for name, param in first.items():
+        assert torch.equal(param, second[name])
+        torch.testing.assert_close(param, wanted[name], rtol=0, atol=2e-5, msg=name)
+
+
+def lonely(rank):
+    mesh = build(tp=2)
+    tensor.parallelize(model := gpt(SHAPE), gpt_plan(SHAPE), mesh)
+    with pytest.raises(LoRAError, match="but not which others have copies: give mesh="):
+        add_lora(model, PATTERNS)
+    model.blocks[0].mlp.extra = nn.Linear(4, 4)
+    tensor.parallelize_module(
+        model.blocks[0].mlp.extra, mesh.axis("model"), tensor.Copies(own_part=False)
+    )
+    with pytest.raises(LoRAError, match=r"mlp.extra' has copies on the ranks of tensor parallel"):
+        add_lora(model, ["*.extra"], mesh=mesh)
+
+
+def test_layers_of_tensor_parallel_that_cannot_have_factors():
+    run_forked(4, lonely)

@@ -1,0 +1,97 @@
+"""Gradients of DTensors of which ranks have a summand each: sequence parallel, LoRA."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from samestep.comm.collectives import Pending, total
+from samestep.comm.meshes import axes_group
+
+
+class _Kind(NamedTuple):
+    """What is added up at once: the axes of a mesh, and what the sum is divided by."""
+
+    mesh: DeviceMesh
+    axes: tuple[int, ...]
+    divisor: int
+    dtype: torch.dtype
+
+
+def combine_gradients(params: Iterable[Tensor]) -> None:
+    """Add up what ranks have of gradients, so that each is placed as its parameter is.
+
+    Once more changes nothing. Collective on the meshes: these ranks have run the same graph, so all
+    of them are here.
+    """
+    found: list[DTensor] = []
+    partial: list[tuple[DTensor, Sequence[Placement]]] = []
+    for param in params:
+        grad = param.grad
+        if isinstance(param, DTensor) and is_partial(grad):
+            found.append(param)
+            partial.append((grad, param.placements))
+    for param, combined in zip(found, combine(partial), strict=True):
+        param.grad = combined
+
+
+def is_partial(grad: Tensor | None) -> TypeGuard[DTensor]:
+    """Whether ranks have summands of it."""
+    return isinstance(grad, DTensor) and any(place.is_partial() for place in grad.placements)
+
+
+def combine(grads: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[DTensor]:
+    """Add up gradients, all that can travel together at once; with each how it shall be placed.
+
+    Over several axes in one sum: one after the other, ranks could get different last bits.
+    """
+    together: dict[_Kind, list[int]] = {}
+    results: list[DTensor | None] = [None] * len(grads)
+    for number, (grad, wanted) in enumerate(grads):
+        kind = _kind(grad, wanted)
+        if kind is None:
+            results[number] = grad.redistribute(placements=_combined_placements(grad, wanted))
+        else:
+            together.setdefault(kind, []).append(number)
+    on_their_way: list[tuple[list[int], Pending[Tensor], int]] = []
+    for kind, numbers in together.items():
+        flat = torch.cat([grads[number][0].to_local().reshape(-1) for number in numbers])
+        ranks = axes_group(kind.mesh, kind.axes)
+        on_their_way.append((numbers, total("sum of gradients", flat, ranks), kind.divisor))
+    for numbers, pending, divisor in on_their_way:
+        flat = pending.wait()
+        if divisor > 1:
+            flat = flat.div_(divisor)
+        sizes = [grads[number][0].to_local().numel() for number in numbers]
+        for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
+            grad, wanted = grads[number]
+            results[number] = DTensor.from_local(
+                part.view(grad.to_local().shape),
+                grad.device_mesh,
+                _combined_placements(grad, wanted),
+                run_check=False,
+                shape=grad.shape,
+                stride=grad.stride(),
+            )
+    return [result for result in results if result is not None]
+
+
+def _combined_placements(grad: DTensor, wanted: Sequence[Placement]) -> list[Placement]:
+    pairs = zip(grad.placements, wanted, strict=True)
+    return [own if found.is_partial() else found for found, own in pairs]
+
+
+def _kind(grad: DTensor, wanted: Sequence[Placement]) -> _Kind | None:
+    """How a gradient is added up; None if torch must do it: it is cut at the same time."""
+    axes, divisor = [], 1
+    for axis, (found, own) in enumerate(zip(grad.placements, wanted, strict=True)):
+        if found.is_partial():
+            operation = getattr(found, "reduce_op", None)
+            if operation not in ("sum", "avg") or not own.is_replicate():
+                return None
+            axes.append(axis)
+            divisor *= grad.device_mesh.size(axis) if operation == "avg" else 1
+    return _Kind(grad.device_mesh, tuple(axes), divisor, grad.dtype)

@@ -10,7 +10,7 @@ class Elsewhere(nn.Module):
     """Stands where a module of another stage was.
 
     It has no parameters, but remembers what there were: which rule a parameter follows is decided
-    by the whole model.
+    by the whole model, and a pattern may mean what is not here.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -21,6 +21,7 @@ class Elsewhere(nn.Module):
             for name, param in module.named_parameters()
             if param.requires_grad
         ]
+        self.linear_layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
         embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
         self.vocabularies = frozenset(tuple(m.weight.shape) for m in embeddings)
 

@@ -123,6 +123,7 @@ class ShardedTensors(Placement):
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""
+        combine_gradients([param])
         index = self._index(param)
         here = torch.tensor([has_gradient(param)], dtype=torch.int64, device=self.device)
         whole = self._whole(index, _beside(self.params[index], self._grad(index)))

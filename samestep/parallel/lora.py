@@ -30,7 +30,9 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.functional import linear
 
 from samestep.comm.meshes import held, mesh_group
+from samestep.elsewhere import Elsewhere
 from samestep.mesh import Mesh
+from samestep.mesh.replicate_list import ShardRule
 from samestep.param_groups import name_matches
 from samestep.partial_gradients import combine, is_partial
 
@@ -105,8 +107,14 @@ def add_lora(
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and any(name_matches(name, p) for p in patterns)
     ]
+    known = [name for name, _ in chosen] + [
+        f"{path}.{name}" if name else path
+        for path, module in model.named_modules()
+        if isinstance(module, Elsewhere)
+        for name in module.linear_layers
+    ]
     for pattern in patterns:
-        if not any(name_matches(name, pattern) for name, _ in chosen):
+        if not any(name_matches(name, pattern) for name in known):
             raise LoRAError(f"{pattern!r} matches no linear layer of the model")
     for name, module in chosen:
         _check(name, module, mesh)
@@ -127,6 +135,16 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 def lora_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The factors, for `ignored_params` of FSDP2."""
     return [factor for _, layer in lora_layers(model) for factor in (layer.lora_A, layer.lora_B)]
+
+
+def lora_shard_rules(model: nn.Module) -> tuple[ShardRule, ...]:
+    """Allows factors to be cut with their layers, though LoRA is on the replicate list."""
+    why = "LoRALinear computes with the parts, and gradients of the whole factor are summed"
+    return tuple(
+        ShardRule(f"{name}.{FACTORS[1 - layer.cut]}", MODEL, layer.cut, why)
+        for name, layer in lora_layers(model)
+        if layer.cut is not None
+    )
 
 
 def adapters(model: nn.Module) -> nn.Module:

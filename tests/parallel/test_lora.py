@@ -194,7 +194,6 @@ def train(rank, tp, sequence_parallel, when, rule, path=None, steps=STEPS):
     for step in range(steps):
         backward(model, step, [dp_rank])
         if grads is None:
-            tensor.combine_gradients(model)
             grads = {name: opt.full_gradient(name) for name in names}
         opt.step()
         opt.zero_grad()

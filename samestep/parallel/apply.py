@@ -1,6 +1,6 @@
 """A plan applied to a model: everything in the order that is right, and looked at afterwards."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ReplicateList, ShardRule, cuts, shapes
 from samestep.parallel import data, replicas, tensor
 from samestep.parallel.experts import TokenDispatch
+from samestep.parallel.lora import lora_shard_rules
 from samestep.parallel.plan import Plan, PlanError
 
 
@@ -33,7 +34,15 @@ class Applied:
         return {**self.observed, **hooks}
 
 
-def apply(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool = False) -> Applied:
+def apply(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    *,
+    ordered: bool = False,
+    adapt: Callable[[nn.Module], object] | None = None,
+    compile: bool = False,
+) -> Applied:
     """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
     Experts and matrices are cut first, since FSDP2 shards what is left on a rank; FSDP2 comes
@@ -44,6 +53,8 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool = False) ->
         plan: What is cut, and what stays whole.
         mesh: From `samestep.mesh.build`.
         ordered: Add up gradients in rank order.
+        adapt: Called when matrices are cut and FSDP2 is not there yet, to add LoRA factors.
+        compile: Compile every block; ask `samestep.mesh.gates` whether that is wise.
     """
     plan.check(model)
     before = _hooks(model)
@@ -56,9 +67,14 @@ def apply(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool = False) ->
     asked = tensor.parallelize(model, plan, mesh)
     if mesh.axis("model") is not None:
         tensor.check_all_named(model)
+    if adapt is not None:
+        adapt(model)
     extra = {n: found - before[n] - asked.get(n, 0) for n, found in _hooks(model).items()}
+    if compile:
+        for _, block in plan.named(model, "blocks"):
+            block.compile()
     data.shard(model, plan, mesh, ordered=ordered)
-    ReplicateList((*rules, *plan.rules)).check(model, whole)
+    ReplicateList((*rules, *plan.rules, *lora_shard_rules(model))).check(model, whole)
     return Applied(
         sum(before.get(name, 0) for name in plan.modules(model)),
         sum(extra.values()),

@@ -10,6 +10,7 @@ from samestep.fsdp import use_ordered_reduction
 from samestep.fsdp.units import grid
 from samestep.mesh import Mesh
 from samestep.parallel.experts import Places, TokenDispatch
+from samestep.parallel.lora import lora_parameters
 from samestep.parallel.plan import Plan, PlanError
 
 
@@ -48,9 +49,10 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool) -> None:
     for name, module in plan.expert_modules(model):
         _check_alone(name, module)
         fully_shard(module, mesh=mesh.expert)
+    factors = set(lora_parameters(model))  # whole on every rank
     for _, module in plan.named(model, "blocks"):
-        fully_shard(module, mesh=mesh.dense)
-    fully_shard(model, mesh=mesh.dense)
+        fully_shard(module, mesh=mesh.dense, ignored_params=factors)
+    fully_shard(model, mesh=mesh.dense, ignored_params=factors)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             _divide_by(module, divisor, alone=_shards(module) == 1)

@@ -37,7 +37,7 @@ class Stack:
         micro_batches: Of a pipeline: parts of what a rank is given.
         stages: Which modules the stages of a pipeline have.
         schedule: Of a pipeline, "1f1b" or "interleaved".
-        ordered: Add up gradients in rank order.
+        ordered, adapt, compile: As in `apply`.
     """
 
     def __init__(
@@ -51,6 +51,8 @@ class Stack:
         stages: StagePlan = GPT_STAGES,
         schedule: Any = "1f1b",
         ordered: bool = False,
+        adapt: Callable[[nn.Module], object] | None = None,
+        compile: bool = False,
     ) -> None:
         self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss
         self.pipeline: Pipeline | None = None
@@ -66,7 +68,9 @@ class Stack:
                 schedule=schedule,
             )
             parts = self.pipeline.parts
-        self.applied: list[Applied] = [apply(p, plan, mesh, ordered=ordered) for p in parts]
+        self.applied: list[Applied] = [
+            apply(part, plan, mesh, ordered=ordered, adapt=adapt, compile=compile) for part in parts
+        ]
 
     @property
     def batch_place(self) -> int:

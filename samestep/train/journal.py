@@ -111,6 +111,11 @@ class Display:
         elif self._speaks:
             self.say(f"step {step}/{steps}  {text}")
 
+    def say_on_every_rank(self, text: str) -> None:
+        """A line of this rank's own, also where another one speaks for all."""
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
     def say(self, text: str) -> None:
         """A line of its own."""
         if self._progress is not None:

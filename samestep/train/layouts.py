@@ -1,16 +1,24 @@
 """The model and its optimizer, placed as asked: all that differs between layouts is here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.functional import cross_entropy
 
 import samestep
 from samestep.command.request import BadRequestError
-from samestep.fsdp import use_ordered_reduction
+from samestep.mesh import Degrees, DegreesError, build
+from samestep.mesh.contract import ContractError, ModelSizes
+from samestep.mesh.contract import check as check_contract
+from samestep.mesh.gates import CompileFacts, Decision, decide
+from samestep.parallel.lora import add_lora
+from samestep.parallel.pipeline import Pipeline
+from samestep.parallel.stack import Stack
 from samestep.train.gpt import GPT
+from samestep.train.gpt_plan import gpt_plan
 from samestep.train.options import Layout, Options
 from samestep.train.world import World
 
@@ -29,54 +37,179 @@ KEYWORDS: dict[Layout, dict[str, Any]] = {
 }
 
 
+class Placed(NamedTuple):
+    """A model where it was asked to be.
+
+    seat: The ranks that divide a batch, and this one's place among them. Ranks of tensor parallel
+        and of a pipeline have the same place.
+    copies: How many ranks have each place.
+    stack: The mesh and what was done, where there is one.
+    compiled: What was asked of the compiler, what runs, and why.
+    """
+
+    optimizer: samestep.MuonAdamW
+    seat: World
+    copies: int = 1
+    stack: Stack | None = None
+    compiled: Decision | None = None
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline, where there is one."""
+        return None if self.stack is None else self.stack.pipeline
+
+
+def degrees_of(options: Options, world: World) -> Degrees:
+    """How the ranks are divided; raises BadRequestError if they cannot be."""
+    replicate = options.replicate
+    if options.placed == "hsdp" and not options.meshed:
+        if world.size % options.shards:
+            raise BadRequestError(
+                f"--layout hsdp has {options.shards} ranks per copy of the model, which do not "
+                f"divide {world.size} ranks: change --shards or the number of ranks"
+            )
+        replicate = world.size // options.shards
+    try:
+        return Degrees(
+            world.size,
+            options.pp,
+            replicate,
+            options.ep,
+            options.tp,
+            options.sp,
+            options.expert_tensor_parallel,
+            options.ep_carries_data,
+        )
+    except DegreesError as error:
+        raise BadRequestError(f"these ranks cannot be divided so: {error}") from None
+
+
 def check_layout(options: Options, world: World) -> None:
     """Refuse what these ranks cannot do."""
-    if options.batch_size < world.size:
+    degrees = degrees_of(options, world)
+    if options.batch_size < degrees.batch_ranks:
         raise BadRequestError(
-            f"--batch-size must be at least the number of ranks, {world.size}, "
+            f"--batch-size must be at least the number of ranks, {degrees.batch_ranks}, "
             f"got {options.batch_size}"
         )
-    if options.layout == "hsdp" and world.size % options.shards:
+    config = options.model
+    sizes = ModelSizes(
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        mlp_width=0 if config.experts else config.mlp_ratio * config.width,
+        experts=config.experts,
+        expert_width=config.expert_hidden if config.experts else 0,
+        layers=config.layers,
+        stages_per_rank=2 if options.schedule == "interleaved" else 1,
+        sequence=config.context,
+        batch=options.batch_size if options.pp > 1 else 0,
+    )
+    try:
+        check_contract(sizes, degrees)
+    except ContractError as error:
+        raise BadRequestError(f"the model does not fit these ranks: {error}") from None
+    if config.experts and degrees.expert_tp < degrees.tp and config.context % degrees.tp:
         raise BadRequestError(
-            f"--layout hsdp has {options.shards} ranks per copy of the model, which do not divide "
-            f"{world.size} ranks: change --shards or the number of ranks"
+            f"--expert-tensor-parallel {degrees.expert_tp} divides tokens among the {degrees.tp} "
+            f"ranks of --tp, and --context is {config.context}: take a multiple of {degrees.tp}"
         )
-    if (
-        options.layout == "hsdp"
-        and options.reduction == "ordered"
-        and options.shards == 1 < world.size
-    ):
+    if options.pp > 1:
+        _check_micro_batches(options, degrees)
+    if options.reduction == "ordered" and degrees.data == 1 < degrees.replicate:
         raise BadRequestError(
             "--shards 1 only copies the model, and torch adds up copies in an order of its own: "
             "take --reduction fast, more shards, or --layout none"
+            if options.layout == "hsdp"
+            else "--replicate leaves one rank per copy to shard over, and torch adds up copies in "
+            "an order of its own: take --reduction fast, or fewer copies"
         )
 
 
-def place(model: GPT, options: Options, world: World) -> samestep.MuonAdamW:
-    """Lay a model out over the ranks; return its optimizer."""
-    if options.layout in ("fsdp2", "hsdp"):
-        shards = options.shards if options.layout == "hsdp" else world.size
-        shape = (world.size // shards, shards) if options.layout == "hsdp" else (shards,)
-        names = ("copy", "shard")[-len(shape) :]
-        mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        if options.reduction == "ordered":
-            use_ordered_reduction(model)
-    overrides: dict[Any, dict[str, Any]] = {}
-    if options.experts:
-        overrides["*.experts.*"] = {"rule": "muon"}  # stacks of matrices
-        overrides["*.router.weight"] = {"rule": "adamw"}
-    return samestep.MuonAdamW(
+def _check_micro_batches(options: Options, degrees: Degrees) -> None:
+    for flag, count in (("batch", options.batch_size), ("eval", options.eval_sequences)):
+        name = "--batch-size" if flag == "batch" else "--eval-sequences"
+        unit = degrees.batch_ranks * micro_batches(options, degrees)
+        if unit == 0 or count % unit:
+            raise BadRequestError(
+                f"{name} {count} does not divide into micro-batches of a pipeline: take a multiple "
+                f"of {max(unit, degrees.batch_ranks)} ({degrees.batch_ranks} ranks with sequences "
+                f"of their own, {max(1, unit // degrees.batch_ranks)} micro-batches)"
+            )
+    if micro_batches(options, degrees) < options.pp:
+        raise BadRequestError(
+            f"--pp {options.pp} needs as many micro-batches, and --micro-batch "
+            f"{options.micro_batch} makes {micro_batches(options, degrees)}: take a smaller one"
+        )
+
+
+def micro_batches(options: Options, degrees: Degrees) -> int:
+    """Parts into which a pipeline cuts what a rank is given."""
+    rows = options.batch_size // degrees.batch_ranks
+    return options.pp if options.micro_batch is None else rows // options.micro_batch
+
+
+def place(model: GPT, options: Options, world: World) -> Placed:
+    """Lay a model out over the ranks, with its optimizer."""
+    keywords: dict[str, Any] = {
+        "lr": options.lr,
+        "weight_decay": options.weight_decay,
+        "momentum": options.momentum,
+        "max_grad_norm": options.max_grad_norm,
+        "reduction": options.reduction,
+        "overrides": _overrides(options),
+        **KEYWORDS[options.placed],
+    }
+    if options.placed not in ("fsdp2", "hsdp"):
+        return Placed(samestep.MuonAdamW(model, **keywords), world)
+    degrees = degrees_of(options, world)
+    mesh = build(
+        tp=degrees.tp,
+        ep=degrees.ep,
+        pp=degrees.pp,
+        replicate=degrees.replicate,
+        sequence_parallel=degrees.sequence_parallel,
+        expert_tensor_parallel=degrees.expert_tensor_parallel,
+        ep_carries_data=degrees.ep_carries_data,
+        device_type=world.device.type,
+    )
+    facts = CompileFacts(bool(options.routed), bool(options.capacity))
+    decision = decide(options.compile, degrees, facts)
+    stack = Stack(
         model,
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        momentum=options.momentum,
-        max_grad_norm=options.max_grad_norm,
-        reduction=options.reduction,
-        overrides=overrides,
-        **KEYWORDS[options.layout],
+        gpt_plan(options.model),
+        mesh,
+        loss=mean_loss,
+        micro_batches=micro_batches(options, degrees),
+        schedule=options.schedule,
+        ordered=options.reduction == "ordered",
+        adapt=_adapter(options, mesh) if options.lora else None,
+        compile=decision.compile,
+    )
+    seat = World(stack.batch_place, degrees.batch_ranks, world.device)
+    copies = world.size // degrees.batch_ranks
+    return Placed(stack.optimizer(**keywords), seat, copies, stack, decision)
+
+
+def mean_loss(logits: Any, targets: Tensor) -> Tensor:
+    """The mean over sequences and positions, ()."""
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def _overrides(options: Options) -> dict[Any, dict[str, Any]]:
+    """Rules that names and shapes do not tell."""
+    if options.lora:
+        return {"*.lora_*": {"rule": options.lora_rule}}
+    if options.routed:
+        return {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
+    return {}
+
+
+def _adapter(options: Options, mesh: Any) -> Callable[[nn.Module], object]:
+    patterns = ["*.attention.[qkv]", "*.attention.out"]
+    if not options.routed:
+        patterns += ["*.mlp.up", "*.mlp.down"]
+    return lambda part: add_lora(
+        part, patterns, rank=options.lora_rank, mesh=mesh, seed=options.seed
     )
 
 

@@ -11,6 +11,7 @@ from samestep.command.request import BadRequestError
 from samestep.train.gpt import GPTConfig
 
 Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
+ROUTED = 8  # experts of --moe
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,23 @@ class Options:
     seed: Annotated[int, "decides the initial weights, the order of the data and dropout"] = 0
     steps: Annotated[int, "where the run ends, and its schedules"] = 300
 
-    layout: Annotated[Layout, "where parameters, gradients and state live"] = "zero2"
+    layout: Annotated[
+        Literal["auto", "none", "zero1", "zero2", "flat", "fsdp2", "hsdp"],
+        "where parameters, gradients and state live; auto: zero2, or fsdp2 with the axes below",
+    ] = "auto"
     shards: Annotated[int, "ranks that share one copy of the model, in hsdp"] = 2
+    tp: Annotated[int, "tensor parallel: ranks that share a matrix"] = 1
+    sp: Annotated[bool, "sequence parallel: they share the sequence between matrices"] = False
+    ep: Annotated[int, "expert parallel: ranks that share the experts"] = 1
+    pp: Annotated[int, "pipeline stages"] = 1
+    fsdp: Annotated[bool, "shard over all other ranks, as --layout fsdp2"] = False
+    replicate: Annotated[int, "copies of the sharded model"] = 1
+    ep_carries_data: Annotated[bool, "ranks of --ep see different tokens"] = True
+    expert_tensor_parallel: Annotated[int, "ranks that share an expert's matrix; 0: --tp"] = 0
+    schedule: Annotated[
+        Literal["1f1b", "interleaved"], "of the pipeline; interleaved: two stages on each rank"
+    ] = "1f1b"
+    compile: Annotated[bool, "compile blocks, where no gate is closed"] = False
     reduction: Annotated[
         Literal["ordered", "fast"],
         "ordered: the same bits every time; fast: whatever the backend does",
@@ -39,8 +55,18 @@ class Options:
     layers: Annotated[int, "transformer layers"] = 4
     heads: Annotated[int, "query heads"] = 4
     kv_heads: Annotated[int, "key and value heads"] = 2
+    moe: Annotated[bool, f"experts in place of one MLP: {ROUTED}, if --experts does not say"] = (
+        False
+    )
     experts: Annotated[int, "MLPs per layer to choose from; 0: one for all tokens"] = 0
     active_experts: Annotated[int, "of these, how many a token uses"] = 2
+    expert_size: Annotated[int, "channels in an expert; 0: per token as many as one MLP has"] = 0
+    capacity: Annotated[
+        float, "room of an expert, in even shares of the tokens; 0: for all that come"
+    ] = 0.0
+    lora: Annotated[bool, "train low-rank factors of attention (and MLP) matrices alone"] = False
+    lora_rank: Annotated[int, "of these factors"] = 8
+    lora_rule: Annotated[Literal["adamw", "muon"], "what updates them"] = "adamw"
     dropout: Annotated[float, "share of each branch that is dropped in training"] = 0.0
 
     batch_size: Annotated[int, "sequences per step, of all ranks together"] = 16
@@ -65,8 +91,8 @@ class Options:
     def check(self) -> None:
         """Refuse values that cannot run, before anything is made."""
         least_one = (
-            "steps", "shards", "context", "batch_size", "log_every", "eval_every",
-            "eval_sequences", "save_every", "keep",
+            "steps", "shards", "tp", "ep", "pp", "replicate", "context", "batch_size", "log_every",
+            "eval_every", "eval_sequences", "save_every", "keep", "lora_rank",
         )  # fmt: skip
         for name in least_one:
             self._need(name, getattr(self, name) >= 1, "at least 1")
@@ -80,10 +106,55 @@ class Options:
         self._need("weight_decay", 0 <= self.weight_decay < math.inf, "at least 0")
         for name in ("momentum", "first_momentum"):
             self._need(name, 0 <= getattr(self, name) < 1, "from 0 to below 1")
+        self._check_axes()
         try:
             _ = self.model
         except ValueError as error:
             raise BadRequestError(f"the model cannot be built: {error}") from None
+
+    def _check_axes(self) -> None:
+        """Refuse axes that make no sense together, whatever ranks there are."""
+        if self.meshed and self.layout not in ("auto", "fsdp2", "hsdp"):
+            raise BadRequestError(
+                f"--layout {self.layout} has plain parameters, and --tp, --ep, --pp, --replicate, "
+                "--fsdp and --lora work on DTensors: leave --layout out"
+            )
+        if self.layout == "hsdp" and self.replicate > 1:
+            raise BadRequestError(
+                "--layout hsdp has --shards, and --replicate says the same: drop one"
+            )
+        if self.sp and self.tp == 1:
+            raise BadRequestError("--sp divides the sequence among the ranks of --tp, which is 1")
+        if not self.routed and (self.ep > 1 or self.capacity or self.expert_size):
+            raise BadRequestError(
+                "--ep, --capacity and --expert-size are about experts, and there are none: "
+                "add --moe"
+            )
+        if self.pp > 1 and self.dropout:
+            raise BadRequestError(
+                "--dropout draws once per batch, and --pp cuts it into micro-batches: drop one"
+            )
+        self._need(
+            "expert_tensor_parallel", self.expert_tensor_parallel in (0, 1, self.tp), "0, 1 or --tp"
+        )
+
+    @property
+    def meshed(self) -> bool:
+        """Whether an axis beside data was asked for."""
+        degrees = (self.tp, self.ep, self.pp, self.replicate)
+        return self.sp or self.fsdp or self.lora or any(degree > 1 for degree in degrees)
+
+    @property
+    def placed(self) -> Layout:
+        """The layout, with auto resolved."""
+        if self.layout == "auto":
+            return "fsdp2" if self.meshed else "zero2"
+        return self.layout
+
+    @property
+    def routed(self) -> int:
+        """Experts per layer."""
+        return self.experts or (ROUTED if self.moe else 0)
 
     def _need(self, name: str, fine: bool, what: str) -> None:
         if not fine:
@@ -98,8 +169,10 @@ class Options:
             layers=self.layers,
             heads=self.heads,
             kv_heads=self.kv_heads,
-            experts=self.experts,
+            experts=self.routed,
             active_experts=self.active_experts,
+            expert_size=self.expert_size,
+            capacity=self.capacity,
             dropout=self.dropout,
         )
 

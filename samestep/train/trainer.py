@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import samestep
 from samestep.command.request import BadRequestError
+from samestep.train.balance import balance_experts
 from samestep.train.corpus import (
     Corpus,
     Order,
@@ -31,7 +32,7 @@ from samestep.train.corpus import (
     validation_starts,
     windows,
 )
-from samestep.train.gpt import GPT, MixtureOfExperts
+from samestep.train.gpt import GPT
 from samestep.train.journal import Display, Journal
 from samestep.train.layouts import check_layout, no_sync, place
 from samestep.train.options import Options
@@ -55,11 +56,9 @@ class Trainer:
         _use_one_result_every_time(options, world)
         torch.manual_seed(options.seed)
         self.model = GPT(options.model).to(world.device)
-        self.optimizer = place(self.model, options, world)
+        self.placed = place(self.model, options, world)
+        self.optimizer, self.seat = self.placed.optimizer, self.placed.seat
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.experts = [
-            module for module in self.model.modules() if isinstance(module, MixtureOfExperts)
-        ]
         self.step = 0  # steps that were done
         self.sequences = 0  # that were seen in them
         self._unwritten: list[dict[str, Any]] = []
@@ -88,18 +87,23 @@ class Trainer:
     def _train_step(self) -> None:
         options, world = self.options, self.world
         self._follow_schedules()
-        torch.manual_seed(mixed(options.seed, "step", self.step, world.rank))  # for dropout
+        torch.manual_seed(mixed(options.seed, "step", self.step, *self._place()))  # for dropout
         numbers = torch.arange(self.sequences, self.sequences + options.batch_size)
-        starts = self.order.starts(world.share(numbers))
+        starts = self.order.starts(self.seat.share(numbers))
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        parts = self._micro_batches(starts, options.batch_size)
+        pipeline = self.placed.pipeline
+        if pipeline is not None:
+            with self._autocast():
+                mean = pipeline.step(*self._batch(self.corpus.train, starts))
+            loss += mean * len(starts) / options.batch_size
+        parts = () if pipeline else self._micro_batches(starts, options.batch_size)
         for part in parts:
             last = part is parts[-1]
             with nullcontext() if last else no_sync(self.model, self.optimizer):
                 # Gradients are averaged over ranks; what counts is the mean over the batch.
                 part_loss = self._summed_loss(self.corpus.train, part) / options.batch_size
-                torch.autograd.backward(part_loss * world.size)
+                torch.autograd.backward(part_loss * self.seat.size)
             loss += part_loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -124,41 +128,57 @@ class Trainer:
 
     def _micro_batches(self, mine: Tensor, count: int) -> tuple[Tensor, ...]:
         """This rank's part of ``count`` sequences, in as many pieces as every other rank has."""
-        largest = self.world.largest_share(count)
+        largest = self.seat.largest_share(count)
         return mine.tensor_split(-(-largest // (self.options.micro_batch or largest)))
 
     def _summed_loss(self, text: Tensor, starts: Tensor) -> Tensor:
         """The mean loss of every sequence, added up, (); there may be none."""
-        device = self.world.device
-        inputs, targets = windows(text, starts, self.options.context)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=self.options.dtype == "bf16")
-        with autocast:
-            logits = self.model(inputs.to(device))
+        inputs, targets = self._batch(text, starts)
+        with self._autocast():
+            logits = self.model(inputs)
         flat = logits.float().flatten(0, 1)
-        return cross_entropy(flat, targets.to(device).flatten(), reduction="sum") / inputs.shape[1]
+        return cross_entropy(flat, targets.flatten(), reduction="sum") / inputs.shape[1]
+
+    def _batch(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets, each (len(starts), context)."""
+        inputs, targets = windows(text, starts, self.options.context)
+        return inputs.to(self.world.device), targets.to(self.world.device)
+
+    def _autocast(self) -> torch.autocast:
+        enabled = self.options.dtype == "bf16"
+        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
+
+    def _place(self) -> tuple[int, ...]:
+        """What distinguishes this rank's random numbers: ranks with the same values draw alike."""
+        shared = self.options.sp and self.placed.stack is not None
+        place = self.placed.stack.mesh.coordinates["model"] if shared else 0  # type: ignore[union-attr]
+        return (self.seat.rank, place) if shared else (self.seat.rank,)
 
     def _balance_experts(self) -> None:
-        if self.experts:
-            loads = torch.stack([module.load for module in self.experts])
-            dist.all_reduce(loads)
-            for module, load in zip(self.experts, loads, strict=True):
-                module.balance(load)
+        stack = self.placed.stack
+        copies = 1 if stack is None else stack.token_copies
+        balance_experts(self.model, self.options.layers, copies)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
         count, text = self.options.eval_sequences, self.corpus.validation
-        starts = self.world.share(validation_starts(text, self.options.context, count))
+        starts = self.seat.share(validation_starts(text, self.options.context, count))
         self.model.eval()
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for part in self._micro_batches(starts, count):
+        pipeline = self.placed.pipeline
+        if pipeline is not None:
+            with self._autocast():
+                loss += pipeline.evaluate(*self._batch(text, starts)) * len(starts)
+        for part in () if pipeline else self._micro_batches(starts, count):
             loss += self._summed_loss(text, part)
-        mean = self.world.total(loss).item() / count
+        mean = self.world.total(loss).item() / count / self.placed.copies
         self.journal.add({"step": self.step, "val_loss": mean})
         self.display.say(f"step {self.step}: validation loss {mean:.4f}")
 
     def _write_losses(self) -> None:
         """Tell of the steps since the last time; until here nobody has waited for a loss."""
-        losses = self.world.total(torch.stack(self._losses)).tolist()
+        total = self.world.total(torch.stack(self._losses))
+        losses = (total / self.placed.copies).tolist()
         seconds = (time.perf_counter() - self._since) / len(losses)
         self.journal.add(
             *(
@@ -199,16 +219,28 @@ class Trainer:
         event = {
             "step": self.step,
             "event": "started" if source is None else "resumed",
+            "layout": options.placed,
             "ranks": self.world.size,
             "device": str(self.world.device.type),
             "options": {key: _plain(value) for key, value in asdict(options).items()},
         }
         self.journal.add(event)
+        self._tell_mesh()
         parameters = sum(parameter.numel() for parameter in self.model.parameters())
         self.display.say(
-            f"{parameters / 1e6:.2f} M parameters, layout {options.layout} on {self.world.size} "
+            f"{parameters / 1e6:.2f} M parameters, layout {options.placed} on {self.world.size} "
             f"rank(s) of {self.world.device.type}, {event['event']} at step {self.step}"
         )
+
+    def _tell_mesh(self) -> None:
+        """What every rank runs, told by each and compared before the first step."""
+        _, _, _, stack, compiled = self.placed
+        if stack is not None and self.options.meshed:
+            facts = stack.trace(tell=self.display.say_on_every_rank)
+            self.journal.add({"step": self.step, "event": "mesh", **facts})
+        if compiled is not None and self.options.compile:
+            self.journal.add({"step": self.step, "event": "compile", **compiled.receipt()})
+            self.display.say(f"asked to compile, runs {compiled.actual}: {compiled.why}")
 
     def _source(self) -> Path | None:
         """Where to go on from. The first rank looks, lest a slow disk shows ranks different things.

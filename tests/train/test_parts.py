@@ -67,7 +67,7 @@ def test_help_shows_every_flag_and_its_default(capsys):
     assert cli.main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert "usage: samestep train" in shown
-    for text in ("--layout {none,zero1,zero2,flat,fsdp2,hsdp}", "--batch-size INT", "(zero2)"):
+    for text in ("--layout {auto,none,zero1,zero2,flat,fsdp2,hsdp}", "--batch-size INT", "(16)"):
         assert text in shown
 
 

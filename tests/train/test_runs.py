@@ -43,7 +43,7 @@ def test_loss_falls(undisturbed):
 
 def test_log_tells_what_ran(undisturbed):
     start, *_, end = rows(undisturbed.out)
-    assert (start["event"], start["ranks"], start["options"]["layout"]) == ("started", 2, "zero2")
+    assert (start["event"], start["ranks"], start["layout"]) == ("started", 2, "zero2")
     assert end == {"step": STEPS, "event": "saved"}
     steps = [row for row in rows(undisturbed.out) if "loss" in row]
     assert steps[0]["lr"] == pytest.approx(0.015)

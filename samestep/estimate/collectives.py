@@ -71,13 +71,9 @@ class Collective:
             return torch.tensor([self.sent(0, place) for place in range(size)], dtype=torch.float64)
         if self.sizes is None:
             return torch.full((self.peers.size,), float(self.sent(0)), dtype=torch.float64)
-        known: dict[int, int] = {}  # many are alike
-        values = []
-        for place, size in enumerate(self.sizes):
-            if size not in known:
-                known[size] = self.sent(place)
-            values.append(known[size])
-        return torch.tensor(values, dtype=torch.float64)
+        first = {size: place for place, size in enumerate(self.sizes)}  # many are alike
+        known = {size: self.sent(place) for size, place in first.items()}
+        return torch.tensor([known[size] for size in self.sizes], dtype=torch.float64)
 
     def received_by_all(self) -> Tensor:
         """Bytes that peers get at least: (size,)."""
@@ -87,8 +83,10 @@ class Collective:
         if self.incoming is not None:
             return torch.tensor(self.incoming, dtype=torch.float64) * width
         mine = torch.tensor(self.sizes, dtype=torch.float64) * width
-        if self.traffic in (Traffic.EXCHANGE, Traffic.REDUCE_SCATTER):
+        if self.traffic is Traffic.EXCHANGE:
             return mine * (ranks - 1)
+        if self.traffic is Traffic.REDUCE_SCATTER:  # backends add up on the way
+            return mine.sum().expand(ranks) * (ranks - 1) / ranks
         return mine.sum() - mine
 
 
@@ -243,7 +241,13 @@ def exchanges(sharing: Sharing, bucket: Bucket, device: torch.device) -> bool:
 
 def reduce_dtype(sharing: Sharing, bucket: Bucket) -> torch.dtype:
     """In which gradients travel."""
-    return sharing.distribution.reduce_dtype or gradient_dtype(sharing.params[bucket.params[0]])
+    return sharing.distribution.reduce_dtype or gradient_dtype(some_param(sharing, bucket))
+
+
+def some_param(sharing: Sharing, bucket: Bucket) -> Tensor:
+    """One of a bucket's parameters, which have one dtype."""
+    pieces = next(segment.pieces for segment in bucket.segments if segment.pieces)
+    return sharing.params[pieces[0].param]
 
 
 def _reduction(sharing: Sharing, number: int, device: torch.device) -> Iterator[Collective]:
@@ -282,7 +286,7 @@ def _average(sharing: Sharing, number: int, device: torch.device) -> Iterator[Co
 def _gather(sharing: Sharing, number: int, device: torch.device) -> Iterator[Collective]:
     bucket = sharing.plan.buckets[number]
     if not bucket.replicated:
-        dtype = sharing.params[bucket.params[0]].dtype
+        dtype = some_param(sharing, bucket).dtype
         sizes = tuple(bucket.segment_sizes)
         yield from _gathered(f"gather of bucket {number}", sharing.peers, dtype, sizes, device)
 

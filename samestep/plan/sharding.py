@@ -62,6 +62,8 @@ class Segment(NamedTuple):
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Segment":
         """Without gaps."""
+        if not pieces:  # of most ranks, where there are many
+            return NOTHING
         *starts, size = accumulate((piece.size for piece in pieces), initial=0)
         return cls(tuple(pieces), tuple(starts), size)
 

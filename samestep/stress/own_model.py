@@ -1,13 +1,7 @@
 """A model of the user's own for the harness: found, tried, and refused in one line if need be."""
 
 import copy
-import importlib
-import importlib.util
-import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import samestep
+from samestep.command.factories import in_one_line, named_function
 from samestep.command.request import BadRequestError
 from samestep.stress.models import named_params
 from samestep.stress.scenario import RATES, MakeModel
@@ -37,7 +32,7 @@ def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
             warnings.simplefilter("ignore")
             samestep.MuonAdamW(copy.deepcopy(first), **options)
     except Exception as error:
-        raise BadRequestError(f"--model {path}: {_in_one_line(error)}") from error
+        raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
     return lambda: copy.deepcopy(first)
 
 
@@ -48,41 +43,7 @@ def _factory(path: str) -> MakeModel:
         raise BadRequestError(
             f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
         )
-    try:
-        module = _from_file(Path(where)) if where.endswith(".py") else _imported(where)
-    except (Exception, SystemExit) as error:
-        raise BadRequestError(
-            f"--model: {where!r} cannot be imported: {_in_one_line(error)}"
-        ) from error
-    make: Callable[[], nn.Module] | None = getattr(module, name, None)
-    if not callable(make):
-        raise BadRequestError(f"--model: {where!r} has no function {name!r}")
-    return make
-
-
-def _imported(name: str) -> ModuleType:
-    if "" not in sys.path:  # as for `python -m`: the working folder counts
-        sys.path.insert(0, "")
-    return importlib.import_module(name)
-
-
-def _from_file(path: Path) -> ModuleType:
-    """As `python file.py` would: files beside it can be imported, and it is a known module."""
-    name = path.stem if path.stem not in sys.modules else f"samestep_model_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None or not path.exists():
-        raise FileNotFoundError(f"there is no file {str(path)!r}")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return named_function(path, "--model")
 
 
 def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
@@ -91,7 +52,7 @@ def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
             torch.manual_seed(seed)
             model: Any = make()
     except (Exception, SystemExit) as error:
-        raise BadRequestError(f"--model {path}: {_in_one_line(error)}") from error
+        raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
     if not isinstance(model, nn.Module):
         raise BadRequestError(f"--model {path} gave a {type(model).__name__}, not a torch module")
     return model
@@ -138,8 +99,3 @@ def _compare(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter], pa
                 f"--model {path} gave another {name!r} at its second call under the same "
                 "torch.manual_seed: draw from torch's generator alone"
             )
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,207 @@
+"""What a cluster can do, as numbers in a file: rates of a device, and of links between them."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+class HardwareError(ValueError):
+    """A file that does not describe hardware; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A collective of N ranks takes latency + latency_per_rank (N - 1) + bytes / bandwidth.
+
+    Bytes are those of the busier direction of the busiest rank.
+    """
+
+    latency: float  # seconds
+    bandwidth: float  # bytes per second, each direction of one rank
+    latency_per_rank: float = 0.0
+
+    def seconds(self, ranks: int, carried: float) -> float:
+        """How long a collective takes."""
+        return self.latency + self.latency_per_rank * (ranks - 1) + carried / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A cluster of equal hosts.
+
+    product_rates: FLOP/s of orthogonalization by the short side of a block, as it was measured;
+        between two sides it is interpolated, outside it is that of the nearest.
+    bytes_rate: bytes per second that updates read and write.
+    call: seconds that the host or device needs per piece, whatever its size.
+    model_rate: FLOP/s of forward and backward.
+    measured: by kind of collective and number of ranks, where `--calibrate` has measured them.
+    """
+
+    name: str
+    source: str
+    device_memory: int
+    ranks_per_host: int
+    product_rates: Mapping[int, float]
+    bytes_rate: float
+    call: float
+    model_rate: float
+    inside: Link
+    between: Link
+    on_cpu: bool = False
+    measured: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
+
+    def product_rate(self, side: int) -> float:
+        """FLOP/s for blocks of that short side."""
+        sides = sorted(self.product_rates)
+        if side <= sides[0]:
+            return self.product_rates[sides[0]]
+        for low, high in pairwise(sides):
+            if side <= high:
+                share = (side - low) / (high - low)
+                rates = self.product_rates
+                return rates[low] + share * (rates[high] - rates[low])
+        return self.product_rates[sides[-1]]
+
+    def seconds(self, kind: str, ranks: int, carried: float, *, inside: bool) -> float:
+        """How long a collective of some ranks takes, on one host or across."""
+        by_ranks = self.measured.get(kind)
+        if by_ranks:
+            nearest = min(by_ranks, key=lambda known: (abs(known - ranks), known))
+            return by_ranks[nearest].seconds(ranks, carried)
+        return (self.inside if inside else self.between).seconds(ranks, carried)
+
+
+# Rates of products: samestep's own orthogonalization on one H200 (benchmarks/results), and for
+# other devices the same share of their dense 16-bit peak.
+_H200_RATES = {1280: 4.9e14, 2048: 5.9e14}
+_PRESETS = (
+    Hardware(
+        name="h200x8",
+        source=(
+            "NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s in both directions "
+            "together; rates of products, bytes and calls from benchmarks/results on one H200; "
+            "400 Gbit/s per GPU between hosts, 80% of it reached; latencies are assumed"
+        ),
+        device_memory=150_109_880_320,
+        ranks_per_host=8,
+        product_rates=_H200_RATES,
+        bytes_rate=3.4e12,
+        call=2e-6,
+        model_rate=4.0e14,
+        inside=Link(2e-5, 3.6e11, 1e-6),
+        between=Link(3e-5, 4.0e10, 1e-6),
+    ),
+    Hardware(
+        name="h100x8",
+        source=(
+            "NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions "
+            "together, 989 TFLOP/s dense bfloat16 as the H200; 400 Gbit/s per GPU between hosts, "
+            "80% of it reached; rates scaled from the H200, latencies assumed"
+        ),
+        device_memory=80 * 10**9,
+        ranks_per_host=8,
+        product_rates=_H200_RATES,
+        bytes_rate=2.4e12,
+        call=2e-6,
+        model_rate=4.0e14,
+        inside=Link(2e-5, 3.6e11, 1e-6),
+        between=Link(3e-5, 4.0e10, 1e-6),
+    ),
+    Hardware(
+        name="h800x8",
+        source=(
+            "DeepSeek-V3 report (arXiv 2412.19437): 2048 H800, 8 per host, NVLink 160 GB/s, "
+            "InfiniBand 50 GB/s per GPU; 80 GB; other rates as h100x8"
+        ),
+        device_memory=80 * 10**9,
+        ranks_per_host=8,
+        product_rates=_H200_RATES,
+        bytes_rate=2.4e12,
+        call=2e-6,
+        model_rate=4.0e14,
+        inside=Link(2e-5, 1.6e11, 1e-6),
+        between=Link(3e-5, 4.0e10, 1e-6),
+    ),
+    Hardware(
+        name="a100x8",
+        source=(
+            "NVIDIA A100 SXM 80 GB data sheet: 2.0 TB/s, NVLink 600 GB/s in both directions "
+            "together, 312 TFLOP/s dense bfloat16; 200 Gbit/s per GPU between hosts, 80% of it "
+            "reached; rates of products scaled from the H200 by the peaks, latencies assumed"
+        ),
+        device_memory=80 * 10**9,
+        ranks_per_host=8,
+        product_rates={side: rate * 312 / 989 for side, rate in _H200_RATES.items()},
+        bytes_rate=1.4e12,
+        call=3e-6,
+        model_rate=1.4e14,
+        inside=Link(2e-5, 2.4e11, 1e-6),
+        between=Link(3e-5, 2.0e10, 1e-6),
+    ),
+    Hardware(
+        name="mi250x8",
+        source=(
+            "Parallel Muon's report: 4 MI250 cards, 8 devices, 151 TFLOP/s per card in the whole "
+            "step, of which 78% were products; AMD MI250 data sheet: 64 GB and 1.6 TB/s per "
+            "device; links of 50 GB/s and latencies are assumed"
+        ),
+        device_memory=64 * 10**9,
+        ranks_per_host=8,
+        product_rates={1280: 151e12 / 2 / 0.78, 4096: 151e12 / 2 / 0.78},
+        bytes_rate=1.1e12,
+        call=5e-6,
+        model_rate=6.0e13,
+        inside=Link(3e-5, 5.0e10, 2e-6),
+        between=Link(5e-5, 1.0e10, 2e-6),
+    ),
+)
+PRESETS = {preset.name: preset for preset in _PRESETS}
+
+
+def hardware_as_json(hardware: Hardware) -> dict[str, Any]:
+    """For a file."""
+    return {"kind": "samestep hardware", "format": FORMAT, **asdict(hardware)}
+
+
+def read_hardware(path: Path) -> Hardware:
+    """From a file; raises HardwareError."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise HardwareError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise HardwareError(f"{str(path)!r} is no JSON: {error}") from error
+    if not isinstance(content, dict) or content.get("kind") != "samestep hardware":
+        raise HardwareError(f"{str(path)!r} is no hardware file of samestep plan --calibrate")
+    if content.get("format") != FORMAT:
+        raise HardwareError(f"{str(path)!r} has format {content.get('format')!r}, not {FORMAT}")
+    try:
+        inside, between = Link(**content["inside"]), Link(**content["between"])
+        measured = {
+            kind: {int(ranks): Link(**link) for ranks, link in by_ranks.items()}
+            for kind, by_ranks in content.get("measured", {}).items()
+        }
+        rates = {int(side): float(rate) for side, rate in content["product_rates"].items()}
+        plain = {
+            key: content[key]
+            for key in (
+                "name", "source", "device_memory", "ranks_per_host", "bytes_rate", "call",
+                "model_rate", "on_cpu",
+            )
+        }  # fmt: skip
+        found = Hardware(
+            **plain, inside=inside, between=between, measured=measured, product_rates=rates
+        )
+    except KeyError as error:
+        raise HardwareError(f"{str(path)!r} lacks {error.args[0]!r}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise HardwareError(f"{str(path)!r}: {error}") from error
+    numbers = [found.bytes_rate, found.model_rate, found.ranks_per_host, found.device_memory]
+    if not rates or not all(number > 0 for number in (*numbers, *rates.values())):
+        raise HardwareError(f"{str(path)!r}: rates and sizes must be above 0")
+    return found

@@ -1,0 +1,406 @@
+"""The simulator: when every operation of a schedule begins and ends, on every rank.
+
+It runs the schedule as the executor does, on clocks in place of devices. Each rank has a host that
+does one operation after the other, and a link on which transfers follow each other:
+
+    start(k) = max(launch of k, end of what the link did before), over all peers
+    end(k)   = start(k) + latency + bytes / bandwidth
+
+A rank that waits either waits for peers that have not launched yet (idle), or for the link
+(exposed communication).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.buffers.reduction import frees_gradients
+from samestep.comm.traffic import Traffic
+from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.collectives import Collective, Launches, exchanges, reduce_dtype, some_param
+from samestep.estimate.grid import Peers
+from samestep.estimate.hardware import Hardware
+from samestep.estimate.work import (
+    bucket_work,
+    chunk_flops,
+    chunk_parts,
+    elementwise_work,
+    local_work,
+)
+from samestep.plan.schedule import (
+    Agree,
+    Apply,
+    Average,
+    BucketId,
+    Clip,
+    Collect,
+    Gather,
+    GiveBack,
+    Measure,
+    Operation,
+    Place,
+    Reduce,
+    Transform,
+    Update,
+    line_of,
+)
+
+
+class Span(NamedTuple):
+    """An operation or a transfer of one rank, in seconds."""
+
+    name: str
+    start: float
+    end: float
+    launched: float | None = None  # of a transfer
+
+
+class Transfer(NamedTuple):
+    """A collective in flight: per rank when it may begin and when it is over."""
+
+    ready: Tensor
+    end: Tensor
+
+
+@dataclass
+class Shown:
+    """What is drawn of one rank."""
+
+    operations: list[Span] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    transfers: list[Span] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Training:
+    """Forward and backward around the step: FLOPs of a token are 6 per parameter."""
+
+    tokens: int  # of one rank
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of all ranks, in seconds; tensors have the shape of the grid."""
+
+    seconds: float  # until the last rank is done
+    computing: Tensor
+    exposed: Tensor
+    idle: Tensor
+    link: Tensor  # busy
+    by_operation: dict[str, float]  # the worst rank's, waits included
+    shown: dict[int, Shown]
+
+    @property
+    def exposed_seconds(self) -> float:
+        """The mean over ranks."""
+        return float(self.exposed.mean())
+
+
+def simulate(
+    blueprint: Blueprint,
+    hardware: Hardware,
+    *,
+    show: Sequence[int] = (),
+    training: Training | None = None,
+) -> Timeline:
+    """One step on all ranks; with a training, the second of two iterations of it."""
+    simulator = _Simulator(blueprint, hardware, show)
+    if training is None:
+        simulator.step()
+    else:
+        simulator.iterate(training.tokens)
+        simulator.begin_anew()
+        simulator.iterate(training.tokens)
+    return simulator.timeline()
+
+
+class _Simulator:
+    def __init__(self, blueprint: Blueprint, hardware: Hardware, show: Sequence[int]) -> None:
+        self._blueprint, self._hardware, self._grid = blueprint, hardware, blueprint.grid
+        self._launches = Launches(blueprint)
+        self._now, self._link = self._grid.zeros(), self._grid.zeros()
+        self._flying: dict[tuple[str, object], list[Transfer]] = {}
+        self._launched: set[BucketId] = set()
+        self._show = list(show)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Count from here."""
+        self._begun = self._now.clone()
+        self._exposed, self._idle = self._grid.zeros(), self._grid.zeros()
+        self._busy, self._computing = self._grid.zeros(), self._grid.zeros()
+        self._by_operation: dict[str, Tensor] = {}
+        self._shown = {rank: Shown() for rank in self._show}
+
+    def timeline(self) -> Timeline:
+        """What was counted."""
+        begun = float(self._begun.min())
+        last = int((self._now - self._begun).flatten().argmax())
+        for shown in self._shown.values():
+            for spans in (shown.operations, shown.waits, shown.transfers):
+                spans[:] = [
+                    Span(
+                        span.name,
+                        span.start - begun,
+                        span.end - begun,
+                        None if span.launched is None else span.launched - begun,
+                    )
+                    for span in spans
+                ]
+        return Timeline(
+            float(self._now.max()) - begun,
+            self._computing,
+            self._exposed,
+            self._idle,
+            self._busy,
+            {name: float(t.flatten()[last]) for name, t in self._by_operation.items()},
+            self._shown,
+        )
+
+    # --- an iteration ------------------------------------------------------------------------
+
+    def iterate(self, tokens: int) -> None:
+        """Forward, backward, step."""
+        for sharing_number, sharing in enumerate(self._blueprint.shared):
+            order = range(len(sharing.plan.buckets) - 1, -1, -1)
+            for number in order:
+                self._wait("gather", BucketId(sharing_number, number))
+                self._model(sharing, number, 2 * tokens, f"forward {number}")
+        for sharing_number, sharing in enumerate(self._blueprint.shared):
+            overlaps = sharing.distribution.overlap_grad_reduce
+            frees = frees_gradients(sharing.distribution)
+            one_in_flight = frees or sharing.distribution.buffers == "flat"
+            for number in range(len(sharing.plan.buckets)):
+                self._model(sharing, number, 4 * tokens, f"backward {number}")
+                if overlaps:
+                    bucket = BucketId(sharing_number, number)
+                    if one_in_flight and number:
+                        self._wait("reduce", BucketId(sharing_number, number - 1))
+                    self._run(Reduce(bucket))
+        if self._blueprint.spread:
+            for flops, name in (2, "forward"), (4, "backward"):
+                whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
+                share = self._grid.sizes.get("model", 1)
+                self._spend(name, whole / share * flops * tokens / self._hardware.model_rate)
+        self.step()
+
+    def _model(self, sharing: Sharing, number: int, flops: float, name: str) -> None:
+        elements = sharing.plan.buckets[number].size
+        self._spend(name, elements * flops / self._hardware.model_rate)
+
+    def step(self) -> None:
+        """All operations of the schedule."""
+        for operation in self._blueprint.schedule():
+            self._run(operation)
+        self._launched.clear()
+
+    # --- operations --------------------------------------------------------------------------
+
+    def _run(self, operation: Operation) -> None:
+        before = self._now.clone()
+        name = line_of(operation)
+        match operation:
+            case Reduce(bucket):
+                if bucket not in self._launched:
+                    self._launched.add(bucket)
+                    self._pack(bucket)
+                    self._launch("reduce", bucket, operation)
+            case Agree() | Clip() | Measure():
+                self._clip_reads(operation)
+                self._launch("scalar", operation, operation)
+                if not isinstance(operation, Measure):
+                    self._wait("scalar", operation)
+            case Average(bucket):
+                self._wait("reduce", bucket)
+                self._add_up(bucket)
+                self._launch("outer", bucket, operation)
+                self._wait("outer", bucket)
+            case Update(buckets):
+                self._update(buckets)
+            case Gather(bucket):
+                self._copies(bucket)
+                self._launch("gather", bucket, operation)
+            case Place(bucket):
+                self._wait("gather", bucket)
+                self._copy_into_place(bucket)
+            case Collect(chunk):
+                self._elementwise(chunk, 16 + 4)
+                self._launch("collect", chunk, operation)
+            case Transform(chunk):
+                self._wait("collect", chunk)
+                spreading = self._spreading(chunk)
+                work = chunk_flops(spreading, chunk.bucket, self._hardware)
+                self._spend_peers(work.seconds(self._hardware), spreading.peers)
+            case GiveBack(chunk):
+                self._launch("return", chunk, operation)
+            case Apply(chunk):
+                self._wait("return", chunk)
+                self._elementwise(chunk, 12)
+        spent = self._now - before
+        kind = type(operation).__name__
+        self._by_operation[kind] = self._by_operation.get(kind, 0.0) + spent
+        self._draw_operation(name, before)
+
+    def _spreading(self, chunk: BucketId) -> Spreading:
+        return self._blueprint.spread[chunk.placement - len(self._blueprint.shared)]
+
+    def _sharing(self, bucket: BucketId) -> Sharing | None:
+        shared = self._blueprint.shared
+        return shared[bucket.placement] if bucket.placement < len(shared) else None
+
+    def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
+        self._spend_peers(per_peer / self._hardware.bytes_rate, peers)
+
+    def _segments(self, sharing: Sharing, bucket: BucketId) -> Tensor:
+        each = sharing.plan.buckets[bucket.bucket]
+        if each.replicated:
+            return torch.full((sharing.peers.size,), float(each.size), dtype=torch.float64)
+        return torch.tensor(each.segment_sizes, dtype=torch.float64)
+
+    def _pack(self, bucket: BucketId) -> None:
+        """Gradients are copied side by side, where they do not lie so."""
+        sharing = self._sharing(bucket)
+        if sharing is None:
+            return
+        each = sharing.plan.buckets[bucket.bucket]
+        width = reduce_dtype(sharing, each).itemsize
+        self._spend("", 2 * each.size * width / self._hardware.bytes_rate)
+        pieces = sum(len(segment.pieces) for segment in each.segments)
+        self._spend("", pieces * self._hardware.call)
+
+    def _add_up(self, bucket: BucketId) -> None:
+        sharing = self._sharing(bucket)
+        if sharing is None or not sharing.shape.reduces:
+            return
+        each = sharing.plan.buckets[bucket.bucket]
+        own = self._segments(sharing, bucket)
+        summands = sharing.peers.size if exchanges(sharing, each, self._blueprint.device) else 1
+        self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
+
+    def _update(self, buckets: Sequence[BucketId]) -> None:
+        if not self._blueprint.placements:
+            work = local_work(self._blueprint, self._hardware)
+            self._spend("", float(work.seconds(self._hardware)))
+        for bucket in buckets:
+            sharing = self._sharing(bucket)
+            if sharing is not None:
+                work = bucket_work(sharing, bucket.bucket, self._hardware)
+                self._spend_peers(work.seconds(self._hardware), sharing.peers)
+            elif self._blueprint.spread:
+                spreading = self._spreading(bucket)
+                work = elementwise_work(spreading)
+                self._spend_peers(work.seconds(self._hardware), spreading.peers)
+
+    def _copies(self, bucket: BucketId) -> None:
+        sharing = self._sharing(bucket)
+        if sharing is None or sharing.plan.buckets[bucket.bucket].replicated:
+            return
+        on_cpu, ranks = self._blueprint.device.type == "cpu", sharing.peers.size
+        own = self._segments(sharing, bucket)
+        flat = sharing.distribution.buffers == "flat"
+        equal = bool((own == own[0]).all())
+        copies = (0 if flat else 1) + (ranks - 1 if ranks > 2 and (on_cpu or not equal) else 0)
+        width = some_param(sharing, sharing.plan.buckets[bucket.bucket]).dtype.itemsize
+        self._bytes(own * 2 * width * copies, sharing.peers)
+
+    def _copy_into_place(self, bucket: BucketId) -> None:
+        sharing = self._sharing(bucket)
+        if sharing is None or sharing.distribution.buffers == "flat":
+            return
+        each = sharing.plan.buckets[bucket.bucket]
+        if not each.replicated:
+            width = some_param(sharing, each).dtype.itemsize
+            self._spend("", 2 * width * each.size / self._hardware.bytes_rate)
+            pieces = sum(len(segment.pieces) for segment in each.segments)
+            self._spend("", pieces * self._hardware.call)
+
+    def _elementwise(self, chunk: BucketId, per_element: int) -> None:
+        spreading = self._spreading(chunk)
+        elements = chunk_parts(spreading, chunk.bucket)
+        self._bytes(elements * per_element, spreading.peers)
+        pieces = len({route.key for route in spreading.plan.chunks[chunk.bucket]})
+        self._spend("", pieces * self._hardware.call)
+
+    def _clip_reads(self, operation: Operation) -> None:
+        if isinstance(operation, Clip):
+            for sharing in self._blueprint.shared:
+                owned = sum(
+                    self._segments(sharing, BucketId(0, number))
+                    for number in range(len(sharing.plan.buckets))
+                )
+                assert isinstance(owned, Tensor)
+                self._bytes(owned * 4, sharing.peers)
+
+    # --- time --------------------------------------------------------------------------------
+
+    def _spend(self, name: str, seconds: float) -> None:
+        before = self._now.clone() if name else None
+        self._now = self._now + seconds
+        self._computing += seconds
+        if before is not None:
+            kind = name.split()[0]
+            spent = self._now - before
+            self._by_operation[kind] = self._by_operation.get(kind, 0.0) + spent
+            self._draw_operation(name, before)
+
+    def _spend_peers(self, seconds: Tensor, peers: Peers) -> None:
+        spread = self._grid.spread(seconds, peers)
+        self._now = self._now + spread
+        self._computing += spread
+
+    def _launch(self, kind: str, about: object, operation: Operation) -> None:
+        for each in self._launches.of(operation):
+            seconds = self._seconds(each)
+            ready = self._grid.maximum(self._now, each.peers)
+            start = torch.maximum(ready, self._grid.maximum(self._link, each.peers))
+            end = start + seconds
+            self._link = end
+            self._busy += seconds
+            self._flying.setdefault((kind, about), []).append(Transfer(ready, end))
+            for rank, shown in self._shown.items():
+                times = (float(t.flatten()[rank]) for t in (start, end, self._now))
+                shown.transfers.append(Span(each.name, *times))
+
+    def _seconds(self, each: Collective) -> Tensor:
+        """Of the busiest direction of any peer, by group of peers."""
+        among = each.among or each.peers
+        carried = torch.maximum(each.sent_by_all(), each.received_by_all())
+        spread = self._grid.maximum(self._grid.spread(carried, among), each.peers)
+        kind = "all_to_all" if each.traffic in _EXCHANGES else each.traffic.kind
+        inside = spans(self._grid.sizes, each.peers) <= self._hardware.ranks_per_host
+        fixed = self._hardware.seconds(kind, each.peers.size, 0.0, inside=inside)
+        per_byte = self._hardware.seconds(kind, each.peers.size, 1e9, inside=inside) - fixed
+        return fixed + spread * (per_byte / 1e9)
+
+    def _wait(self, kind: str, about: object) -> None:
+        for ready, end in self._flying.pop((kind, about), ()):
+            until = torch.maximum(self._now, end)
+            others = torch.minimum(torch.maximum(self._now, ready), until)
+            self._idle += others - self._now
+            self._exposed += until - others
+            for rank, shown in self._shown.items():
+                start, stop = float(self._now.flatten()[rank]), float(until.flatten()[rank])
+                if stop > start:
+                    shown.waits.append(Span(f"{kind}", start, stop))
+            self._now = until
+
+    def _draw_operation(self, name: str, before: Tensor) -> None:
+        for rank, shown in self._shown.items():
+            start, end = float(before.flatten()[rank]), float(self._now.flatten()[rank])
+            shown.operations.append(Span(name, start, end))
+
+
+_EXCHANGES = (Traffic.EXCHANGE, Traffic.PARTS, Traffic.COPIES)
+
+
+def spans(sizes: dict[str, int], peers: Peers) -> int:
+    """How many neighbouring ranks hold a whole group: those of its outermost axis and inside."""
+    reach = 1
+    for axis in reversed(sizes):
+        reach *= sizes[axis]
+        if axis == (peers.axes[0] if peers.axes else None):
+            return reach
+    return 1

@@ -1,0 +1,184 @@
+"""What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from samestep.bench.gpu.floors import ADAMW_BYTES, MUON_BYTES
+from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.hardware import Hardware
+from samestep.layout.owners import busiest_lower_bound
+from samestep.rules.orthogonalize import orthogonalize_flops
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of all ranks of a plan: each (ranks of the plan,), in float64."""
+
+    product_seconds: Tensor
+    flops: Tensor
+    bytes: Tensor  # read and written by updates
+    pieces: Tensor
+
+    def seconds(self, hardware: Hardware) -> Tensor:
+        """How long it takes."""
+        return self.product_seconds + self.bytes / hardware.bytes_rate + self.pieces * hardware.call
+
+
+def no_work(ranks: int) -> Work:
+    """Nothing."""
+    return Work(*(torch.zeros(ranks, dtype=torch.float64) for _ in range(4)))
+
+
+class Balance:
+    """How evenly orthogonalization is spread, against what no assignment can beat."""
+
+    def __init__(self, flops: Sequence[float], blocks: Sequence[int]) -> None:
+        self.total = float(sum(flops))
+        self.busiest = float(max(flops, default=0.0))
+        self.mean = self.total / max(len(flops), 1)
+        self.bound = busiest_lower_bound(list(blocks), len(flops))
+
+    @property
+    def ratio(self) -> float:
+        """The busiest rank against the mean."""
+        return self.busiest / self.mean if self.mean else 1.0
+
+    @property
+    def bound_ratio(self) -> float:
+        """The least that ratio can be."""
+        return self.bound / self.mean if self.mean else 1.0
+
+
+def balance(placement: Sharing | Spreading) -> Balance | None:
+    """Of one plan; None if no matrix rule runs there."""
+    ranks = placement.peers.size
+    flops = [0.0] * ranks
+    blocks = [
+        orthogonalize_flops(block.rows, block.cols)
+        for spec in placement.specs
+        for block in spec.blocks or ()
+    ]
+    if not blocks:
+        return None
+    if isinstance(placement, Spreading):
+        for chunk in placement.plan.chunks:
+            for route in chunk:
+                flops[route.owner] += orthogonalize_flops(*route.block.shape)
+        if placement.distribution.muon_schedule == "gather":
+            blocks = blocks * ranks
+    else:
+        for bucket in placement.plan.buckets:
+            for rank, segment in enumerate(bucket.segments):
+                for piece in segment.pieces:
+                    if piece.block is not None:
+                        cost = orthogonalize_flops(*piece.block.shape)
+                        if bucket.replicated:
+                            flops = [each + cost for each in flops]
+                        else:
+                            flops[rank] += cost
+        if all(bucket.replicated for bucket in placement.plan.buckets):
+            blocks = blocks * ranks
+    return Balance(flops, blocks)
+
+
+def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
+    """What each peer computes in a bucket."""
+    bucket = sharing.plan.buckets[number]
+    found: list[list[float]] = [[0.0] * len(bucket.segments) for _ in range(4)]
+    for rank, segment in enumerate(bucket.segments):
+        if not segment.pieces:
+            continue
+        seconds = flops = moved = 0.0
+        for piece in segment.pieces:
+            width = sharing.params[piece.param].dtype.itemsize
+            if piece.block is None:
+                moved += piece.size * _adamw_bytes(width)
+            else:
+                cost = orthogonalize_flops(*piece.block.shape)
+                flops += cost
+                seconds += cost / hardware.product_rate(min(piece.block.shape))
+                moved += piece.size * _muon_bytes(width)
+        for column, value in zip(found, (seconds, flops, moved, len(segment.pieces)), strict=True):
+            column[rank] = value
+    columns = [torch.tensor(column, dtype=torch.float64) for column in found]
+    if bucket.replicated:
+        columns = [column.expand(sharing.peers.size) for column in columns]
+    return Work(*columns)
+
+
+def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
+    """Of one process that has everything."""
+    found = no_work(1)
+    for shape, elements, width in _local_pieces(blueprint):
+        found.pieces[0] += 1
+        if shape is None:
+            found.bytes[0] += elements * _adamw_bytes(width)
+        else:
+            cost = orthogonalize_flops(*shape)
+            found.flops[0] += cost
+            found.product_seconds[0] += cost / hardware.product_rate(min(shape))
+            found.bytes[0] += elements * _muon_bytes(width)
+    if blueprint.clips:
+        found.bytes[0] += sum(p.numel() * 4 for group in blueprint.groups for p in group["params"])
+    return found
+
+
+def _local_pieces(blueprint: Blueprint) -> Iterator[tuple[tuple[int, int] | None, int, int]]:
+    for group in blueprint.groups:
+        for param in group["params"]:
+            blocks = blueprint.optimizer._blocks[param]
+            width = param.dtype.itemsize
+            if blocks is None:
+                yield None, param.numel(), width
+            for block in blocks or ():
+                yield block.shape, block.rows * block.cols, width
+
+
+def elementwise_work(spreading: Spreading) -> Work:
+    """AdamW's parameters of a mesh, on every rank its parts."""
+    found = no_work(spreading.peers.size)
+    for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True):
+        if spec.blocks is None:
+            sizes = torch.tensor([box.numel for box in held.boxes], dtype=torch.float64)
+            found.bytes.add_(sizes * _adamw_bytes(param.dtype.itemsize))
+            found.pieces.add_(1)
+    return found
+
+
+def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
+    """What owners compute on the blocks of a chunk."""
+    found = no_work(spreading.peers.size)
+    for route in spreading.plan.chunks[number]:
+        cost = orthogonalize_flops(*route.block.shape)
+        found.flops[route.owner] += cost
+        found.product_seconds[route.owner] += cost / hardware.product_rate(min(route.block.shape))
+        found.bytes[route.owner] += 8 * route.box.numel  # put together
+        found.pieces[route.owner] += 1
+    return found
+
+
+def chunk_parts(spreading: Spreading, number: int) -> Tensor:
+    """Elements of a chunk's blocks that each rank holds: (ranks,)."""
+    sizes = [0] * spreading.peers.size
+    seen: set[object] = set()
+    for route in spreading.plan.chunks[number]:
+        if route.key not in seen:
+            seen.add(route.key)
+            for part in route.parts:
+                sizes[part.rank] += part.in_block.numel
+    return torch.tensor(sizes, dtype=torch.float64)
+
+
+@lru_cache(maxsize=8)
+def _adamw_bytes(width: int) -> int:
+    """Per element: fp32 gradient and moments, a parameter of that width."""
+    return ADAMW_BYTES - 2 * (4 - width)
+
+
+@lru_cache(maxsize=8)
+def _muon_bytes(width: int) -> int:
+    return MUON_BYTES - 2 * (4 - width)

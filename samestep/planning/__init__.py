@@ -1,0 +1,1 @@
+"""`samestep plan`: what a model will need on a cluster, before it is rented."""

@@ -1,0 +1,194 @@
+"""A model on a cluster: for every pipeline stage the plans of all its ranks."""
+
+import copy
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.command.request import BadRequestError
+from samestep.estimate.blueprint import Blueprint, Spread, SpreadOver, blueprint
+from samestep.estimate.collectives import Collective
+from samestep.estimate.fsdp import Unit, fsdp_collectives
+from samestep.estimate.grid import Grid
+from samestep.layout.dtensor_shards import Cut
+from samestep.mesh.degrees import Degrees
+from samestep.planning.model import Model, is_expert, layers_of, stage_of
+
+Stage = Literal["none", "zero1", "zero2", "zero3"]
+STAGES: tuple[Stage, ...] = ("none", "zero1", "zero2", "zero3")
+# Matrices that take in what others have cut: they are cut along their columns.
+TAKES_IN = re.compile(r"(^|\.)(o_proj|out|out_proj|down|down_proj|c_proj|wo|w2|dense_4h_to_h)\.")
+WHOLE = re.compile(r"router|gate\.weight$|norm|_a_proj|kv_a")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Keywords of the optimizer, as far as a plan asks for them."""
+
+    sharding: Stage = "zero2"
+    buffers: str = "per_parameter"
+    overlap: bool = True
+    muon: bool = True
+    master_weights: bool = True
+    clip: bool = True
+    bucket_size: int = 25 * (1 << 18)
+    muon_schedule: str = "parallel"
+    owners: str = "balanced"
+    reduction: str = "fast"
+
+
+def blueprints(
+    model: Model, degrees: Degrees, settings: Settings, device: torch.device
+) -> Iterator[Blueprint]:
+    """One per pipeline stage."""
+    for stage in range(degrees.pp):
+        yield stage_blueprint(model, degrees, settings, device, stage)
+
+
+def stage_blueprint(
+    model: Model, degrees: Degrees, settings: Settings, device: torch.device, stage: int
+) -> Blueprint:
+    """All ranks of one pipeline stage; raises BadRequestError for what does not exist."""
+    _check(degrees, settings)
+    spreads = settings.sharding == "zero3" or degrees.tp > 1
+    module = stage_of(model.module, stage, degrees.pp)
+    if degrees.ep > 1:
+        module = _with_own_experts(module, degrees.ep, cut=not spreads)
+    grid = Grid({axis: size for axis, size in degrees.sizes.items() if axis != "pipe"})
+    optimizer = _optimizer(module, settings, spreads)
+    everyone = grid.peers("data", "expert")
+    own = {}
+    if degrees.ep > 1 and not spreads:
+        for index, group in enumerate(optimizer.param_groups):
+            names = zip(group["param_names"], group["params"], strict=True)
+            if all(is_expert(name, param) for name, param in names):
+                own[index] = grid.peers("data")
+    outer = grid.peers("replicate") if degrees.replicate > 1 and not spreads else None
+    if spreads:
+        everyone = grid.peers(*grid.sizes)
+    return blueprint(
+        optimizer,
+        grid,
+        everyone=everyone,
+        outer=outer,
+        own_peers=own,
+        spread=_spread(degrees, settings) if spreads else None,
+        device=device,
+    )
+
+
+def fsdp_traffic(plan: Blueprint, module: nn.Module, degrees: Degrees) -> list[Collective]:
+    """What FSDP2 sends beside the optimizer, layer by layer."""
+    found = layers_of(module)
+    layers = [] if found is None else list(found[1])
+    inner = {param for layer in layers for param in layer.parameters()}
+    rest = tuple(param for param in module.parameters() if param not in inner)
+    units = [Unit("outermost", rest, reshards=False)] if rest else []
+    units += [
+        Unit(f"layer {i}", tuple(layer.parameters()))
+        for i, layer in enumerate(layers)
+        if any(True for _ in layer.parameters())
+    ]
+    grid = plan.grid
+    outer = grid.peers("replicate") if degrees.replicate > 1 else None
+    return fsdp_collectives(units, grid.peers("data", "expert"), outer)
+
+
+def largest_unit(module: nn.Module) -> int:
+    """Bytes of the largest layer: what FSDP2 gathers at once."""
+    found = layers_of(module)
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in (found[1] if found else ())]
+    return max(sizes, default=0)
+
+
+def _check(degrees: Degrees, settings: Settings) -> None:
+    if degrees.tp > 1 and settings.sharding in ("zero1", "zero2"):
+        raise BadRequestError(
+            f"sharding {settings.sharding} does not go with tp={degrees.tp}: what tensor parallel "
+            "cuts are DTensors, which stay where they are; take zero3 (FSDP2 over it), or none"
+        )
+    if degrees.replicate > 1 and degrees.ep > 1 and settings.sharding != "zero3":
+        raise BadRequestError(
+            f"replicate={degrees.replicate} with ep={degrees.ep} needs --sharding zero3: experts "
+            "with ranks of their own exclude an outer group"
+        )
+    if settings.buffers == "flat" and settings.sharding in ("none", "zero3"):
+        raise BadRequestError(f"flat buffers are for zero1 and zero2, not {settings.sharding}")
+
+
+def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep.MuonAdamW:
+    stacks = any(is_expert(name, param) for name, param in module.named_parameters())
+    flat = settings.buffers == "flat"
+    keywords: dict[str, object] = {"muon_schedule": settings.muon_schedule}
+    if not spreads:
+        keywords |= {"sharding": settings.sharding, "buffers": settings.buffers}
+        keywords |= {"overlap_grad_reduce": settings.overlap, "reduction": settings.reduction}
+        keywords |= {"overlap_param_gather": settings.overlap and flat}
+    if not flat:
+        keywords["owners"] = settings.owners
+    rule = "muon" if settings.muon else "adamw"
+    overrides: dict[object, dict[str, object]] = {}
+    if not settings.muon:
+        overrides = {(lambda name, param: True): {"rule": "adamw"}}
+    elif stacks:
+        overrides = {"*experts*": {"rule": rule}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return samestep.MuonAdamW(
+            module,
+            overrides=overrides,  # type: ignore[arg-type]
+            master_weights=settings.master_weights,
+            max_grad_norm=1.0 if settings.clip else None,
+            bucket_size=settings.bucket_size,
+            **keywords,  # type: ignore[arg-type]
+        )
+
+
+def _with_own_experts(module: nn.Module, ep: int, *, cut: bool) -> nn.Module:
+    """Every rank of the expert axis holds its experts alone."""
+    own = copy.deepcopy(module)
+    for name, param in list(own.named_parameters()):
+        if is_expert(name, param):
+            if param.shape[0] % ep:
+                raise BadRequestError(f"ep={ep} does not divide {param.shape[0]} experts ({name})")
+            if cut:
+                owner, _, last = name.rpartition(".")
+                smaller = param.new_empty((param.shape[0] // ep, *param.shape[1:]))
+                setattr(own.get_submodule(owner), last, nn.Parameter(smaller))
+    return own
+
+
+def _spread(degrees: Degrees, settings: Settings) -> Spread:
+    copies = (("replicate",),) if degrees.replicate > 1 else ()
+    kept = (Cut(),) * len(copies)
+    shards = settings.sharding == "zero3"
+
+    def spread(name: str, param: Tensor) -> SpreadOver:
+        model_dim = _model_dim(name, param) if degrees.tp > 1 else None
+        model = (("model",),) if degrees.tp > 1 else ()
+        of_model = (Cut(model_dim),) * len(model)
+        if degrees.ep > 1 and is_expert(name, param):
+            few = param.shape[0] // degrees.ep < degrees.data
+            of_data = Cut(1) if few else Cut(0, degrees.ep, strided=True)
+            if few and model_dim == 1:
+                of_data = Cut(1, degrees.tp, strided=True)
+            cuts = (*kept, of_data if shards else Cut(), Cut(0), *of_model)
+            return SpreadOver((*copies, ("data",), ("expert",), *model), cuts)
+        of_data = Cut(0, degrees.tp, strided=True) if model_dim == 0 else Cut(0)
+        cuts = (*kept, of_data if shards else Cut(), *of_model)
+        return SpreadOver((*copies, ("data", "expert"), *model), cuts)
+
+    return spread
+
+
+def _model_dim(name: str, param: Tensor) -> int | None:
+    """The dim that tensor parallel cuts: rows, or columns of what takes in cut values."""
+    if param.ndim < 2 or WHOLE.search(name):
+        return None
+    return (param.ndim - 2) + bool(TAKES_IN.search(f"{name}."))

@@ -1,0 +1,115 @@
+"""MODEL of the command: a preset, a config.json, or a function; always on the meta device."""
+
+import copy
+import difflib
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from samestep.command.factories import in_one_line, named_function
+from samestep.command.request import BadRequestError
+from samestep.planning.hf_config import read_config
+from samestep.planning.shapes import SHAPES, Shape, build
+
+EXPERT_PART = "experts"  # of the name of a 3-D stack
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is planned. `shape` is None for a factory's."""
+
+    name: str
+    source: str
+    module: nn.Module
+    shape: Shape | None
+
+    @property
+    def parameters(self) -> int:
+        """Elements."""
+        return sum(param.numel() for param in self.module.parameters())
+
+
+def load_model(text: str, dtype: torch.dtype) -> Model:
+    """Raises BadRequestError, in one line."""
+    if text in SHAPES:
+        shape = SHAPES[text]
+        return Model(text, shape.source, build(shape, dtype), shape)
+    if text.endswith(".json"):
+        shape = read_config(Path(text))
+        return Model(shape.name, shape.source, build(shape, dtype), shape)
+    if ":" in text:
+        return Model(text, "built by this function on the meta device", _made(text, dtype), None)
+    close = difflib.get_close_matches(text, SHAPES, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise BadRequestError(
+        f"MODEL {text!r} is no preset ({', '.join(SHAPES)}), config.json or PACKAGE:FACTORY{hint}"
+    )
+
+
+def _made(path: str, dtype: torch.dtype) -> nn.Module:
+    make = named_function(path, "MODEL")
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            module = make()
+    except (Exception, SystemExit) as error:
+        raise BadRequestError(
+            f"MODEL {path} cannot be built on the meta device, where tensors have no values: "
+            f"{in_one_line(error)}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise BadRequestError(f"MODEL {path} gave a {type(module).__name__}, not a torch module")
+    trainable = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise BadRequestError(f"MODEL {path} gave a module without trainable parameters")
+    for name, param in trainable.items():
+        if param.device.type != "meta":
+            raise BadRequestError(
+                f"MODEL {path}: parameter {name!r} is on {param.device.type!r} and would take "
+                "memory: let the factory leave devices to its caller"
+            )
+    return module.to(dtype)
+
+
+def is_expert(name: str, param: Tensor) -> bool:
+    """Whether it is a stack of experts, which the expert axis cuts."""
+    return param.ndim == 3 and EXPERT_PART in name
+
+
+def layers_of(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
+    """The list of layers: that with the most parameters."""
+    lists = {name: m for name, m in module.named_modules() if isinstance(m, nn.ModuleList)}
+    if not lists:
+        return None
+    return max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def stage_of(module: nn.Module, stage: int, stages: int) -> nn.Module:
+    """A pipeline stage: its layers, with what comes before them in the first, after in the last."""
+    if stages == 1:
+        return module
+    found = layers_of(module)
+    if found is None or len(found[1]) < stages:
+        count = 0 if found is None else len(found[1])
+        raise BadRequestError(f"pp={stages} needs as many layers, and the model has {count}")
+    own = copy.deepcopy(module)
+    path, _ = found
+    layers = own.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    count = len(layers)
+    for number in range(count):
+        if number * stages // count != stage:
+            layers[number] = nn.Identity()
+    before = True
+    for name, param in list(own.named_parameters(remove_duplicate=False)):
+        if name.startswith(f"{path}."):
+            before = False
+            continue
+        if (stage > 0) if before else (stage < stages - 1):
+            owner, _, last = name.rpartition(".")
+            if param is not None:
+                setattr(own.get_submodule(owner), last, None)
+    return own

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from samestep.comm.agreement import require_same_lines
 from samestep.comm.groups import registry
 from samestep.mesh.degrees import Degrees
-from samestep.mesh.groups import axes_with_groups, make_groups
+from samestep.mesh.groups import axes_with_groups, make_groups, require_single_groups
 from samestep.mesh.hosts import hosts_of, require_local_groups
 
 DENSE = "dense"  # data and expert as one axis
@@ -111,6 +111,7 @@ def build(
         members = [("data", "expert") if name == DENSE else (name,) for name in names]
         joined, shard = _device_mesh(degrees, members, names, device_type), DENSE
     copies = ("replicate",) if replicate > 1 else ()
+    require_single_groups()
     dense, expert = joined[(*copies, shard)], whole[(*copies, "data")]
     return Mesh(degrees, whole, dense, expert, dist.get_rank(), hosts)
 

@@ -1,5 +1,6 @@
 """The process groups of a mesh: all that its parameters will need, compared before one is made."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
@@ -7,8 +8,22 @@ import torch
 
 from samestep.comm.agreement import require_same_lines
 from samestep.comm.collectives import maximum
-from samestep.comm.groups import registry
+from samestep.comm.groups import ranks_text, registry
 from samestep.mesh.degrees import Degrees
+
+
+class DuplicateGroupError(RuntimeError):
+    """The same ranks have several groups. One that is made twice has hung NCCL."""
+
+
+def require_single_groups() -> None:
+    """Raise if the registry has made a group of the same ranks twice."""
+    made = Counter(creation.members for creation in registry.creations)
+    twice = [f"{ranks_text(members)} have {n} groups" for members, n in made.items() if n > 1]
+    if twice:
+        raise DuplicateGroupError(
+            f"{'; '.join(twice)}: take groups from samestep.comm.groups.registry, which makes one"
+        )
 
 
 def axes_with_groups(degrees: Degrees) -> list[tuple[str, ...]]:

@@ -32,7 +32,7 @@ from samestep.stress.progress import Entry, Presence, Progress, go_on, key
 from samestep.stress.ranks import ForkedRanks, Ranks
 from samestep.stress.receipt import case_entry, machine, receipt
 from samestep.stress.report import render
-from samestep.stress.scenarios import SCENARIOS
+from samestep.stress.scenarios import SCENARIOS, scenario_named
 from samestep.stress.schema import check_receipt
 from samestep.stress.source import code_digest
 from samestep.stress.torchrun_ranks import TorchrunRanks
@@ -165,10 +165,10 @@ class Session:
         names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
         if self.make_model is not None:
             names = [name for name in names if SCENARIOS[name].takes_any_model]
-        layouts = list(LAYOUTS) if options.layout == "all" else [options.layout]
         found = []
         for name in names:
-            for layout in layouts:
+            usual = (SCENARIOS.get(name) or scenario_named(name)).layouts or tuple(LAYOUTS)
+            for layout in usual if options.layout == "all" else [options.layout]:
                 steps = options.steps
                 is_long = name in LONG_SCENARIOS and layout in LONG_LAYOUTS
                 if options.other_steps is not None and not is_long:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from samestep.stress.campaign import Case, CaseResult
-from samestep.stress.layouts import LAYOUTS
+from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantResult
 from samestep.stress.report.distances import (
@@ -20,7 +20,7 @@ from samestep.stress.report.distances import (
     worst_between_replicas,
     worst_to_first_layout,
 )
-from samestep.stress.scenarios import SCENARIOS
+from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST
 
 Entry = Mapping[str, Any]  # a case as the receipt has it
 MARKS = {"failed": "[bold red]FAILED[/]", "interrupted": "[dim]stopped[/]"}
@@ -179,9 +179,9 @@ def known_table() -> Table:
     table = Table()
     for column in ("", "name", "story"):
         table.add_column(column)
-    for name, scenario in SCENARIOS.items():
+    for name, scenario in {**SCENARIOS, **SCENARIOS_ON_REQUEST}.items():
         table.add_row("scenario", name, scenario.story)
-    for name, layout in LAYOUTS.items():
+    for name, layout in {**LAYOUTS, **LAYOUTS_ON_REQUEST}.items():
         table.add_row("layout", name, layout.story)
     for name, mutant in MUTANTS.items():
         table.add_row("mutant", name, mutant.story)

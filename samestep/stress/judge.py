@@ -7,7 +7,8 @@ Pure functions of samples. A check that fails gives a finding; the checks are
     state       optimizer state near the reference's
     layouts     with ordered reduction the same bits as the first layout, else near it
     collectives all ranks launched the same collectives in the same order
-    plan        all ranks have the same plan
+    plan        all ranks have the same plan, and run the code that their degrees say
+    contract    nothing is cut that has to stay whole, and no ranks have two groups
     promise     what the scenario itself promises
     hang        a collective did not come to its end: waited for in vain, or torn down because
                 ranks had launched different ones
@@ -27,7 +28,8 @@ from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 LIMITS = {"adam": 2e-5, "mu_a": 3e-4, "mu_b": 3e-4}
 STATE_LIMIT = 2e-5  # relative to its size where that is above 1
 CHECKS = (
-    "replicas", "reference", "state", "layouts", "collectives", "plan", "promise", "hang", "error",
+    "replicas", "reference", "state", "layouts", "collectives", "plan", "contract", "promise",
+    "hang", "error",
 )  # fmt: skip
 
 
@@ -115,7 +117,7 @@ class Judge:
         """Judge how the ranks ended, and whether everything was seen that had to be."""
         failed = {rank: ending for rank, ending in endings.items() if ending.error is not None}
         # A rank that fails leaves the others hanging: its own error is the one to tell.
-        for kind in ("plan", "state", "error", "hang"):
+        for kind in ("plan", "contract", "replicas", "state", "error", "hang"):
             for rank, ending in sorted(failed.items()):
                 if ending.kind == kind:
                     assert ending.error is not None

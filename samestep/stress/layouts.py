@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from samestep.stress.scenario import Scenario
 
 # Where the parameters themselves are: whole on every rank, or DTensors.
-Parameters = Literal["plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2"]
+Parameters = Literal["plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "hybrid"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Layout:
 
     one_process: all ranks' gradients are averaged and applied by a single process.
     parameters: `sharded_training` tells what the DTensor kinds are.
+    mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`.
     """
 
     name: str
@@ -24,24 +26,47 @@ class Layout:
     options: Mapping[str, Any] = field(default_factory=dict)
     one_process: bool = False
     parameters: Parameters = "plain"
+    mesh: Mapping[str, Any] = field(default_factory=dict)
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
         """Why a scenario does not apply here on so many ranks, if it does not."""
         if self.parameters == "hsdp" and (world < 4 or world % 2):
             return "two copies of a sharded model need an even number of ranks, four or more"
+        if self.parameters == "hybrid":
+            return _reason_against_mesh(self.mesh, scenario, world)
         if scenario.starts_differ and self.parameters != "plain":
             return "each rank begins with its own part: no start is common to all"
         return None
 
 
-LAYOUTS: dict[str, Layout] = {}
+def _reason_against_mesh(
+    mesh: Mapping[str, Any], scenario: "type[Scenario]", world: int
+) -> str | None:
+    if not scenario.has_plan:
+        return "its model has no plan that says what is cut"
+    sizes = [mesh.get(name, 1) for name in ("pp", "replicate", "ep", "tp")]
+    copies = 2 if mesh.get("replicate", 1) > 1 else 1  # which are sharded, or sums have no order
+    if world % (copies * prod(sizes)):
+        return f"it needs a multiple of {copies * prod(sizes)} ranks"
+    return None
 
 
-def register(layout: Layout) -> None:
+LAYOUTS: dict[str, Layout] = {}  # what `all` means
+LAYOUTS_ON_REQUEST: dict[
+    str, Layout
+] = {}  # for scenarios that ask for them: too slow for every run
+
+
+def register(layout: Layout, *, on_request: bool = False) -> None:
     """Put a layout under test."""
-    if layout.name in LAYOUTS:
+    if layout.name in LAYOUTS or layout.name in LAYOUTS_ON_REQUEST:
         raise ValueError(f"there is a layout {layout.name!r} already")
-    LAYOUTS[layout.name] = layout
+    (LAYOUTS_ON_REQUEST if on_request else LAYOUTS)[layout.name] = layout
+
+
+def layout_named(name: str) -> Layout:
+    """Any layout."""
+    return (LAYOUTS if name in LAYOUTS else LAYOUTS_ON_REQUEST)[name]
 
 
 for _layout in (
@@ -106,3 +131,37 @@ for _layout in (
     ),
 ):
     register(_layout)
+
+# The hybrid stack: every axis alone, pairs, and all of them. FSDP2 has the ranks that are left.
+for _name, _story, _mesh in (
+    ("tp", "tensor parallel", {"tp": 2}),
+    ("tp_sp", "tensor and sequence parallel", {"tp": 2, "sequence_parallel": True}),
+    ("ep", "expert parallel", {"ep": 2}),
+    (
+        "ep_same_tokens",
+        "expert parallel where ranks that share experts have the same tokens",
+        {"ep": 2, "ep_carries_data": False},
+    ),
+    (
+        "tp_sp_ep",
+        "tensor, sequence and expert parallel",
+        {"tp": 2, "sequence_parallel": True, "ep": 2},
+    ),
+    (
+        "hsdp_tp_sp",
+        "two copies, each with tensor and sequence parallel",
+        {"replicate": 2, "tp": 2, "sequence_parallel": True},
+    ),
+    (
+        "pp_tp_sp",
+        "two stages, each with tensor and sequence parallel",
+        {"pp": 2, "tp": 2, "sequence_parallel": True},
+    ),
+    ("pp_ep", "two stages, each with expert parallel", {"pp": 2, "ep": 2}),
+    (
+        "pp_tp_sp_ep",
+        "all axes at once",
+        {"pp": 2, "tp": 2, "sequence_parallel": True, "ep": 2},
+    ),
+):
+    register(Layout(f"hybrid_{_name}", _story, parameters="hybrid", mesh=_mesh), on_request=True)

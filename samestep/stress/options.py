@@ -12,11 +12,11 @@ from samestep.command.ranks import nccl_devices, number_of_ranks
 from samestep.command.request import BadRequestError
 from samestep.distribution import Reduction
 from samestep.launch import TorchrunRank
-from samestep.stress.layouts import LAYOUTS
+from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt
 from samestep.stress.own_model import own_model
 from samestep.stress.scenario import MakeModel
-from samestep.stress.scenarios import SCENARIOS
+from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
 
 Backend = Literal["gloo", "nccl"]
 Device = Literal["cpu", "cuda"]
@@ -84,8 +84,8 @@ class Options:
 
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""
-        _known("--scenario", self.scenario, SCENARIOS)
-        _known("--layout", self.layout, LAYOUTS)
+        _known("--scenario", self.scenario, {**SCENARIOS, **SCENARIOS_ON_REQUEST})
+        _known("--layout", self.layout, {**LAYOUTS, **LAYOUTS_ON_REQUEST})
         for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -136,7 +136,7 @@ class Options:
         """The factory of the model, None for the scenarios' own."""
         if self.model == "tiny":
             return None
-        if self.scenario != "all" and not SCENARIOS[self.scenario].takes_any_model:
+        if self.scenario != "all" and not scenario_named(self.scenario).takes_any_model:
             raise BadRequestError(
                 f"scenario {self.scenario!r} has a model of its own: leave out --model"
             )

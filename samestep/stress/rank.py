@@ -12,6 +12,9 @@ import torch
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import CollectiveError
 from samestep.comm.recorder import FlightRecorder, Record
+from samestep.mesh.groups import DuplicateGroupError
+from samestep.mesh.replicate_list import ReplicateListError
+from samestep.parallel.replicas import ReplicasDifferError
 from samestep.piece_state import PiecesDisagreeError
 from samestep.stress.layouts import Layout
 from samestep.stress.relay import Relay
@@ -75,7 +78,7 @@ def run_rank(
             getattr(error, "positions", {}),
             recorder.dump(),
             {kind: asdict(total) for kind, total in recorder.totals.items()},
-            "" if training is None else training.optimizer.fingerprint(),
+            "" if training is None else training.fingerprint(),
             () if training is None else training.optimizer.schedule_lines(),
         )
     send(ending)
@@ -86,6 +89,10 @@ def run_rank(
 def _kind(error: Exception) -> str:
     if isinstance(error, CollectiveError):
         return "hang"
+    if isinstance(error, ReplicasDifferError):
+        return "replicas"
+    if isinstance(error, ReplicateListError | DuplicateGroupError):
+        return "contract"
     if isinstance(error, PiecesDisagreeError):
         return "state"
     return "plan" if isinstance(error, RanksDisagreeError) else "error"

@@ -11,9 +11,9 @@ import torch
 
 from samestep.stress.campaign import CaseResult
 from samestep.stress.judge import LIMITS, STATE_LIMIT, Distance, SampleVerdict
-from samestep.stress.layouts import LAYOUTS
+from samestep.stress.layouts import layout_named
 from samestep.stress.mutation import MutantResult
-from samestep.stress.scenarios import SCENARIOS
+from samestep.stress.scenarios import scenario_named
 from samestep.version import __version__
 
 KIND = "samestep stress"
@@ -41,7 +41,7 @@ def receipt(
         "ran": dict(ran),
         "thresholds": {**LIMITS, "state": STATE_LIMIT},
         "scenarios": {name: _scenario(name, presence.get(name, {})) for name in names},
-        "layouts": {name: {"story": LAYOUTS[name].story} for name in layouts},
+        "layouts": {name: {"story": layout_named(name).story} for name in layouts},
         "cases": list(cases),
         "mutants": [_mutant(result) for result in mutants],
     }
@@ -73,7 +73,7 @@ def machine() -> dict[str, Any]:
 
 
 def _scenario(name: str, presence: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    kind = SCENARIOS[name]
+    kind = scenario_named(name)
     rows = [list(row) for row in presence.values()]
     shown = {"params": list(presence), "ranks_with_gradient": rows}
     return {"story": kind.story, "loop": kind.loop, "presence": shown}

@@ -31,7 +31,7 @@ class Ending:
 
     step: int  # taken
     error: str | None = None
-    kind: str | None = None  # of the error: "hang", "plan", "state" or "error"
+    kind: str | None = None  # of the error: the check that failed, or "error"
     positions: dict[int, str] = field(default_factory=dict)  # rank -> the collective it was in
     flights: dict[str, Any] = field(default_factory=dict)  # the recorder's last operations
     totals: dict[str, Any] = field(default_factory=dict)  # per kind of collective
@@ -45,9 +45,10 @@ def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Samp
     params = training.parameters()
     state = {
         name: {key: value.cpu() for key, value in entries.items()}
-        for name, entries in training.optimizer.whole_state().items()
+        for name, entries in training.state().items()
     }
     if training.scale is not None:
         state[SCALER] = {"scale": torch.tensor(training.scale, dtype=torch.float64)}
+    log = training.log(recorder)
     recorder.start()
-    return Sample(step, params, state, recorder.count, recorder.digest)
+    return Sample(step, params, state, *log)

@@ -89,6 +89,8 @@ class Scenario:
     starts_differ: ClassVar[bool] = False  # between ranks
     saves: ClassVar[bool] = False  # checkpoints: `begun_alone` and `goes_on`
     begun_alone: ClassVar[int] = 0  # steps that one process takes first, and saves for all ranks
+    has_plan: ClassVar[bool] = False  # its model can be cut over a mesh: `stress.hybrid_training`
+    layouts: ClassVar[tuple[str, ...] | None] = None  # what `all` means for it, if not LAYOUTS
 
     def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
         self.seed = seed

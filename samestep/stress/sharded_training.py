@@ -39,6 +39,10 @@ def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) 
     """What a layout needs."""
     if layout.parameters in ("fsdp2", "hsdp"):
         return FSDPTraining(scenario, layout, rank, **options)
+    if layout.parameters == "hybrid":
+        from samestep.stress.hybrid_training import HybridTraining  # it is built on this module
+
+        return HybridTraining(scenario, layout, rank, **options)
     if layout.parameters in ("tp_fsdp2", "ep_fsdp2"):
         return TwinTraining(scenario, layout, rank, **options)
     return Training(scenario, layout, rank, **options)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from samestep.comm.recorder import FlightRecorder
 from samestep.rule_optimizer import RuleOptimizer
 from samestep.stress.layouts import Layout
 from samestep.stress.models import named_params
@@ -95,6 +96,18 @@ class Training:
         """All parameters by name, on the host. Collective where ranks hold parts."""
         self.optimizer.wait_for_parameters()
         return {name: param.detach().cpu().clone() for name, param in self._named.items()}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """All of the optimizer's state by name, whole. Collective."""
+        return self.optimizer.whole_state()
+
+    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
+        """How many collectives there were, and a digest that all ranks must share. Collective."""
+        return recorder.count, recorder.digest
+
+    def fingerprint(self) -> str:
+        """Of the plan, which all ranks must share."""
+        return self.optimizer.fingerprint()
 
     def _make_gradients(self, number: int) -> None:
         """What a step finds in `.grad`."""

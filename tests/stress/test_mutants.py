@@ -8,10 +8,10 @@ import pytest
 from samestep.buffers.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.stress.judge import CHECKS
-from samestep.stress.layouts import LAYOUTS
+from samestep.stress.layouts import layout_named
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantRunner
-from samestep.stress.scenarios import SCENARIOS
+from samestep.stress.scenarios import scenario_named
 from tests.soak import SOAK
 
 pytestmark = pytest.mark.timeout(300)  # for slow machines
@@ -45,8 +45,8 @@ def test_a_patch_that_changes_nothing_is_not_caught(runner):
 def test_mutants_name_what_exists():
     for mutant in MUTANTS.values():
         assert mutant.expected in CHECKS
-        assert mutant.scenario in SCENARIOS
-        assert mutant.layout in LAYOUTS
+        assert scenario_named(mutant.scenario).name == mutant.scenario
+        assert layout_named(mutant.layout).name == mutant.layout
         assert mutant.story
 
 

@@ -1,8 +1,17 @@
 """Every known bug that the harness has to catch, by name."""
 
-from samestep.stress.mutants import clipping, communication, flat, mathematics, presence, sharded
+from samestep.stress.mutants import (
+    clipping,
+    communication,
+    flat,
+    hybrid,
+    mathematics,
+    presence,
+    sharded,
+)
 from samestep.stress.mutants.mutant import MUTANTS, Mutant
 
 __all__ = [
-    "MUTANTS", "Mutant", "clipping", "communication", "flat", "mathematics", "presence", "sharded",
+    "MUTANTS", "Mutant", "clipping", "communication", "flat", "hybrid", "mathematics", "presence",
+    "sharded",
 ]  # fmt: skip

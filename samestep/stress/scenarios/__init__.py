@@ -1,7 +1,7 @@
 """Every scenario, by name."""
 
 from samestep.stress.scenario import Scenario
-from samestep.stress.scenarios import conditional, patterns, recipes
+from samestep.stress.scenarios import conditional, hybrid, patterns, recipes
 
 SCENARIOS: dict[str, type[Scenario]] = {
     scenario.name: scenario
@@ -30,3 +30,13 @@ SCENARIOS: dict[str, type[Scenario]] = {
         patterns.DifferentStart,
     )
 }
+
+# Run when they are named: `all` is what fits into a few minutes.
+SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
+    scenario.name: scenario for scenario in (hybrid.HybridGPT, hybrid.HybridLoRA)
+}
+
+
+def scenario_named(name: str) -> type[Scenario]:
+    """Any scenario."""
+    return (SCENARIOS if name in SCENARIOS else SCENARIOS_ON_REQUEST)[name]

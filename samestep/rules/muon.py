@@ -13,7 +13,12 @@ import torch
 from torch import Tensor
 
 from samestep.rules import checks
-from samestep.rules.orthogonalize import POLYNOMIALS, block_norm, orthogonalize
+from samestep.rules.orthogonalize import (
+    POLYNOMIALS,
+    block_norm,
+    default_compute_dtype,
+    orthogonalize,
+)
 from samestep.rules.rule import Direction, Options, Shape, Update
 
 MomentumForm = Literal["ema", "sum"]
@@ -120,6 +125,18 @@ class MuonRule:
         options: Options,
     ) -> Direction:
         """Orthogonalization and what else needs whole blocks: (B, rows, cols)."""
+        if len(prepared) > 1 and _depends_on_company(prepared, options["compute_dtype"]):
+            alone = [
+                self.transform(
+                    prepared[place : place + 1].clone(),
+                    {key: tensor[place : place + 1] for key, tensor in state.items()},
+                    scalars,
+                    options,
+                )
+                for place in range(len(prepared))
+            ]
+            of_blocks = {key: torch.cat([new[key] for _, new in alone]) for key in alone[0].state}
+            return Direction(torch.cat([direction for direction, _ in alone]), of_blocks)
         direction, new_state = prepared, {}
         if options["equilibrate"]:
             direction = equilibrate_rows(direction)
@@ -156,6 +173,15 @@ class MuonRule:
         decay = (adjusted_lr if options["scale_decay"] else lr) * scalars["weight_decay"]
         decayed = decay_weights(param, direction, decay, cautious=options["cautious"])
         return decayed.addcmul_(direction, -adjusted_lr.to(param.dtype))
+
+
+def _depends_on_company(blocks: Tensor, compute_dtype: torch.dtype | None) -> bool:
+    """Whether bits of a block would depend on its stack, which differs from layout to layout.
+
+    cuBLAS chooses how to multiply wide numbers by how many blocks there are.
+    """
+    dtype = compute_dtype or default_compute_dtype(blocks)
+    return blocks.is_cuda and dtype.itemsize > 2 and not torch.compiler.is_compiling()
 
 
 def accumulate_momentum(

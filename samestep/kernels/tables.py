@@ -55,8 +55,7 @@ class Table:
                 "step() is being captured by torch.cuda.graph, which would keep today's learning "
                 "rates and gradients for good: give the optimizer cuda_graph=True instead"
             )
-        table = torch.tensor(found, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self.addresses = table.to(device, non_blocking=True)  # nobody waits for it
+        self.addresses = _on_device(found, device)
 
 
 @lru_cache(maxsize=256)
@@ -67,4 +66,10 @@ def chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         for number, size in enumerate(sizes)
         for first in range(0, size, CHUNK)
     ]
-    return torch.tensor(rows or [(0, 0, 0)], dtype=torch.int64).to(device)
+    return _on_device(rows or [(0, 0, 0)], device)
+
+
+def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers; nobody waits for them."""
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)

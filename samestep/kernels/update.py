@@ -118,6 +118,8 @@ def update_with_kernels(
 def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
     """Why kernels cannot do all operands of a group."""
     for operand in operands:
+        if type(math.rule) is AdamWRule and math.sizes is not None:
+            return "update_rms=True, which no kernel measures for AdamW"
         if not _can(math, operand.param.device):
             return f"rule {math.rule.name!r} has no kernels for the options of its group"
         if not _fits(operand):

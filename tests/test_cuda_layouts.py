@@ -167,7 +167,7 @@ def test_layouts_with_products_in_bfloat16():
         assert differing(ended(layout), expected) == []
     begin, exact, rules = reference()
     way = {name: float((exact[name] - begin[name]).norm()) for name in begin}
-    for block_dtype, most in ((torch.float32, 0.02), (None, 0.02)):
+    for block_dtype in (torch.float32, None):
         found = ended("fsdp2", block_dtype=block_dtype)
         for name in begin:
             apart, from_exact = (
@@ -178,5 +178,5 @@ def test_layouts_with_products_in_bfloat16():
             if rules[name] == "adamw":
                 assert torch.equal(found[name], expected[name]), name
             else:
-                assert apart <= most, name
-                assert from_exact <= 0.05, name
+                assert apart <= 0.01, name  # of the way that it came; 0.0053 on an H200
+                assert from_exact <= 0.012, name  # 0.006

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 import samestep
 from samestep.checkpoint import async_saving, storage
 from tests.checkpoint.training import Case, build, different, snapshot
+from tests.ranks import run_forked
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -26,6 +30,11 @@ def on_host(values):
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 def test_from_a_gpu_to_a_gpu_and_to_the_host(tmp_path, monkeypatch, way):
     monkeypatch.setattr(storage, "AT_ONCE", 64)  # several copies per tensor
+    # In a process of its own: others fork from this one, which must not use CUDA itself.
+    run_forked(1, saved_and_loaded, tmp_path, way, timeout=100)
+
+
+def saved_and_loaded(rank, tmp_path, way):
     model, opt = on_gpu(1)
     for param in model.parameters():
         param.grad = torch.ones_like(param)

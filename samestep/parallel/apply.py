@@ -144,7 +144,7 @@ def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "tensor_parallel_active": any(axis == "model" for axis, _ in stacks | others),
         "expert_parallel_active": any(axis == "expert" for axis, _ in stacks | others),
-        "data_sharded": mesh.dense.size() > 1
+        "data_sharded": mesh.dense.shape[-1] > 1
         and any(isinstance(module, FSDPModule) for module in model.modules()),
     }
     dispatches = [module for module in model.modules() if isinstance(module, TokenDispatch)]

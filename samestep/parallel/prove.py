@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.mesh import build
+from samestep.mesh import Mesh, build
+from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
-from samestep.parallel.tensor import combine_gradients
+from samestep.partial_gradients import combine_gradients
 from samestep.train.balance import balance_experts
 from samestep.train.gpt import GPT, GPTConfig
 from samestep.train.gpt_plan import gpt_plan
 
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
 THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "adamw": 2e-5, "muon": 3e-4}
-# Gradients are clipped in every step: their norm is above this.
-OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "max_grad_norm": 0.1}
+LEARNING_RATE = 3e-3
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,14 @@ class Case:
     more: int = 0
     micro_batches: int = 0
     schedule: str = "1f1b"
+    lora: bool = False
+    compile: bool = False
     seed: int = 0
+
+    @property
+    def max_grad_norm(self) -> float:
+        """Below what norms are: gradients are clipped in every step. Factors have small ones."""
+        return 0.001 if self.lora else 0.1
 
 
 class Reference(NamedTuple):
@@ -124,18 +131,31 @@ def new_model(case: Case) -> GPT:
     return model
 
 
-def overrides(config: GPTConfig) -> dict[Any, dict[str, Any]]:
-    """Rules that names and shapes do not tell."""
-    if not config.experts:
-        return {}
-    return {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
+def _keywords(case: Case) -> dict[str, Any]:
+    """Of the optimizer; with rules that names and shapes do not tell."""
+    rules: dict[Any, dict[str, Any]] = {}
+    if case.lora:
+        rules = {"*.q.lora_*": {"rule": "muon"}}  # and AdamW for the others
+    elif case.model.experts:
+        rules = {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
+    return {"lr": LEARNING_RATE, "max_grad_norm": case.max_grad_norm, "overrides": rules}
+
+
+def adapt(model: nn.Module, case: Case, mesh: Mesh | None = None) -> None:
+    """Factors for all matrices of attention. None is zero: so both of a pair have a gradient."""
+    add_lora(model, ["*.attention.[qkv]", "*.attention.out"], rank=4, mesh=mesh)
+    for _, layer in lora_layers(model):
+        with torch.no_grad():
+            layer.lora_B.fill_(0.01)
 
 
 def reference(case: Case) -> Reference:
     """Train in this process alone."""
     start = new_model(case)
     model = copy.deepcopy(start)
-    optimizer = samestep.MuonAdamW(model, overrides=overrides(case.model), **OPTIMIZER)
+    if case.lora:
+        adapt(model, case)
+    optimizer = samestep.MuonAdamW(model, **_keywords(case))
     found = Reference(start, [], [], {}, {})
     for step in range(case.steps):
         tokens = tokens_of(case, step)
@@ -173,8 +193,10 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         loss=mean_loss,
         micro_batches=case.micro_batches,
         schedule=case.schedule,
+        adapt=(lambda part: adapt(part, case, mesh)) if case.lora else None,
+        compile=case.compile,
     )
-    optimizer = stack.optimizer(overrides=overrides(case.model), **OPTIMIZER)
+    optimizer = stack.optimizer(**_keywords(case))
     outcome = Outcome(trace=stack.trace(tell=lambda _: None), steps=case.steps + case.more)
     rows = case.sequences // mesh.degrees.batch_ranks
     start = time.perf_counter()
@@ -182,13 +204,15 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         tokens = tokens_of(case, step)[rows * stack.batch_place :][:rows]
         loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         if step in expected.gradients:
-            combine_gradients(model)
+            combine_gradients(model.parameters())
             _compare_gradients(model, expected.gradients[step], outcome)
         optimizer.step()
         optimizer.zero_grad()
         balance_experts(model, case.model.layers, stack.token_copies)
         if step < case.steps:
             _compare_scalars(loss, optimizer, expected, step, outcome)
+            norm = float(optimizer.metrics()["grad_norm"])
+            outcome.clipped += norm > case.max_grad_norm
         if step == case.steps - 1:
             _compare_parameters(model, optimizer, expected, outcome)
     outcome.seconds = (time.perf_counter() - start) / outcome.steps
@@ -199,6 +223,8 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
 
 def _compare_gradients(model: nn.Module, expected: Mapping[str, Tensor], outcome: Outcome) -> None:
     for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
         whole = expected[name]
         found = math.inf if param.grad is None else _distance(param.grad, whole)
         outcome.largest_gradient = max(outcome.largest_gradient, float(whole.abs().max()))
@@ -215,7 +241,6 @@ def _compare_scalars(
     norm = float(optimizer.metrics()["grad_norm"])
     outcome.loss = max(outcome.loss, abs(float(mean) - expected.losses[step]))
     outcome.norm = max(outcome.norm, abs(norm - expected.norms[step]))
-    outcome.clipped += norm > OPTIMIZER["max_grad_norm"]
 
 
 def _compare_parameters(
@@ -225,8 +250,9 @@ def _compare_parameters(
         name: group["rule"] for group in optimizer.param_groups for name in group["param_names"]
     }
     for name, param in model.named_parameters():
+        rule = rules.get(name, "adamw")  # a frozen one does not move at all
         found = _distance(param.detach(), expected.parameters[name])
-        setattr(outcome, rules[name], max(getattr(outcome, rules[name]), found))
+        setattr(outcome, rule, max(getattr(outcome, rule), found))
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from samestep import partial_gradients
 from samestep.mesh import Mesh
 from samestep.parallel.exchange import gathered
 from samestep.parallel.plan import Plan, PlanError
@@ -108,15 +107,6 @@ def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, Par
         yield name, Copies(own_part=True)
     for name, _ in plan.named(model, "head"):
         yield name, Vocabulary(input_layouts=stream)
-
-
-def combine_gradients(model: nn.Module) -> None:
-    """Add up gradients of which the ranks of an axis have a part each (norms, routers).
-
-    For those who look at gradients or use an optimizer of their own; FSDP2 and samestep's
-    optimizers have done it, or do it. Collective. Once more changes nothing.
-    """
-    partial_gradients.combine_gradients(model.parameters())
 
 
 def check_all_named(model: nn.Module) -> None:

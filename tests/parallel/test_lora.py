@@ -32,7 +32,7 @@ from tests.soak import SOAK
 PATTERNS = ["*.attention.[qv]", "*.attention.out", "*.mlp.*"]
 SHAPE = replace(CONFIG, layers=2, kv_heads=2)
 LIMIT = 0.03
-STEPS = 100 if SOAK else 6
+STEPS = 100 if SOAK else 3
 RULES = {"adamw": {}, "muon": {"*.lora_*": {"rule": "muon"}}}
 
 

@@ -19,8 +19,9 @@ from tests.parallel.pipelines import (
     train_alone,
 )
 from tests.ranks import RanksFailed, run_forked
+from tests.soak import SOAK
 
-BEFORE, AFTER = 3, 2
+BEFORE, AFTER = 2, 1
 RATE = 5e-3  # another one than the optimizers are built with
 BAD = {"lr": 0.5, "weight_decay": 0.7}  # what a load must replace
 
@@ -48,11 +49,10 @@ def merged(found):
     return {name: value for _, params, *_ in found for name, value in params.items()}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_two_stages_to_one_process_and_back(tmp_path, schedule):
-    """Saved by 2 stages x 2 ranks, loaded by one process, saved there, loaded by 2 stages."""
+def test_interleaved_stages_to_one_process_and_back(tmp_path):
+    """Saved by 4 stages on 2 x 2 ranks, loaded by one process, saved there, loaded by 2 stages."""
     _, _, wanted = train_alone(BEFORE + 2 * AFTER, 2, lr=RATE)
-    asked = {"schedule": schedule}
+    asked = {"schedule": "interleaved"}
     run_forked(4, go_on, 2, None, tmp_path / "a", BEFORE, 0, {"lr": RATE}, asked)
     model = gpt()
     opt = samestep.MuonAdamW(model, **OPTIONS | BAD)
@@ -63,9 +63,7 @@ def test_two_stages_to_one_process_and_back(tmp_path, schedule):
         opt.step()
         opt.zero_grad()
     samestep.save(tmp_path / "b", model, opt, extra=7)
-    found = run_forked(
-        4, go_on, 2, tmp_path / "b", None, AFTER, BEFORE + AFTER, BAD, {"schedule": "1f1b"}
-    )
+    found = run_forked(4, go_on, 2, tmp_path / "b", None, AFTER, BEFORE + AFTER, BAD, {})
     for _, _, rates, extra in found:
         assert set(rates) == {RATE}
         assert extra == 7
@@ -115,7 +113,7 @@ def die(rank, victim):
         opt.step()
 
 
-@pytest.mark.parametrize("victim", [2, 1])
+@pytest.mark.parametrize("victim", [2, 1] if SOAK else [2])
 def test_a_stage_that_dies_ends_the_others(victim, monkeypatch):
     """Also those that are not its neighbours, long before the timeout of the group."""
     monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 2.0)

@@ -39,6 +39,10 @@ COMMANDS = {
         "which rank is where on which axis, whom it meets, and whether a model fits",
         "samestep.mesh.command",
     ),
+    "plan": Command(
+        "how much memory, traffic and time will a model need on a cluster?",
+        "samestep.planning.command",
+    ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
         "samestep.bench.crossover.command",

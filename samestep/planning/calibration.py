@@ -1,0 +1,170 @@
+"""Rates of this machine, measured by all ranks at once, since they share it when they train."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.apply import Operand, update_elementwise
+from samestep.comm.collectives import (
+    exchange_segments,
+    gather_segments,
+    reduce_segments,
+    total,
+)
+from samestep.comm.groups import RankGroup, registry
+from samestep.estimate.hardware import Hardware, Link
+from samestep.param_groups import complete
+from samestep.rules import RULES
+from samestep.rules.orthogonalize import orthogonalize, orthogonalize_flops
+
+SIDES = (32, 64, 128, 256, 512)
+BYTES = (1 << 10, 1 << 18, 1 << 22)  # of a collective
+PIECES = (1 << 6, 1 << 21)  # elements of a slice that is updated
+ROUNDS = 7
+
+
+class Measured(NamedTuple):
+    """What a rank has found."""
+
+    product_rates: dict[int, float]
+    bytes_rate: float
+    call: float
+    model_rate: float
+    links: dict[str, dict[int, Link]]
+
+
+def measure(rank: int, sizes: tuple[int, ...], sides: tuple[int, ...] = SIDES) -> Measured:
+    """On every rank of a group, with the others busy alike; `sizes` are numbers of ranks."""
+    rates = {side: _product_rate(side) for side in sides}
+    bytes_rate, call = _elementwise()
+    links: dict[str, dict[int, Link]] = {}
+    for size in sizes:
+        group = registry.of_ranks(range(size))
+        if group is None or group.size == 1:
+            dist.barrier()
+            continue
+        for kind, launch in _collectives(group).items():
+            links.setdefault(kind, {})[size] = _link(group, launch)
+        dist.barrier()
+    return Measured(rates, bytes_rate, call, _model_rate(), links)
+
+
+def hardware(found: Measured, ranks: int) -> Hardware:
+    """What rank 0 has found, as a file has it."""
+    links = found.links.get("all_to_all") or {}
+    usual = links[max(links)] if links else Link(0.0, 1e12)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Hardware(
+        name="this machine",
+        source=f"samestep plan --calibrate with {ranks} gloo ranks of one thread on this machine",
+        device_memory=memory // ranks,
+        ranks_per_host=ranks,
+        product_rates=found.product_rates,
+        bytes_rate=found.bytes_rate,
+        call=found.call,
+        model_rate=found.model_rate,
+        inside=usual,
+        between=usual,
+        on_cpu=True,
+        measured=found.links,
+    )
+
+
+def _seconds(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+    call()
+    times = []
+    for _ in range(rounds):
+        begun = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _product_rate(side: int) -> float:
+    """Of orthogonalization as it runs, on a block of that side and one four times as long."""
+    blocks = [torch.randn(1, side, side), torch.randn(1, side, 4 * side)]
+    flops = sum(orthogonalize_flops(*block.shape[1:]) for block in blocks)
+    dist.barrier()
+    return flops / sum(_seconds(lambda b=block: orthogonalize(b)) for block in blocks)  # type: ignore[misc]
+
+
+def _elementwise() -> tuple[float, float]:
+    """Bytes per second of Muon's elementwise part and AdamW, and seconds per piece."""
+    rule = RULES["adamw"]
+    options = complete({"rule": "adamw"}, {})
+    given = {key: options[key] for key in rule.defaults}
+    scalars = {
+        key: torch.tensor(float(value), dtype=torch.float64)
+        for key, value in rule.scalars(options).items()
+    }
+    times = []
+    for elements in PIECES:
+        state = {"step": torch.zeros(())}
+        state |= {key: torch.zeros(elements) for key in ("exp_avg", "exp_avg_sq")}
+        operand = Operand(torch.zeros(elements), torch.ones(elements), state)
+        dist.barrier()
+        times.append(_seconds(lambda o=operand: update_elementwise(rule, o, scalars, given)))  # type: ignore[misc]
+    call = times[0]
+    return 28 * PIECES[1] / max(times[1] - call, 1e-9), call
+
+
+def _model_rate() -> float:
+    """FLOP/s of a product as forward has them."""
+    left, right = torch.randn(64, 512), torch.randn(512, 512)
+    dist.barrier()
+    return 2 * 64 * 512 * 512 / _seconds(lambda: left @ right)
+
+
+def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
+    """By kind: launched with so many bytes in the busier direction, and waited for."""
+
+    def buffer(count: int) -> Tensor:
+        return torch.ones(max(count, group.size))
+
+    def even(count: int) -> list[int]:
+        return [max(count // group.size, 1)] * group.size
+
+    def exchange(carried: int) -> object:
+        sizes = even(carried // 4 * group.size // (group.size - 1))
+        return exchange_segments("calibration", torch.ones(sum(sizes)), sizes, group).wait()
+
+    def gather(carried: int) -> object:
+        sizes = even(carried // 4 * group.size // (group.size - 1))
+        return gather_segments("calibration", torch.ones(sizes[0]), sizes, group).wait()
+
+    def scatter(carried: int) -> object:
+        sizes = even(carried // 4 * group.size // (group.size - 1))
+        return reduce_segments("calibration", torch.ones(sum(sizes)), sizes, group).wait()
+
+    def reduce(carried: int) -> object:
+        count = carried // 4 * group.size // (2 * (group.size - 1))
+        return total("calibration", buffer(count), group).wait()
+
+    return {
+        "all_to_all": lambda carried: (exchange(carried), gather(carried)),
+        "reduce_scatter": scatter,
+        "all_reduce": reduce,
+    }
+
+
+def _link(group: RankGroup, launch: Callable[[int], object]) -> Link:
+    """A line through the times of a small and a large collective."""
+    both = 2 if isinstance(launch(BYTES[0]), tuple) else 1
+    small, _, large = (
+        _together(group, lambda size=size: launch(size)) / both  # type: ignore[misc]
+        for size in BYTES
+    )
+    per_byte = max((large - small) / (BYTES[2] - BYTES[0]), 1e-13)
+    return Link(max(small - per_byte * BYTES[0], 1e-7), 1 / per_byte)
+
+
+def _together(group: RankGroup, call: Callable[[], object]) -> float:
+    """The median over rounds of the slowest rank."""
+    seconds = torch.tensor([_seconds(call)], dtype=torch.float64)
+    return float(total("slowest", seconds, group).wait()) / group.size

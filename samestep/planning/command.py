@@ -1,0 +1,226 @@
+"""`samestep plan`: plan, show the tables, write the files."""
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.console import Console
+
+from samestep.command.output import check_folder, write_files
+from samestep.command.request import BadRequestError
+from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
+from samestep.estimate.timeline import Training, simulate
+from samestep.estimate.trace import chrome_trace
+from samestep.mesh.degrees import Degrees
+from samestep.planning import tables
+from samestep.planning.cluster import STAGES, Settings, Stage
+from samestep.planning.figures import (
+    StageFigures,
+    cost_of_planning,
+    figures_as_json,
+    stage_figures,
+)
+from samestep.planning.mesh import questions, read_mesh
+from samestep.planning.model import Model, load_model, stage_of
+from samestep.planning.options import Options as Options
+from samestep.planning.verdict import judge
+from samestep.version import __version__
+
+MOST_DRAWN = 8  # ranks in a picture of a timeline
+
+
+def run(options: Options) -> None:
+    """Do what the options ask."""
+    if options.calibrate:
+        from samestep.planning.calibrate_command import calibrate
+
+        calibrate(options)
+        return
+    since = time.monotonic()
+    if not options.model:
+        raise BadRequestError("say which MODEL: `samestep plan --help` lists what it may be")
+    if not 0 <= options.reserve < 1:
+        raise BadRequestError(f"--reserve must be from 0 to below 1, got {options.reserve}")
+    if options.tokens < 0:
+        raise BadRequestError(f"--tokens must be 0 or more, got {options.tokens}")
+    hardware = find_hardware(options.hardware)
+    degrees = read_mesh(options.mesh, options.ranks)
+    model = load_model(options.model, getattr(torch, options.dtype))
+    if options.out is not None:
+        check_folder(options.out)
+    settings = settings_of(options)
+    console = Console(highlight=False)
+    training = Training(options.tokens) if options.tokens else None
+    figures, plan, timeline = [], None, None
+    for stage in distinct_stages(model, degrees):
+        found, blueprint, simulated = stage_figures(
+            model, degrees, settings, hardware, stage, training=training
+        )
+        figures.append(found)
+        if timeline is None or simulated.seconds > timeline.seconds:
+            plan, timeline = blueprint, simulated
+    assert plan is not None
+    worst = max(figures, key=lambda each: each.peak)
+    peaks, sent, bars = _every_stage(model, degrees, settings, hardware, worst)
+    verdict = judge(options.sharding, peaks, hardware.device_memory, options.reserve)
+    shown = [
+        tables.memory_table(figures, plan.grid.ranks),
+        tables.traffic_table(worst),
+        tables.owner_table(worst),
+        tables.time_table(max(figures, key=lambda each: each.step_seconds)),
+        tables.stages_table(peaks, sent, hardware.device_memory),
+    ]
+    shown = [table for table in shown if table.rows]
+    content = {
+        "kind": "samestep plan",
+        "format": 1,
+        "command": shlex.join(["samestep", "plan", *_words()]),
+        "versions": {"samestep": __version__, "torch": torch.__version__},
+        "model": {
+            "name": model.name, "source": model.source, "parameters": model.parameters,
+        },
+        "mesh": {**degrees.sizes, "ranks": degrees.world},
+        "settings": asdict(settings),
+        "hardware": {"name": hardware.name, "source": hardware.source},
+        "questions": questions(model, degrees),
+        "stages": [figures_as_json(each) for each in figures],
+        "every_stage": {stage: {"peak": peaks[stage], "sent": sent[stage]} for stage in peaks},
+        "verdict": asdict(verdict),
+    }  # fmt: skip
+    gb = f"{hardware.device_memory / 1e9:.0f} GB"
+    console.print(
+        f"{model.name}: {model.parameters / 1e9:,.4g} B parameters on {degrees.world:,} ranks "
+        f"({degrees.name}), {options.sharding}, {hardware.name} ({gb})"
+    )
+    for line in questions(model, degrees):
+        console.print(f"? {line}", soft_wrap=True)
+    for table in shown:
+        console.print(table.on_screen())
+    console.print(verdict.text, soft_wrap=True)
+    content["planning"] = cost_of_planning(since)
+    if options.out is not None:
+        files = _files(options, content, shown, figures, plan, hardware, training, bars)
+        write_files(options.out, files)
+        console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
+
+
+def find_hardware(text: str) -> Hardware:
+    """A preset, or a file."""
+    if text in PRESETS:
+        return PRESETS[text]
+    if Path(text).suffix != ".json":
+        raise BadRequestError(
+            f"--hardware {text!r} is no preset ({', '.join(PRESETS)}) and no .json file of "
+            "samestep plan --calibrate"
+        )
+    try:
+        return read_hardware(Path(text))
+    except HardwareError as error:
+        raise BadRequestError(f"--hardware: {error}") from error
+
+
+def settings_of(options: Options) -> Settings:
+    """Keywords of the optimizer."""
+    return Settings(
+        sharding=options.sharding,
+        buffers=options.buffers,
+        overlap=options.overlap,
+        muon=options.rule == "muon",
+        master_weights=options.dtype == "bfloat16",
+        bucket_size=options.bucket_size,
+    )
+
+
+def distinct_stages(model: Model, degrees: Degrees) -> Iterator[int]:
+    """Of pipeline stages with the same shapes the first: their plans are the same."""
+    seen = set()
+    for stage in range(degrees.pp):
+        module = stage_of(model.module, stage, degrees.pp)
+        shapes = tuple(tuple(param.shape) for param in module.parameters())
+        if shapes not in seen:
+            seen.add(shapes)
+            yield stage
+
+
+def _every_stage(
+    model: Model, degrees: Degrees, settings: Settings, hardware: Hardware, worst: StageFigures
+) -> tuple[dict[Stage, int], dict[str, float], dict[str, dict[str, int]]]:
+    """Peak and bytes of all stages that exist on this mesh, and what the peaks are made of."""
+    peaks: dict[Stage, int] = {}
+    sent: dict[str, float] = {}
+    bars: dict[str, dict[str, int]] = {}
+    for stage in STAGES:
+        if stage == settings.sharding:
+            figures = worst
+        else:
+            flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
+            buffers = "flat" if flat else "per_parameter"
+            other = replace(settings, sharding=stage, buffers=buffers)
+            try:
+                figures, _, _ = stage_figures(model, degrees, other, hardware, worst.stage)
+            except BadRequestError:
+                continue  # does not exist here
+        peaks[stage] = figures.peak
+        sent[stage] = sum(each.mean_sent for each in figures.traffic)
+        parts = figures.memory._asdict()
+        bars[stage] = {**parts, "buffers": parts["buffers"] + figures.fsdp_units}
+    return peaks, sent, bars
+
+
+def _files(
+    options: Options,
+    content: dict[str, Any],
+    shown: list[tables.Table],
+    figures: list[StageFigures],
+    plan: Any,
+    hardware: Hardware,
+    training: Training | None,
+    bars: dict[str, dict[str, int]],
+) -> dict[str, bytes]:
+    from samestep.planning.pictures import gantt, memory_bars
+    from samestep.planning.scaling import scaling
+
+    ranks = range(min(plan.grid.ranks, MOST_DRAWN))
+    timeline = simulate(plan, hardware, show=ranks, training=training)
+    title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
+    drawn = gantt({"step": timeline}, title)
+    memory = memory_bars(bars, hardware.device_memory)
+    for table in shown:
+        if table.title.startswith("Every stage"):
+            table.pictures.append(tables.Picture.of("memory by stage", memory))
+        if table.title.startswith("Time"):
+            table.pictures.append(tables.Picture.of("timeline of a step", drawn))
+    if options.scaling:
+        curves = scaling(options, hardware)
+        content["scaling"] = curves.content
+        shown.append(curves.table)
+    page = _page(content, shown, figures)
+    return {
+        "plan.json": json.dumps(content, indent=1).encode() + b"\n",
+        "plan.html": page.encode(),
+        "timeline.png": drawn,
+        "timeline_trace.json.gz": chrome_trace({"step": timeline}),
+    }
+
+
+def _page(content: dict[str, Any], shown: list[tables.Table], figures: list[StageFigures]) -> str:
+    environment = Environment(
+        loader=PackageLoader("samestep.planning", ""), autoescape=True, undefined=StrictUndefined
+    )
+    style = (Path(__file__).parent.parent / "stress" / "report" / "style.css").read_text()
+    slowest = max(figures, key=lambda each: each.step_seconds)
+    return environment.get_template("plan.html.jinja").render(
+        plan=content, tables=shown, tiles=tables.tiles(content, slowest), style=style
+    )
+
+
+def _words() -> list[str]:
+    words = sys.argv[1:]
+    return words[1:] if words[:1] == ["plan"] else words

@@ -1,0 +1,206 @@
+"""Everything a plan tells, as numbers: what the table, the page and the JSON are made of."""
+
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.collectives import Collective, Launches
+from samestep.estimate.grid import Peers
+from samestep.estimate.hardware import Hardware
+from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.estimate.timeline import Timeline, Training, simulate
+from samestep.estimate.work import balance
+from samestep.mesh.degrees import Degrees
+from samestep.planning.cluster import (
+    Settings,
+    fsdp_traffic,
+    largest_unit,
+    stage_blueprint,
+)
+from samestep.planning.model import Model, stage_of
+
+
+@dataclass(frozen=True)
+class GroupTraffic:
+    """Collectives of a step along some axes."""
+
+    axes: str
+    ranks: int
+    kind: str
+    by: str  # the optimizer, or FSDP2 in forward and backward
+    collectives: int
+    mean_sent: float  # bytes per rank
+    most_sent: float
+
+
+@dataclass(frozen=True)
+class OwnerBalance:
+    """How evenly the orthogonalizations of a plan are spread."""
+
+    axes: str
+    ranks: int
+    blocks: int
+    flops: float
+    ratio: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class StageFigures:
+    """One pipeline stage."""
+
+    stage: int
+    parameters: int
+    worst_rank: int  # in the stage
+    memory: RankMemory  # of that rank
+    fsdp_units: int  # bytes that FSDP2 has gathered beside it
+    least_kept: int
+    most_kept: int
+    traffic: list[GroupTraffic]
+    owners: list[OwnerBalance]
+    step_seconds: float
+    parts: dict[str, float]
+    exposed_seconds: float
+    idle_seconds: float
+    operations: int
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the worst rank."""
+        return self.memory.peak + self.fsdp_units
+
+
+def stage_figures(
+    model: Model,
+    degrees: Degrees,
+    settings: Settings,
+    hardware: Hardware,
+    stage: int,
+    *,
+    training: Training | None = None,
+) -> tuple[StageFigures, Blueprint, Timeline]:
+    """Plan one stage and read everything off it."""
+    device = torch.device("cpu" if hardware.on_cpu else "cuda")
+    plan = stage_blueprint(model, degrees, settings, device, stage)
+    module = stage_of(model.module, stage, degrees.pp)
+    timeline = simulate(plan, hardware, training=training)
+    ranks = sample_ranks(plan)
+    memories = {rank: rank_memory(plan, rank) for rank in ranks}
+    worst = max(memories, key=lambda rank: memories[rank].peak)
+    kept = [memory.stays for memory in memories.values()]
+    sharded = settings.sharding == "zero3"
+    # The unit at work and the next one, and the whole gradient of one.
+    units = 3 * largest_unit(module) // (degrees.tp * 1) if sharded else 0
+    launches = Launches(plan).of_step()
+    traffic = list(_traffic(plan, launches, "optimizer"))
+    if sharded:
+        traffic += _traffic(plan, fsdp_traffic(plan, module, degrees), "FSDP2")
+    figures = StageFigures(
+        stage,
+        sum(param.numel() for param in module.parameters()),
+        worst,
+        memories[worst],
+        units,
+        min(kept),
+        max(kept),
+        traffic,
+        _owners(plan),
+        timeline.seconds,
+        timeline.by_operation,
+        timeline.exposed_seconds,
+        float(timeline.idle.mean()),
+        len(plan.schedule()),
+    )
+    return figures, plan, timeline
+
+
+def sample_ranks(plan: Blueprint) -> list[int]:
+    """First, middle and last, and who holds the most blocks."""
+    found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}
+    for placement in plan.placements:
+        owned = [0.0] * placement.peers.size
+        chunks = getattr(placement.plan, "chunks", ())
+        for chunk in chunks:
+            for route in chunk:
+                owned[route.owner] += route.box.numel
+        for bucket in getattr(placement.plan, "buckets", ()):
+            if not bucket.replicated:
+                for rank, size in enumerate(bucket.segment_sizes):
+                    owned[rank] += size
+        place = max(range(len(owned)), key=owned.__getitem__)
+        found.add(_rank_at(plan, placement.peers.axes, place))
+    return sorted(found)
+
+
+def _rank_at(plan: Blueprint, axes: Sequence[str], place: int) -> int:
+    """A rank that has this place among its peers."""
+    places = {}
+    for axis in reversed(axes):
+        place, places[axis] = divmod(place, plan.grid.sizes[axis])
+    rank = 0
+    for axis, size in plan.grid.sizes.items():
+        rank = rank * size + places.get(axis, 0)
+    return rank
+
+
+def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[GroupTraffic]:
+    sums: dict[tuple[str, int, str], Tensor] = {}
+    counts: dict[tuple[str, int, str], int] = {}
+    for each in launches:
+        key = _axes(plan, each.peers), each.peers.size, each.traffic.kind
+        sent = each.sent_by_all()
+        sums[key] = sums[key] + sent if key in sums else sent
+        counts[key] = counts.get(key, 0) + 1
+    return [
+        GroupTraffic(*key, by, counts[key], float(sent.mean()), float(sent.max()))
+        for key, sent in sums.items()
+    ]
+
+
+def _owners(plan: Blueprint) -> list[OwnerBalance]:
+    found = []
+    for placement in plan.placements:
+        spread = balance(placement)
+        if spread is not None:
+            blocks = sum(len(spec.blocks or ()) for spec in placement.specs)
+            found.append(
+                OwnerBalance(
+                    _axes(plan, placement.peers),
+                    placement.peers.size,
+                    blocks,
+                    spread.total,
+                    spread.ratio,
+                    spread.bound_ratio,
+                )
+            )
+    return found
+
+
+def _axes(plan: Blueprint, peers: Peers) -> str:
+    """The axes of a group that have more than one rank."""
+    return " x ".join(axis for axis in peers.axes if plan.grid.sizes[axis] > 1) or "one rank"
+
+
+def figures_as_json(figures: StageFigures) -> dict[str, Any]:
+    """For the receipt."""
+    content = asdict(figures)
+    content["memory"] = {
+        **figures.memory._asdict(),
+        "in_flight": figures.memory.in_flight,
+        "peak": figures.peak,
+    }
+    return content
+
+
+def cost_of_planning(since: float) -> dict[str, float]:
+    """Seconds and bytes that this process has taken."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"seconds": time.monotonic() - since, "memory": float(most)}

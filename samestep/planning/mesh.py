@@ -1,0 +1,81 @@
+"""`--mesh dp=8,tp=2,...`: axes by name, checked against each other and against the ranks."""
+
+from math import prod
+
+from samestep.command.request import BadRequestError
+from samestep.mesh.degrees import Degrees, DegreesError
+from samestep.planning.model import Model, layers_of
+from samestep.planning.shapes import Shape
+
+NAMES = {
+    "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",
+    "ep": "ep", "expert": "ep", "replicate": "replicate",
+}  # fmt: skip
+
+
+def read_mesh(text: str, ranks: int | None) -> Degrees:
+    """Raises BadRequestError, in one line with the numbers, for axes that do not fit."""
+    sizes: dict[str, int] = {}
+    for item in filter(None, text.replace(" ", "").split(",")):
+        name, equals, value = item.partition("=")
+        if name not in NAMES or not equals:
+            known = ", ".join(NAMES)
+            raise BadRequestError(f"--mesh: {item!r} is not AXIS=SIZE; the axes are {known}")
+        if not value.isdigit() or int(value) < 1:
+            raise BadRequestError(f"--mesh: {name} must be a whole number above 0, got {value!r}")
+        if NAMES[name] in sizes:
+            raise BadRequestError(f"--mesh: {NAMES[name]} is given twice")
+        sizes[NAMES[name]] = int(value)
+    others = prod(size for name, size in sizes.items() if name != "dp")
+    world = others * sizes.get("dp", 1)
+    if ranks is not None and "dp" not in sizes and ranks % others == 0:
+        world = ranks  # what is left is data parallel
+    if ranks is not None and world != ranks:
+        raise BadRequestError(f"--mesh: {_question(sizes, world, ranks)}")
+    try:
+        return Degrees(
+            world, sizes.get("pp", 1), sizes.get("replicate", 1), sizes.get("ep", 1),
+            sizes.get("tp", 1),
+        )  # fmt: skip
+    except DegreesError as error:
+        raise BadRequestError(f"--mesh: {error}") from error
+
+
+def _question(sizes: dict[str, int], world: int, ranks: int) -> str:
+    """Why axes do not make up the ranks, and what would."""
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    parts = [f"{product} = {world:,} ranks, and there are {ranks:,}"]
+    others = world // sizes.get("dp", 1)
+    if sizes.get("ep", 1) > 1:
+        without = world // sizes["ep"]
+        parts.append(f"if ep is part of dp x tp (as in Megatron) they are {without:,}")
+        inside = others // sizes["ep"]
+        if ranks % inside == 0:
+            parts.append(f"then dp {ranks // inside} makes {ranks:,}")
+    if ranks % others == 0:
+        parts.append(f"dp {ranks // others} would fit")
+    else:
+        parts.append(f"no dp does: {ranks:,} / {others:,} = {ranks / others:g}")
+    return "; ".join(parts)
+
+
+def questions(model: Model, degrees: Degrees) -> list[str]:
+    """What fits, and still deserves a second look."""
+    found = []
+    layers = layers_of(model.module)
+    count = 0 if layers is None else len(layers[1])
+    if degrees.pp > 1 and count % degrees.pp:
+        found.append(
+            f"{count} layers on pp={degrees.pp} stages: some have {-(-count // degrees.pp)}, "
+            f"others {count // degrees.pp}"
+        )
+    if isinstance(model.shape, Shape):
+        shape = model.shape
+        for name, heads in ("heads", shape.heads), ("key-value heads", shape.kv_heads):
+            if heads % degrees.tp:
+                found.append(f"tp={degrees.tp} does not divide {heads} {name}")
+        if degrees.ep > 1 and not shape.experts:
+            found.append(f"ep={degrees.ep}, and the model has no experts: they are data parallel")
+    if degrees.tp > 8:
+        found.append(f"tp={degrees.tp} spans hosts of 8 ranks")
+    return found

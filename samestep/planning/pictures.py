@@ -1,0 +1,112 @@
+"""Pictures of plans: timelines, memory by stage, curves over the number of ranks."""
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+
+from samestep.estimate.timeline import Span, Timeline
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+COLOURS = {
+    "forward": "#a9cbee", "backward": "#f2b872", "Transform": "#4f8fd0", "Update": "#4f8fd0",
+    "Collect": "#9bd19b", "Apply": "#9bd19b", "wait": "#c8243b", "transfer": "#7b5ea7",
+    "other": "#bbbbbb",
+}  # fmt: skip
+LABELS = {
+    "forward": "forward", "backward": "backward", "Update": "updates", "Collect": "elementwise",
+    "wait": "waiting", "transfer": "on the link",
+}  # fmt: skip
+MEMORY = {
+    "parameters": "#4f8fd0", "gradients_then": "#f2b872", "main_parameters": "#9bd19b",
+    "state": "#2f7d4f", "buffers": "#7b5ea7", "temporaries": "#c9b6e4",
+}  # fmt: skip
+
+
+def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
+    """One panel per timeline, on one scale; two rows per rank: host and link."""
+    heights = [0.5 + 0.42 * max(len(t.shown), 1) for t in timelines.values()]
+    figure, axes = plt.subplots(
+        len(timelines), 1, figsize=(11, 1.0 + sum(heights)), sharex=True, squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )  # fmt: skip
+    for ax, (name, timeline) in zip(axes.flat, timelines.items(), strict=True):
+        ticks = []
+        for row, (rank, shown) in enumerate(timeline.shown.items()):
+            host = -2.2 * row
+            ticks.append((host - 0.4, f"rank {rank}"))
+            colours = [COLOURS.get(s.name.split()[0], COLOURS["other"]) for s in shown.operations]
+            _bars(ax, host, shown.operations, colours, 0.8)
+            _bars(ax, host, shown.waits, [COLOURS["wait"]], 0.8)
+            _bars(ax, host - 0.75, shown.transfers, [COLOURS["transfer"]], 0.5)
+        about = f"{1e3 * timeline.seconds:.3g} ms, {1e3 * timeline.exposed_seconds:.3g} exposed"
+        ax.set_title(f"{name}: {about}", loc="left", fontsize=10)
+        ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks], fontsize=8)
+        ax.spines[["top", "right", "left"]].set_visible(False)
+        ax.tick_params(axis="y", length=0)
+    axes[-1, 0].set_xlabel("ms")
+    handles = [Patch(color=COLOURS[kind], label=text) for kind, text in LABELS.items()]
+    figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False, fontsize=8)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    figure.tight_layout(rect=(0, 0.3 / (1.0 + sum(heights)), 1, 1))
+    return _png(figure)
+
+
+def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], height: float) -> None:
+    places = [(1e3 * span.start, 1e3 * (span.end - span.start)) for span in spans]
+    ax.broken_barh(places, (y - height / 2, height), facecolors=list(colours), linewidth=0)
+
+
+def memory_bars(by_stage: Mapping[str, Mapping[str, int]], device_memory: int) -> bytes:
+    """What the worst rank holds at its peak, per stage, against the device's memory."""
+    figure, ax = plt.subplots(figsize=(8, 0.6 + 0.55 * len(by_stage)))
+    for row, (stage, parts) in enumerate(by_stage.items()):
+        left = 0.0
+        for part, colour in MEMORY.items():
+            ax.barh(-row, parts[part] / 1e9, left=left, color=colour, height=0.7)
+            left += parts[part] / 1e9
+        ax.text(left, -row, f" {left:.4g} GB", va="center", fontsize=8)
+        del stage
+    ax.axvline(device_memory / 1e9, color="#c8243b", linestyle="--", linewidth=1)
+    ax.set_yticks([-row for row in range(len(by_stage))], list(by_stage))
+    ax.set_xlabel("GB of the worst rank at its peak, activations apart (dashed: the device)")
+    ax.margins(x=0.12)
+    ax.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=c, label=part.replace("_", " ")) for part, c in MEMORY.items()]
+    ax.legend(handles=handles, fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, 1.45),
+              frameon=False)  # fmt: skip
+    figure.tight_layout()
+    return _png(figure)
+
+
+def curves(
+    xs: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], title: str
+) -> bytes:
+    """Lines over the number of ranks, a panel per quantity."""
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False)
+    for ax, (name, lines) in zip(axes.flat, panels.items(), strict=True):
+        for label, ys in lines.items():
+            ax.plot(xs, ys, marker="o", label=label)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(list(xs), [f"{x:,}" for x in xs], fontsize=7)
+        ax.set_title(name, fontsize=9, loc="left")
+        ax.set_xlabel("ranks")
+        if all(y > 0 for ys in lines.values() for y in ys):
+            ax.set_yscale("log")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7, frameon=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.tight_layout()
+    return _png(figure)
+
+
+def _png(figure: Figure) -> bytes:
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=120)
+    plt.close(figure)
+    return target.getvalue()

@@ -1,0 +1,144 @@
+"""The tables of a plan, for the screen and the page."""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as ScreenTable
+
+from samestep.planning.cluster import Stage
+from samestep.planning.figures import StageFigures
+from samestep.stress.report.words import duration, size
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A PNG inside the page."""
+
+    alt: str
+    data: str
+
+    @classmethod
+    def of(cls, alt: str, png: bytes) -> "Picture":
+        """As text."""
+        return cls(alt, base64.b64encode(png).decode())
+
+
+@dataclass(frozen=True)
+class Table:
+    """Text in rows."""
+
+    title: str
+    about: str
+    columns: list[str]
+    rows: list[list[str]]
+    pictures: list[Picture] = field(default_factory=list)
+
+    def on_screen(self) -> ScreenTable:
+        """For a terminal."""
+        table = ScreenTable(
+            title=self.title, box=SIMPLE_HEAD, title_justify="left", show_edge=False
+        )
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="left" if number == 0 else "right")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
+def memory_table(stages: list[StageFigures], ranks: int) -> Table:
+    """Bytes of the worst rank of each pipeline stage."""
+    rows = []
+    for each in stages:
+        memory = each.memory
+        cells = [
+            memory.parameters, memory.gradients, memory.main_parameters, memory.state,
+            memory.buffers, memory.temporaries, each.fsdp_units, each.peak,
+        ]  # fmt: skip
+        rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
+    return Table(
+        "Memory of the worst rank",
+        "Gradients when backward is over; buffers and temporaries when most is alive. Between "
+        "steps ranks keep "
+        + ", ".join(f"{size(s.least_kept)} to {size(s.most_kept)}" for s in stages[:1])
+        + " (first stage).",
+        ["stage: rank", "params", "grads", "main", "state", "buffers", "temps", "FSDP2", "peak"],
+        rows,
+    )
+
+
+def traffic_table(figures: StageFigures) -> Table:
+    """Collectives of a step, by group and kind."""
+    rows = [
+        [
+            f"{each.axes} ({each.ranks})", each.kind, each.by, f"{each.collectives:,}",
+            size(each.mean_sent), size(each.most_sent),
+        ]
+        for each in figures.traffic
+    ]  # fmt: skip
+    return Table(
+        "Traffic of a step",
+        "Bytes that a rank must send at least: the mean over ranks, and the busiest rank.",
+        ["axes (ranks)", "kind", "by", "collectives", "mean", "busiest"],
+        rows,
+    )
+
+
+def owner_table(figures: StageFigures) -> Table:
+    """Who orthogonalizes how much."""
+    rows = [
+        [
+            f"{each.axes} ({each.ranks})", f"{each.blocks:,}", f"{each.flops / 1e12:,.4g}",
+            f"{each.ratio:.2f}", f"{each.bound:.2f}",
+        ]
+        for each in figures.owners
+    ]  # fmt: skip
+    return Table(
+        "Owners of Muon's blocks",
+        "The busiest rank against the mean; no assignment of whole blocks can beat the bound.",
+        ["axes (ranks)", "blocks", "TFLOP", "busiest / mean", "bound"],
+        rows,
+    )
+
+
+def time_table(figures: StageFigures) -> Table:
+    """The parts of a step on the slowest rank."""
+    rows = [[name, duration(seconds)] for name, seconds in figures.parts.items() if seconds > 0]
+    rows.append(["all", duration(figures.step_seconds)])
+    rows.append(["exposed communication, mean", duration(figures.exposed_seconds)])
+    rows.append(["waiting for other ranks, mean", duration(figures.idle_seconds)])
+    return Table(
+        "Time of a step on the slowest rank",
+        "Operations of the schedule; each with what it waits for.",
+        ["operation", "time"],
+        rows,
+    )
+
+
+def stages_table(
+    peaks: Mapping[Stage, int], sent: Mapping[str, float], device_memory: int
+) -> Table:
+    """All ZeRO stages side by side."""
+    rows = [
+        [stage, size(peak), f"{peak / device_memory:.0%}", size(sent[stage])]
+        for stage, peak in peaks.items()
+    ]
+    return Table(
+        "Every stage",
+        "The worst rank at its peak, and the bytes that it sends per step on the average.",
+        ["sharding", "peak", "of the device", "sent per rank"],
+        rows,
+    )
+
+
+def tiles(plan: Mapping[str, Any], figures: StageFigures) -> list[tuple[str, str]]:
+    """The numbers at the top of the page."""
+    return [
+        ("parameters", f"{plan['model']['parameters'] / 1e9:,.4g} B"),
+        ("ranks", f"{plan['mesh']['ranks']:,}"),
+        ("peak of the worst rank", size(figures.peak)),
+        ("optimizer step", duration(figures.step_seconds)),
+        ("exposed communication", duration(figures.exposed_seconds)),
+    ]

@@ -70,7 +70,7 @@ class HybridTraining(DTensorTraining):
         of_ranks = gather_everywhere((flights.count, mine), registry.of().handle)
         known = {(members, digest) for _, logs in of_ranks for members, digest in logs.items()}
         if len(known) > len({members for members, _ in known}):  # members have different logs
-            return flights.count, flights.digest
+            return flights.count, f"of rank {self.rank}: {flights.digest}"
         count = max(count for count, _ in of_ranks)
         return count, hashlib.sha256(repr(sorted(known)).encode()).hexdigest()
 

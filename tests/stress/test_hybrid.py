@@ -1,0 +1,94 @@
+"""The hybrid stack in the harness: its layouts, when they run, and that they are right."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from samestep.comm.recorder import FlightRecorder
+from samestep.stress.campaign import Campaign, Case
+from samestep.stress.command import Session
+from samestep.stress.hybrid_training import HybridTraining
+from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST, Layout, layout_named, register
+from samestep.stress.options import Options
+from samestep.stress.ranks import ForkedRanks
+from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from tests.ranks import run_forked
+from tests.soak import SOAK
+
+pytestmark = [pytest.mark.usefixtures("no_torchrun"), pytest.mark.timeout(300)]
+
+
+def cases(tmp_path, **options):
+    session = Session(Options(out=tmp_path, **options), None, console=None)
+    return [(case.scenario, case.layout) for case in session.cases()]
+
+
+def test_they_run_when_they_are_named_and_not_otherwise(tmp_path):
+    usual = cases(tmp_path, world_size=8)
+    assert {scenario for scenario, _ in usual} == set(SCENARIOS)
+    assert {layout for _, layout in usual} == set(LAYOUTS)
+    named = cases(tmp_path, world_size=8, scenario="hybrid_gpt")
+    assert [layout for _, layout in named] == ["one_process", *LAYOUTS_ON_REQUEST]
+    assert cases(tmp_path, scenario="hybrid_gpt", layout="zero2") == [("hybrid_gpt", "zero2")]
+    assert set(SCENARIOS_ON_REQUEST) == {"hybrid_gpt", "hybrid_lora"}
+
+
+def test_a_layout_has_one_name():
+    with pytest.raises(ValueError, match="there is a layout 'hybrid_tp' already"):
+        register(Layout("hybrid_tp", ""))
+
+
+@pytest.mark.parametrize(
+    ("scenario", "layout", "world", "reason"),
+    [
+        ("clipped", "hybrid_tp", 2, "its model has no plan that says what is cut"),
+        ("hybrid_gpt", "hybrid_tp", 2, None),
+        ("hybrid_gpt", "hybrid_tp", 3, "it needs a multiple of 2 ranks"),
+        ("hybrid_gpt", "hybrid_tp_sp_ep", 6, "it needs a multiple of 4 ranks"),
+        ("hybrid_gpt", "hybrid_hsdp_tp_sp", 4, "it needs a multiple of 8 ranks"),
+        ("hybrid_lora", "hybrid_pp_tp_sp_ep", 8, None),
+        ("hybrid_gpt", "zero2", 3, None),
+    ],
+)
+def test_where_they_apply(scenario, layout, world, reason):
+    assert layout_named(layout).reason_against(scenario_named(scenario), world) == reason
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS_ON_REQUEST if SOAK else ["hybrid_gpt"])
+def test_layouts_are_near_the_reference_and_replicas_the_same(scenario):
+    campaign = Campaign(ForkedRanks(4, watchdog=60.0))
+    layouts = list(LAYOUTS_ON_REQUEST) if SOAK else ["hybrid_tp_sp_ep", "hybrid_pp_ep"]
+    results = []
+    campaign.run_all([Case(scenario, layout, 4, 2, 2) for layout in layouts], results.append)
+    ran = [result for result in results if result.status != "does_not_apply"]
+    assert len(ran) == (7 if SOAK else 2)
+    for result in ran:
+        assert result.findings == []
+        assert all(verdict.replicas.largest == 0 for verdict in result.samples)
+        assert all(verdict.same_collectives for verdict in result.samples)
+
+
+def test_logs_are_compared_group_by_group():
+    """Ranks 2 and 3 launch others than 0 and 1, which is fine; then rank 3 alone does."""
+
+    def job(rank):
+        training = object.__new__(HybridTraining)
+        training._logs, training.rank = {}, rank
+        pair = (0, 1) if rank < 2 else (2, 3)
+
+        def launch(elements):
+            training._note(
+                SimpleNamespace(
+                    ranks=pair, kind="all_reduce", name="n", elements=elements, dtype="f"
+                )
+            )
+
+        launch(pair[0])
+        with FlightRecorder() as recorder:
+            first = training.log(recorder)
+            launch(7 if rank == 3 else 8)
+            return first, training.log(recorder)
+
+    found = run_forked(4, job)
+    assert len({first for first, _ in found}) == 1
+    assert len({second for _, second in found}) == 4

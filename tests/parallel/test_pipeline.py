@@ -67,28 +67,34 @@ def gradients_alone_of(dp_rank):
     return gpt().loss(inputs, targets).item()
 
 
-def train(rank, stages, options, steps):
+OVERLAP = {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+def train(rank, stages, options, steps, layout):
     stage, pipe, dp_rank = axes(stages)
     pipeline = pipeline_of(gpt(), pipe, **options)
-    opt = optimizer_of(pipeline, stage)
+    opt = optimizer_of(pipeline, stage, **layout)
     losses, norms = [], []
     for step in range(steps):
-        losses.append(pipeline.step(*batch(step, dp_rank)).item())
+        with opt.no_sync():
+            losses.append(pipeline.step(*batch(step, dp_rank)).item())
         opt.step()
         opt.zero_grad()
         norms.append(opt.metrics()["grad_norm"].item())
+    opt.wait_for_parameters()
     return losses, norms, {name: p.detach() for name, p in pipeline.model.named_parameters()}
 
 
 @pytest.mark.parametrize(
-    ("case", "steps"), [("2 stages x 2", 20), ("interleaved", 20 if SOAK else 5)]
+    ("case", "steps", "layout"),
+    [("2 stages x 2", 20, {}), ("interleaved x 2", 20 if SOAK else 4, OVERLAP)],
 )
-def test_steps_are_those_of_one_process(case, steps):
+def test_steps_are_those_of_one_process(case, steps, layout):
     """With clipping active: one norm over all stages."""
     stages, dp, options = SCHEDULES[case]
     losses, norms, wanted = train_alone(steps, dp)
     assert min(norms) > 2 * OPTIONS["max_grad_norm"]
-    found = run_forked(stages * dp, train, stages, options, steps)
+    found = run_forked(stages * dp, train, stages, options, steps, layout)
     mean = [sum(of_ranks) / len(found) for of_ranks in zip(*(one[0] for one in found), strict=True)]
     assert mean == pytest.approx(losses, abs=1e-4)
     for _, own_norms, params in found:

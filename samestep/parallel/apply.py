@@ -41,7 +41,7 @@ def apply(
     *,
     ordered: bool = False,
     adapt: Callable[[nn.Module], object] | None = None,
-    compile: bool = False,
+    compile: bool | str = False,
 ) -> Applied:
     """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
@@ -54,7 +54,8 @@ def apply(
         mesh: From `samestep.mesh.build`.
         ordered: Add up gradients in rank order.
         adapt: Called when matrices are cut and FSDP2 is not there yet, to add LoRA factors.
-        compile: Compile every block; ask `samestep.mesh.gates` whether that is wise.
+        compile: Compile every block, also with a backend by name; ask `samestep.mesh.gates` first
+            whether that is wise.
     """
     plan.check(model)
     before = _hooks(model)
@@ -72,7 +73,7 @@ def apply(
     extra = {n: found - before[n] - asked.get(n, 0) for n, found in _hooks(model).items()}
     if compile:
         for _, block in plan.named(model, "blocks"):
-            block.compile()
+            block.compile(backend=compile if isinstance(compile, str) else "inductor")
     data.shard(model, plan, mesh, ordered=ordered)
     ReplicateList((*rules, *plan.rules, *lora_shard_rules(model))).check(model, whole)
     return Applied(

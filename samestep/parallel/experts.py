@@ -120,6 +120,7 @@ class TokenDispatch(nn.Module):
 
     # --- sizes follow the data ---------------------------------------------------------------
 
+    @torch.compiler.disable  # sizes differ from step to step: it would be compiled again and again
     def _all_that_come(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """What the chosen experts make of every token, (N K, C)."""
         flat = chosen.flatten()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo  # compiled graphs are counted nowhere else
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,7 +30,9 @@ from samestep.train.gpt_plan import gpt_plan
 
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
 THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "adamw": 2e-5, "muon": 3e-4}
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-3
+# Of an outcome: the largest of all ranks counts.
+WORST = "largest_gradient", "loss", "norm", "adamw", "muon", "seconds", "graphs", "recompiled"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Case:
     micro_batches: int = 0
     schedule: str = "1f1b"
     lora: bool = False
-    compile: bool = False
+    compile: bool | str = False
     seed: int = 0
 
     @property
@@ -84,6 +87,8 @@ class Outcome:
     clipped: int = 0
     overflow: int = 0
     copies: int = 0  # pieces that several ranks hold, the same bits on all of them at the end
+    graphs: int = 0  # that were compiled in the first step
+    recompiled: int = 0  # and later
     steps: int = 0
     seconds: float = 0.0  # per step
     trace: dict[str, Any] = field(default_factory=dict)
@@ -91,10 +96,7 @@ class Outcome:
     def merged(self, other: "Outcome") -> "Outcome":
         """The worse of two ranks."""
         worse = self if self.gradient >= other.gradient else other
-        both = {
-            key: max(getattr(self, key), getattr(other, key))
-            for key in ("largest_gradient", "loss", "norm", "adamw", "muon", "seconds")
-        }
+        both = {key: max(getattr(self, key), getattr(other, key)) for key in WORST}
         clipped = min(self.clipped, other.clipped)
         return Outcome(**{**vars(worse), **both, "clipped": clipped, "trace": self.trace})
 
@@ -209,6 +211,10 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         optimizer.step()
         optimizer.zero_grad()
         balance_experts(model, case.model.layers, stack.token_copies)
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        if step == 0:
+            outcome.graphs = compiled
+        outcome.recompiled = compiled - outcome.graphs
         if step < case.steps:
             _compare_scalars(loss, optimizer, expected, step, outcome)
             norm = float(optimizer.metrics()["grad_norm"])

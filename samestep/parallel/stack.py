@@ -52,7 +52,7 @@ class Stack:
         schedule: Any = "1f1b",
         ordered: bool = False,
         adapt: Callable[[nn.Module], object] | None = None,
-        compile: bool = False,
+        compile: bool | str = False,
     ) -> None:
         self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss
         self.pipeline: Pipeline | None = None

@@ -120,7 +120,8 @@ class TokenDispatch(nn.Module):
 
     # --- sizes follow the data ---------------------------------------------------------------
 
-    @torch.compiler.disable  # sizes differ from step to step: it would be compiled again and again
+    # Sizes differ from step to step: it would be compiled again and again.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _all_that_come(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """What the chosen experts make of every token, (N K, C)."""
         flat = chosen.flatten()

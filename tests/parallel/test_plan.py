@@ -1,0 +1,116 @@
+"""Plans that do not fit, and models that a plan cannot be applied to."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from samestep.mesh import build
+from samestep.mesh.replicate_list import ReplicateListError, ShardRule
+from samestep.parallel.apply import apply, shard_rules
+from samestep.parallel.plan import Plan, PlanError, name_matches
+from samestep.parallel.replicas import ReplicasDifferError
+from samestep.train.gpt import GPT, GPTConfig
+from samestep.train.gpt_plan import gpt_plan
+from tests.ranks import run_forked
+
+SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 1, "heads": 4, "kv_heads": 2}
+DENSE = GPTConfig(**SHAPE)
+EXPERTS = GPTConfig(**SHAPE, experts=4, expert_size=8)
+
+
+def test_patterns_are_matched_part_by_part():
+    assert name_matches("blocks.10.mlp", "blocks.*.mlp")
+    assert not name_matches("blocks.10.mlp.up", "blocks.*")
+    assert name_matches("blocks.0.attention.k", "blocks.*.attention.[qkv]")
+
+
+def test_a_pattern_that_matches_nothing_is_a_slip():
+    plan = replace(gpt_plan(DENSE), row=("blocks.*.attention.output",))
+    with pytest.raises(PlanError, match=r"row: 'blocks.\*.attention.output' matches nothing"):
+        plan.check(GPT(DENSE))
+
+
+def test_a_module_is_named_once():
+    plan = replace(gpt_plan(DENSE), on_stream=("norm", "head"))
+    with pytest.raises(PlanError, match=r"'head' is in head and in on_stream: name it once"):
+        plan.check(GPT(DENSE))
+
+
+def test_what_a_plan_allows_to_be_cut():
+    rules = shard_rules(GPT(EXPERTS), gpt_plan(EXPERTS))
+    cut = {(rule.pattern, rule.axis): rule.dim for rule in rules}
+    assert cut["blocks.0.attention.q.weight", "model"] == 0
+    assert cut["blocks.0.attention.out.weight", "model"] == 1
+    assert cut["blocks.0.mlp.experts.up", "expert"] == 0
+    assert cut["blocks.0.mlp.experts.down", "model"] == 2
+    assert not any("norm" in name or "router" in name for name, _ in cut)
+
+
+class WithScale(GPT):
+    """A parameter that no plan knows."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def refusals(rank):
+    """The error of each attempt, by name."""
+    mesh = build(tp=2)
+    dense, experts = gpt_plan(DENSE), gpt_plan(EXPERTS)
+    hooked = GPT(DENSE)
+    hooked.blocks[0].attention.register_forward_pre_hook(lambda *_: None)
+    torch.manual_seed(rank)
+    router = replace(
+        experts,
+        column=(*experts.column, "blocks.*.mlp.router"),
+        on_stream=tuple(name for name in experts.on_stream if not name.endswith("router")),
+    )
+    odd = GPTConfig(**{**SHAPE, "vocab_size": 33})
+    attempts = {
+        "seeds": (GPT(DENSE), dense),
+        "hooks": (hooked, dense),
+        "unnamed": (same(WithScale, DENSE), dense),
+        "router": (same(GPT, EXPERTS), router),
+        "uneven": (same(GPT, odd), dense),
+        "nothing": (same(GPT, DENSE), Plan(blocks=("blocks.*",))),
+    }
+    found = {}
+    for name, (model, plan) in attempts.items():
+        try:
+            apply(model, plan, mesh)
+        except (PlanError, ReplicasDifferError, ReplicateListError) as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def same(kind, config):
+    torch.manual_seed(0)
+    return kind(config)
+
+
+def test_what_cannot_be_applied():
+    for found in run_forked(2, refusals, timeout=60):
+        assert "differs between ranks 0 and 1 before they are laid out: seed" in found["seeds"]
+        assert "blocks.0.attention has 1), which would run beside" in found["hooks"]
+        assert "the plan says nothing about scale" in found["unnamed"]
+        assert found["router"].startswith("ReplicateListError: 'blocks.0.mlp.router.weight' is")
+        assert "dim 0 of 'head.weight' is 33, which 2 ranks of the model" in found["uneven"]
+        assert "tp is 2, and the plan names nothing to cut" in found["nothing"]
+
+
+def allowed(rank):
+    plan = gpt_plan(EXPERTS)
+    plan = replace(
+        plan,
+        on_stream=tuple(name for name in plan.on_stream if not name.endswith("router")),
+        column=(*plan.column, "blocks.*.mlp.router"),
+        rules=(ShardRule("blocks.0.mlp.router.weight", "model", 0, "gathered by its user"),),
+    )
+    apply(same(GPT, EXPERTS), plan, build(tp=2))
+
+
+def test_the_replicate_list_has_exceptions_with_a_reason():
+    run_forked(2, allowed, timeout=60)

@@ -32,7 +32,8 @@ from tests.soak import SOAK
 PATTERNS = ["*.attention.[qv]", "*.attention.out", "*.mlp.*"]
 SHAPE = replace(CONFIG, layers=2, kv_heads=2)
 LIMIT = 0.03
-STEPS = 100 if SOAK else 3
+STEPS = 3  # that are compared with one process; later ones amplify rounding
+LONG = 100 if SOAK else 5  # after which copies have the same bits
 RULES = {"adamw": {}, "muon": {"*.lora_*": {"rule": "muon"}}}
 
 
@@ -198,14 +199,19 @@ def train(rank, tp, sequence_parallel, when, rule, path=None, steps=STEPS):
         opt.step()
         opt.zero_grad()
         norms.append(opt.metrics()["grad_norm"].item())
+    params = {name: opt.full_parameter(name) for name in names}
+    if path is not None:
+        samestep.save(path, adapters(model), opt)
+    for step in range(steps, LONG):
+        backward(model, step, [dp_rank])
+        opt.step()
+        opt.zero_grad()
     copies = check_replicas(adapters(model))
     placements = {
         name: {str(place) for place in p.placements}
         for name, p in adapters(model).named_parameters()
     }
-    if path is not None:
-        samestep.save(path, adapters(model), opt)
-    return grads, norms, {name: opt.full_parameter(name) for name in names}, placements, copies
+    return grads, norms, params, placements, copies
 
 
 @pytest.mark.parametrize(
@@ -291,19 +297,23 @@ def plain(rank):
     model = gpt(SHAPE)
     add_lora(model, PATTERNS, rank=4)
     opt = optimizer(model)
-    for step in range(STEPS):
+    found = []
+    for step in range(LONG):
         backward(model, step, [rank])
         opt.step()
         opt.zero_grad()
-    return {name: p.detach() for name, p in adapters(model).named_parameters()}
+        if step in (STEPS - 1, LONG - 1):
+            named = adapters(model).named_parameters()
+            found.append({name: p.detach().clone() for name, p in named})
+    return found
 
 
 def test_replicas_without_a_mesh():
     _, _, wanted = alone(2)
     first, second = run_forked(2, plain)
-    for name, param in first.items():
-        assert torch.equal(param, second[name])
+    for name, param in first[0].items():
         torch.testing.assert_close(param, wanted[name], rtol=0, atol=2e-5, msg=name)
+        assert torch.equal(first[1][name], second[1][name])
 
 
 def lonely(rank):

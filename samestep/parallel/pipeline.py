@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from samestep.comm.agreement import require_same_lines
-from samestep.comm.collectives import CollectiveError, total
-from samestep.comm.flight import attempt
+from samestep.comm.collectives import total
+from samestep.comm.explained import explained
 from samestep.comm.groups import registry
 from samestep.parallel.batched_sends import batched_sends
 from samestep.parallel.stages import StagePlan, cut
@@ -139,18 +139,10 @@ class Pipeline:
         asked = {"target": targets, "losses": losses} if self.is_last else {}
 
         def act() -> None:
-            try:
-                with batched_sends(self._batched):
-                    run(*given, inputs=inputs, return_outputs=False, **asked)
-            except RuntimeError as error:
-                if not _is_of_communication(error):
-                    raise _StageError(error) from error
-                raise
+            with batched_sends(self._batched):
+                run(*given, inputs=inputs, return_outputs=False, **asked)
 
-        try:
-            attempt(name, self._ranks, act)
-        except _StageError as error:
-            raise error.args[0] from None
+        explained(name, self._ranks, act)
         own = torch.zeros(1, dtype=torch.float32, device=self._device)
         if self.is_last:
             own[0] = torch.stack([loss.detach().float() for loss in losses]).sum()
@@ -180,10 +172,6 @@ class Pipeline:
                 )
 
 
-class _StageError(Exception):
-    """Carries an error of the model past those who look for missing ranks."""
-
-
 def _check(schedule: str, stages_per_rank: int, micro_batches: int, ranks: int) -> None:
     if schedule not in ("1f1b", "interleaved"):
         raise ValueError(f"schedule {schedule!r} is not supported; choose 1f1b or interleaved")
@@ -201,11 +189,6 @@ def _check(schedule: str, stages_per_rank: int, micro_batches: int, ranks: int) 
             f"{micro_batches} micro-batches are no multiple of {ranks} ranks, which the "
             "interleaved schedule needs"
         )
-
-
-def _is_of_communication(error: RuntimeError) -> bool:
-    """Whether another rank is the reason. Gloo raises plain errors, known by their text."""
-    return isinstance(error, dist.DistError | CollectiveError) or "gloo" in str(error).lower()
 
 
 def _forget_first_call(part: nn.Module) -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samestep
+from samestep.comm.explained import explained
+from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import Applied, apply
@@ -97,6 +99,9 @@ class Stack:
         """Forward and backward of this rank's rows; their mean loss, ()."""
         if self.pipeline is not None:
             return self.pipeline.step(inputs, targets)
+        return explained("forward and backward", registry.of(), lambda: self._both(inputs, targets))
+
+    def _both(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.loss(self.model(inputs), targets)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()

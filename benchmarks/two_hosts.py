@@ -1,0 +1,286 @@
+"""Two "hosts" on one machine: the hybrid lane on both, and what happens when one is cut off.
+
+Each host is a network namespace with a name of its own, joined by a pair of virtual links, and
+runs torchrun with half of the ranks. The same run on one host must give the same bits. Then the
+link is cut in the middle of a run: every rank has to end, with an error, within the timeout.
+
+    python -m benchmarks.two_hosts --out receipts/two_hosts
+
+Needs Linux and root (`ip netns`, `unshare`).
+"""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import tyro
+
+from samestep.command.output import check_folder, write_files
+from samestep.command.request import BadRequestError
+
+HOSTS = ("samestep-north", "samestep-south")
+LINKS = ("ss-north", "ss-south")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29577
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    layers: int = 4
+    """16 is the lane in full; it takes long on two cores."""
+    steps: int = 5
+    ranks_per_host: int = 4
+    """A multiple of 4: tensor and expert parallel stay inside a host."""
+    timeout: float = 20.0
+    """Seconds that a collective may take."""
+    cut_after: int = 1
+    """Steps that all ranks have taken when the link is cut."""
+    grace: float = 20.0
+    """Seconds beyond the timeout in which every rank has to end, and torchrun with it."""
+    limit: float = 900.0
+    """Seconds for a whole run."""
+    out: Path = Path("out/two_hosts")
+
+
+class Ended(NamedTuple):
+    """What came of a run."""
+
+    statuses: list[int]  # of the torchruns
+    told: dict[int, Told]  # by rank
+    output: list[str]
+    seconds: float
+
+
+def refused() -> str | None:
+    """Why there can be no hosts of our own here, if so."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    probe = "samestep-probe"
+    try:
+        made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "there is no command `ip`"
+    if made.returncode:
+        return f"`ip netns add` says: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+@contextmanager
+def two_hosts() -> Iterator[None]:
+    """Two namespaces with a link between them; gone afterwards."""
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True)
+    try:
+        _run("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
+        for host, link, address in zip(HOSTS, LINKS, ADDRESSES, strict=True):
+            _run("ip", "netns", "add", host)
+            _run("ip", "link", "set", link, "netns", host)
+            _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", link)
+            for each in (link, "lo"):
+                _run("ip", "-n", host, "link", "set", each, "up")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+        subprocess.run(["ip", "link", "del", LINKS[0]], capture_output=True)
+
+
+def cut_the_link() -> None:
+    """From now on nothing arrives, and nobody is told."""
+    _run("ip", "-n", HOSTS[1], "link", "set", LINKS[1], "down")
+
+
+def start(options: Options, hosts: int, marks: Path) -> list[subprocess.Popen[bytes]]:
+    """One torchrun per host; with one host it has all ranks."""
+    ranks = 2 * options.ranks_per_host // hosts
+    started = []
+    for number in range(hosts):
+        torchrun = [
+            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts),
+            "--node-rank", str(number), "--nproc-per-node", str(ranks),
+            "--master-addr", ADDRESSES[0], "--master-port", str(PORT),
+            "-m", "benchmarks.two_hosts_rank", str(options.layers), str(options.steps),
+            str(options.timeout), str(marks),
+        ]  # fmt: skip
+        named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[number]}; exec "$@"', "sh"]
+        inside = ["ip", "netns", "exec", HOSTS[number], *named, *torchrun]
+        environment = {
+            **os.environ,
+            "GLOO_SOCKET_IFNAME": LINKS[number],
+            "OMP_NUM_THREADS": "1",
+            "ONEDNN_JIT_PROFILE": "0",
+        }
+        started.append(
+            subprocess.Popen(
+                inside,
+                env=environment,
+                stdout=(marks / f"host{number}.log").open("w"),  # a pipe may fill up
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        )
+    return started
+
+
+def run(options: Options, hosts: int, *, cut: bool = False) -> tuple[Ended, float | None]:
+    """Train on so many hosts; gives also when the link was cut."""
+    since = time.time()
+    with two_hosts(), tempfile.TemporaryDirectory(prefix="two_hosts_") as folder:
+        marks = Path(folder)
+        agents = start(options, hosts, marks)
+        when = None
+        try:
+            if cut:
+                _wait_for_step(options, marks, agents, since + options.limit)
+                cut_the_link()
+                when = time.time()
+            deadline = since + options.limit
+            if when is not None:
+                deadline = when + options.timeout + options.grace
+            output = _outputs(agents, marks, deadline)
+        finally:
+            for agent in agents:
+                with suppress(ProcessLookupError):
+                    os.killpg(agent.pid, signal.SIGKILL)
+                agent.wait()
+    told = {each["rank"]: each for text in output for each in _told(text) if "rank" in each}
+    return Ended([agent.returncode for agent in agents], told, output, time.time() - since), when
+
+
+def _wait_for_step(
+    options: Options, marks: Path, agents: Sequence[subprocess.Popen[bytes]], deadline: float
+) -> None:
+    wanted = [
+        marks / f"rank{rank}_step{options.cut_after - 1}"
+        for rank in range(2 * options.ranks_per_host)
+    ]
+    while not all(mark.exists() for mark in wanted):
+        if time.time() > deadline or any(agent.poll() is not None for agent in agents):
+            raise RuntimeError(f"the ranks did not take {options.cut_after} steps")
+        time.sleep(0.1)
+
+
+def _outputs(agents: Sequence[subprocess.Popen[bytes]], marks: Path, deadline: float) -> list[str]:
+    """What they wrote until their end, or until the deadline."""
+    found = []
+    for number, agent in enumerate(agents):
+        ending = ""
+        try:
+            agent.wait(max(0.1, deadline - time.time()))
+        except subprocess.TimeoutExpired:
+            ending = "\nKILLED at the deadline\n"
+        found.append((marks / f"host{number}.log").read_text(errors="replace") + ending)
+    return found
+
+
+def _told(text: str) -> Iterator[Told]:
+    for line in text.splitlines():
+        _, found, told = line.partition("TOLD ")
+        if found:
+            yield json.loads(told)
+
+
+def same_run(one: Ended, two: Ended, ranks: int) -> list[str]:
+    """Why a run on two hosts is not that on one; empty if it is."""
+    problems = []
+    for name, run_ in (("one host", one), ("two hosts", two)):
+        if any(run_.statuses) or len(run_.told) != ranks:
+            problems.append(f"{name}: {len(run_.told)} of {ranks} ranks told, {run_.statuses}")
+    for rank, there in two.told.items():
+        here = one.told.get(rank, {})
+        for key in ("losses", "checksum", "groups"):
+            if here.get(key) != there.get(key):
+                problems.append(f"rank {rank}: {key} differ")
+    if len({told["host"] for told in two.told.values()}) != 2:
+        problems.append("the two hosts have one name")
+    return problems
+
+
+def clear_end(options: Options, ended: Ended, when: float) -> list[str]:
+    """Why the end of a run that was cut was not clear; empty if it was."""
+    ranks = 2 * options.ranks_per_host
+    silent = sorted(set(range(ranks)) - ended.told.keys())
+    problems = [f"rank {rank} did not tell how it ended" for rank in silent]
+    for rank, told in sorted(ended.told.items()):
+        if "error" not in told:
+            problems.append(f"rank {rank} did not fail")
+        elif told["ended"] - when > options.timeout + options.grace:
+            problems.append(f"rank {rank} ended after {told['ended'] - when:.1f} s")
+    if any("KILLED" in text for text in ended.output):
+        problems.append("torchrun did not end by itself")
+    return problems
+
+
+def main(options: Options) -> int:
+    """Run both; 0 if all is as it should be, 1 if not, 2 if hosts cannot be made."""
+    reason = refused()
+    if reason is not None:
+        raise BadRequestError(f"two hosts cannot be made here: {reason}")
+    check_folder(options.out)
+    ranks = 2 * options.ranks_per_host
+    one, _ = run(options, 1)
+    print(f"one host: {one.seconds:.0f} s, {len(one.told)} of {ranks} ranks", flush=True)
+    two, _ = run(options, 2)
+    print(f"two hosts: {two.seconds:.0f} s, {len(two.told)} of {ranks} ranks", flush=True)
+    problems = same_run(one, two, ranks)
+    cut, when = run(options, 2, cut=True)
+    assert when is not None
+    problems += clear_end(options, cut, when)
+    ends = {rank: round(told["ended"] - when, 2) for rank, told in sorted(cut.told.items())}
+    for rank, told in sorted(cut.told.items()):
+        print(f"rank {rank} on {told['host']}: {ends[rank]} s after the cut: {told.get('error')}")
+    print(
+        "\n".join(problems) or "the same bits on one and two hosts; a clear end when one is cut off"
+    )
+    receipt = {
+        "asked": {**asdict(options), "out": str(options.out)},
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "hosts": two.told[0]["hosts"] if 0 in two.told else None,
+        "losses": two.told[0]["losses"] if 0 in two.told else None,
+        "same_bits_as_on_one_host": not same_run(one, two, ranks),
+        "copies_compared": {rank: told.get("copies") for rank, told in sorted(two.told.items())},
+        "trace": [told.get("trace") for _, told in sorted(two.told.items())],
+        "groups_of_rank_0": two.told[0]["groups"] if 0 in two.told else None,
+        "seconds": {"one host": round(one.seconds, 1), "two hosts": round(two.seconds, 1)},
+        "cut": {
+            "ended_after_s": ends,
+            "errors": {rank: told.get("error") for rank, told in sorted(cut.told.items())},
+            "torchrun_statuses": cut.statuses,
+        },
+        "problems": problems,
+    }
+    write_files(options.out, {"receipt.json": json.dumps(receipt, indent=1).encode() + b"\n"})
+    if problems:
+        logs: Mapping[str, list[str]] = {"one": one.output, "two": two.output, "cut": cut.output}
+        texts = {f"{k}_{n}.log": t.encode() for k, v in logs.items() for n, t in enumerate(v)}
+        write_files(options.out, texts)
+    return 1 if problems else 0
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Options)))
+    except BadRequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,98 @@
+"""One rank of `benchmarks.two_hosts`: trains the small hybrid lane, and tells what it saw.
+
+Started by torchrun. Its last line of output is JSON, also if it fails.
+"""
+
+import json
+import os
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from samestep.comm.checksum import checksums
+from samestep.comm.groups import registry
+from samestep.mesh import build
+from samestep.parallel.replicas import check_replicas
+from samestep.parallel.stack import Stack
+from samestep.stress.scenarios.hybrid import HybridGPT
+from samestep.train.gpt import GPTConfig
+
+MESH = {"tp": 2, "sequence_parallel": True, "ep": 2}  # FSDP2 has the rest
+
+
+def lane(layers: int) -> HybridGPT:
+    """Width 128, heads of 32, 2 KV heads, 128 tokens, 8 experts of 64, a sequence per rank."""
+
+    class Lane(HybridGPT):
+        config = GPTConfig(
+            context=128, width=128, layers=layers, heads=4, kv_heads=2, experts=8, expert_size=64
+        )
+        sequences = 1
+
+    return Lane(0, dist.get_world_size())
+
+
+def train(layers: int, steps: int, told: dict[str, Any], marks: Path | None) -> None:
+    """Fill `told` as it goes; a file in `marks` says that a step was taken."""
+    scenario = lane(layers)
+    mesh = build(**MESH)
+    model = scenario.model_to_cut()
+    stack = Stack(model, scenario.plan(), mesh, loss=mean_loss, ordered=True)
+    optimizer = stack.optimizer(reduction="ordered", **scenario.options())
+    told["hosts"] = list(mesh.hosts)
+    told["trace"] = stack.trace(tell=lambda line: None)["ranks"][mesh.rank]
+    told["groups"] = [str(creation) for creation in registry.creations if creation.mine]
+    share = mesh.degrees.world // mesh.degrees.batch_ranks
+    mine = range(share * stack.batch_place, share * (stack.batch_place + 1))
+    for step in range(steps):
+        tokens = torch.cat([scenario.tokens(step, rank) for rank in mine])
+        loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        optimizer.step()
+        optimizer.zero_grad()
+        told["losses"].append(loss.item())
+        if marks is not None:
+            (marks / f"rank{mesh.rank}_step{step}").touch()
+    told["copies"] = check_replicas(model)
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    told["checksum"] = checksums(held).tolist()
+
+
+def mean_loss(logits: Any, targets: Tensor) -> Tensor:
+    """Cross-entropy, ()."""
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def main() -> int:
+    """Train as torchrun says; give the exit status."""
+    layers, steps, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    marks = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+    torch.set_num_threads(1)
+    told: dict[str, Any] = {"host": socket.gethostname(), "losses": []}
+    status = 0
+    last = time.time()
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        told["rank"] = dist.get_rank()
+        train(layers, steps, told, marks)
+    except Exception as error:
+        status = 1
+        told["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+    told["ended"] = time.time()
+    told["seconds"] = told["ended"] - last
+    print(f"\nTOLD {json.dumps(told)}", flush=True)
+    # Groups of a host that is cut off cannot be taken down in an orderly way.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -178,5 +178,5 @@ def test_layouts_with_products_in_bfloat16():
             if rules[name] == "adamw":
                 assert torch.equal(found[name], expected[name]), name
             else:
-                assert apart <= 0.01, name  # of the way that it came; 0.0053 on an H200
-                assert from_exact <= 0.012, name  # 0.006
+                assert apart <= 0.013, name  # of the way that it came; 0.0067 on an H200
+                assert from_exact <= 0.017, name  # 0.0088

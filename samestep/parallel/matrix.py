@@ -24,7 +24,7 @@ from samestep.parallel.prove import COMPARED, THRESHOLDS, Case, Outcome, referen
 from samestep.train.gpt import GPTConfig
 
 SHAPE: dict[str, Any] = {
-    "vocab_size": 64, "context": 16, "width": 32, "layers": 4, "heads": 4, "kv_heads": 2,
+    "vocab_size": 64, "context": 16, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2,
 }  # fmt: skip
 DENSE = GPTConfig(**SHAPE)
 EXPERTS = GPTConfig(**SHAPE, experts=8, expert_size=16)

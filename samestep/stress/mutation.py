@@ -50,7 +50,7 @@ class MutantRunner:
         Where layouts have to disagree, the case as it is stands for the first layout.
         """
         start = time.monotonic()
-        campaign = Campaign(ForkedRanks(mutant.world, self._watchdog))
+        campaign = Campaign(ForkedRanks(mutant.world, max(self._watchdog, mutant.patience)))
         place = mutant.scenario, mutant.layout, mutant.world
         case = Case(*place, mutant.steps, 1, mutant.reduction, self._seed)
         against_itself = mutant.expected == "layouts"

@@ -1,5 +1,6 @@
 """Layouts of the example GPT against one process: gradients, losses, parameters, copies."""
 
+import warnings
 from functools import reduce
 
 import pytest
@@ -138,3 +139,23 @@ def test_copies_differ_by_bits():
     for same, message in run_forked(2, drift, timeout=30):
         assert same == 2
         assert message.startswith("parameter 'bias' differs between ranks 0 and 1")
+
+
+# --- compiled -------------------------------------------------------------------------------------
+
+
+def quietly(rank, case, expected):
+    # Of torch's own compiler, about tensors that it looks at.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    return run_rank(rank, case, expected)
+
+
+def test_blocks_compile_once():
+    """Also experts of fixed capacity over an expert axis, where the gates are closed by default."""
+    torch.set_num_threads(1)
+    options = {"sequences": 4, "steps": 3, "compile": "aot_eager"}
+    case = Case("compiled", 2, ROOMY, {"ep": 2}, **options)
+    found = reduce(Outcome.merged, run_forked(2, quietly, case, reference(case), timeout=150))
+    assert found.failures() == []
+    assert found.graphs > 0
+    assert found.recompiled == 0

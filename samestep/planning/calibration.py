@@ -28,6 +28,8 @@ BYTES = (1 << 10, 1 << 18, 1 << 22)  # of a collective
 PIECES = (1 << 6, 1 << 21)  # elements of a slice that is updated
 ROUNDS = 7
 
+Clock = Callable[[], float]  # seconds
+
 
 class Measured(NamedTuple):
     """What a rank has found."""
@@ -39,10 +41,15 @@ class Measured(NamedTuple):
     links: dict[str, dict[int, Link]]
 
 
-def measure(rank: int, sizes: tuple[int, ...], sides: tuple[int, ...] = SIDES) -> Measured:
+def measure(
+    rank: int,
+    sizes: tuple[int, ...],
+    sides: tuple[int, ...] = SIDES,
+    clock: Clock = time.perf_counter,
+) -> Measured:
     """On every rank of a group, with the others busy alike; `sizes` are numbers of ranks."""
-    rates = {side: _product_rate(side) for side in sides}
-    bytes_rate, call = _elementwise()
+    rates = {side: _product_rate(side, clock) for side in sides}
+    bytes_rate, call = _elementwise(clock)
     links: dict[str, dict[int, Link]] = {}
     for size in sizes:
         group = registry.of_ranks(range(size))
@@ -50,9 +57,9 @@ def measure(rank: int, sizes: tuple[int, ...], sides: tuple[int, ...] = SIDES) -
             dist.barrier()
             continue
         for kind, launch in _collectives(group).items():
-            links.setdefault(kind, {})[size] = _link(group, launch)
+            links.setdefault(kind, {})[size] = _link(group, launch, clock)
         dist.barrier()
-    return Measured(rates, bytes_rate, call, _model_rate(), links)
+    return Measured(rates, bytes_rate, call, _model_rate(clock), links)
 
 
 def hardware(found: Measured, ranks: int) -> Hardware:
@@ -76,25 +83,25 @@ def hardware(found: Measured, ranks: int) -> Hardware:
     )
 
 
-def _seconds(call: Callable[[], object], rounds: int = ROUNDS) -> float:
+def _seconds(call: Callable[[], object], clock: Clock) -> float:
     call()
     times = []
-    for _ in range(rounds):
-        begun = time.perf_counter()
+    for _ in range(ROUNDS):
+        begun = clock()
         call()
-        times.append(time.perf_counter() - begun)
+        times.append(clock() - begun)
     return statistics.median(times)
 
 
-def _product_rate(side: int) -> float:
+def _product_rate(side: int, clock: Clock) -> float:
     """Of orthogonalization as it runs, on a block of that side and one four times as long."""
     blocks = [torch.randn(1, side, side), torch.randn(1, side, 4 * side)]
     flops = sum(orthogonalize_flops(*block.shape[1:]) for block in blocks)
     dist.barrier()
-    return flops / sum(_seconds(lambda b=block: orthogonalize(b)) for block in blocks)  # type: ignore[misc]
+    return flops / sum(_seconds(lambda b=block: orthogonalize(b), clock) for block in blocks)  # type: ignore[misc]
 
 
-def _elementwise() -> tuple[float, float]:
+def _elementwise(clock: Clock) -> tuple[float, float]:
     """Bytes per second of Muon's elementwise part and AdamW, and seconds per piece."""
     rule = RULES["adamw"]
     options = complete({"rule": "adamw"}, {})
@@ -109,16 +116,16 @@ def _elementwise() -> tuple[float, float]:
         state |= {key: torch.zeros(elements) for key in ("exp_avg", "exp_avg_sq")}
         operand = Operand(torch.zeros(elements), torch.ones(elements), state)
         dist.barrier()
-        times.append(_seconds(lambda o=operand: update_elementwise(rule, o, scalars, given)))  # type: ignore[misc]
+        times.append(_seconds(lambda o=operand: update_elementwise(rule, o, scalars, given), clock))  # type: ignore[misc]
     call = times[0]
     return 28 * PIECES[1] / max(times[1] - call, 1e-9), call
 
 
-def _model_rate() -> float:
+def _model_rate(clock: Clock) -> float:
     """FLOP/s of a product as forward has them."""
     left, right = torch.randn(64, 512), torch.randn(512, 512)
     dist.barrier()
-    return 2 * 64 * 512 * 512 / _seconds(lambda: left @ right)
+    return 2 * 64 * 512 * 512 / _seconds(lambda: left @ right, clock)
 
 
 def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
@@ -153,18 +160,18 @@ def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
     }
 
 
-def _link(group: RankGroup, launch: Callable[[int], object]) -> Link:
+def _link(group: RankGroup, launch: Callable[[int], object], clock: Clock) -> Link:
     """A line through the times of a small and a large collective."""
     both = 2 if isinstance(launch(BYTES[0]), tuple) else 1
     small, _, large = (
-        _together(group, lambda size=size: launch(size)) / both  # type: ignore[misc]
+        _together(group, lambda size=size: launch(size), clock) / both  # type: ignore[misc]
         for size in BYTES
     )
     per_byte = max((large - small) / (BYTES[2] - BYTES[0]), 1e-13)
     return Link(max(small - per_byte * BYTES[0], 1e-7), 1 / per_byte)
 
 
-def _together(group: RankGroup, call: Callable[[], object]) -> float:
+def _together(group: RankGroup, call: Callable[[], object], clock: Clock) -> float:
     """The median over rounds of the slowest rank."""
-    seconds = torch.tensor([_seconds(call)], dtype=torch.float64)
+    seconds = torch.tensor([_seconds(call, clock)], dtype=torch.float64)
     return float(total("slowest", seconds, group).wait()) / group.size

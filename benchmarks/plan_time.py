@@ -1,0 +1,223 @@
+"""Predicted against measured time of an optimizer step, after a calibration in the same run.
+
+Ranks measure the rates of the machine, then take steps of every model in turns, and calibrate once
+more. The prediction is the simulator's, with the mean of both calibrations. Gradients are there
+when a step begins, and all ranks begin together; a step is as long as the slowest rank's.
+"""
+
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import samestep
+from benchmarks.modelled_link import Clock, ModelledLink
+from samestep.command.output import check_folder, write_files
+from samestep.estimate.blueprint import blueprint
+from samestep.estimate.grid import one_axis
+from samestep.estimate.hardware import Hardware, Link, hardware_as_json
+from samestep.estimate.timeline import simulate
+from samestep.launch import run_forked
+from samestep.planning.calibration import Measured, hardware, measure
+from samestep.planning.shapes import Decoder, Shape
+
+MODELS = {
+    "small": Shape("small", 512, 64, 2, 1, 1, 64, 256, gated=False),
+    "middle": Shape("middle", 512, 128, 3, 2, 2, 64, 512, gated=False),
+    "large": Shape("large", 1024, 192, 4, 3, 3, 64, 768, gated=False),
+}
+SIDES = (32, 64, 128, 192)  # of blocks that are measured
+LAYOUTS = {
+    "zero2": {"sharding": "zero2"},
+    "flat zero1": {"sharding": "zero1", "buffers": "flat"},
+    "none": {"sharding": "none"},
+}
+BAR = 0.25
+KINDS = ("all_to_all", "all_reduce", "reduce_scatter")
+LATENCY, BANDWIDTH = 2e-4, 5e7  # of the modelled link
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    ranks: tuple[int, ...] = (2, 4)
+    rounds: int = 7
+    clock: Clock = "wall"
+    """"cpu": computing time plus waits of a modelled link, for a machine that has other work too."""
+    out: Path = Path("out/bench")
+
+
+class Found(NamedTuple):
+    """What a rank has seen."""
+
+    before: Measured
+    after: Measured
+    seconds: dict[str, list[float]]
+
+
+def optimizer_of(model: torch.nn.Module, layout: str) -> samestep.MuonAdamW:
+    """In a layout."""
+    return samestep.MuonAdamW(model, **LAYOUTS[layout])
+
+
+def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
+    """Calibrate, step in turns, calibrate."""
+    now = time.perf_counter
+    if link is not None:
+        link.install()
+        now = link.now
+    ranks = dist.get_world_size()
+    measured = (ranks,) if link is None else ()
+    trainings = {}
+    for name, config in MODELS.items():
+        for layout in LAYOUTS:
+            torch.manual_seed(0)
+            model = Decoder(config)
+            trainings[f"{name}, {layout}"] = model, optimizer_of(model, layout)
+    before = measure(rank, measured, SIDES, now)
+    seconds: dict[str, list[float]] = {key: [] for key in trainings}
+    generator = torch.Generator().manual_seed(rank)
+    for number in range(rounds + 1):
+        turns = list(trainings.items())
+        for key, (model, optimizer) in turns if number % 2 else reversed(turns):
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator)
+            dist.barrier()
+            if link is not None:
+                link.set_speed(LATENCY, BANDWIDTH)
+            begun = now()
+            optimizer.step()
+            took = torch.tensor([now() - begun], dtype=torch.float64)
+            if link is not None:
+                link.set_speed(0.0, math.inf)
+                link.transfers.clear()
+            optimizer.zero_grad()
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if number:
+                seconds[key].append(float(took))
+    return Found(before, measure(rank, measured, SIDES, now), seconds)
+
+
+def mean_of(found: Found, ranks: int) -> Hardware:
+    """The rates between both calibrations."""
+    both = [hardware(each, ranks) for each in (found.before, found.after)]
+    if not both[0].measured:
+        modelled = {kind: {ranks: Link(LATENCY, BANDWIDTH)} for kind in KINDS}
+        both = [replace(each, measured=modelled) for each in both]
+    links = {
+        kind: {
+            ranks: Link(
+                statistics.mean(h.measured[kind][ranks].latency for h in both),
+                2 / sum(1 / h.measured[kind][ranks].bandwidth for h in both),
+            )
+        }
+        for kind in both[0].measured
+    }
+
+    def middle(rates: list[float]) -> float:
+        return len(rates) / sum(1 / rate for rate in rates)
+
+    return Hardware(
+        name="this machine",
+        source=both[0].source,
+        device_memory=both[0].device_memory,
+        ranks_per_host=ranks,
+        product_rates={
+            side: middle([h.product_rates[side] for h in both]) for side in both[0].product_rates
+        },
+        bytes_rate=middle([h.bytes_rate for h in both]),
+        call=statistics.mean(h.call for h in both),
+        model_rate=middle([h.model_rate for h in both]),
+        inside=links["all_to_all"][ranks],
+        between=links["all_to_all"][ranks],
+        on_cpu=True,
+        measured=links,
+    )
+
+
+def main(options: Options) -> None:
+    """Print a table and write the receipt."""
+    check_folder(options.out)
+    console = Console(highlight=False)
+    rows: list[dict[str, Any]] = []
+    machines = {}
+    load = os.getloadavg()
+    for ranks in options.ranks:
+        link = ModelledLink(ranks, "cpu") if options.clock == "cpu" else None
+        found: list[Found] = run_forked(
+            ranks, on_rank, options.rounds, link, timeout=float("inf"), collective_timeout=300.0
+        )
+        machine = mean_of(found[0], ranks)
+        machines[str(ranks)] = hardware_as_json(machine)
+        drift = max(
+            abs(found[0].after.product_rates[side] / rate - 1)
+            for side, rate in found[0].before.product_rates.items()
+        )
+        for key, times in found[0].seconds.items():
+            name, layout = key.split(", ")
+            config = MODELS[name]
+            with torch.device("meta"):
+                model = Decoder(config)
+            plan = blueprint(optimizer_of(model, layout), one_axis(ranks))
+            timeline = simulate(plan, machine)
+            measured = statistics.median(times)
+            rows.append(
+                {
+                    "ranks": ranks,
+                    "model": name,
+                    "layout": layout,
+                    "parameters": sum(p.numel() for p in model.parameters()),
+                    "predicted_ms": 1e3 * timeline.seconds,
+                    "measured_ms": 1e3 * measured,
+                    "least_ms": 1e3 * min(times),
+                    "most_ms": 1e3 * max(times),
+                    "error": timeline.seconds / measured - 1,
+                    "calibrations_differ_by": drift,
+                    "parts_ms": {k: 1e3 * v for k, v in timeline.by_operation.items()},
+                }
+            )
+    table = Table(
+        title=f"step, predicted and measured; load {load[0]:.1f} -> {os.getloadavg()[0]:.1f}"
+    )
+    for column in ("ranks", "model", "layout", "predicted ms", "measured ms", "range", "error"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["ranks"]), row["model"], row["layout"], f"{row['predicted_ms']:.1f}",
+            f"{row['measured_ms']:.1f}", f"{row['least_ms']:.1f} to {row['most_ms']:.1f}",
+            f"{row['error']:+.0%}",
+        )  # fmt: skip
+    console.print(table)
+    within = sum(abs(row["error"]) <= BAR for row in rows)
+    console.print(f"{within} of {len(rows)} within {BAR:.0%}")
+    content = {
+        "kind": "samestep plan time",
+        "format": 1,
+        "rows": rows,
+        "within": within,
+        "bar": BAR,
+        "clock": options.clock,
+        "hardware": machines,
+        "load_average": {"before": load[0], "after": os.getloadavg()[0], "cpus": os.cpu_count()},
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+    write_files(
+        options.out,
+        {f"plan_time_{options.clock}.json": json.dumps(content, indent=1).encode() + b"\n"},
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

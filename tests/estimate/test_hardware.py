@@ -1,0 +1,59 @@
+"""Hardware files: read as they were written, refused in one line."""
+
+import json
+
+import pytest
+
+from samestep.estimate.hardware import (
+    PRESETS,
+    HardwareError,
+    Link,
+    hardware_as_json,
+    read_hardware,
+)
+
+
+def test_a_file_gives_the_same_hardware(tmp_path):
+    for preset in PRESETS.values():
+        path = tmp_path / "hardware.json"
+        path.write_text(json.dumps(hardware_as_json(preset)))
+        assert read_hardware(path) == preset
+        assert len(preset.source) > 30
+
+
+def test_rates_are_interpolated_by_the_short_side():
+    preset = PRESETS["h200x8"]
+    sides = sorted(preset.product_rates)
+    assert preset.product_rate(1) == preset.product_rates[sides[0]]
+    assert preset.product_rate(10**6) == preset.product_rates[sides[-1]]
+    middle = preset.product_rate((sides[0] + sides[1]) // 2)
+    low, high = preset.product_rates[sides[0]], preset.product_rates[sides[1]]
+    assert low < middle < high
+
+
+def test_a_collective_takes_latency_and_bytes_over_bandwidth():
+    assert Link(1e-5, 1e9, 1e-6).seconds(5, 1e6) == pytest.approx(1e-5 + 4e-6 + 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "is no hardware file"),
+        ('{"kind": "samestep hardware", "format": 9}', "has format 9, not 1"),
+        ('{"kind": "samestep hardware", "format": 1}', "lacks 'inside'"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "hardware.json"
+    path.write_text(content)
+    with pytest.raises(HardwareError, match=message):
+        read_hardware(path)
+
+
+def test_rates_must_be_above_zero(tmp_path):
+    content = hardware_as_json(PRESETS["h200x8"]) | {"bytes_rate": 0}
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(HardwareError, match="above 0"):
+        read_hardware(path)

@@ -1,0 +1,178 @@
+"""The simulator against the executor, and against cases that can be worked out by hand."""
+
+import gzip
+import json
+
+import pytest
+import torch
+
+import samestep
+import samestep.rule_optimizer
+from samestep.comm.executor import execute
+from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.grid import Grid, one_axis
+from samestep.estimate.hardware import Hardware, Link
+from samestep.estimate.timeline import Training, simulate, spans
+from samestep.estimate.trace import chrome_trace
+from samestep.layout.dtensor_shards import Cut
+from samestep.plan.schedule import line_of
+from samestep.stress.models import Matrices
+from samestep.stress.sharded_training import new_training
+from tests.estimate.layouts import AllPresent, blueprint_of, layouts_on
+from tests.ranks import run_forked
+
+LINK = Link(latency=1e-3, bandwidth=1e6)
+MACHINE = Hardware(
+    name="by hand", source="this test", device_memory=1, ranks_per_host=8,
+    product_rates={8: 1e9}, bytes_rate=1e30, call=0.0, model_rate=1e9,
+    inside=LINK, between=LINK, on_cpu=True,
+)  # fmt: skip
+SHOWN = ("zero1", "zero2", "flat_zero1", "fsdp2_gather", "fsdp2_parallel", "hsdp")
+
+
+def traced(rank, world):
+    """Per layout what the executor did and what was launched meanwhile, in order."""
+    found = {}
+    for layout in layouts_on(world):
+        if layout.name not in SHOWN:
+            continue
+        training = new_training(AllPresent(3, world), layout, rank, reduction="fast")
+        training.step(0)
+        training._make_gradients(1)
+        events = []
+
+        def run(schedule, handlers, events=events):
+            def noted(handler):
+                def call(operation):
+                    events.append(("begins", line_of(operation)))
+                    handler(operation)
+                    events.append(("ends", line_of(operation)))
+
+                return call
+
+            execute(schedule, {kind: noted(handler) for kind, handler in handlers.items()})
+
+        samestep.rule_optimizer.execute = run
+        recorder = samestep.FlightRecorder()
+        recorder.on_launch.append(lambda record, e=events: e.append(("launches", record.name)))
+        with recorder:
+            training.optimizer.step()
+        samestep.rule_optimizer.execute = execute
+        found[layout.name] = events
+    return found
+
+
+def test_a_real_run_and_a_simulated_one_have_the_same_operations_in_the_same_order():
+    ranks = run_forked(4, traced, 4, timeout=120)
+    assert set(ranks[0]) == set(SHOWN)
+    for layout in layouts_on(4):
+        if layout.name not in SHOWN:
+            continue
+        plan = blueprint_of(layout, AllPresent(3, 4), 4, "fast")
+        timeline = simulate(plan, MACHINE, show=range(4))
+        for rank, events in enumerate(each[layout.name] for each in ranks):
+            shown = timeline.shown[rank]
+            operations = [span.name for span in shown.operations]
+            assert operations == [name for what, name in events if what == "begins"], layout.name
+            transfers = [span.name for span in shown.transfers]
+            assert transfers == [name for what, name in events if what == "launches"]
+            assert len(transfers) > 2
+            # Dependencies: each transfer is launched inside the operation that launches it there.
+            inside, current = [], None
+            for what, name in events:
+                current = name if what == "begins" else current
+                if what == "launches":
+                    inside.append((name, current))
+            spans_by_name = {}
+            for number, span in enumerate(shown.operations):
+                spans_by_name.setdefault(span.name, shown.operations[number])
+            for (name, operation), transfer in zip(inside, shown.transfers, strict=True):
+                span = spans_by_name[operation]
+                assert span.start <= transfer.launched <= span.end, (layout.name, name)
+                assert transfer.start >= transfer.launched
+                assert transfer.end > transfer.start
+            for earlier, later in zip(shown.operations, shown.operations[1:], strict=False):
+                assert later.start == earlier.end
+
+
+def muon_over(ranks, **options):
+    with torch.device("meta"):
+        model = Matrices({f"m{i}": (8, 8) for i in range(ranks)})
+    groups = [{"params": ["*"], "rule": "muon"}]
+    optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
+    over = SpreadOver((("data",),), (Cut(0),))
+    return blueprint(optimizer, one_axis(ranks), spread=lambda name, param: over)
+
+
+def test_times_by_hand():
+    # Two blocks of 8 x 8 on two ranks: each owner gets half a block, 128 bytes, and gives it back.
+    # 30 m^3 FLOPs at 1 GFLOP/s are 15.36 us.
+    timeline = simulate(muon_over(2), MACHINE, show=[0])
+    link, compute = 1e-3 + 128 / 1e6, 30 * 8**3 / 1e9
+    presence = 1e-3 + 2 * 3 * 8 / 2 / 1e6
+    assert timeline.seconds == pytest.approx(presence + link + compute + link)
+    assert timeline.exposed_seconds == pytest.approx(presence + 2 * link)
+    assert float(timeline.idle.max()) == pytest.approx(0)
+    assert float(timeline.computing.max()) == pytest.approx(compute)
+    gathered = simulate(muon_over(2, muon_schedule="gather"), MACHINE)
+    # Every rank gets the other half of each block, one after the other; the first is computed
+    # while the second is on its way.
+    assert gathered.seconds == pytest.approx(presence + 2 * link + compute)
+
+
+def test_a_pipeline_hides_transfers_and_balance_shortens_the_step():
+    with torch.device("meta"):
+        shapes = {}
+        for layer in range(6):
+            shapes |= {f"a{layer}": (64, 64), f"b{layer}": (256, 64)}
+        model = Matrices(shapes)
+    groups = [{"params": ["*"], "rule": "muon"}]
+    over = SpreadOver((("data",),), (Cut(0),))
+
+    def seconds(**options):
+        optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
+        plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
+        machine = Hardware(**{**vars(MACHINE), "inside": Link(1e-4, 2e7)})
+        return simulate(plan, machine)
+
+    distributed = seconds(muon_schedule="gather", chunks_ahead=0)
+    parallel = seconds(owners="cyclic", chunks_ahead=0)
+    pipelined = seconds(owners="cyclic")
+    balanced = seconds(owners="balanced")
+    times = [t.seconds for t in (distributed, parallel, pipelined, balanced)]
+    assert times == sorted(times, reverse=True)
+    assert balanced.exposed_seconds < pipelined.exposed_seconds < parallel.exposed_seconds
+
+
+def test_overlap_hides_communication_behind_backward():
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(8)))
+    found = {}
+    for name, overlaps in {"none": {}, "both": {"overlap_grad_reduce": True,
+                                               "overlap_param_gather": True}}.items():  # fmt: skip
+        optimizer = samestep.MuonAdamW(
+            model, sharding="zero1", buffers="flat", bucket_size=4096, **overlaps
+        )
+        machine = Hardware(**{**vars(MACHINE), "inside": Link(1e-4, 1e7)})
+        found[name] = simulate(blueprint(optimizer, one_axis(2)), machine, training=Training(512))
+    assert found["both"].exposed_seconds < 0.5 * found["none"].exposed_seconds
+    assert found["both"].seconds < found["none"].seconds
+
+
+def test_groups_that_span_hosts():
+    sizes = {"replicate": 2, "data": 4, "expert": 1, "model": 8}
+    grid = Grid(sizes)
+    assert spans(sizes, grid.peers("model")) == 8
+    assert spans(sizes, grid.peers("data")) == 32
+    assert spans(sizes, grid.peers("replicate")) == 64
+    slow = Hardware(**{**vars(MACHINE), "between": Link(1.0, 1e6), "ranks_per_host": 2})
+    assert simulate(muon_over(2), slow).seconds < 0.1
+    assert simulate(muon_over(4), slow).seconds > 2
+
+
+def test_a_trace_for_chrome():
+    timeline = simulate(muon_over(2), MACHINE, show=[0, 1])
+    events = json.loads(gzip.decompress(chrome_trace({"step": timeline})))["traceEvents"]
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert {"Collect 0.0", "Transform 0.0", "Apply 0.0", "return of chunk 0", "presence"} <= names
+    assert {event["pid"] for event in events} == {0, 1}

@@ -1,0 +1,145 @@
+"""The command: what it shows and writes, and what it refuses in one line."""
+
+import json
+
+import pytest
+
+from samestep import cli
+from samestep.command.request import BadRequestError
+from samestep.mesh.degrees import Degrees
+from samestep.planning.mesh import questions, read_mesh
+from samestep.planning.model import load_model
+
+FACTORY = """
+import torch
+from torch import nn
+
+def model():
+    return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 64, bias=False), nn.Linear(64, 32))
+
+def on_gpu():
+    return nn.Linear(4, 4).cuda()
+
+def pinned():
+    return nn.Linear(4, 4, device="cpu")
+
+def reads_values():
+    layer = nn.Linear(4, 4)
+    return layer if layer.weight.sum().item() > 0 else None
+"""
+
+
+def test_a_plan_of_a_factory_is_shown_and_written(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(FACTORY)
+    words = [
+        "plan",
+        f"{tmp_path / 'mine.py'}:model",
+        "--mesh",
+        "dp=4",
+        "--out",
+        str(tmp_path / "o"),
+    ]
+    assert cli.main([*words, "--sharding", "zero1", "--buffers", "flat", "--tokens", "64"]) == 0
+    shown = capsys.readouterr().out
+    for title in ("Memory of the worst rank", "Traffic of a step", "Owners", "Every stage"):
+        assert title in shown
+    content = json.loads((tmp_path / "o" / "plan.json").read_text())
+    assert content["mesh"]["ranks"] == 4
+    assert set(content["every_stage"]) == {"none", "zero1", "zero2", "zero3"}
+    stage = content["stages"][0]
+    assert stage["memory"]["peak"] >= stage["memory"]["parameters"] + stage["memory"]["state"]
+    assert stage["step_seconds"] > 0
+    page = (tmp_path / "o" / "plan.html").read_text()
+    assert page.count("data:image/png;base64,") == 2
+    assert "http://" not in page
+    assert "<script src" not in page
+    assert (tmp_path / "o" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def refused(words, capsys):
+    assert cli.main(["plan", *words]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["lama-7b"], "is no preset (gpt2-xl, llama-7b,"),
+        (["lama-7b"], "did you mean 'llama-7b'?"),
+        ([], "say which MODEL"),
+        (["gpt2-xl", "--mesh", "dp=3,tp=0"], "tp must be a whole number above 0, got '0'"),
+        (["gpt2-xl", "--mesh", "x=3"], "'x=3' is not AXIS=SIZE"),
+        (["gpt2-xl", "--mesh", "dp=3", "--ranks", "8"], "dp 3 = 3 ranks, and there are 8; dp 8"),
+        (["gpt2-xl", "--hardware", "h900"], "is no preset (h200x8,"),
+        (["gpt2-xl", "--hardware", "none.json"], "cannot read 'none.json'"),
+        (["gpt2-xl", "--mesh", "dp=2,tp=2"], "sharding zero2 does not go with tp=2"),
+        (["gpt2-xl", "--reserve", "1"], "--reserve must be from 0 to below 1"),
+        (["deepseek-v3", "--mesh", "dp=2,ep=3"], "ep=3 does not divide 256 experts"),
+        (["none.json"], "cannot read 'none.json'"),
+        (["no_such_module:make"], "'no_such_module' cannot be imported"),
+    ],
+)
+def test_bad_input_is_one_line(words, message, capsys):
+    assert message in refused(words, capsys)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("on_gpu", "cannot be built on the meta device"),
+        ("pinned", "parameter 'weight' is on 'cpu' and would take memory"),
+        ("reads_values", "cannot be built on the meta device"),
+        ("nothing", "has no function 'nothing'"),
+    ],
+)
+def test_factories_that_need_a_device_are_refused(name, message, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(FACTORY)
+    assert message in refused([f"{tmp_path / 'mine.py'}:{name}"], capsys)
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 128,
+}  # fmt: skip
+
+
+def test_a_config_of_hugging_face(tmp_path, capsys):
+    import torch
+
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    model = load_model(str(path), torch.bfloat16)
+    assert model.parameters == 2 * 128 * 64 + 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 96 * 64) + 5 * 64
+    for key in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"):
+        path.write_text(json.dumps({k: v for k, v in LLAMA.items() if k != key}))
+        assert f"lacks {key!r}" in refused([str(path)], capsys)
+    path.write_text(json.dumps({**LLAMA, "vocab_size": "many"}))
+    assert "vocab_size must be a whole number above 0" in refused([str(path)], capsys)
+    path.write_text("{")
+    assert "is no JSON" in refused([str(path)], capsys)
+
+
+def test_the_template_for_deepseek_on_2048_is_questioned():
+    with pytest.raises(BadRequestError) as caught:
+        read_mesh("tp=8,pp=16,ep=32,dp=8", 2048)
+    text = str(caught.value)
+    assert "tp 8 x pp 16 x ep 32 x dp 8 = 32,768 ranks, and there are 2,048" in text
+    assert "as in Megatron) they are 1,024" in text
+    assert "then dp 16 makes 2,048" in text
+    assert "no dp does: 2,048 / 4,096 = 0.5" in text
+    assert read_mesh("pp=16,ep=64,dp=2", 2048) == Degrees(2048, pp=16, ep=64)
+    assert read_mesh("tp=8", 64) == Degrees(64, tp=8)
+
+
+def test_what_fits_may_still_be_questioned():
+    import torch
+
+    model = load_model("deepseek-v3", torch.bfloat16)
+    found = questions(model, Degrees(2048, pp=16, ep=64))
+    assert found == ["61 layers on pp=16 stages: some have 4, others 3"]
+    assert any("does not divide 8 key-value" in q for q in
+               questions(load_model("llama-70b", torch.bfloat16), Degrees(48, tp=3)))  # fmt: skip

@@ -1,0 +1,53 @@
+"""Thousands of ranks in one process."""
+
+import resource
+import time
+
+import pytest
+import torch
+
+from samestep.estimate.hardware import PRESETS
+from samestep.mesh.degrees import Degrees
+from samestep.planning.cluster import Settings
+from samestep.planning.command import distinct_stages
+from samestep.planning.figures import stage_figures
+from samestep.planning.model import load_model
+from samestep.planning.verdict import judge
+from tests.soak import SOAK
+
+CASES = [("deepseek-v3", Degrees(2048, pp=16, ep=64), Settings(sharding="zero1"), 3)]
+if SOAK:
+    CASES += [
+        ("llama-70b", Degrees(1024), Settings(), 1),
+        ("llama-70b", Degrees(1024, replicate=16), Settings(sharding="zero3"), 1),
+        ("llama-70b", Degrees(1024, tp=8), Settings(sharding="zero3"), 1),
+    ]
+
+
+@pytest.mark.parametrize(("name", "degrees", "settings", "least"), CASES)
+def test_large_models_on_many_ranks(name, degrees, settings, least):
+    begun = time.process_time()
+    model = load_model(name, torch.bfloat16)
+    stages = list(distinct_stages(model, degrees))
+    assert len(stages) >= least
+    total = 0
+    for stage in stages:
+        figures, plan, timeline = stage_figures(model, degrees, settings, PRESETS["h800x8"], stage)
+        assert plan.grid.ranks * degrees.pp == degrees.world
+        assert figures.peak > figures.memory.parameters
+        assert timeline.computing.numel() == plan.grid.ranks
+        for owners in figures.owners:
+            assert owners.ratio >= owners.bound >= 1
+        total += figures.parameters
+    assert time.process_time() - begun < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
+
+
+def test_the_verdict_takes_the_least_sharding_that_leaves_room():
+    peaks = {"none": 100, "zero1": 69, "zero2": 40, "zero3": 10}
+    verdict = judge("none", peaks, 100, 0.3)
+    assert (verdict.fits, verdict.choose) == (True, "zero1")
+    assert judge("zero2", {**peaks, "zero1": 71}, 100, 0.3).choose == "zero2"
+    verdict = judge("none", {"none": 300, "zero3": 200}, 100, 0.3)
+    assert (verdict.fits, verdict.choose) == (False, None)
+    assert "zero3 needs the least" in verdict.text

@@ -59,7 +59,7 @@ def test_version(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sing"], "there is no command 'sing'; there is: stress, train, bench crossover"),
+        (["sing"], "there is no command 'sing'; there is: stress, train, mesh"),
         (["bench", "sing", "--loud"], "there is no command 'bench sing'"),
         (["crossover"], "there is no command 'crossover'"),
         (["--loud"], "unknown option '--loud'"),

@@ -172,7 +172,8 @@ class Campaign:
         first_sample = min(min(case.due(self._scenario)) for case in cases)
         steps = min(self._scenario.begun_alone, first_sample - 1)
         if steps:
-            begin_alone(self._scenario, steps, folder)
+            scenario = self._scenario
+            self._ranks.aside(lambda device: begin_alone(scenario, steps, folder, device))
         return steps
 
     def _work(self, case: Case, patch: Patch, folder: Path | None, begun: int) -> Work:
@@ -205,7 +206,7 @@ class Campaign:
         key = (first.scenario, first.world, first.reduction, first.seed)
         if key == self._shared_by and due <= self._expected.samples.keys():
             return  # also a shorter case, if the longer one has its samples
-        expected = expected_run(scenario, due, progress)
+        expected = self._ranks.aside(lambda _: expected_run(scenario, due, progress))
         if scenario.loop == "recorded":
             scenario = Recorded(scenario, expected.gradients)
         self._scenario, self._expected, self._base = scenario, expected, {}

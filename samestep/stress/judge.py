@@ -121,7 +121,9 @@ class Judge:
             for rank, ending in sorted(failed.items()):
                 if ending.kind == kind:
                     assert ending.error is not None
-                    first_line = ending.error.split("\n")[0]
+                    lines = ending.error.strip().split("\n")
+                    # Of a traceback the last one says what it was.
+                    first_line = f"raised {lines[-1]}" if lines[0] == "raised:" else lines[0]
                     self._find(kind, ending.step, f"rank {rank}: {first_line}")
                     return
         for rank in range(self.ranks):

@@ -1,9 +1,9 @@
 """Running cases on ranks: forked here, or (see `torchrun_ranks`) those of torchrun."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -18,11 +18,18 @@ CRASHED = ("died of SIGABRT", "died of SIGSEGV")
 WITHOUT_ENDING = ("had not finished", "was still running", *CRASHED)
 
 
+Result = TypeVar("Result")
+
+
 class Ranks(Protocol):
     """Something that runs cases on all ranks, and tells how each rank ended in each."""
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         """Run one after the other; the functions are called in that order, in this process."""
+        ...
+
+    def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
+        """What one process computes beside the ranks, given the device of these."""
         ...
 
 
@@ -41,6 +48,13 @@ class ForkedRanks:
             while batch:
                 ended = self._run_batch(batch, 1 if alone else self.world, on_sample, on_end)
                 batch = batch[ended:]
+
+    def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
+        """Here, or in a process of its own: one that used autograd cannot fork ranks with a GPU."""
+        if not self._on_gpu:
+            return compute(None)
+        found: Result = run_forked(1, lambda _: compute(torch.device("cuda", 0)), timeout=600.0)[0]
+        return found
 
     def _run_batch(
         self, works: Sequence[Work], world: int, on_sample: OnSample, on_end: OnEnd

@@ -16,9 +16,11 @@ from samestep.stress.training import Training
 BEGUN = "begun"  # the checkpoint of `begin_alone`
 
 
-def begin_alone(scenario: Scenario, steps: int, folder: Path) -> None:
+def begin_alone(
+    scenario: Scenario, steps: int, folder: Path, device: torch.device | None = None
+) -> None:
     """Take the first steps in this process, with the gradients of all ranks, and save them."""
-    training = new_training(scenario, LAYOUTS["one_process"], 0)
+    training = new_training(scenario, LAYOUTS["one_process"], 0, device=device)
     for step in range(steps):
         training.step(step)
     samestep.save(folder / BEGUN, training.model, training.optimizer)

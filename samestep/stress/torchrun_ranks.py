@@ -14,7 +14,7 @@ from samestep.comm.messages import gather_on_first
 from samestep.launch import TorchrunRank
 from samestep.stress.mailbox import OnEnd, OnSample
 from samestep.stress.rank import Message, Work, run_rank
-from samestep.stress.ranks import shared_gpu
+from samestep.stress.ranks import Result, shared_gpu
 from samestep.stress.sample import Ending, Sample
 
 START = timedelta(minutes=5)  # from the first rank's start to the last one's
@@ -46,6 +46,10 @@ class TorchrunRanks:
             on_end(endings)
             if any(ending.error is not None for ending in endings.values()):
                 return
+
+    def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
+        """Here."""
+        return compute(self._device)
 
     def _run_one(self, work: Work, on_sample: OnSample) -> dict[int, Ending]:
         endings: dict[int, Ending] = {}

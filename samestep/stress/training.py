@@ -70,6 +70,8 @@ class Training:
         options = {**self.scenario.options(), **self._distribution}
         if self._device is not None and self._device.type == "cuda":
             options["compute_dtype"] = torch.float32  # Muon's bfloat16 is far from any reference
+            if self.layout.parameters != "plain":
+                options["block_dtype"] = torch.float32
         with warnings.catch_warnings():
             if self.scenario.starts_differ:
                 warnings.filterwarnings("ignore", message="replicas differ")
@@ -236,7 +238,8 @@ def mean_over_ranks(
 
 
 def _sum_in_rank_order(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-    parts = [torch.zeros_like(param) if grad is None else grad for grad in grads]
+    # What was recorded is on the host.
+    parts = [torch.zeros_like(param) if grad is None else grad.to(param.device) for grad in grads]
     result = parts[0]
     for part in parts[1:]:
         result = result + part

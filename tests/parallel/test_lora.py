@@ -211,6 +211,8 @@ def train(rank, tp, sequence_parallel, when, rule, path=None, steps=STEPS):
         name: {str(place) for place in p.placements}
         for name, p in adapters(model).named_parameters()
     }
+    if when == "after":
+        merge_spread(model)
     return grads, norms, params, placements, copies
 
 
@@ -250,9 +252,27 @@ def test_factors_are_trained_as_in_one_process(tp, sequence_parallel, when, rule
         torch.testing.assert_close(param.detach(), found[0][2][name], rtol=0, atol=0)
 
 
-def hooked(rank):
+def merge_spread(model):
+    """Weights that FSDP2 and tensor parallel have cut, and the same outputs as before."""
+    before = {name: layer.weight.full_tensor() for name, layer in lora_layers(model)}
+    factors = {name: p.full_tensor() for name, p in adapters(model).named_parameters()}
+    scale = next(layer.scale for _, layer in lora_layers(model))
+    inputs, _ = batch(2)
+    with torch.no_grad():
+        outputs = model(inputs)
+        merge_lora(model)
+        torch.testing.assert_close(model(inputs), outputs, rtol=0, atol=1e-5)
+    for name, weight in before.items():
+        wanted = weight + scale * factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"]
+        merged = model.get_submodule(name).weight
+        assert isinstance(merged, DTensor)
+        torch.testing.assert_close(merged.full_tensor(), wanted, rtol=0, atol=1e-6)
+    assert not list(lora_layers(model))
+
+
+def hooked(rank, tp):
     """Another optimizer, and two micro-batches: gradients are combined by hooks."""
-    model, mesh = laid_out(2, True, "after")
+    model, mesh = laid_out(tp, tp > 1, "after")
     fill(samestep.MuonAdamW(model))
     combine_after_backward(model)
     for step in (0, 1):
@@ -263,31 +283,17 @@ def hooked(rank):
         found[name] = param.grad.full_tensor() / 2
     torch.optim.SGD(lora_parameters(model), lr=1.0).step()
     check_replicas(adapters(model))
-    before = {name: layer.weight.full_tensor() for name, layer in lora_layers(model)}
-    factors = {name: p.full_tensor() for name, p in adapters(model).named_parameters()}
-    scale = next(layer.scale for _, layer in lora_layers(model))
-    inputs, _ = batch(2)
-    with torch.no_grad():
-        outputs = model(inputs)
-    merge_lora(model)
-    for name, weight in before.items():
-        wanted = weight + scale * factors[f"{name}.lora_B"] @ factors[f"{name}.lora_A"]
-        merged = model.get_submodule(name).weight
-        assert isinstance(merged, DTensor)
-        torch.testing.assert_close(merged.full_tensor(), wanted, rtol=0, atol=1e-6)
-    assert not list(lora_layers(model))
-    with torch.no_grad():
-        torch.testing.assert_close(model(inputs), outputs, rtol=0, atol=1e-5)
     return found
 
 
-def test_hooks_combine_gradients_for_any_optimizer_and_spread_layers_are_merged():
+@pytest.mark.parametrize("tp", [1, 2] if SOAK else [1])
+def test_hooks_combine_gradients_for_any_optimizer(tp):
     model = gpt(SHAPE)
     add_lora(model, PATTERNS, rank=4)
     fill(samestep.MuonAdamW(model))
     for step in (0, 1):
         backward(model, step, range(2))
-    for found in run_forked(4, hooked):
+    for found in run_forked(2 * tp, hooked, tp, timeout=120.0):
         for name, param in adapters(model).named_parameters():
             torch.testing.assert_close(found[name], param.grad / 2, rtol=0, atol=1e-6, msg=name)
 
@@ -310,7 +316,7 @@ def plain(rank):
 
 def test_replicas_without_a_mesh():
     _, _, wanted = alone(2)
-    first, second = run_forked(2, plain)
+    first, second = run_forked(2, plain, timeout=300.0)
     for name, param in first[0].items():
         torch.testing.assert_close(param, wanted[name], rtol=0, atol=2e-5, msg=name)
         assert torch.equal(first[1][name], second[1][name])

@@ -87,6 +87,8 @@ def build(
         ep_carries_data,
     )  # fmt: skip
     limit = timedelta(seconds=timeout) if isinstance(timeout, int | float) else timeout
+    if limit is not None and limit <= timedelta(0):
+        raise ValueError(f"timeout must be above 0 seconds, got {limit.total_seconds():g}")
     device_type = device_type or ("cuda" if "nccl" in dist.get_backend() else "cpu")
     # torch's fake backend plays one rank of a world in which nobody else answers.
     device = None if dist.get_backend() == "fake" else torch.device(device_type)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
-from samestep.comm.agreement import RanksDisagreeError, gather_texts
-from samestep.comm.groups import registry
+from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.groups import ranks_text, registry
+from samestep.comm.messages import gather_everywhere
 from samestep.mesh.build import Mesh
 from samestep.mesh.degrees import Degrees
 
@@ -69,7 +68,7 @@ def trace(
         facts: From `predicates`.
         observed: What was really done on this rank, under the same names: modules that send
             tokens, hooks that were left behind. It is told too. A name that `facts` has must
-            have the same value.
+            have the same value; a stage without experts may leave out what concerns them.
         tell: Gets the line.
 
     Raises:
@@ -79,42 +78,41 @@ def trace(
     seen = dict(observed or {})
     mine = line(mesh, known | {f"seen.{name}": value for name, value in seen.items()})
     tell(mine)
-    lines = [mine]
+    of_ranks = {mesh.rank: (mine, known, seen)}
     if all(mesh.hosts):  # with torch's fake backend there is nobody to ask
-        device = torch.device(mesh.device_mesh.device_type)
-        lines = gather_texts("trace of the first step", mine, registry.of(), device)
-    _require_same(lines)
+        everyone = gather_everywhere((mine, known, seen), registry.of().handle)
+        of_ranks = dict(enumerate(everyone))
+    problems = _differences({rank: known for rank, (_, known, _) in of_ranks.items()})
+    problems += _differences({rank: seen for rank, (_, _, seen) in of_ranks.items()}, "seen.")
+    for rank, (_, known, seen) in of_ranks.items():
+        problems += [
+            f"rank {rank} has {name}={known[name]}, and did {name}={value}"
+            for name, value in seen.items()
+            if known.get(name, value) != value
+        ]
+    if problems:
+        raise RanksDisagreeError(
+            f"ranks do not run the same code: {'; '.join(problems)}. Build the mesh from the same "
+            "arguments everywhere, and decide from its degrees alone"
+        )
     return {
         "mesh": mesh.name,
         "degrees": asdict(mesh.degrees),
         "predicates": known,
         "observed": seen,
-        "ranks": lines,
+        "ranks": [mine for mine, _, _ in of_ranks.values()],
     }
 
 
-def _require_same(lines: list[str]) -> None:
-    """Compare what ranks tell with rank 0's, and what each has seen with what it says."""
-    told = [dict(part.split("=", 1) for part in text.split(" ")) for text in lines]
-    problems = []
-    for name in told[0].keys() - {"rank", "at"}:
+def _differences(of_ranks: Mapping[int, Mapping[str, Any]], prefix: str = "") -> list[str]:
+    """Facts that ranks do not share; who has nothing to say of one has no say."""
+    found = []
+    for name in dict.fromkeys(name for facts in of_ranks.values() for name in facts):
         by_value: dict[str, list[int]] = {}
-        for rank, facts in enumerate(told):
-            by_value.setdefault(facts.get(name, "nothing"), []).append(rank)
+        for rank, facts in of_ranks.items():
+            if name in facts:
+                by_value.setdefault(str(facts[name]), []).append(rank)
         if len(by_value) > 1:
-            values = ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
-            problems.append(f"{name} is {values}")
-    for rank, facts in enumerate(told):
-        for name, value in facts.items():
-            fact = facts.get(name.removeprefix("seen."))
-            if name.startswith("seen.") and fact is not None and fact != value:
-                problems.append(f"rank {rank} has {name[5:]}={fact}, and did {name[5:]}={value}")
-    if problems:
-        raise RanksDisagreeError(
-            f"ranks do not run the same code: {'; '.join(sorted(problems))}. Build the mesh from "
-            "the same arguments everywhere, and decide from its degrees alone"
-        )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            values = ", ".join(f"{v} on {ranks_text(ranks)}" for v, ranks in by_value.items())
+            found.append(f"{prefix}{name} is {values}")
+    return found

@@ -172,6 +172,14 @@ def test_the_timeout_of_new_groups():
     assert run_forked(4, job) == [3.0] * 4
 
 
+def test_a_timeout_of_nothing_is_refused():
+    def job(rank):
+        with pytest.raises(ValueError, match="timeout must be above 0 seconds, got 0"):
+            build(timeout=0)
+
+    run_threaded(1, job)
+
+
 def test_groups_of_layers_stay_inside_a_host():
     def job(rank):
         socket.gethostname = lambda: "north" if rank < 2 else "south"

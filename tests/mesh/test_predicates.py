@@ -85,6 +85,20 @@ def test_what_a_rank_did_is_held_against_what_it_says():
         assert "rank 1 has expert_lane=True, and did expert_lane=False" in message
 
 
+def test_a_rank_that_has_nothing_to_say_has_no_say():
+    """A stage without experts."""
+
+    def job(rank):
+        mesh = build(pp=2)
+        seen = {"sizes": (1, 2)} | ({"expert_lane": False} if rank else {})
+        facts = predicates(mesh.degrees, experts=True)
+        return trace(mesh, facts, observed=seen, tell=lambda line: None)["ranks"]
+
+    first, second = run_threaded(2, job)
+    assert first == second
+    assert first[0].endswith("seen.sizes=(1, 2)")
+
+
 def test_one_rank_of_a_large_world():
     with fake_world(100, 256):
         mesh = build(tp=8, ep=8)

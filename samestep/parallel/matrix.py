@@ -8,7 +8,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
@@ -20,6 +20,8 @@ import samestep
 from samestep.command.flags import parse_flags
 from samestep.command.output import write_files
 from samestep.launch import RanksFailed, run_forked
+from samestep.mesh import Degrees
+from samestep.mesh.gates import GATES, CompileFacts, Decision, decide
 from samestep.parallel.prove import COMPARED, THRESHOLDS, Case, Outcome, reference, run_rank
 from samestep.train.gpt import GPTConfig
 
@@ -28,6 +30,7 @@ SHAPE: dict[str, Any] = {
 }  # fmt: skip
 DENSE = GPTConfig(**SHAPE)
 EXPERTS = GPTConfig(**SHAPE, experts=8, expert_size=16)
+ROOMY = replace(EXPERTS, capacity=4.0)  # every expert has room for all tokens
 LANE: dict[str, Any] = {
     "context": 128, "width": 128, "layers": 16, "heads": 4, "kv_heads": 2, "experts": 8,
     "expert_size": 64,
@@ -88,12 +91,15 @@ def cases(options: Options) -> Iterator[Case]:
     factors["LoRA, PP x FSDP2"] = (4, DENSE, {"pp": 2})
     for name, (ranks, model, mesh) in factors.items():
         yield Case(name, ranks, model, mesh, lora=True)
+    yield Case("TP, SP x FSDP2, compiled", 4, DENSE, SP, compile=True)
+    yield Case("TP, SP x EP, compiled", 4, ROOMY, {**SP, "ep": 2}, compile=True)
     more = max(0, options.lane_steps - COMPARED_STEPS)
     same = {**SP, "ep": 2, "ep_carries_data": False}
     own = {**SP, "ep": 2}
-    roomy = GPTConfig(**LANE, capacity=4.0)  # every expert has room for all tokens
+    roomy = GPTConfig(**LANE, capacity=4.0)
     yield Case("lane, 4 ranks", 4, GPTConfig(**LANE), same, sequences=2, more=more)
     yield Case("lane, 4 ranks, own tokens", 4, roomy, own, sequences=2, more=more)
+    yield Case("lane, 4 ranks, own tokens, compiled", 4, roomy, own, sequences=2, compile=True)
     yield Case("lane, 8 ranks", 8, GPTConfig(**LANE), same, sequences=2, more=more)
     yield Case("lane, 8 ranks, own tokens", 8, roomy, own, sequences=4, more=more)
 
@@ -124,7 +130,7 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
         "model": asdict(case.model),
         "sequences": case.sequences,
         "lora": case.lora,
-        "compile": case.compile,
+        "compile": _decision(case).receipt(),
     }
     try:
         outcomes = run_forked(case.ranks, run_rank, case, reference(case), timeout=timeout)
@@ -132,9 +138,21 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
         return {**asked, "verdict": "fail", "why": [str(error)[-2000:]]}
     found = reduce(Outcome.merged, outcomes)
     why = found.failures()
+    if found.recompiled:
+        why.append(f"{found.recompiled} graphs were compiled after the first step")
+    if case.compile and not found.graphs:
+        why.append("nothing was compiled")
     if found.clipped < case.steps:
         why.append(f"gradients were clipped in {found.clipped} of {case.steps} steps")
     return {**asked, "verdict": "fail" if why else "pass", "why": why, **asdict(found)}
+
+
+def _decision(case: Case) -> Decision:
+    """What the gates say: rows that are compiled open all of them."""
+    degrees = Degrees(case.ranks, **case.mesh)
+    facts = CompileFacts(bool(case.model.experts), bool(case.model.capacity))
+    gates = [gate.name for gate in GATES]
+    return decide(bool(case.compile), degrees, facts, open_gates=gates, environment={})
 
 
 def _receipt(rows: Mapping[str, Any]) -> bytes:
@@ -164,10 +182,11 @@ by place. Gradients are compared whole, before the optimizer, in steps {compared
 the largest differences over all parameters and ranks. Bounds are {gradient:g} for gradients,
 {loss:g} for losses, and for parameters after 20 steps {adamw:g} (AdamW's) and {muon:g} (Muon's).
 "Copies" are pieces of parameters that several ranks hold: the same bits on all of them after so
-many steps.
+many steps. Capacity errors are tokens that found no room at an expert. Graphs are those of
+torch.compile, in the first step and later; gates that are closed by default were opened for it.
 
-| layout | ranks | mesh | gradients | loss | AdamW | Muon | tokens without room | copies |
-|---|---|---|---|---|---|---|---|---|
+| layout | ranks | mesh | gradients | loss | AdamW | Muon | capacity errors | copies | graphs |
+|---|---|---|---|---|---|---|---|---|---|
 """
 LANES = """
 The lanes have 16 layers of width 128 with heads of 32, 2 key and value heads, sequences of 128 and
@@ -182,14 +201,15 @@ def table(rows: Mapping[str, Any]) -> str:
     text = HEAD.format(compared=", ".join(str(step + 1) for step in COMPARED), **THRESHOLDS)
     for name, row in rows.items():
         if "gradient" not in row:
-            text += f"| {name} | {row['ranks']} | failed: see the receipt ||||||\n"
+            text += f"| {name} | {row['ranks']} | failed: see the receipt |||||||\n"
             continue
         figures = " | ".join(f"{row[key]:.1e}" for key in ("gradient", "loss", "adamw", "muon"))
         copies = f"{row['copies']}, {row['steps']} steps" if row["copies"] else "none"
+        graphs = f"{row['graphs']}, then {row['recompiled']}" if row["graphs"] else "eager"
         failed = f" **{'; '.join(row['why'])}**" if row["why"] else ""
         text += (
             f"| {name}{failed} | {row['ranks']} | {row['trace']['mesh']} | {figures} | "
-            f"{row['overflow']} | {copies} |\n"
+            f"{row['overflow']} | {copies} | {graphs} |\n"
         )
     return text + LANES
 

@@ -55,7 +55,7 @@ class Options:
     ranks: tuple[int, ...] = (2, 4)
     rounds: int = 7
     clock: Clock = "wall"
-    """"cpu": computing time plus waits of a modelled link, for a machine that has other work too."""
+    """"cpu": computing time plus waits of a modelled link, for a machine with other work."""
     out: Path = Path("out/bench")
 
 

@@ -76,9 +76,9 @@ class Hardware:
         return (self.inside if inside else self.between).seconds(ranks, carried)
 
 
-# Rates of products: samestep's own orthogonalization on one H200 (benchmarks/results), and for
-# other devices the same share of their dense 16-bit peak.
-_H200_RATES = {1280: 4.9e14, 2048: 5.9e14}
+# Rates of products: what `receipts.hardware_of` finds in benchmarks/results for one H200, counting
+# products as if none were symmetric; for other devices scaled by their dense 16-bit peaks.
+_H200_RATES = {1280: 8.2e14, 2048: 8.7e14}
 _PRESETS = (
     Hardware(
         name="h200x8",
@@ -90,8 +90,8 @@ _PRESETS = (
         device_memory=150_109_880_320,
         ranks_per_host=8,
         product_rates=_H200_RATES,
-        bytes_rate=3.4e12,
-        call=2e-6,
+        bytes_rate=4.2e12,
+        call=1.3e-5,
         model_rate=4.0e14,
         inside=Link(2e-5, 3.6e11, 1e-6),
         between=Link(3e-5, 4.0e10, 1e-6),
@@ -106,8 +106,8 @@ _PRESETS = (
         device_memory=80 * 10**9,
         ranks_per_host=8,
         product_rates=_H200_RATES,
-        bytes_rate=2.4e12,
-        call=2e-6,
+        bytes_rate=2.9e12,
+        call=1.3e-5,
         model_rate=4.0e14,
         inside=Link(2e-5, 3.6e11, 1e-6),
         between=Link(3e-5, 4.0e10, 1e-6),
@@ -121,8 +121,8 @@ _PRESETS = (
         device_memory=80 * 10**9,
         ranks_per_host=8,
         product_rates=_H200_RATES,
-        bytes_rate=2.4e12,
-        call=2e-6,
+        bytes_rate=2.9e12,
+        call=1.3e-5,
         model_rate=4.0e14,
         inside=Link(2e-5, 1.6e11, 1e-6),
         between=Link(3e-5, 4.0e10, 1e-6),
@@ -137,8 +137,8 @@ _PRESETS = (
         device_memory=80 * 10**9,
         ranks_per_host=8,
         product_rates={side: rate * 312 / 989 for side, rate in _H200_RATES.items()},
-        bytes_rate=1.4e12,
-        call=3e-6,
+        bytes_rate=1.7e12,
+        call=1.3e-5,
         model_rate=1.4e14,
         inside=Link(2e-5, 2.4e11, 1e-6),
         between=Link(3e-5, 2.0e10, 1e-6),

@@ -105,19 +105,21 @@ def _run_rules(
         group = blueprint.groups[index]
         rule, on_cpu = rule_of(group), blueprint.device.type == "cpu"
         sizes = (_count(shape) * math_dtype(param).itemsize for param, shape in members)
-        clipped = sum(sizes) if blueprint.clips else 0  # clipping multiplies all of a group
+        clipped = sum(sizes) if blueprint.clips and on_cpu else 0  # all of a group; kernels do not
         most = 0
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for param, shape in members:
             master = needs_master(param, blueprint.optimizer._master_weights)
+            if not on_cpu and len(shape) == 2:
+                shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1
         for (shape, dtype, master), count in stacked.items():
             if rule.kind == "elementwise":
                 size = slice_peak(rule, group, _count(shape), dtype, master=master, on_cpu=on_cpu)
             else:
                 rows, cols = shape
-                count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
                 if on_cpu:
+                    count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
                     size = stack_peak(
                         rule, group, count, (rows, cols), dtype, master=master, on_cpu=True
                     )

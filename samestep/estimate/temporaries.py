@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented; the on
 from torch.utils._pytree import tree_leaves
 
 from samestep.apply import Operand, is_staged, run_rule, update_blocks, update_elementwise
+from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Rule
 
 
@@ -154,13 +155,15 @@ def transform_peak(
 
 
 def kernel_peak(count: int, rows: int, cols: int) -> int:
-    """Of the kernels on a GPU: directions in and out and seven squares, in 16 bits.
+    """Of the kernels on a GPU: directions in and out, and squares, in 16 bits.
 
-    Counted from `kernels/orthogonalize.py`; the receipt of `samestep bench step` for gpt-1280
-    has 1,966,083,072 bytes, and this gives 1,966,080,000.
+    Seven squares on the Gram matrix, two step by step: counted from `kernels/orthogonalize.py`.
+    Receipts of `samestep bench step` have 1,966,083,072 and 6,039,801,344 bytes for gpt-1280 and
+    gpt-2048, and this gives 3,072 and 3,840 less.
     """
     short, long = sorted((rows, cols))
-    return 2 * count * (2 * short * long + 7 * short * short)
+    squares = 7 if cheaper_execution(rows, cols, 5) == "gram" else 2
+    return 2 * count * (2 * short * long + squares * short * short)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

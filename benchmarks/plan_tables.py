@@ -1,0 +1,212 @@
+"""The tables and pictures of docs/plan.md, from plans: print them, and write the pictures.
+
+python -m benchmarks.plan_tables --out docs
+"""
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import tyro
+
+import samestep
+from samestep.command.output import write_files
+from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.grid import one_axis
+from samestep.estimate.hardware import PRESETS, Hardware, Link
+from samestep.estimate.memory import kept_memory
+from samestep.estimate.timeline import Timeline, Training, simulate
+from samestep.estimate.trace import chrome_trace
+from samestep.layout.dtensor_shards import Cut
+from samestep.mesh.degrees import Degrees
+from samestep.planning.cluster import Settings, stage_blueprint
+from samestep.planning.command import distinct_stages
+from samestep.planning.figures import stage_figures
+from samestep.planning.model import load_model
+from samestep.planning.pictures import gantt
+from samestep.planning.scaling import RANKS, picture, point
+from samestep.planning.shapes import Decoder, Shape
+
+CUDA = torch.device("cuda")
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where to."""
+
+    out: Path = Path("out/bench")
+    only: str = ""
+    """One of stages, muon, timelines, overlap, scale, scaling; empty: all."""
+
+
+def stages() -> Iterator[str]:
+    """001: bytes per rank of AdamW with 16-bit parameters, per stage."""
+    yield "| model | ranks | none | zero1 | zero2 | zero3 |"
+    yield "|---|---|---|---|---|---|"
+    for name, ranks in (
+        ("llama-7b", 8), ("llama-13b", 16), ("llama-70b", 32), ("llama-70b", 64), ("gpt-175b", 64),
+    ):  # fmt: skip
+        model = load_model(name, torch.bfloat16)
+        cells = []
+        for sharding in ("none", "zero1", "zero2", "zero3"):
+            settings = Settings(sharding=sharding, muon=False, clip=False)  # type: ignore[arg-type]
+            plan = stage_blueprint(model, Degrees(ranks), settings, CUDA, 0)
+            kept = max(kept_memory(plan, rank) for rank in (0, ranks - 1))
+            whole = 2 * model.parameters
+            gradients = whole if sharding in ("none", "zero1") else whole / ranks
+            cells.append(f"{(sum(kept) + gradients) / GB:,.2f}")
+        yield f"| {name}, {model.parameters / GB:.2f}B | {ranks} | {' | '.join(cells)} |"
+
+
+def muon_savings() -> Iterator[str]:
+    """004: bytes over all ranks, in units of the parameters."""
+    yield "| ranks | DDP | sharded | saved |"
+    yield "|---|---|---|---|"
+    for ranks in (2, 4, 8, 16, 32, 64):
+        with torch.device("meta"):
+            layers = [
+                torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(64)
+            ]
+            model = torch.nn.Sequential(*layers)
+        optimizer = samestep.Muon(
+            model, sharding="zero2", state_dtypes={"momentum_buffer": torch.bfloat16}
+        )
+        plan = blueprint(optimizer, one_axis(ranks))
+        whole = sum(param.nbytes for param in model.parameters())
+        kept = [kept_memory(plan, rank) for rank in range(ranks)]
+        together = sum(k.parameters + k.state for k in kept) / whole + 1
+        yield f"| {ranks} | {3 * ranks}P | {together:g}P | {1 - together / (3 * ranks):.1%} |"
+
+
+def timelines() -> tuple[list[str], dict[str, bytes]]:
+    """002: four ways to run Muon over shards, on four ranks."""
+    shape = Shape("gpt", 4096, 1024, 6, 8, 2, 128, 4096, gated=False)
+    machine = replace(PRESETS["mi250x8"], inside=Link(3e-5, 1.2e10, 2e-6))
+    ways = {
+        "distributed": {"muon_schedule": "gather"},
+        "parallel": {"owners": "cyclic", "chunks_ahead": 0},
+        "re-scheduled": {"owners": "cyclic"},
+        "load-balanced": {"owners": "balanced"},
+    }
+    found: dict[str, Timeline] = {}
+    over = SpreadOver((("data",),), (Cut(0),))
+    for name, options in ways.items():
+        with torch.device("meta"):
+            model = Decoder(shape)
+        optimizer = samestep.MuonAdamW(model, bucket_size=1, **options)
+        plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over, device=CUDA)
+        found[name] = simulate(plan, machine, show=range(4))
+    lines = ["| way | step, ms | exposed, ms | idle, ms |", "|---|---|---|---|"]
+    for name, timeline in found.items():
+        numbers = (timeline.seconds, timeline.exposed_seconds, float(timeline.idle.mean()))
+        lines.append(f"| {name} | {' | '.join(f'{1e3 * n:.2f}' for n in numbers)} |")
+    files = {"plan_timelines.png": gantt(found, "Muon over shards on 4 ranks, simulated")}
+    files["plan_timelines_trace.json.gz"] = chrome_trace(found)
+    return lines, files
+
+
+def overlap() -> Iterator[str]:
+    """001: Llama-7B on 64 A100, data parallel alone, AdamW."""
+    model = load_model("llama-7b", torch.bfloat16)
+    base = None
+    yield "| tokens per rank | overlap | iteration, ms | exposed, ms | hidden | speedup |"
+    yield "|---|---|---|---|---|---|"
+    for tokens in (2048, 8192):
+        base = None
+        for name, overlaps in (("none", False), ("both", True)):
+            settings = Settings(
+                sharding="zero1", buffers="flat", overlap=overlaps, muon=False,
+                bucket_size=40_000_000,
+            )  # fmt: skip
+            plan = stage_blueprint(model, Degrees(64), settings, CUDA, 0)
+            timeline = simulate(plan, PRESETS["a100x8"], training=Training(tokens))
+            base = base or timeline.seconds
+            busy = float(timeline.link.mean())
+            yield (
+                f"| {tokens:,} | {name} | {1e3 * timeline.seconds:.0f} | "
+                f"{1e3 * timeline.exposed_seconds:.0f} | "
+                f"{1 - timeline.exposed_seconds / busy:.0%} | {base / timeline.seconds:.2f} |"
+            )
+
+
+def scale() -> Iterator[str]:
+    """How long large plans take, and how much memory."""
+    yield "| model | ranks | sharding | CPU s | memory of the process | peak of a rank | step |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, degrees, sharding in (
+        ("deepseek-v3", Degrees(2048, pp=16, ep=64), "zero1"),
+        ("llama-70b", Degrees(1024, replicate=16), "zero3"),
+        ("llama-70b", Degrees(1024, replicate=128), "zero2"),
+        ("llama-70b", Degrees(1024), "zero2"),
+    ):
+        begun = time.process_time()
+        model = load_model(name, torch.bfloat16)
+        settings = Settings(sharding=sharding)  # type: ignore[arg-type]
+        found = [
+            stage_figures(model, degrees, settings, PRESETS["h800x8"], stage)[0]
+            for stage in distinct_stages(model, degrees)
+        ]
+        spent = time.process_time() - begun
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
+        yield (
+            f"| {name} | {degrees.name} | {sharding} | {spent:.1f} | {memory:.2f} GB | "
+            f"{max(f.peak for f in found) / GB:,.1f} GB | "
+            f"{max(f.step_seconds for f in found):,.3g} s |"
+        )
+
+
+def scaling(hardware: Hardware) -> tuple[list[str], dict[str, bytes]]:
+    """Owner balance and exposed communication over the number of ranks."""
+    lines = [
+        "| model | ranks | share state | busiest / mean | bound | step, ms | exposed, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    files = {}
+    content = {}
+    for name, sharding in (("nanochat-d20", "zero2"), ("llama-7b", "zero3")):
+        model = load_model(name, torch.bfloat16)
+        settings = Settings(sharding=sharding)  # type: ignore[arg-type]
+        points = [point(model, settings, hardware, ranks, 4096) for ranks in RANKS]
+        for p in points:
+            lines.append(
+                f"| {name}, {sharding} | {p.ranks:,} | {p.shared_by} | {p.balance:.2f} | "
+                f"{p.bound:.2f} | {1e3 * p.step:.1f} | {1e3 * p.exposed:.1f} |"
+            )
+        files[f"plan_scaling_{name}.png"] = picture(points, f"{name}, {sharding}, h200x8")
+        content[f"{name}, {sharding}"] = [vars(p) for p in points]
+    files["plan_scaling.json"] = json.dumps(content, indent=1).encode() + b"\n"
+    return lines, files
+
+
+def main(options: Options) -> None:
+    """Print all tables; write the pictures."""
+    files: dict[str, bytes] = {}
+
+    def show(name: str, lines: Iterator[str] | list[str]) -> None:
+        print(f"\n## {name}\n", flush=True)
+        for line in lines:
+            print(line, flush=True)
+
+    wanted = {"stages": stages, "muon": muon_savings, "overlap": overlap, "scale": scale}
+    for name, table in wanted.items():
+        if options.only in ("", name):
+            show(name, table())
+    if options.only in ("", "timelines"):
+        lines, made = timelines()
+        files |= made
+        show("timelines", lines)
+    if options.only in ("", "scaling"):
+        lines, made = scaling(PRESETS["h200x8"])
+        files |= made
+        show("scaling", lines)
+    if files:
+        write_files(options.out, files)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -22,7 +22,7 @@ from samestep.mesh.groups import axes_with_groups, make_groups
 from samestep.mesh.hosts import require_local_groups
 from tests.mesh.fake import fake_world
 from tests.mesh.strategies import degrees
-from tests.ranks import RanksFailed, run_forked, run_threaded
+from tests.ranks import run_forked, run_threaded
 from tests.soak import SOAK
 
 
@@ -225,14 +225,3 @@ def test_an_axis_that_does_not_exist():
             build().axis("tensor")
 
     run_threaded(1, job)
-
-
-def test_a_rank_that_never_comes_is_named(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.5)
-
-    def job(rank):
-        if rank != 1:
-            build(tp=2)
-
-    with pytest.raises(RanksFailed, match=r"comparison of the mesh failed: rank 1 did not answer"):
-        run_forked(2, job, collective_timeout=1.0)

@@ -83,8 +83,9 @@ class RuleOptimizer(FullValues):
 
     @property
     def averages_gradients(self) -> bool:
-        """Whether gradients are averaged over ranks inside the step."""
-        return self._rank_group is not None and self._distribution.grads == "local"
+        """Whether gradients are averaged, or judged with those of other stages, in the step."""
+        averages = self._rank_group is not None and self._distribution.grads == "local"
+        return averages or self._stage_group is not None
 
     @torch.no_grad()
     def scaled_step(self, inverse_scale: Tensor) -> Tensor:

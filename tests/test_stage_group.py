@@ -174,3 +174,40 @@ def test_stages_of_one_rank_each():
 def test_the_stage_itself_must_be_named():
     with pytest.raises(ValueError, match="process_group= too, the ranks of this stage"):
         samestep.MuonAdamW(model(), stage_group=object())
+
+
+def scale(rank, ranks_per_stage):
+    part = stage_of(rank * 2 // ranks_per_stage)
+    if ranks_per_stage == 2:
+        opt = optimizer(part)
+    else:
+        alone_here = [dist.new_group([other]) for other in range(2)][rank]
+        groups_of_two = {"process_group": alone_here, "stage_group": dist.group.WORLD}
+        opt = samestep.MuonAdamW(part, **OPTIONS, **groups_of_two)
+    of_torch = torch.amp.GradScaler(device="cpu")
+    of_torch.scale(torch.ones(()))
+    set_gradients(part, gradients(0, 0))
+    with pytest.raises(RuntimeError, match=r"use samestep\.GradScaler"):
+        of_torch.step(opt)
+    scaler = samestep.GradScaler(device="cpu", init_scale=4.0, growth_interval=100)
+    before = next(part.parameters()).detach().clone()
+    norms = []
+    for step in range(2):
+        values = {name: 4.0 * grad for name, grad in gradients(step, rank % 2).items()}
+        if step == 0 and rank == ranks_per_stage:  # the first of the second stage
+            values["lm_head.bias"][0] = float("inf")
+        scaler.scale(torch.ones(()))  # as of a loss
+        set_gradients(part, values)
+        scaler.step(opt)
+        scaler.update()
+        norms.append(opt.metrics()["grad_norm"].item())
+        if step == 0:
+            assert torch.equal(next(part.parameters()), before)
+    return scaler.get_scale(), norms[1]
+
+
+@pytest.mark.parametrize("ranks_per_stage", [1, 2])
+def test_a_scaler_has_one_scale_for_all_stages(ranks_per_stage):
+    found = run_forked(2 * ranks_per_stage, scale, ranks_per_stage)
+    assert {own_scale for own_scale, _ in found} == {2.0}
+    assert len({norm for _, norm in found}) == 1

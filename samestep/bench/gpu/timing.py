@@ -1,11 +1,14 @@
 """Milliseconds by CUDA events, by the clock on a CPU, and their spread."""
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+Contestant = TypeVar("Contestant")
 
 
 class Turn(NamedTuple):
@@ -51,6 +54,11 @@ def times_of(values: Sequence[float]) -> Times:
     if len(values) > 1:
         quarter = statistics.quantiles(values, n=4, method="inclusive")
     return Times(statistics.median(values), min(values), max(values), quarter[2] - quarter[0])
+
+
+def in_turn(contestants: Sequence[Contestant], round_number: int) -> list[Contestant]:
+    """All of them in an order of this round: who comes next to a heavy one finds a slower clock."""
+    return random.Random(round_number).sample(contestants, len(contestants))
 
 
 def settle(device: torch.device) -> None:

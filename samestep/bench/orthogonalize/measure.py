@@ -11,8 +11,9 @@ from samestep.bench.gpu.accuracy import Accuracy, Reference, accuracy_of, polyno
 from samestep.bench.gpu.floors import least_flops
 from samestep.bench.gpu.kernels import kernels
 from samestep.bench.gpu.peers import give_back_memory, reason
-from samestep.bench.gpu.timing import Times, settle, take_turn, times_of
+from samestep.bench.gpu.timing import Times, in_turn, settle, take_turn, times_of
 from samestep.bench.orthogonalize.contestants import Contestant, Function
+from samestep.kernels.choice import missing_products
 
 Shape = tuple[int, int, int]
 MOST_ROWS = 1280  # singular values of larger matrices would take longer than all the rest
@@ -84,8 +85,7 @@ class Measurement:
         for result in results:
             self._guarded(result, lambda result: self._prepare(result, warmup))
         for number in range(rounds):
-            first = number % len(results)  # nobody always follows the same one
-            for result in [*results[first:], *results[:first]]:
+            for result in in_turn(results, number):
                 if result.failed is None:
                     self._guarded(result, self._turn)
         for result in results:
@@ -105,6 +105,10 @@ class Measurement:
             give_back_memory(self._device)
 
     def _prepare(self, result: Result, warmup: int) -> None:
+        if result.contestant.ours and missing_products(self._device) is None:
+            from samestep.kernels import measure
+
+            measure.settle([self.shape[1:]], self._device, None)  # as an optimizer does
         function = result.contestant.build()
         self._calls[result.contestant.name] = function
         found = function.call(self._batch)

@@ -11,7 +11,7 @@ from torch import Tensor
 from samestep.bench.gpu.accuracy import Accuracy, Reference, accuracy_of, polynomial
 from samestep.bench.gpu.kernels import kernels
 from samestep.bench.gpu.peers import give_back_memory, reason
-from samestep.bench.gpu.timing import Times, settle, take_turn, times_of
+from samestep.bench.gpu.timing import Times, in_turn, settle, take_turn, times_of
 from samestep.bench.step.contestants import Contestant, Entry
 from samestep.bench.step.sets import Parameters
 
@@ -81,8 +81,7 @@ class Field:
             self._say(f"  {result.contestant.name}: {outcome}")
         host: dict[str, list[float]] = {result.contestant.name: [] for result in results}
         for number in range(rounds):
-            first = number % len(results)  # nobody always follows the same one
-            for result in [*results[first:], *results[:first]]:
+            for result in in_turn(results, number):
                 if result.failed is None:
                     self._guarded(result, lambda r: self._turn(r, host[r.contestant.name]))
         for result in results:

@@ -3,14 +3,15 @@
 from math import prod
 
 from samestep.command.request import BadRequestError
+from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.planning.model import Model, layers_of
-from samestep.planning.shapes import Shape
 
 NAMES = {
     "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",
     "ep": "ep", "expert": "ep", "replicate": "replicate",
 }  # fmt: skip
+HOST = 8  # ranks
 
 
 def read_mesh(text: str, ranks: int | None) -> Degrees:
@@ -60,22 +61,26 @@ def _question(sizes: dict[str, int], world: int, ranks: int) -> str:
 
 
 def questions(model: Model, degrees: Degrees) -> list[str]:
-    """What fits, and still deserves a second look."""
-    found = []
+    """What can be planned, and still deserves a second look: lines of the contract, and hosts."""
+    found = [str(term) for term in terms(_sizes(model), degrees) if not term.holds]
+    if degrees.ep > 1 and model.shape is not None and not model.shape.experts:
+        found.append(f"ep={degrees.ep}, and the model has no experts: they are data parallel")
+    if degrees.tp > HOST:
+        found.append(f"tp={degrees.tp} spans hosts of {HOST} ranks")
+    return found
+
+
+def _sizes(model: Model) -> ModelSizes:
     layers = layers_of(model.module)
     count = 0 if layers is None else len(layers[1])
-    if degrees.pp > 1 and count % degrees.pp:
-        found.append(
-            f"{count} layers on pp={degrees.pp} stages: some have {-(-count // degrees.pp)}, "
-            f"others {count // degrees.pp}"
-        )
-    if isinstance(model.shape, Shape):
-        shape = model.shape
-        for name, heads in ("heads", shape.heads), ("key-value heads", shape.kv_heads):
-            if heads % degrees.tp:
-                found.append(f"tp={degrees.tp} does not divide {heads} {name}")
-        if degrees.ep > 1 and not shape.experts:
-            found.append(f"ep={degrees.ep}, and the model has no experts: they are data parallel")
-    if degrees.tp > 8:
-        found.append(f"tp={degrees.tp} spans hosts of 8 ranks")
-    return found
+    if model.shape is None:
+        return ModelSizes(layers=count)
+    shape = model.shape
+    return ModelSizes(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        mlp_width=shape.hidden,
+        experts=shape.experts,
+        expert_width=shape.expert_hidden,
+        layers=count,
+    )

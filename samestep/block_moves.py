@@ -1,12 +1,14 @@
 """A chunk of spread blocks on its way: to the owners, and back to those who hold parts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.comm.collectives import Pending, move_parts
 from samestep.comm.groups import RankGroup
+from samestep.layout.blocks import Shape
 from samestep.plan.block_exchange import (
     Item,
     Key,
@@ -16,6 +18,32 @@ from samestep.plan.block_exchange import (
     from_owners,
     to_owners,
 )
+
+
+class _Travelling(NamedTuple):
+    """A part of a block on its way, as a step needs it: plans count and slice once.
+
+    beside: elements that belong to the whole block, and travel with it.
+    """
+
+    rank: int
+    key: Key
+    sizes: Shape | None  # None: no part, only what is beside
+    slices: tuple[slice, ...]  # in the block
+    numel: int
+    beside: int
+
+    @property
+    def size(self) -> int:
+        """All elements."""
+        return self.numel + self.beside
+
+
+class _Way(NamedTuple):
+    """What goes out to other ranks, and what comes in from them."""
+
+    out: list[_Travelling]
+    into: list[_Travelling]
 
 
 class BlockMoves:
@@ -45,92 +73,84 @@ class BlockMoves:
         self._extra = [count * wide.itemsize // dtype.itemsize for count in extra]
         self._sent_to = elements_to_owners(chunk, group.size)
         self._sent_back = elements_from_owners(chunk, self._extra, group.size)
-        self._to = to_owners(chunk, group.rank)
-        self._back = from_owners(chunk, group.rank, group.size, to_all=any(extra))
+        there = to_owners(chunk, group.rank)
+        back = from_owners(chunk, group.rank, group.size, to_all=any(extra))
+        self._to = _Way(*(self._travelling(items, beside=False) for items in there))
+        self._back = _Way(*(self._travelling(items, beside=True) for items in back))
+        self._owned = [
+            (route, [part.in_block.slices for part in route.parts if part.rank == group.rank])
+            for route in chunk
+            if route.owner == group.rank
+        ]
         self._waiting: Pending[Tensor] | None = None
+
+    def _travelling(self, items: Sequence[Item], *, beside: bool) -> list["_Travelling"]:
+        return [
+            _Travelling(
+                item.rank,
+                self.chunk[item.route].key,
+                None if item.part is None else item.part.in_block.sizes,
+                () if item.part is None else item.part.in_block.slices,
+                item.numel,
+                self._extra[item.route] if beside else 0,
+            )
+            for item in items
+        ]
 
     def collect(self, prepared: dict[Key, Tensor]) -> None:
         """Start sending this rank's parts to the owners."""
-        out, into = self._to
-        buffer = self._joined([self._packed(prepared[self.chunk[item.route].key]) for item in out])
-        self._waiting = self._launch(
-            f"collection of {self._name}", buffer, out, into, lambda item: item.numel, self._sent_to
-        )
+        pieces = [self._packed(prepared[item.key]) for item in self._to.out]
+        self._launch(f"collection of {self._name}", pieces, self._to, self._sent_to)
 
     def blocks(self, prepared: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Wait, and give the whole blocks that this rank owns, in the shapes of their boxes."""
-        assert self._waiting is not None
-        received, self._waiting = self._waiting.wait(), None
-        into = self._to[1]
-        arrived = dict(zip(into, torch.split(received, [i.numel for i in into]), strict=True))
+        arrived = self._arrived(self._to)
         found = {}
-        for route in self.chunk:
-            if route.owner == self._group.rank:
-                block = torch.empty(route.box.sizes, dtype=self._wide, device=self._device)
-                for part in route.parts:
-                    if part.rank == self._group.rank:
-                        block[part.in_block.slices] = prepared[route.key]
-                found[route.key] = block
-        for item, values in arrived.items():
-            assert item.part is not None
-            box = item.part.in_block
-            found[self.chunk[item.route].key][box.slices] = values.view(box.sizes)
+        for route, own in self._owned:
+            block = torch.empty(route.box.sizes, dtype=self._wide, device=self._device)
+            for slices in own:
+                block[slices] = prepared[route.key]
+            found[route.key] = block
+        for item, values in arrived:
+            assert item.sizes is not None
+            found[item.key][item.slices] = values.view(item.sizes)
         return found
 
     def give_back(self, directions: dict[Key, Tensor], extra: dict[Key, Tensor]) -> None:
         """Start sending every holder its parts of the directions, and the extra of each block."""
-        out, into = self._back
         pieces = []
-        for item in out:
-            key = self.chunk[item.route].key
-            if item.part is not None:
-                pieces.append(self._packed(directions[key][item.part.in_block.slices]))
-            if self._extra[item.route]:
-                pieces.append(extra[key].reshape(-1).to(self._wide).view(self._dtype))
-        self._waiting = self._launch(
-            f"return of {self._name}",
-            self._joined(pieces),
-            out,
-            into,
-            self._size_back,
-            self._sent_back,
-        )
+        for item in self._back.out:
+            if item.sizes is not None:
+                pieces.append(self._packed(directions[item.key][item.slices]))
+            if item.beside:
+                pieces.append(extra[item.key].reshape(-1).to(self._wide).view(self._dtype))
+        self._launch(f"return of {self._name}", pieces, self._back, self._sent_back)
 
     def parts(self) -> dict[Key, tuple[Tensor | None, Tensor | None]]:
         """Wait, and give this rank's part of each direction that came, and the block's extra."""
-        assert self._waiting is not None
-        received, self._waiting = self._waiting.wait(), None
-        into = self._back[1]
         found: dict[Key, tuple[Tensor | None, Tensor | None]] = {}
-        arrived = torch.split(received, [self._size_back(item) for item in into]) if into else ()
-        for item, values in zip(into, arrived, strict=True):
-            part = (
-                None if item.part is None else values[: item.numel].view(item.part.in_block.sizes)
-            )
+        for item, values in self._arrived(self._back):
+            part = None if item.sizes is None else values[: item.numel].view(item.sizes)
             extra = None
-            if self._extra[item.route]:
+            if item.beside:
                 extra = values[item.numel :].clone().view(self._wide)  # at a place for wide ones
-            found[self.chunk[item.route].key] = part, extra
+            found[item.key] = part, extra
         return found
 
-    def _size_back(self, item: Item) -> int:
-        return item.numel + self._extra[item.route]
-
-    def _launch(
-        self,
-        name: str,
-        buffer: Tensor,
-        out: Sequence[Item],
-        into: Sequence[Item],
-        size: Callable[[Item], int],
-        sent: Sequence[int],
-    ) -> Pending[Tensor]:
+    def _launch(self, name: str, pieces: list[Tensor], way: "_Way", sent: Sequence[int]) -> None:
         outgoing, incoming = [0] * self._group.size, [0] * self._group.size
-        for item in out:
-            outgoing[item.rank] += size(item)
-        for item in into:
-            incoming[item.rank] += size(item)
-        return move_parts(name, buffer, outgoing, incoming, sent, self._group)
+        for item in way.out:
+            outgoing[item.rank] += item.size
+        for item in way.into:
+            incoming[item.rank] += item.size
+        buffer = self._joined(pieces)
+        self._waiting = move_parts(name, buffer, outgoing, incoming, sent, self._group)
+
+    def _arrived(self, way: "_Way") -> Iterable[tuple["_Travelling", Tensor]]:
+        """Wait, and give what has come."""
+        assert self._waiting is not None
+        received, self._waiting = self._waiting.wait(), None
+        return zip(way.into, torch.split(received, [item.size for item in way.into]), strict=True)
 
     def _packed(self, part: Tensor) -> Tensor:
         return part.reshape(-1).to(self._dtype)

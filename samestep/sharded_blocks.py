@@ -3,7 +3,8 @@
 Only what needs the whole block is done by the owner; `docs/dtensors.md` has the algorithm.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from samestep.param_groups import Group, rule_of
 from samestep.plan.block_exchange import (
     ExchangePlan,
     Key,
-    Part,
     Route,
     ShardedSpec,
     plan_exchange,
@@ -30,6 +30,20 @@ from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
 from samestep.sharded import ShardedTensors, local_part
 from samestep.state import MASTER, State, block_states, math_dtype
+
+Slices = tuple[slice, ...]
+
+
+class _HeldPart(NamedTuple):
+    """What this rank holds of a block: where it is in the local tensors, and in the block."""
+
+    route: Route
+    here: Slices
+    in_block: Slices
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that is placed as the parameter is."""
+        return local_part(tensor)[self.here]
 
 
 class ShardedParameters(ShardedTensors):
@@ -82,6 +96,7 @@ class ShardedParameters(ShardedTensors):
         self._moves = [
             self._moves_of(number, chunk, made) for number, chunk in enumerate(self.plan.chunks)
         ]
+        self._mine = [self._held_parts(chunk) for chunk in self.plan.chunks]
         return made
 
     def _moves_of(
@@ -110,16 +125,17 @@ class ShardedParameters(ShardedTensors):
     def collect(self, number: int, math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
         prepared: dict[Key, Tensor] = {}
-        for route, part in self._mine(number):
+        for part in self._mine[number]:
+            route = part.route
             rule, of_group = self._staged(route, math)
             param = self.params[route.param]
             state = {
-                key: self._slice(route, part, tensor)
+                key: part.of(tensor)
                 for key, tensor in self._state[param].items()
                 if isinstance(tensor, DTensor) and key != MASTER
             }
             dtype = math_dtype(param)
-            grad = of_group.gradient(self._grad(route.param)[self._slices(route, part)].to(dtype))
+            grad = of_group.gradient(self._grad(route.param)[part.here].to(dtype))
             wide = {key: tensor.to(dtype) for key, tensor in state.items()}
             prepared[route.key], new = rule.prepare(grad, wide, of_group.scalars, of_group.options)
             self._put(route, of_group, ((state[key], new[key]) for key in state))
@@ -183,20 +199,19 @@ class ShardedParameters(ShardedTensors):
                 sizes = [tensor.numel() for tensor in state.values()]
                 for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
                     tensor.copy_(values.view(tensor.shape))
-        for route, part in self._mine(number):
+        for part in self._mine[number]:
+            route = part.route
             rule, of_group = self._staged(route, math)
             param = self.params[route.param]
             if route.key in own:
-                direction: Tensor | None = own[route.key][part.in_block.slices]
+                direction: Tensor | None = own[route.key][part.in_block]
             else:
                 direction = came[route.key][0]
             assert direction is not None
             state = {
-                key: self._slice(route, part, tensor)
-                for key, tensor in self._state[param].items()
-                if key == MASTER
+                key: part.of(tensor) for key, tensor in self._state[param].items() if key == MASTER
             }
-            target = self._slice(route, part, param)
+            target = part.of(param)
             value = exact_value(target, state)
             new = rule.finish(
                 value, direction.to(value.dtype), route.block.shape, of_group.scalars,
@@ -215,26 +230,23 @@ class ShardedParameters(ShardedTensors):
         assert of_group.sizes is not None
         of_group.sizes.add(self.specs[route.param].group, [operand], square)
 
-    def _mine(self, number: int) -> Iterator[tuple[Route, Part]]:
+    def _held_parts(self, chunk: Sequence[Route]) -> list[_HeldPart]:
         """Every block of a chunk of which this rank holds a part, once."""
-        seen = set()
-        for route in self._moves[number].chunk:
-            if route.key not in seen:
-                seen.add(route.key)
-                for part in route.parts:
-                    if part.rank == self.group.rank:
-                        yield route, part
+        rank, blocks, found = self.group.rank, dict[Key, Route](), []
+        for route in chunk:
+            blocks.setdefault(route.key, route)
+        for route in blocks.values():
+            box = self._held[route.param].boxes[rank]
+            for part in route.parts:
+                if part.rank == rank:
+                    here = part.in_param.within(box).slices
+                    found.append(_HeldPart(route, here, part.in_block.slices))
+        return found
 
     def _staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         of_group = math(self.specs[route.param].group)
         assert is_staged(of_group.rule)
         return of_group.rule, of_group
-
-    def _slices(self, route: Route, part: Part) -> tuple[slice, ...]:
-        return part.in_param.within(self._held[route.param].boxes[self.group.rank]).slices
-
-    def _slice(self, route: Route, part: Part, tensor: Tensor) -> Tensor:
-        return local_part(tensor)[self._slices(route, part)]
 
     def _put(
         self, route: Route, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]

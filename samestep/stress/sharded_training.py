@@ -19,10 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from samestep.comm.collectives import gather_segments
+from samestep.comm.collectives import gather_segments, sum_in_order
 from samestep.comm.meshes import held, mesh_group
 from samestep.fsdp import skip, take_part, use_ordered_reduction
-from samestep.layout.dtensor_shards import Box
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
@@ -30,7 +29,6 @@ from samestep.stress.training import (
     Training,
     backward,
     mean_gradients,
-    mean_over_ranks,
     rank_gradients,
 )
 
@@ -153,7 +151,8 @@ class TwinTraining(DTensorTraining):
 
     def _new_model(self) -> nn.Module:
         self._twin = super()._new_model()
-        self._boxes: list[tuple[Box, ...]] = []  # per parameter those of all ranks, once needed
+        # By rank, once needed: the parts of the twin that it holds, and how long they are.
+        self._held_by: list[tuple[list[Tensor], list[int]]] = []
         model = super()._new_model()
         ranks = self.scenario.world
         inner = 2 if ranks > 2 and ranks % 2 == 0 else ranks
@@ -183,7 +182,7 @@ class TwinTraining(DTensorTraining):
         twins, mine = named_params(self._twin), self._named
         if self.scenario.loop == "closed":
             self._follow()
-            means = mean_over_ranks(self._twin, self._of_all_ranks(number))
+            means = self._mean_over_ranks(number)
         else:
             means = mean_gradients(self.scenario, self._twin, number)
         for name, twin in twins.items():
@@ -195,8 +194,8 @@ class TwinTraining(DTensorTraining):
                 grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
                 param.grad = grad
 
-    def _of_all_ranks(self, number: int) -> list[list[dict[str, Tensor]]]:
-        """What ranks contribute: each computes its own, and they travel in one collective."""
+    def _mean_over_ranks(self, number: int) -> dict[Tensor, Tensor]:
+        """As `mean_gradients`; each rank computes its own, and they travel in one collective."""
         twins = named_params(self._twin)
         (mine,) = rank_gradients(self.scenario, self._twin, number, self.rank)  # in one round
         present = torch.tensor([float(name in mine) for name in twins])
@@ -204,28 +203,28 @@ class TwinTraining(DTensorTraining):
         segment = torch.cat([present.to(values[0]), *(value.reshape(-1) for value in values)])
         sizes = [len(present), *(value.numel() for value in values)]
         ranks = [sum(sizes)] * self._group.size
-        of_ranks = []
-        for came in gather_segments("gradients of twins", segment, ranks, self._group).wait():
-            flags, *parts = torch.split(came, sizes)
-            known = zip(flags.tolist(), twins.items(), parts, strict=True)
-            of_ranks.append([{name: p.view(twin.shape) for flag, (name, twin), p in known if flag}])
-        return of_ranks
+        of_ranks = gather_segments("gradients of twins", segment, ranks, self._group).wait()
+        flags, *means = torch.split(sum_in_order(of_ranks) / len(ranks), sizes)
+        known = zip(flags.tolist(), twins.values(), means, strict=True)
+        return {twin: mean.view(twin.shape) for flag, twin, mean in known if flag}
 
     @torch.no_grad()
     def _follow(self) -> None:
         """Give the twin the values of the parameters, in one collective."""
         params = [param for param in self._named.values() if isinstance(param, DTensor)]
-        if not self._boxes:
+        if not self._held_by:
             self._group = mesh_group(params[0].device_mesh)
-            self._boxes = [held(param, self._group).boxes for param in params]
-        group, boxes = self._group, self._boxes
+            boxes = [held(param, self._group).boxes for param in params]
+            twins = [twin.detach() for twin in self._twin.parameters()]
+            for of_rank in zip(*boxes, strict=True):
+                parts = [twin[box.slices] for twin, box in zip(twins, of_rank, strict=True)]
+                self._held_by.append((parts, [part.numel() for part in parts]))
         mine = torch.cat([param.to_local().reshape(-1) for param in params])
-        sizes = [sum(of_param[rank].numel for of_param in boxes) for rank in range(group.size)]
-        of_ranks = gather_segments("values for the twin", mine, sizes, group).wait()
-        for rank, values in enumerate(of_ranks):
-            parts = torch.split(values, [of_param[rank].numel for of_param in boxes])
-            for twin, of_param, part in zip(self._twin.parameters(), boxes, parts, strict=True):
-                twin[of_param[rank].slices] = part.view(of_param[rank].sizes)
+        sizes = [sum(of_parts) for _, of_parts in self._held_by]
+        of_ranks = gather_segments("values for the twin", mine, sizes, self._group).wait()
+        for (parts, of_parts), values in zip(self._held_by, of_ranks, strict=True):
+            for part, value in zip(parts, torch.split(values, of_parts), strict=True):
+                part.copy_(value.view(part.shape))
 
 
 class _Meshes:

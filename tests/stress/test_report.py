@@ -16,6 +16,7 @@ from samestep.stress.report.presence import CELL, cells, heat_map, level
 from samestep.stress.report.summary import summary
 from samestep.stress.report.traffic import traffic
 from samestep.stress.report.words import count, duration, enumeration, moment, ranks, short, size
+from samestep.stress.schema import check_receipt
 from tests.stress.example_receipt import (
     EXAMPLES,
     case_of,
@@ -299,6 +300,16 @@ def test_the_verdict_of_mutants_alone():
     assert sentence(receipt) == "1 of 6 mutants escaped: stale_chunk"
     receipt["mutants"] = []
     assert sentence(receipt) == "Nothing was run: "
+
+
+def test_the_time_says_in_how_many_stretches():
+    receipt = clean()
+    stretch = {"started": receipt["ran"]["started"], "seconds": 7.0, "cases": 3, "commit": None}
+    stretch |= {"command": ["samestep"], "cpus": 2}
+    for count, note in ((1, "6,000 steps in 6 runs"), (2, "6,000 steps in 6 runs, in 2 stretches")):
+        receipt["ran"] |= {"code": "0123", "stretches": [stretch] * count}
+        check_receipt(receipt)
+        assert summary(receipt).tiles[-1].note == note
 
 
 def test_tiles_show_what_is_known():

@@ -153,6 +153,8 @@ def _tiles(receipt: Receipt) -> list[Tile]:
         if cases
         else count(len(mutants), "mutant")
     )
+    if (stretches := len(receipt["ran"].get("stretches", ()))) > 1:
+        note += f", in {stretches} stretches"
     return [*tiles, Tile("time", duration(receipt["ran"]["seconds"]), note)]
 
 

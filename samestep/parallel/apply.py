@@ -70,10 +70,11 @@ def apply(
         tensor.check_all_named(model)
     if adapt is not None:
         adapt(model)
-    extra = {n: found - before[n] - asked.get(n, 0) for n, found in _hooks(model).items()}
+    extra = {n: found - before.get(n, 0) - asked.get(n, 0) for n, found in _hooks(model).items()}
     if compile:
         for _, block in plan.named(model, "blocks"):
             block.compile(backend=compile if isinstance(compile, str) else "inductor")
+    _refuse_unasked(extra)
     data.shard(model, plan, mesh, ordered=ordered)
     ReplicateList((*rules, *plan.rules, *lora_shard_rules(model))).check(model, whole)
     return Applied(
@@ -125,6 +126,15 @@ def _refuse_stale(hooks: Mapping[str, int], plan: Plan, model: nn.Module) -> Non
         raise PlanError(
             f"{len(stale)} modules of the plan have hooks already ({some}), which would run beside "
             "those of the plan: apply it once, to a model without hooks"
+        )
+
+
+def _refuse_unasked(extra: Mapping[str, int]) -> None:
+    found = [f"{name} {count:+}" for name, count in extra.items() if count]
+    if found:
+        raise PlanError(
+            f"modules have other hooks than the plan asked for ({', '.join(found[:6])}): somebody "
+            "added or removed them while it was applied"
         )
 
 

@@ -82,6 +82,14 @@ class Stack:
         return place * degrees.ep + here["expert"] if degrees.ep_carries_data else place
 
     @property
+    def random_place(self) -> tuple[int, ...]:
+        """What the seed of random masks depends on: ranks with the same positions draw alike."""
+        here = self.mesh.coordinates["model"]
+        return (
+            (self.batch_place, here) if self.mesh.degrees.sequence_parallel else (self.batch_place,)
+        )
+
+    @property
     def token_copies(self) -> int:
         """How many ranks see the same tokens where experts are chosen."""
         degrees = self.mesh.degrees
@@ -126,7 +134,8 @@ class Stack:
     def overflow(self) -> int:
         """Tokens that found no room at an expert, of all ranks together. Collective."""
         own = [m.overflow for m in self.model.modules() if isinstance(m, TokenDispatch)]
-        total = torch.stack(own).sum() if own else torch.zeros((), dtype=torch.int64)
+        device = self.mesh.device_mesh.device_type
+        total = torch.zeros((), dtype=torch.int64, device=device) + sum(own)
         dist.all_reduce(total)
         return int(total)
 

@@ -87,7 +87,9 @@ class Trainer:
     def _train_step(self) -> None:
         options, world = self.options, self.world
         self._follow_schedules()
-        torch.manual_seed(mixed(options.seed, "step", self.step, *self._place()))  # for dropout
+        stack = self.placed.stack
+        place = (self.seat.rank,) if stack is None else stack.random_place
+        torch.manual_seed(mixed(options.seed, "step", self.step, *place))  # for dropout
         numbers = torch.arange(self.sequences, self.sequences + options.batch_size)
         starts = self.order.starts(self.seat.share(numbers))
         self.model.train()
@@ -147,12 +149,6 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         enabled = self.options.dtype == "bf16"
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
-
-    def _place(self) -> tuple[int, ...]:
-        """What distinguishes this rank's random numbers: ranks with the same values draw alike."""
-        shared = self.options.sp and self.placed.stack is not None
-        place = self.placed.stack.mesh.coordinates["model"] if shared else 0  # type: ignore[union-attr]
-        return (self.seat.rank, place) if shared else (self.seat.rank,)
 
     def _balance_experts(self) -> None:
         stack = self.placed.stack

@@ -306,8 +306,11 @@ def test_the_time_says_in_how_many_stretches():
     receipt = clean()
     stretch = {"started": receipt["ran"]["started"], "seconds": 7.0, "cases": 3, "commit": None}
     stretch |= {"command": ["samestep"], "cpus": 2}
-    for count, note in ((1, "6,000 steps in 6 runs"), (2, "6,000 steps in 6 runs, in 2 stretches")):
-        receipt["ran"] |= {"code": "0123", "stretches": [stretch] * count}
+    for number, note in (
+        (1, "6,000 steps in 6 runs"),
+        (2, "6,000 steps in 6 runs, in 2 stretches"),
+    ):
+        receipt["ran"] |= {"code": "0123", "stretches": [stretch] * number}
         check_receipt(receipt)
         assert summary(receipt).tiles[-1].note == note
 

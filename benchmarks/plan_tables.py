@@ -29,7 +29,7 @@ from samestep.planning.figures import stage_figures
 from samestep.planning.model import load_model
 from samestep.planning.pictures import gantt
 from samestep.planning.scaling import RANKS, picture, point
-from samestep.planning.shapes import Decoder, Shape
+from samestep.stress.models import Matrices
 
 CUDA = torch.device("cuda")
 GB = 1e9
@@ -45,7 +45,7 @@ class Options:
 
 
 def stages() -> Iterator[str]:
-    """001: bytes per rank of AdamW with 16-bit parameters, per stage."""
+    """Megatron: bytes per rank of AdamW with 16-bit parameters, per stage."""
     yield "| model | ranks | none | zero1 | zero2 | zero3 |"
     yield "|---|---|---|---|---|---|"
     for name, ranks in (
@@ -64,7 +64,7 @@ def stages() -> Iterator[str]:
 
 
 def muon_savings() -> Iterator[str]:
-    """004: bytes over all ranks, in units of the parameters."""
+    """nanochat: bytes over all ranks, in units of the parameters."""
     yield "| ranks | DDP | sharded | saved |"
     yield "|---|---|---|---|"
     for ranks in (2, 4, 8, 16, 32, 64):
@@ -84,8 +84,9 @@ def muon_savings() -> Iterator[str]:
 
 
 def timelines() -> tuple[list[str], dict[str, bytes]]:
-    """002: four ways to run Muon over shards, on four ranks."""
-    shape = Shape("gpt", 4096, 1024, 6, 8, 2, 128, 4096, gated=False)
+    """Parallel Muon: four ways to run Muon over shards, on four ranks."""
+    layer = {"qkv": (1536, 1024), "out": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096)}
+    shapes = {f"{name}_{i}": shape for i in range(6) for name, shape in layer.items()}
     machine = replace(PRESETS["mi250x8"], inside=Link(3e-5, 1.2e10, 2e-6))
     ways = {
         "distributed": {"muon_schedule": "gather"},
@@ -97,8 +98,9 @@ def timelines() -> tuple[list[str], dict[str, bytes]]:
     over = SpreadOver((("data",),), (Cut(0),))
     for name, options in ways.items():
         with torch.device("meta"):
-            model = Decoder(shape)
-        optimizer = samestep.MuonAdamW(model, bucket_size=1, **options)
+            model = Matrices(shapes)
+        groups = [{"params": ["*"], "rule": "muon"}]
+        optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
         plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over, device=CUDA)
         found[name] = simulate(plan, machine, show=range(4))
     lines = ["| way | step, ms | exposed, ms | idle, ms |", "|---|---|---|---|"]
@@ -111,16 +113,17 @@ def timelines() -> tuple[list[str], dict[str, bytes]]:
 
 
 def overlap() -> Iterator[str]:
-    """001: Llama-7B on 64 A100, data parallel alone, AdamW."""
+    """Megatron: Llama-7B on 64 A100, data parallel alone, AdamW."""
     model = load_model("llama-7b", torch.bfloat16)
     base = None
     yield "| tokens per rank | overlap | iteration, ms | exposed, ms | hidden | speedup |"
     yield "|---|---|---|---|---|---|"
     for tokens in (2048, 8192):
         base = None
-        for name, overlaps in (("none", False), ("both", True)):
+        for name, overlaps in (("none", False), ("gradients", True), ("both", True)):
             settings = Settings(
                 sharding="zero1", buffers="flat", overlap=overlaps, muon=False,
+                overlap_gathers=name == "both",
                 bucket_size=40_000_000,
             )  # fmt: skip
             plan = stage_blueprint(model, Degrees(64), settings, CUDA, 0)

@@ -34,6 +34,7 @@ class Settings:
     sharding: Stage = "zero2"
     buffers: str = "per_parameter"
     overlap: bool = True
+    overlap_gathers: bool = True  # too, with flat buffers
     muon: bool = True
     master_weights: bool = True
     clip: bool = True
@@ -129,7 +130,8 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
     if not spreads:
         keywords |= {"sharding": settings.sharding, "buffers": settings.buffers}
         keywords |= {"overlap_grad_reduce": settings.overlap, "reduction": settings.reduction}
-        keywords |= {"overlap_param_gather": settings.overlap and flat}
+        gathers = settings.overlap and settings.overlap_gathers and flat
+        keywords["overlap_param_gather"] = gathers
     if not flat:
         keywords["owners"] = settings.owners
     rule = "muon" if settings.muon else "adamw"

@@ -155,7 +155,7 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
     counts: dict[tuple[str, int, str], int] = {}
     for each in launches:
         key = _axes(plan, each.peers), each.peers.size, each.traffic.kind
-        sent = each.sent_by_all()
+        sent = plan.grid.spread(each.sent_by_all(), each.among or each.peers)
         sums[key] = sums[key] + sent if key in sums else sent
         counts[key] = counts.get(key, 0) + 1
     return [

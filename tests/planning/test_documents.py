@@ -31,7 +31,7 @@ def test_shapes_have_the_sizes_that_are_known(name, billions):
 
 
 def adamw_memory(elements, ranks, sharding):
-    """001's case: 16-bit parameters and gradients, 12 bytes of 32-bit state, AdamW alone."""
+    """Megatron's case: 16-bit parameters and gradients, 12 bytes of 32-bit state, AdamW alone."""
     with torch.device("meta"):
         model = torch.nn.Linear(elements // 1024, 1024, bias=False, dtype=torch.bfloat16)
     optimizer = samestep.AdamW(model, sharding=sharding, master_weights=True)
@@ -52,7 +52,7 @@ def test_memory_of_stages_is_what_the_formulas_say(ranks):
 
 
 def muon_memory(ranks, sharding):
-    """004's case: 16-bit parameters, gradients and momentum, Muon alone."""
+    """nanochat's case: 16-bit parameters, gradients and momentum, Muon alone."""
     with torch.device("meta"):
         layers = [torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(64)]
         model = torch.nn.Sequential(*layers)
@@ -69,7 +69,7 @@ def muon_memory(ranks, sharding):
 @pytest.mark.parametrize(("ranks", "saved"), [(2, 33), (4, 50), (8, 58), (16, 63), (64, 66)])
 def test_savings_of_distributed_muon(ranks, saved):
     whole, sharded = muon_memory(ranks, "zero2")
-    # Parameters, momentum, and a share of the gradients, as 004 counts.
+    # Parameters, momentum, and a share of the gradients, as nanochat's post counts.
     together = sum(m.parameters + m.state for m in sharded) + whole
     assert together == (ranks + 2) * whole
     assert int(100 * (1 - together / (3 * ranks * whole)) + 0.5) == saved
@@ -82,7 +82,7 @@ def test_the_270_million_parameters_of_depth_20_are_561():
     assert elements == 561_040_640  # with norms that nanochat has no weights for
     assert layers == 393_267_200
     per_rank = 540e6 * (1 + 2 / 8)
-    assert per_rank == 675e6  # the arithmetic of 004's example is right
+    assert per_rank == 675e6  # the arithmetic of the post's example is right
 
 
 def test_the_847_teraflop_of_parallel_muon():

@@ -43,6 +43,19 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
 
 
+def test_groups_that_are_copies_of_each_other():
+    model = load_model("nanochat-d20", torch.bfloat16)
+    degrees, settings = Degrees(32, replicate=4), Settings()
+    figures, plan, _ = stage_figures(model, degrees, settings, PRESETS["h200x8"], 0)
+    by_axes = {(each.axes, each.kind): each for each in figures.traffic}
+    # Inside, a reduction of all gradients; outside, an all-reduce of what a rank has of the sum.
+    inside = by_axes["data", "reduce_scatter"]
+    outside = by_axes["replicate", "all_reduce"]
+    assert inside.mean_sent == pytest.approx(2 * model.parameters * 7 / 8, rel=0.01)
+    assert outside.mean_sent == pytest.approx(2 * 4 * model.parameters / 8 * 3 / 4, rel=0.01)
+    assert plan.grid.ranks == 32
+
+
 def test_the_verdict_takes_the_least_sharding_that_leaves_room():
     peaks = {"none": 100, "zero1": 69, "zero2": 40, "zero3": 10}
     verdict = judge("none", peaks, 100, 0.3)

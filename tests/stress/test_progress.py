@@ -168,6 +168,7 @@ CHANGES = {
     "--scenario": ["--scenario", "clipped"],
     "--watchdog": ["--watchdog", "9"],
     "world size": ["--world-size", "3"],
+    "device": [],
     "torch": [],
     "code": [],
     "OMP_NUM_THREADS": [],
@@ -179,7 +180,9 @@ def test_another_request_is_refused_and_named(tmp_path, fake, monkeypatch, capsy
     fake.stop_after = 3
     assert cli.main([*ARGUMENTS, "--out", str(tmp_path)]) == 130
     before = (tmp_path / progress.FILE).read_bytes()
-    if change == "torch":
+    if change == "device":
+        monkeypatch.setattr(command.Options, "chosen_device", lambda self, backend: "cuda")
+    elif change == "torch":
         monkeypatch.setattr(torch, "__version__", "2.99.0")
     elif change == "code":
         monkeypatch.setattr(command, "code_digest", lambda _: "other")

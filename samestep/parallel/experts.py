@@ -203,6 +203,16 @@ class TokenDispatch(nn.Module):
         return experts(rows)
 
 
+def capacity_errors(model: nn.Module) -> int:
+    """Tokens that found no room at an expert so far, of all ranks together. Collective."""
+    own = [module.overflow for module in model.modules() if isinstance(module, TokenDispatch)]
+    device = next(model.parameters()).device
+    total = torch.zeros((), dtype=torch.int64, device=device) + sum(own)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return int(total)
+
+
 def _moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
     """A tensor as ranks want it; where all have the whole, each knows a part of its gradient."""
     spread = DTensor.from_local(x, mesh, [given], run_check=False).redistribute(mesh, [wanted])

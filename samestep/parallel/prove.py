@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import samestep
 from samestep.mesh import Mesh, build
+from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
@@ -222,7 +223,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         if step == case.steps - 1:
             _compare_parameters(model, optimizer, expected, outcome)
     outcome.seconds = (time.perf_counter() - start) / outcome.steps
-    outcome.overflow = stack.overflow
+    outcome.overflow = capacity_errors(model)
     outcome.copies = check_replicas(model)
     return outcome
 

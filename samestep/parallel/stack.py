@@ -13,7 +13,6 @@ from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import Applied, apply
-from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.pipeline import GPT_STAGES, Pipeline
 from samestep.parallel.plan import Plan
 from samestep.parallel.stages import StagePlan
@@ -129,15 +128,6 @@ class Stack:
         """Tell and compare what runs, before the first step; what belongs in the receipt."""
         facts = predicates(self.mesh.degrees, experts=bool(self.plan.experts))
         return trace(self.mesh, facts, observed=self.applied[0].facts(), tell=tell)
-
-    @property
-    def overflow(self) -> int:
-        """Tokens that found no room at an expert, of all ranks together. Collective."""
-        own = [m.overflow for m in self.model.modules() if isinstance(m, TokenDispatch)]
-        device = self.mesh.device_mesh.device_type
-        total = torch.zeros((), dtype=torch.int64, device=device) + sum(own)
-        dist.all_reduce(total)
-        return int(total)
 
     def _beside(self) -> dist.ProcessGroup:
         """The ranks of this stage that have the same plain parameters, where there are any."""

@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import samestep
 from samestep.command.request import BadRequestError
+from samestep.parallel.experts import capacity_errors
 from samestep.train.balance import balance_experts
 from samestep.train.corpus import (
     Corpus,
@@ -168,8 +169,13 @@ class Trainer:
         for part in () if pipeline else self._micro_batches(starts, count):
             loss += self._summed_loss(text, part)
         mean = self.world.total(loss).item() / count / self.placed.copies
-        self.journal.add({"step": self.step, "val_loss": mean})
-        self.display.say(f"step {self.step}: validation loss {mean:.4f}")
+        row: dict[str, Any] = {"step": self.step, "val_loss": mean}
+        said = f"step {self.step}: validation loss {mean:.4f}"
+        if self.options.capacity:
+            row["capacity_errors"] = errors = capacity_errors(self.model)
+            said += f", {errors} tokens found no room since the start"
+        self.journal.add(row)
+        self.display.say(said)
 
     def _write_losses(self) -> None:
         """Tell of the steps since the last time; until here nobody has waited for a loss."""

@@ -200,6 +200,16 @@ def test_another_request_is_refused_and_named(tmp_path, fake, monkeypatch, capsy
     assert (tmp_path / progress.FILE).read_bytes() == before
 
 
+def test_ranks_of_torchrun_do_not_go_on(tmp_path, fake, monkeypatch, capsys):
+    """Those on other machines would not know what has ended."""
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 2
+    assert capsys.readouterr().err.startswith("error: --continue starts its own ranks")
+    assert fake.ran == []
+
+
 def test_a_finished_run_of_another_request_is_no_obstacle(tmp_path, fake, capsys):
     assert cli.main([*ARGUMENTS, "--out", str(tmp_path), "--continue"]) == 0
     fake.ran.clear()

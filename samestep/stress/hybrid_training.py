@@ -37,7 +37,7 @@ class HybridTraining(DTensorTraining):
         mesh = build(device_type=kind, **self.layout.mesh)
         ordered = self._distribution["reduction"] == "ordered"
         self._stack = Stack(model, self.scenario.plan(), mesh, loss=_mean_loss, ordered=ordered)
-        self.scenario.adapt(model)
+        self.scenario.adapt(model, mesh)
         self._stack.trace(tell=lambda line: None)  # raises if ranks do not run the same code
         return model
 

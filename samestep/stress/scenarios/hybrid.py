@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from samestep.mesh import Mesh
 from samestep.parallel.lora import add_lora
 from samestep.parallel.plan import Plan
 from samestep.stress.layouts import LAYOUTS_ON_REQUEST
@@ -38,8 +39,8 @@ class HybridGPT(Scenario):
             torch.manual_seed(self.seed)
             return self._plain_model()
 
-    def adapt(self, model: nn.Module) -> None:
-        """What happens to it after it was cut."""
+    def adapt(self, model: nn.Module, mesh: Mesh | None = None) -> None:
+        """What happens to it after it was cut over a mesh."""
 
     def _plain_model(self) -> nn.Module:
         """No vector is all ones."""
@@ -82,9 +83,12 @@ class HybridLoRA(HybridGPT):
     name = "hybrid_lora"
     story = "the same with LoRA: factors that are added when the model is cut already"
 
-    def adapt(self, model: nn.Module) -> None:
-        """Factors that have something to learn, in layers that are cut by rows and by columns."""
-        add_lora(model, ["*.attention.[qv]", "*.attention.out"], rank=4, seed=self.seed)
+    def adapt(self, model: nn.Module, mesh: Mesh | None = None) -> None:
+        """Factors in layers that are cut by rows and by columns."""
+        if mesh is not None and mesh.dense.size() > 1:
+            mesh = None  # FSDP2 has told the weights which ranks there are
+        layers = ["*.attention.[qv]", "*.attention.out"]
+        add_lora(model, layers, rank=4, seed=self.seed, mesh=mesh)
 
     def options(self) -> dict[str, Any]:
         """Muon on one factor, AdamW on the other."""

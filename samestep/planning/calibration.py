@@ -23,10 +23,10 @@ from samestep.param_groups import complete
 from samestep.rules import RULES
 from samestep.rules.orthogonalize import orthogonalize, orthogonalize_flops
 
-SIDES = (32, 64, 128, 256, 512)
+SIDES = (32, 64, 128, 256)
 BYTES = (1 << 10, 1 << 18, 1 << 22)  # of a collective
 PIECES = (1 << 6, 1 << 21)  # elements of a slice that is updated
-ROUNDS = 7
+ROUNDS = 5
 
 Clock = Callable[[], float]  # seconds
 

@@ -246,8 +246,8 @@ def _compare_scalars(
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     norm = float(optimizer.metrics()["grad_norm"])
-    outcome.loss = max(outcome.loss, abs(float(mean) - expected.losses[step]))
-    outcome.norm = max(outcome.norm, abs(norm - expected.norms[step]))
+    outcome.loss = max(outcome.loss, _number(abs(float(mean) - expected.losses[step])))
+    outcome.norm = max(outcome.norm, _number(abs(norm - expected.norms[step])))
 
 
 def _compare_parameters(
@@ -265,5 +265,9 @@ def _compare_parameters(
 def _distance(found: Tensor, expected: Tensor) -> float:
     """The largest difference of a whole tensor; collective for a DTensor."""
     whole = found.full_tensor() if isinstance(found, DTensor) else found
-    distance = float((whole - expected).abs().max())
+    return _number(float((whole - expected).abs().max()))
+
+
+def _number(distance: float) -> float:
+    """NaN as infinity: it is larger than any bound."""
     return math.inf if math.isnan(distance) else distance

@@ -19,10 +19,10 @@ class DuplicateGroupError(RuntimeError):
 def require_single_groups() -> None:
     """Raise if the registry has made a group of the same ranks twice."""
     made = Counter(creation.members for creation in registry.creations)
-    twice = [f"{ranks_text(members)} have {n} groups" for members, n in made.items() if n > 1]
+    twice = [f"{n} groups of {ranks_text(members)}" for members, n in made.items() if n > 1]
     if twice:
         raise DuplicateGroupError(
-            f"{'; '.join(twice)}: take groups from samestep.comm.groups.registry, which makes one"
+            f"there are {', '.join(twice)}: take groups from samestep.comm.groups.registry, which makes one"
         )
 
 

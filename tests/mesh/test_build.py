@@ -18,7 +18,12 @@ import samestep
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.groups import registry
 from samestep.mesh import AXES, Degrees, DegreesError, build
-from samestep.mesh.groups import axes_with_groups, make_groups
+from samestep.mesh.groups import (
+    DuplicateGroupError,
+    axes_with_groups,
+    make_groups,
+    require_single_groups,
+)
 from samestep.mesh.hosts import require_local_groups
 from tests.mesh.fake import fake_world
 from tests.mesh.strategies import degrees
@@ -225,3 +230,15 @@ def test_an_axis_that_does_not_exist():
             build().axis("tensor")
 
     run_threaded(1, job)
+
+
+def test_a_group_that_was_made_twice_is_found():
+    def job(rank):
+        registry.of_ranks([0, 1])
+        require_single_groups()
+        registry._by_members.clear()  # as if it had been forgotten
+        registry.of_ranks([0, 1])
+        with pytest.raises(DuplicateGroupError, match="there are 2 groups of ranks 0, 1: take"):
+            require_single_groups()
+
+    run_threaded(3, job)

@@ -22,7 +22,8 @@ def require_single_groups() -> None:
     twice = [f"{n} groups of {ranks_text(members)}" for members, n in made.items() if n > 1]
     if twice:
         raise DuplicateGroupError(
-            f"there are {', '.join(twice)}: take groups from samestep.comm.groups.registry, which makes one"
+            f"there are {', '.join(twice)}: take groups from samestep.comm.groups.registry, which "
+            "makes one"
         )
 
 

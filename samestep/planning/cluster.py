@@ -1,6 +1,5 @@
 """A model on a cluster: for every pipeline stage the plans of all its ranks."""
 
-import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -18,7 +17,14 @@ from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.grid import Grid
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
-from samestep.planning.model import Model, is_expert, layers_of, stage_of
+from samestep.planning.model import (
+    Model,
+    is_expert,
+    layers_of,
+    own_submodule,
+    shallow,
+    stage_of,
+)
 
 Stage = Literal["none", "zero1", "zero2", "zero3"]
 STAGES: tuple[Stage, ...] = ("none", "zero1", "zero2", "zero3")
@@ -154,7 +160,7 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
 
 def _with_own_experts(module: nn.Module, ep: int, *, cut: bool) -> nn.Module:
     """Every rank of the expert axis holds its experts alone."""
-    own = copy.deepcopy(module)
+    own = shallow(module)
     for name, param in list(own.named_parameters()):
         if is_expert(name, param):
             if param.shape[0] % ep:
@@ -162,7 +168,7 @@ def _with_own_experts(module: nn.Module, ep: int, *, cut: bool) -> nn.Module:
             if cut:
                 owner, _, last = name.rpartition(".")
                 smaller = param.new_empty((param.shape[0] // ep, *param.shape[1:]))
-                setattr(own.get_submodule(owner), last, nn.Parameter(smaller))
+                setattr(own_submodule(own, owner), last, nn.Parameter(smaller))
     return own
 
 

@@ -95,21 +95,36 @@ def stage_of(module: nn.Module, stage: int, stages: int) -> nn.Module:
     if found is None or len(found[1]) < stages:
         count = 0 if found is None else len(found[1])
         raise BadRequestError(f"pp={stages} needs as many layers, and the model has {count}")
-    own = copy.deepcopy(module)
     path, _ = found
-    layers = own.get_submodule(path)
+    own = shallow(module)
+    layers = own_submodule(own, path)
     assert isinstance(layers, nn.ModuleList)
     count = len(layers)
     for number in range(count):
         if number * stages // count != stage:
             layers[number] = nn.Identity()
     before = True
-    for name, param in list(own.named_parameters(remove_duplicate=False)):
+    for name, _ in list(module.named_parameters(remove_duplicate=False)):
         if name.startswith(f"{path}."):
             before = False
-            continue
-        if (stage > 0) if before else (stage < stages - 1):
+        elif (stage > 0) if before else (stage < stages - 1):
             owner, _, last = name.rpartition(".")
-            if param is not None:
-                setattr(own.get_submodule(owner), last, None)
+            setattr(own_submodule(own, owner), last, None)
     return own
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """Another module with the same parameters and children, of which it may get others."""
+    other = copy.copy(module)
+    other._parameters = dict(module._parameters)
+    other._modules = dict(module._modules)
+    return other
+
+
+def own_submodule(root: nn.Module, path: str) -> nn.Module:
+    """A child of a shallow copy, made a shallow copy too, and all on the way to it."""
+    for part in filter(None, path.split(".")):
+        child = root._modules[part]
+        assert child is not None
+        root._modules[part] = root = shallow(child)
+    return root

@@ -13,7 +13,7 @@ from tests.stress.example_receipt import EXAMPLES, clean, failed, mutants, with_
 from tests.stress.example_receipt import receipt as made
 
 LATER = {  # what receipts did not always have
-    "asked": ["other_steps"],
+    "asked": ["device", "other_steps"],
     "case": ["reason"],
     "ran": ["code", "stretches"],
 }

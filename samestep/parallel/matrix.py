@@ -192,7 +192,8 @@ LANES = """
 The lanes have 16 layers of width 128 with heads of 32, 2 key and value heads, sequences of 128 and
 8 experts of size 64, of which a token uses 2; tp 2 with sequence parallel, ep 2, FSDP2; 256 tokens
 per step (512 on 8 ranks with tokens of their own). Ranks along the expert axis see the same tokens,
-or tokens of their own; then experts have a fixed capacity.
+or tokens of their own; then experts have a fixed capacity. With the same tokens on 4 ranks nothing
+is left for FSDP2 to shard over.
 """
 
 

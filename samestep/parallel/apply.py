@@ -154,12 +154,12 @@ def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
         (stacks if param.dim() == 3 else others).update(cuts(param))
     seen: dict[str, Any] = {
         "tensor_parallel_active": any(axis == "model" for axis, _ in stacks | others),
-        "expert_parallel_active": any(axis == "expert" for axis, _ in stacks | others),
         "data_sharded": mesh.dense.shape[-1] > 1
         and any(isinstance(module, FSDPModule) for module in model.modules()),
     }
     dispatches = [module for module in model.modules() if isinstance(module, TokenDispatch)]
-    if dispatches:
+    if dispatches:  # a pipeline stage without experts has nothing to say of them
+        seen["expert_parallel_active"] = any(axis == "expert" for axis, _ in stacks | others)
         seen["expert_lane"] = all(d.places.exchange is not None for d in dispatches)
         seen["expert_tensor_parallel_active"] = any(axis == "model" for axis, _ in stacks)
     return seen

@@ -74,7 +74,8 @@ def test_a_layout_equals_one_process(outcomes, name):
     assert found.clipped == 2
     observed = found.trace["observed"]
     assert (observed["hooks_pre"], observed["hooks_post"]) == (0, 0)
-    assert observed["expert_parallel_active"] == ("ep" in name.replace(",", "").split())
+    experts = observed.get("expert_parallel_active", False)  # a model without says nothing
+    assert experts == ("ep" in name.replace(",", "").split())
 
 
 def test_copies_are_compared_where_there_are_any(outcomes):

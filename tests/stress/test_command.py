@@ -482,7 +482,7 @@ def test_a_mutant_that_survives_fails_the_command(
 def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, status):
     """Also a second one, which comes while the ranks are ended or the receipt is written."""
     code = "import sys; from samestep.cli import main; sys.exit(main())"
-    arguments = [*QUICK, "--steps", "1000", "--out", str(tmp_path / "out"), "--layout", "zero2"]
+    arguments = [*QUICK, "--steps", "300", "--out", str(tmp_path / "out"), "--layout", "zero2"]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
@@ -493,7 +493,7 @@ def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, sta
         env={**os.environ, "TMPDIR": str(temporary)},
     ) as process:
         deadline = time.monotonic() + 60
-        while not children(process.pid) and time.monotonic() < deadline:
+        while not list(temporary.iterdir()) and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.3)
         ranks = children(process.pid)

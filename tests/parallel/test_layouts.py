@@ -11,6 +11,7 @@ from samestep.parallel.prove import Case, Outcome, reference, run_rank
 from samestep.parallel.replicas import ReplicasDifferError, check_replicas
 from samestep.train.gpt import GPTConfig
 from tests.ranks import RanksFailed, run_forked
+from tests.soak import SOAK
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
 DENSE = GPTConfig(**SHAPE)
@@ -151,6 +152,9 @@ def quietly(rank, case, expected):
     return run_rank(rank, case, expected)
 
 
+@pytest.mark.skipif(
+    not SOAK, reason="compiles for long: make soak runs it, and docs/hybrid_table.md shows it"
+)
 def test_blocks_compile_once():
     """Also experts of fixed capacity over an expert axis, where the gates are closed by default."""
     torch.set_num_threads(1)

@@ -1,5 +1,6 @@
 """How much memory a rule needs while it runs: found by running it on tensors without memory."""
 
+import platform
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from samestep.rules.rule import Rule
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Adds up the bytes of storages made inside, less those that are gone.
 
-    `on_cpu`: products of a transposed stack have room for one copied matrix, as torch's have there.
+    `on_cpu`: products of a transposed stack have room for one copied matrix, where torch's do.
     """
 
     def __init__(self, on_cpu: bool = False) -> None:
@@ -25,7 +26,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._now = 0
         self._known: set[int] = set()
         self.peak = 0
-        self._on_cpu = on_cpu
+        self._copies = on_cpu and _copies_transposed()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -37,7 +38,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = leaf.untyped_storage()
                 if id(storage) not in before and id(storage) not in self._known:
                     self._enter(storage)
-        if self._on_cpu and func is torch.ops.aten.bmm.default and not args[1].is_contiguous():
+        if self._copies and func is torch.ops.aten.bmm.default and not args[1].is_contiguous():
             self.peak = max(self.peak, self._now + args[1][0].numel() * args[1].element_size())
         return result
 
@@ -52,6 +53,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._now -= size
 
         weakref.finalize(storage, gone)
+
+
+def _copies_transposed() -> bool:
+    """Whether a product on this CPU copies a transposed matrix first: oneDNN on ARM does."""
+    enabled: Any = torch.backends.mkldnn.enabled  # torch's types call it a property
+    return bool(enabled) and platform.machine() in ("aarch64", "arm64")
 
 
 def _is_tensor(value: object) -> bool:
@@ -94,7 +101,8 @@ def stack_peak(
             lambda: update_blocks(rule, operands, scalars, given, run_rule), on_cpu=on_cpu
         )
 
-    key = ("stack", rule.name, _text(options), count, block, param_dtype, master, on_cpu)
+    copies = on_cpu and _copies_transposed()
+    key = ("stack", rule.name, _text(options), count, block, param_dtype, master, on_cpu, copies)
     return _remembered(key, once)
 
 
@@ -151,7 +159,9 @@ def transform_peak(
         found = peak_of(lambda: staged.transform(stack, state, scalars, given), on_cpu=on_cpu)
         return found + stack.untyped_storage().nbytes()
 
-    return _remembered(("transform", rule.name, _text(options), count, block, dtype, on_cpu), once)
+    copies = on_cpu and _copies_transposed()
+    key = ("transform", rule.name, _text(options), count, block, dtype, on_cpu, copies)
+    return _remembered(key, once)
 
 
 def kernel_peak(count: int, rows: int, cols: int) -> int:

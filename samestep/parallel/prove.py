@@ -134,7 +134,7 @@ def new_model(case: Case) -> GPT:
     return model
 
 
-def _keywords(case: Case) -> dict[str, Any]:
+def optimizer_keywords(case: Case) -> dict[str, Any]:
     """Of the optimizer; with rules that names and shapes do not tell."""
     rules: dict[Any, dict[str, Any]] = {}
     if case.lora:
@@ -158,7 +158,7 @@ def reference(case: Case) -> Reference:
     model = copy.deepcopy(start)
     if case.lora:
         adapt(model, case)
-    optimizer = samestep.MuonAdamW(model, **_keywords(case))
+    optimizer = samestep.MuonAdamW(model, **optimizer_keywords(case))
     found = Reference(start, [], [], {}, {})
     for step in range(case.steps):
         tokens = tokens_of(case, step)
@@ -199,7 +199,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         adapt=(lambda part: adapt(part, case, mesh)) if case.lora else None,
         compile=case.compile,
     )
-    optimizer = stack.optimizer(**_keywords(case))
+    optimizer = stack.optimizer(**optimizer_keywords(case))
     outcome = Outcome(trace=stack.trace(tell=lambda _: None), steps=case.steps + case.more)
     rows = case.sequences // mesh.degrees.batch_ranks
     start = time.perf_counter()

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,54 +79,46 @@ class Hardware:
 # Rates of products: what `receipts.hardware_of` finds in benchmarks/results for one H200, counting
 # products as if none were symmetric; for other devices scaled by their dense 16-bit peaks.
 _H200_RATES = {1280: 8.2e14, 2048: 8.7e14}
+_H200 = Hardware(
+    name="h200x8",
+    source=(
+        "NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s in both directions "
+        "together; rates of products, bytes and calls from benchmarks/results on one H200; "
+        "400 Gbit/s per GPU between hosts, 80% of it reached; latencies are assumed"
+    ),
+    device_memory=150_109_880_320,
+    ranks_per_host=8,
+    product_rates=_H200_RATES,
+    bytes_rate=4.2e12,
+    call=1.3e-5,
+    model_rate=4.0e14,
+    inside=Link(2e-5, 3.6e11, 1e-6),
+    between=Link(3e-5, 4.0e10, 1e-6),
+)
+_H100 = replace(
+    _H200,
+    name="h100x8",
+    source=(
+        "NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions "
+        "together, 989 TFLOP/s dense bfloat16 as the H200; 400 Gbit/s per GPU between hosts, "
+        "80% of it reached; rates scaled from the H200, latencies assumed"
+    ),
+    device_memory=80 * 10**9,
+    bytes_rate=2.9e12,
+)
+_H800 = replace(
+    _H100,
+    name="h800x8",
+    source=(
+        "DeepSeek-V3 report (arXiv 2412.19437): 2048 H800, 8 per host, NVLink 160 GB/s, "
+        "InfiniBand 50 GB/s per GPU; 80 GB; other rates as h100x8"
+    ),
+    inside=Link(2e-5, 1.6e11, 1e-6),
+)
 _PRESETS = (
-    Hardware(
-        name="h200x8",
-        source=(
-            "NVIDIA H200 SXM data sheet: 141 GB, 4.8 TB/s, NVLink 900 GB/s in both directions "
-            "together; rates of products, bytes and calls from benchmarks/results on one H200; "
-            "400 Gbit/s per GPU between hosts, 80% of it reached; latencies are assumed"
-        ),
-        device_memory=150_109_880_320,
-        ranks_per_host=8,
-        product_rates=_H200_RATES,
-        bytes_rate=4.2e12,
-        call=1.3e-5,
-        model_rate=4.0e14,
-        inside=Link(2e-5, 3.6e11, 1e-6),
-        between=Link(3e-5, 4.0e10, 1e-6),
-    ),
-    Hardware(
-        name="h100x8",
-        source=(
-            "NVIDIA H100 SXM data sheet: 80 GB, 3.35 TB/s, NVLink 900 GB/s in both directions "
-            "together, 989 TFLOP/s dense bfloat16 as the H200; 400 Gbit/s per GPU between hosts, "
-            "80% of it reached; rates scaled from the H200, latencies assumed"
-        ),
-        device_memory=80 * 10**9,
-        ranks_per_host=8,
-        product_rates=_H200_RATES,
-        bytes_rate=2.9e12,
-        call=1.3e-5,
-        model_rate=4.0e14,
-        inside=Link(2e-5, 3.6e11, 1e-6),
-        between=Link(3e-5, 4.0e10, 1e-6),
-    ),
-    Hardware(
-        name="h800x8",
-        source=(
-            "DeepSeek-V3 report (arXiv 2412.19437): 2048 H800, 8 per host, NVLink 160 GB/s, "
-            "InfiniBand 50 GB/s per GPU; 80 GB; other rates as h100x8"
-        ),
-        device_memory=80 * 10**9,
-        ranks_per_host=8,
-        product_rates=_H200_RATES,
-        bytes_rate=2.9e12,
-        call=1.3e-5,
-        model_rate=4.0e14,
-        inside=Link(2e-5, 1.6e11, 1e-6),
-        between=Link(3e-5, 4.0e10, 1e-6),
-    ),
+    _H200,
+    _H100,
+    _H800,
     Hardware(
         name="a100x8",
         source=(

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from samestep.comm.collectives import total
+from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.parallel.exchange import all_to_all_single, all_to_all_single_autograd
 
@@ -207,10 +209,10 @@ def capacity_errors(model: nn.Module) -> int:
     """Tokens that found no room at an expert so far, of all ranks together. Collective."""
     own = [module.overflow for module in model.modules() if isinstance(module, TokenDispatch)]
     device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.int64, device=device) + sum(own)
+    found = torch.zeros(1, dtype=torch.int64, device=device) + sum(own)
     if dist.is_initialized():
-        dist.all_reduce(total)
-    return int(total)
+        found = total("capacity errors", found, registry.of()).wait()
+    return int(found)
 
 
 def _moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo  # compiled graphs are counted nowhere else
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
 import samestep
+from samestep.comm.collectives import total
+from samestep.comm.groups import registry
 from samestep.mesh import Mesh, build
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
@@ -242,9 +243,8 @@ def _compare_gradients(model: nn.Module, expected: Mapping[str, Tensor], outcome
 def _compare_scalars(
     loss: Tensor, optimizer: samestep.MuonAdamW, expected: Reference, step: int, outcome: Outcome
 ) -> None:
-    mean = loss.detach().double()
-    dist.all_reduce(mean)
-    mean /= dist.get_world_size()
+    ranks = registry.of()
+    mean = total("loss", loss.detach().double().reshape(1), ranks).wait() / ranks.size
     norm = float(optimizer.metrics()["grad_norm"])
     outcome.loss = max(outcome.loss, _number(abs(float(mean) - expected.losses[step])))
     outcome.norm = max(outcome.norm, _number(abs(norm - expected.norms[step])))

@@ -296,8 +296,9 @@ class RuleOptimizer(FullValues):
                 by_group.setdefault(index, []).append(operand)
             self._placements[placement].drop_gradients(bucket)
         if not self._verdict.skip:
-            for index, operands in by_group.items():
-                self._update_group(index, operands)
+            # Elementwise groups first: few launches, during which the host prepares the others.
+            for index in sorted(by_group, key=lambda i: rule_of(self.param_groups[i]).kind):
+                self._update_group(index, by_group[index])
 
     def _update_group(self, index: int, operands: list[Operand]) -> None:
         """Run the group's rule on its present operands, device by device."""

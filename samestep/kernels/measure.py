@@ -2,6 +2,7 @@
 
 What is measured is a batch of a fixed size, so that the choice depends on the shape of a block
 alone: its result must not depend on its company. The first rank measures and tells the others.
+All ways take turns until the chip is as hot as in training: then power limits it, not time.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,8 +24,10 @@ from samestep.version import __version__
 
 BATCH_ELEMENTS = 1 << 27  # of all operands that are measured at once
 AHEAD = 0.97  # of the time of what is taken unmeasured: less could be noise
+ROUNDS = 5  # in which each way has a turn
+TURN = 50.0  # milliseconds
 
-Measure = Callable[[Shape, Way, torch.device], float]
+Measure = Callable[[Shape, torch.device], Mapping[Way, float]]
 
 
 def settle(
@@ -60,32 +64,43 @@ def _measured(
 
 def _fastest(shape: Shape, device: torch.device, measure: Measure) -> Way:
     usual = way_of(*shape)
-    times = {way: measure(shape, way, device) for way in WAYS}
+    times = measure(shape, device)
     best = min(WAYS, key=times.__getitem__)
     return best if times[best] < AHEAD * times[usual] else usual
 
 
-def milliseconds(shape: Shape, way: Way, device: torch.device) -> float:
+def milliseconds(shape: Shape, device: torch.device) -> dict[Way, float]:
     """Of a batch of products; infinite for tiles that the device has no room for."""
     from triton.runtime.errors import OutOfResources
 
     from samestep.kernels.symmetric import symmetric_product
 
     size, depth = shape
-    count = max(1, min(16, BATCH_ELEMENTS // (size * depth)))
+    count = min(max(4, BATCH_ELEMENTS // (size * depth)), 256)  # tiles for every multiprocessor
     X = torch.randn(count, size, depth, device=device, dtype=torch.bfloat16)
+    times: dict[Way, list[float]] = {}
+    for way in WAYS:
+        with suppress(OutOfResources):
+            _timed(partial(symmetric_product, X, X, dtype=torch.float16, way=way), 1)  # compiles
+            times[way] = []
+    for _ in range(ROUNDS):
+        for way, of_way in times.items():
+            product = partial(symmetric_product, X, X, dtype=torch.float16, way=way)
+            count = max(1, round(TURN / max(_timed(product, 3), 1e-3)))
+            of_way.append(_timed(product, count))
+    return {way: median(times[way][1:]) if way in times else float("inf") for way in WAYS}
+
+
+def _timed(function: Callable[[], object], count: int) -> float:
+    """Milliseconds of a call, on the device."""
     event: Any = torch.cuda.Event
-    times = []
-    with suppress(OutOfResources):
-        for _ in range(8):
-            begin, end = event(enable_timing=True), event(enable_timing=True)
-            begin.record()
-            for _ in range(3):
-                symmetric_product(X, X, dtype=torch.float16, way=way)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-    return median(times[2:]) if times else float("inf")
+    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin.record()
+    for _ in range(count):
+        function()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / count
 
 
 # --- what a machine has found stays on it --------------------------------------------------

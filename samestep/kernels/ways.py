@@ -13,9 +13,8 @@ settled: dict[Shape, Way] = {}  # of this process, for good: bits depend on it
 
 def way_of(size: int, depth: int) -> Way:
     """What was settled; where nothing was, what was best on an H200 (docs/gpu.md)."""
-    # Wide tiles feed the matrix units best, but leave a small matrix in too few pieces.
-    wide = size >= 1536 or (size >= 1024 and depth >= 4096)
-    return settled.get((size, depth), "large" if wide else "small")
+    # Wide tiles feed the matrix units best, but lose more where they end: for long sums only.
+    return settled.get((size, depth), "large" if size >= 1024 and depth >= 4096 else "small")
 
 
 def settled_line() -> str:

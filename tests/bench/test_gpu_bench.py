@@ -338,7 +338,9 @@ def test_floors():
     floor = step_floor([(2, 10, 40)], [(5, 3)], clips=True)
     assert floor == Floor(2 * 38 * 10**3, 800 * 28 + 15 * 32)
     assert step_floor((), [(5, 3)], clips=False) == Floor(0, 15 * 28)
-    assert Floor(1e12, 2e12).ms(Ceilings(flops=1e15, bytes=4e12)) == pytest.approx(501)
+    assert Floor(1e12, 2e12).ms(Ceilings(flops=1e15, bytes=4e12, hot_flops=8e14)) == pytest.approx(
+        501
+    )
 
 
 def test_times():

@@ -8,6 +8,7 @@ import torch
 from samestep.bench.gpu.timing import take_turn, times_of
 
 TURNS = 10
+HOT = 2.0  # seconds of products without a pause
 
 
 class Ceilings(NamedTuple):
@@ -15,6 +16,7 @@ class Ceilings(NamedTuple):
 
     flops: float  # per second, of a 16-bit product (32-bit on a CPU) of random values
     bytes: float  # per second, read and written by a copy
+    hot_flops: float  # of the product when the chip draws all the power it may, and slows down
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
@@ -24,11 +26,24 @@ def measure_ceilings(device: torch.device) -> Ceilings:
     dtype = torch.bfloat16 if on_gpu else torch.float32
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     product = torch.empty_like(left)
-    product_ms = _median(lambda: torch.mm(left, right, out=product), device)
+
+    def multiply() -> None:
+        torch.mm(left, right, out=product)
+
+    product_ms = _median(multiply, device)
     source = torch.ones(elements, device=device)
     target = torch.empty_like(source)
     copy_ms = _median(lambda: target.copy_(source), device)
-    return Ceilings(2 * size**3 / (product_ms * 1e-3), 8 * elements / (copy_ms * 1e-3))
+    hot_ms = product_ms
+    if on_gpu:
+        take_turn(multiply, device, calls=round(HOT / (product_ms * 1e-3)))
+        hot_ms = take_turn(multiply, device, calls=round(0.2 / (product_ms * 1e-3))).ms
+    flops = 2 * size**3
+    return Ceilings(
+        flops=flops / (product_ms * 1e-3),
+        bytes=8 * elements / (copy_ms * 1e-3),
+        hot_flops=flops / (hot_ms * 1e-3),
+    )
 
 
 def _median(call: Callable[[], object], device: torch.device) -> float:

@@ -40,6 +40,7 @@ def heading(
         "peers": revisions(peer_paths),
         "ceilings": {
             "tflops": ceilings.flops / 1e12,
+            "tflops_when_hot": ceilings.hot_flops / 1e12,
             "terabytes_per_second": ceilings.bytes / 1e12,
         },
     }

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.bench.gpu.ceilings import Ceilings, measure_ceilings
+from samestep.bench.gpu.ceilings import HOT, Ceilings, measure_ceilings
 from samestep.bench.gpu.floors import Floor, step_floor
 from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.peers import forget_compiled, make_importable
@@ -55,6 +55,7 @@ def run(options: Options) -> int:
     ceilings = measure_ceilings(device)
     screen.progress(
         f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
+        f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
         f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
     )
     content = heading("samestep step", options.command, device, ceilings, options.peer_path)

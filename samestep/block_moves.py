@@ -20,16 +20,18 @@ from samestep.plan.block_exchange import (
 )
 
 
-class _Travelling(NamedTuple):
+class Travelling(NamedTuple):
     """A part of a block on its way, as a step needs it: plans count and slice once.
 
-    beside: elements that belong to the whole block, and travel with it.
+    start: where it begins in the buffer that travels.
+    beside: elements that belong to the whole block, and travel with it, after it.
     """
 
     rank: int
     key: Key
     sizes: Shape | None  # None: no part, only what is beside
     slices: tuple[slice, ...]  # in the block
+    start: int
     numel: int
     beside: int
 
@@ -39,11 +41,14 @@ class _Travelling(NamedTuple):
         return self.numel + self.beside
 
 
-class _Way(NamedTuple):
+class Way(NamedTuple):
     """What goes out to other ranks, and what comes in from them."""
 
-    out: list[_Travelling]
-    into: list[_Travelling]
+    out: list[Travelling]
+    into: list[Travelling]
+    outgoing: list[int]  # elements to each rank
+    incoming: list[int]
+    sent: list[int]  # by each rank
 
 
 class BlockMoves:
@@ -67,16 +72,18 @@ class BlockMoves:
         self.chunk = chunk
         self._name = name
         self._group = group
-        self._dtype = dtype
         self._wide = wide
         self._device = device
         self._extra = [count * wide.itemsize // dtype.itemsize for count in extra]
-        self._sent_to = elements_to_owners(chunk, group.size)
-        self._sent_back = elements_from_owners(chunk, self._extra, group.size)
-        there = to_owners(chunk, group.rank)
-        back = from_owners(chunk, group.rank, group.size, to_all=any(extra))
-        self._to = _Way(*(self._travelling(items, beside=False) for items in there))
-        self._back = _Way(*(self._travelling(items, beside=True) for items in back))
+        self.dtype = dtype
+        self.to = self._way(
+            *to_owners(chunk, group.rank), elements_to_owners(chunk, group.size), beside=False
+        )
+        self.back = self._way(
+            *from_owners(chunk, group.rank, group.size, to_all=any(extra)),
+            elements_from_owners(chunk, self._extra, group.size),
+            beside=True,
+        )
         self._owned = [
             (route, [part.in_block.slices for part in route.parts if part.rank == group.rank])
             for route in chunk
@@ -84,27 +91,42 @@ class BlockMoves:
         ]
         self._waiting: Pending[Tensor] | None = None
 
-    def _travelling(self, items: Sequence[Item], *, beside: bool) -> list["_Travelling"]:
-        return [
-            _Travelling(
-                item.rank,
-                self.chunk[item.route].key,
-                None if item.part is None else item.part.in_block.sizes,
-                () if item.part is None else item.part.in_block.slices,
-                item.numel,
-                self._extra[item.route] if beside else 0,
+    def _way(
+        self, out: Sequence[Item], into: Sequence[Item], sent: list[int], *, beside: bool
+    ) -> Way:
+        outgoing, incoming = [0] * self._group.size, [0] * self._group.size
+        travelling_out, travelling_in = (self._travelling(x, beside) for x in (out, into))
+        for item in travelling_out:
+            outgoing[item.rank] += item.size
+        for item in travelling_in:
+            incoming[item.rank] += item.size
+        return Way(travelling_out, travelling_in, outgoing, incoming, sent)
+
+    def _travelling(self, items: Sequence[Item], beside: bool) -> list[Travelling]:
+        found, start = [], 0
+        for item in items:
+            found.append(
+                Travelling(
+                    item.rank,
+                    self.chunk[item.route].key,
+                    None if item.part is None else item.part.in_block.sizes,
+                    () if item.part is None else item.part.in_block.slices,
+                    start,
+                    item.numel,
+                    self._extra[item.route] if beside else 0,
+                )
             )
-            for item in items
-        ]
+            start += found[-1].size
+        return found
 
     def collect(self, prepared: dict[Key, Tensor]) -> None:
         """Start sending this rank's parts to the owners."""
-        pieces = [self._packed(prepared[item.key]) for item in self._to.out]
-        self._launch(f"collection of {self._name}", pieces, self._to, self._sent_to)
+        pieces = [self._packed(prepared[item.key]) for item in self.to.out]
+        self.send_there(self._joined(pieces))
 
     def blocks(self, prepared: dict[Key, Tensor]) -> dict[Key, Tensor]:
         """Wait, and give the whole blocks that this rank owns, in the shapes of their boxes."""
-        arrived = self._arrived(self._to)
+        arrived = _taken_apart(self.to, self.arrived())
         found = {}
         for route, own in self._owned:
             block = torch.empty(route.box.sizes, dtype=self._wide, device=self._device)
@@ -119,43 +141,58 @@ class BlockMoves:
     def give_back(self, directions: dict[Key, Tensor], extra: dict[Key, Tensor]) -> None:
         """Start sending every holder its parts of the directions, and the extra of each block."""
         pieces = []
-        for item in self._back.out:
+        for item in self.back.out:
             if item.sizes is not None:
                 pieces.append(self._packed(directions[item.key][item.slices]))
             if item.beside:
-                pieces.append(extra[item.key].reshape(-1).to(self._wide).view(self._dtype))
-        self._launch(f"return of {self._name}", pieces, self._back, self._sent_back)
+                pieces.append(self.packed_beside(extra[item.key]))
+        self.send_back(self._joined(pieces))
 
     def parts(self) -> dict[Key, tuple[Tensor | None, Tensor | None]]:
         """Wait, and give this rank's part of each direction that came, and the block's extra."""
         found: dict[Key, tuple[Tensor | None, Tensor | None]] = {}
-        for item, values in self._arrived(self._back):
+        for item, values in _taken_apart(self.back, self.arrived()):
             part = None if item.sizes is None else values[: item.numel].view(item.sizes)
             extra = None
             if item.beside:
-                extra = values[item.numel :].clone().view(self._wide)  # at a place for wide ones
+                extra = self.beside(values[item.numel :])
             found[item.key] = part, extra
         return found
 
-    def _launch(self, name: str, pieces: list[Tensor], way: "_Way", sent: Sequence[int]) -> None:
-        outgoing, incoming = [0] * self._group.size, [0] * self._group.size
-        for item in way.out:
-            outgoing[item.rank] += item.size
-        for item in way.into:
-            incoming[item.rank] += item.size
-        buffer = self._joined(pieces)
-        self._waiting = move_parts(name, buffer, outgoing, incoming, sent, self._group)
+    def send_there(self, buffer: Tensor) -> None:
+        """Start sending a buffer with all that goes to the owners."""
+        self._send(f"collection of {self._name}", buffer, self.to)
 
-    def _arrived(self, way: "_Way") -> Iterable[tuple["_Travelling", Tensor]]:
-        """Wait, and give what has come."""
+    def send_back(self, buffer: Tensor) -> None:
+        """Start sending a buffer with all that goes back."""
+        self._send(f"return of {self._name}", buffer, self.back)
+
+    def _send(self, name: str, buffer: Tensor, way: Way) -> None:
+        sizes = way.outgoing, way.incoming, way.sent
+        self._waiting = move_parts(name, buffer, *sizes, self._group)
+
+    def arrived(self) -> Tensor:
+        """Wait, and give the buffer that has come."""
         assert self._waiting is not None
         received, self._waiting = self._waiting.wait(), None
-        return zip(way.into, torch.split(received, [item.size for item in way.into]), strict=True)
+        return received
+
+    def packed_beside(self, extra: Tensor) -> Tensor:
+        """What belongs to a whole block, unrounded, as elements that travel."""
+        return extra.reshape(-1).to(self._wide).view(self.dtype)
+
+    def beside(self, elements: Tensor) -> Tensor:
+        """The same taken out of a buffer that came."""
+        return elements.clone().view(self._wide)  # at a place for wide ones
 
     def _packed(self, part: Tensor) -> Tensor:
-        return part.reshape(-1).to(self._dtype)
+        return part.reshape(-1).to(self.dtype)
 
     def _joined(self, pieces: list[Tensor]) -> Tensor:
         if not pieces:
-            return torch.empty(0, dtype=self._dtype, device=self._device)
+            return torch.empty(0, dtype=self.dtype, device=self._device)
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def _taken_apart(way: Way, received: Tensor) -> Iterable[tuple[Travelling, Tensor]]:
+    return zip(way.into, torch.split(received, [item.size for item in way.into]), strict=True)

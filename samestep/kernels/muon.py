@@ -2,14 +2,18 @@
 
 momentum (one pass: gradient and momentum in, momentum and 16-bit direction out)
 -> orthogonalization -> step (one pass: direction and parameter in, parameter out)
+
+Of blocks that came together from parts only the middle is done here: `parts` has their ends.
 """
 
+import struct
 from collections.abc import Sequence
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
-from samestep.kernels import elementwise
+from samestep.kernels import muon_tiles
 from samestep.kernels.call import Gradients, Step
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import (
@@ -42,6 +46,23 @@ class MuonBlocks:
         self.state_dtype = DTYPES[states[0]["momentum_buffer"].dtype]
 
 
+class GivenBlocks:
+    """Directions of one shape that came together from parts, and the state of their blocks."""
+
+    def __init__(
+        self,
+        values: Tensor,  # (count, rows, cols), contiguous
+        states: Sequence[State],  # of whole blocks: variance
+        writes: Tensor | None,  # (count,) float64: 0 leaves a variance as it is
+    ) -> None:
+        self.values, self.states, self.writes = values, states, writes
+        self.count, self.rows, self.cols = values.shape
+        self.tall = self.rows > self.cols
+
+
+Source = tuple[MuonBlocks, Gradients] | tuple[GivenBlocks, None]
+
+
 def muon_(
     parts: Sequence[tuple[MuonBlocks, Gradients]], step: Step, *, measure: bool
 ) -> list[Tensor]:
@@ -49,29 +70,8 @@ def muon_(
 
     Gives per part the sums of squares of the directions, (count,), if they are to be measured.
     """
-    options, first = step.options, parts[0][0]
-    short, long = sorted((padded(first.rows), padded(first.cols)))
-    counts = [blocks.count for blocks, _ in parts]
-    X = torch.empty(
-        (sum(counts), short, long),
-        dtype=options["compute_dtype"] or torch.bfloat16,
-        device=first.targets.addresses.device,
-    )
-    scales = [
-        _momentum(blocks, grads, X_part, step)
-        for (blocks, grads), X_part in zip(parts, torch.split(X, counts), strict=True)
-    ]
-    X = orthogonalize_wide(
-        X,
-        torch.cat(scales),
-        step_coefficients(
-            options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
-        ),
-        options["execution"] or cheaper_execution(first.rows, first.cols, options["ns_steps"]),
-        overwrite=True,
-    )
     squares = []
-    for (blocks, grads), directions in zip(parts, torch.split(X, counts), strict=True):
+    for (blocks, grads), directions in zip(parts, orthogonalized(parts, step), strict=True):
         square = _step_along(blocks, grads, directions, step)
         if measure and square is None:
             square = _norms(directions, (1, 2)).square().flatten()
@@ -80,13 +80,59 @@ def muon_(
     return squares
 
 
+def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
+    """The directions of blocks of a shape and of its transpose, together; momenta are updated.
+
+    Per part (count, short, long), padded; the transposes of tall blocks.
+    """
+    options, first = step.options, parts[0][0]
+    short, long = sorted((padded(first.rows), padded(first.cols)))
+    counts = [blocks.count for blocks, _ in parts]
+    X = torch.empty(
+        (sum(counts), short, long),
+        dtype=options["compute_dtype"] or torch.bfloat16,
+        device=_device(first),
+    )
+    scales = [
+        _momentum(source, X_part, step)
+        for source, X_part in zip(parts, torch.split(X, counts), strict=True)
+    ]
+    X = orthogonalize_wide(
+        X,
+        scales[0] if len(scales) == 1 else torch.cat(scales),
+        step_coefficients(
+            options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
+        ),
+        options["execution"] or cheaper_execution(first.rows, first.cols, options["ns_steps"]),
+        overwrite=True,
+    )
+    return torch.split(X, counts)
+
+
+def finished(blocks: GivenBlocks, directions: Tensor, step: Step, dtype: torch.dtype) -> Tensor:
+    """Directions as those who hold parts of them step along them, in the dtype they travel in.
+
+    What they are multiplied with is in them: rounded the same for all, also for the owner.
+    """
+    factors, kind, _ = _factors(blocks, directions, step, blocks.writes)
+    if factors is not None:
+        along = {1: (-1, 1, 1), 2: (blocks.count, -1, 1), 3: (blocks.count, 1, -1)}[kind]
+        directions = directions.float() * factors.view(along)
+    return directions.to(dtype)
+
+
+def _device(blocks: MuonBlocks | GivenBlocks) -> torch.device:
+    own = blocks.values if isinstance(blocks, GivenBlocks) else blocks.targets.addresses
+    return own.device
+
+
 def _step_along(
     blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: Step
 ) -> Tensor | None:
     """Decay and step; the squares of the directions, (count,), if they came up."""
     scalars, options = step.scalars, step.options
     factors, kind, squares = _factors(blocks, directions, step, grads.writes)
-    elementwise.step_along[(_tiles(blocks.rows) * _tiles(blocks.cols), blocks.count)](
+    muon_tiles.step_along[(_tiles(blocks.rows) * _tiles(blocks.cols), blocks.count)](
         blocks.targets.addresses,
         blocks.count,
         directions,
@@ -95,7 +141,7 @@ def _step_along(
         directions if grads.writes is None else grads.writes,
         scalars["lr"],
         scalars["weight_decay"],
-        lr_factor(blocks.rows, blocks.cols, options["adjust_lr"]),
+        _float32(lr_factor(blocks.rows, blocks.cols, options["adjust_lr"])),
         blocks.rows,
         blocks.cols,
         *directions.shape[1:],
@@ -115,39 +161,49 @@ def _step_along(
     return squares
 
 
-def _momentum(blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: Step) -> Tensor:
+def _momentum(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
     options, (count, short, long) = step.options, directions.shape
     tiles = _tiles(short) * _tiles(long)
     sums = torch.empty(count, tiles, dtype=torch.float64, device=directions.device)
+    blocks, grads = source
+    if isinstance(blocks, GivenBlocks):
+        given, momenta, aligned, writes = blocks.values, blocks.values, False, None
+        dtypes = tl.float32, tl.float32  # not read
+    else:
+        assert grads is not None
+        given, momenta, writes = grads.addresses, blocks.momenta.addresses, grads.writes
+        aligned = grads.aligned and blocks.momenta.aligned
+        dtypes = grads.dtype, blocks.state_dtype
 
     def run(powers: Tensor | None, *, only_sums: bool) -> Tensor:
-        elementwise.momentum[(tiles, count)](
-            grads.addresses,
-            blocks.momenta.addresses,
+        muon_tiles.momentum[(tiles, count)](
+            given,
+            momenta,
             directions,
             sums if powers is None else powers.float(),
             sums,
             sums if step.only_if is None else step.only_if,
-            sums if grads.writes is None else grads.writes,
+            sums if writes is None else writes,
             step.scalars["momentum"],
             sums if step.factor is None else step.factor,
             blocks.rows,
             blocks.cols,
             short,
             long,
-            grad_dtype=grads.dtype,
-            state_dtype=blocks.state_dtype,
+            grad_dtype=dtypes[0],
+            state_dtype=dtypes[1],
+            GIVEN=grads is None,
             EMA=options["momentum_form"] == "ema",
             NESTEROV=options["nesterov"],
             TALL=blocks.tall,
             HAS_SCALE=powers is not None,
             HAS_FACTOR=step.factor is not None,
             HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=grads.writes is not None,
+            HAS_WRITES=writes is not None,
             MAXIMIZE=step.maximize,
             ONLY_SUMS=only_sums,
-            ALIGNED=grads.aligned and blocks.momenta.aligned,
+            ALIGNED=aligned,
             ROWS=TILE,
             COLS=TILE,
             num_warps=4,
@@ -175,7 +231,7 @@ def _equilibrate_(directions: Tensor, norms: Tensor, rows: int, tall: bool) -> N
 
 
 def _factors(
-    blocks: MuonBlocks, directions: Tensor, step: Step, writes: Tensor | None
+    blocks: MuonBlocks | GivenBlocks, directions: Tensor, step: Step, writes: Tensor | None
 ) -> tuple[Tensor | None, int, Tensor | None]:
     """What the directions are multiplied with, along what (`FACTORS`), and their squares, (B,)."""
     rows, cols, states, options = blocks.rows, blocks.cols, blocks.states, step.options
@@ -216,6 +272,12 @@ def _norms(directions: Tensor, dims: tuple[int, ...]) -> Tensor:
         directions, dim=dims, keepdim=True, dtype=torch.float32
     )
     return norms
+
+
+def _float32(number: float) -> float:
+    """As a GPU is told it; Triton's interpreter would see more digits."""
+    rounded: float = struct.unpack("f", struct.pack("f", number))[0]
+    return rounded
 
 
 def _tiles(size: int) -> int:

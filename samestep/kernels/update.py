@@ -92,7 +92,7 @@ def update_with_kernels(
     `most`: elements that are orthogonalized at once; None: `BATCH_ELEMENTS`.
     """
     device = operands[0].param.device
-    if not _can(math, device):
+    if not can_run(math, device):
         return list(operands)
     key = index, device, len(operands), id(operands[0].state)  # a group may come in several buckets
     plan = plans.get(key)
@@ -120,7 +120,7 @@ def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
     for operand in operands:
         if type(math.rule) is AdamWRule and math.sizes is not None:
             return "update_rms=True, which no kernel measures for AdamW"
-        if not _can(math, operand.param.device):
+        if not can_run(math, operand.param.device):
             return f"rule {math.rule.name!r} has no kernels for the options of its group"
         if not _fits(operand):
             return (
@@ -130,7 +130,7 @@ def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
     return None
 
 
-def _can(math: GroupMath, device: torch.device) -> bool:
+def can_run(math: GroupMath, device: torch.device) -> bool:
     """Whether there are kernels for the rule and options of a group."""
     options = math.options
     if type(math.rule) is AdamWRule:

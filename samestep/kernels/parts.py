@@ -1,0 +1,256 @@
+"""Parts of blocks where they lie, many in one launch: momentum, moves, steps.
+
+Tables of them are made once; what changes from step to step is where gradients and buffers begin.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.kernels import part_tiles
+from samestep.kernels.call import Step
+from samestep.kernels.norm import DTYPES
+from samestep.kernels.tables import Table
+
+TILE = 64  # rows and columns of a part that one program works on
+
+
+class Rows(NamedTuple):
+    """Where rows lie: the first element of the first one, and how far the next begins."""
+
+    begin: int
+    stride: int
+
+
+class SourceRows(NamedTuple):
+    """Rows in one of several buffers; `turned`: they lie there as columns."""
+
+    number: int
+    begin: int
+    stride: int
+    turned: bool = False
+
+
+class Size(NamedTuple):
+    """Of a part."""
+
+    rows: int
+    cols: int
+
+
+class MomentumPart(NamedTuple):
+    """Where momentum of a part comes from and goes to."""
+
+    param: int
+    size: Size
+    grad: Rows  # in the gradient
+    momentum: Tensor  # (rows, cols)
+    out: Rows | None  # None: its direction goes nowhere
+
+
+class StepPart(NamedTuple):
+    """A part that steps along its direction."""
+
+    param: int
+    size: Size
+    target: Tensor  # (rows, cols)
+    master: Tensor | None
+    source: SourceRows
+    block: Size  # that it is part of
+
+
+class Move(NamedTuple):
+    """A region to copy."""
+
+    size: Size
+    source: SourceRows
+    out: Rows
+
+
+class GradientTable(NamedTuple):
+    """Where the gradients of a step begin."""
+
+    addresses: Tensor  # (params,)
+    aligned: bool
+    writes: Tensor | None  # (params,) float64: 0 leaves a parameter as it is
+
+
+class MomentumOfParts:
+    """Parts of one group whose dtypes are alike."""
+
+    def __init__(self, parts: Sequence[MomentumPart], grad_dtype: torch.dtype) -> None:
+        self.grad_dtype = DTYPES[grad_dtype]
+        self.state_dtype = DTYPES[parts[0].momentum.dtype]
+        device = parts[0].momentum.device
+        out = [part.out or Rows(-1, 0) for part in parts]
+        self.table = _on_device(
+            [
+                (part.param, *part.size, *part.grad, *_lying(part.momentum), *to)
+                for part, to in zip(parts, out, strict=True)
+            ],
+            device,
+        )
+        self.aligned = all(
+            _are_aligned(part.size.cols, *part.grad, max(to.begin, 0), to.stride)
+            and _is_aligned(part.momentum)
+            for part, to in zip(parts, out, strict=True)
+        )
+        self.programs = programs([part.size for part in parts], device)
+
+    def run_(self, grads: GradientTable, out: Tensor, step: Step) -> None:
+        """Update momenta, and write directions into a buffer."""
+        options = step.options
+        part_tiles.momentum_of_parts[(len(self.programs),)](
+            grads.addresses,
+            self.table,
+            self.programs,
+            out,
+            out if step.only_if is None else step.only_if,
+            out if grads.writes is None else grads.writes,
+            step.scalars["momentum"],
+            out if step.factor is None else step.factor,
+            grad_dtype=self.grad_dtype,
+            state_dtype=self.state_dtype,
+            EMA=options["momentum_form"] == "ema",
+            NESTEROV=options["nesterov"],
+            HAS_FACTOR=step.factor is not None,
+            HAS_ONLY_IF=step.only_if is not None,
+            HAS_WRITES=grads.writes is not None,
+            MAXIMIZE=step.maximize,
+            ALIGNED=self.aligned,
+            GRADS_ALIGNED=grads.aligned and self.aligned,
+            ROWS=TILE,
+            COLS=TILE,
+            num_warps=4,
+        )
+
+
+class Moves:
+    """Regions that are copied from some buffers of one dtype into one of the same."""
+
+    def __init__(self, moves: Sequence[Move], device: torch.device) -> None:
+        self.table = _on_device([(*m.size, *m.source, *m.out) for m in moves], device)
+        self.aligned = all(
+            _are_aligned(m.size.cols, m.source.begin, m.source.stride, *m.out) for m in moves
+        )
+        self.turned_aligned = _are_aligned(*(move.size.rows for move in moves))
+        self.programs = programs([move.size for move in moves], device)
+
+    def run_(self, sources: Sequence[Tensor], out: Tensor) -> None:
+        """Copy all."""
+        table = Table([sources])
+        part_tiles.moved[(len(self.programs),)](
+            table.addresses,
+            self.table,
+            self.programs,
+            out,
+            dtype=DTYPES[out.dtype],
+            ALIGNED=self.aligned and all(map(_is_aligned, sources)),
+            TURNED_ALIGNED=self.turned_aligned,
+            ROWS=TILE,
+            COLS=TILE,
+            num_warps=4,
+        )
+
+
+class StepOfParts:
+    """Parts of one group whose dtypes are alike, and who all have a master copy or none."""
+
+    def __init__(
+        self,
+        parts: Sequence[StepPart],
+        lr_factor: Callable[[int, int, str | None], float],  # of a block: rows, cols, adjust_lr
+    ) -> None:
+        self.param_dtype = DTYPES[parts[0].target.dtype]
+        self.has_master = parts[0].master is not None
+        self.device = parts[0].target.device
+        self.table = _on_device(
+            [
+                (
+                    part.param,
+                    *part.size,
+                    *_lying(part.target),
+                    *((0, 0) if part.master is None else _lying(part.master)),
+                    *part.source,
+                )
+                for part in parts
+            ],
+            self.device,
+        )
+        self.aligned = all(
+            _are_aligned(part.size.cols, part.source.begin, part.source.stride)
+            and _is_aligned(part.target)
+            and (part.master is None or _is_aligned(part.master))
+            for part in parts
+        )
+        self.turned_aligned = _are_aligned(*(part.size.rows for part in parts))
+        self.programs = programs([part.size for part in parts], self.device)
+        self.blocks = [part.block for part in parts]
+        self.lr_factor = lr_factor
+        self._lr_factors: tuple[str | None, Tensor] | None = None
+
+    def lr_factors(self, adjust_lr: str | None) -> Tensor:
+        """What the learning rate of each part is multiplied with, (parts,) float32."""
+        if self._lr_factors is None or self._lr_factors[0] != adjust_lr:
+            found = [self.lr_factor(*block, adjust_lr) for block in self.blocks]
+            self._lr_factors = adjust_lr, torch.tensor(found, device=self.device)
+        return self._lr_factors[1]
+
+    def run_(self, sources: Sequence[Tensor], writes: Tensor | None, step: Step) -> None:
+        """Decay and step along directions, which are in some buffers of one dtype."""
+        options, scalars, table = step.options, step.scalars, Table([sources])
+        part_tiles.step_of_parts[(len(self.programs),)](
+            table.addresses,
+            self.table,
+            self.lr_factors(options["adjust_lr"]),
+            self.programs,
+            self.table if step.only_if is None else step.only_if,
+            self.table if writes is None else writes,
+            scalars["lr"],
+            scalars["weight_decay"],
+            param_dtype=self.param_dtype,
+            direction_dtype=DTYPES[sources[0].dtype],
+            SCALE_DECAY=options["scale_decay"],
+            CAUTIOUS=options["cautious"],
+            HAS_MASTER=self.has_master,
+            HAS_ONLY_IF=step.only_if is not None,
+            HAS_WRITES=writes is not None,
+            ALIGNED=self.aligned and all(map(_is_aligned, sources)),
+            TURNED_ALIGNED=self.turned_aligned,
+            ROWS=TILE,
+            COLS=TILE,
+            num_warps=4,
+        )
+
+
+def programs(sizes: Sequence[Size], device: torch.device) -> Tensor:
+    """(programs, 2) int32: part, and tile of it."""
+    counts = torch.tensor([_tiles(size.rows) * _tiles(size.cols) for size in sizes])
+    parts = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    tiles = torch.arange(len(parts)) - firsts
+    return torch.stack([parts, tiles], dim=1).int().to(device)
+
+
+def _tiles(size: int) -> int:
+    return -(-size // TILE)
+
+
+def _lying(matrix: Tensor) -> tuple[int, int]:
+    """The address of a matrix, and from one row to the next."""
+    return matrix.data_ptr(), matrix.stride(0)
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether 16 bytes can be read at once; strides of a buffer do not matter."""
+    return matrix.data_ptr() % 16 == 0 and (matrix.ndim != 2 or matrix.stride(0) % 8 == 0)
+
+
+def _are_aligned(*numbers: int) -> bool:
+    return not any(number % 8 for number in numbers)
+
+
+def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64).to(device)

@@ -16,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.buffers.gradients import gradient_dtype
 from samestep.distribution import Distribution
 from samestep.estimate.grid import Grid, Peers
 from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
 from samestep.local import LocalParameters
 from samestep.param_groups import Group
 from samestep.plan.block_exchange import ExchangePlan, ShardedSpec
-from samestep.plan.schedule import PlacementShape, Schedule, step_schedule
+from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
 from samestep.replicated import planned as planned_shares
 from samestep.replicated import shape_of as shape_of_shares
@@ -37,10 +38,14 @@ class SpreadOver(NamedTuple):
     """How a DTensor lies on a mesh: per mesh axis the axes of the grid it is made of, and its cut.
 
     (("data", "expert"),) with (Cut(0),) is what `fully_shard` does over both as one.
+    summed: numbers of the mesh axes on which backward leaves every rank a summand of the gradient.
+    padded: FSDP2 shards it, with room for as many rows on every rank.
     """
 
     mesh: tuple[tuple[str, ...], ...]
     cuts: tuple[Cut, ...]
+    summed: tuple[int, ...] = ()
+    padded: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -69,6 +74,14 @@ class Sharing:
         return self.plan.params
 
 
+class GradientSum(NamedTuple):
+    """Gradients that are added up at once when a step begins: numbers of their parameters."""
+
+    peers: Peers
+    dtype: torch.dtype
+    params: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Spreading:
     """DTensors of one mesh, and how their blocks come together."""
@@ -79,6 +92,15 @@ class Spreading:
     plan: ExchangePlan
     peers: Peers
     distribution: Distribution
+    sums: tuple[GradientSum, ...] = ()
+    room: tuple[
+        int | None, ...
+    ] = ()  # elements of each that every rank has room for; None: its own
+
+    def stored(self, index: int, place: int) -> int:
+        """Elements of a parameter, and of its gradient, in the memory of a rank."""
+        room = self.room[index]
+        return self.held[index].boxes[place].numel if room is None else room
 
     def shape(self, place: int) -> PlacementShape:
         """What the schedule of a rank depends on."""
@@ -115,13 +137,25 @@ class Blueprint:
         """In the order of the schedule's numbers; none: one process."""
         return (*self.shared, *self.spread)
 
+    @property
+    def stages(self) -> Peers | None:
+        """The ranks of a pipeline, one of each stage, that speak of norms and problems."""
+        peers = self.grid.peers(*self.grid.beside)
+        return peers if peers.size > 1 else None
+
+    def has(self, bucket: BucketId) -> bool:
+        """Whether a bucket is of a placement, and not of the parameters of this process alone."""
+        return bucket.placement < len(self.placements)
+
     def schedule(self, rank: int = 0) -> Schedule:
         """The operations of a step, as this rank runs them."""
         if rank not in self._schedules:
             shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
             shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
+            if not self.shared and (self.everyone.size == 1 or not shapes):
+                shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
             self._schedules[rank] = _schedule(
-                tuple(shapes or [LocalParameters.shape]),
+                tuple(shapes),
                 waves=self.distribution.waves,
                 clip=self.clips,
                 measure=self.measures,
@@ -196,7 +230,12 @@ def blueprint(
             for param, spec in zip(params, specs, strict=True)
         )
         exchange = planned_blocks(held, peers.size, distribution)
-        spreads.append(Spreading(params, specs, held, exchange, peers, distribution))
+        sums = _sums(params, [lie[param] for param in params], grid)
+        room = tuple(
+            max(box.numel for box in spec.boxes) if lie[param].padded else None
+            for param, spec in zip(params, held, strict=True)
+        )
+        spreads.append(Spreading(params, specs, held, exchange, peers, distribution, sums, room))
     return Blueprint(
         optimizer,
         grid,
@@ -221,6 +260,21 @@ def _plain(
         if any(param not in lie for param in group["params"]):
             together.setdefault(own_peers.get(index, everyone), []).append(index)
     yield from ((peers, indices) for peers, indices in together.items() if indices)
+
+
+def _sums(
+    params: Sequence[Tensor], lie: Sequence[SpreadOver], grid: Grid
+) -> tuple[GradientSum, ...]:
+    """What `partial_gradients` adds up, all that can travel together at once."""
+    together: dict[tuple[Peers, tuple[int, ...], torch.dtype], list[int]] = {}
+    for number, (param, over) in enumerate(zip(params, lie, strict=True)):
+        if over.summed:
+            peers = grid.peers(*(axis for place in over.summed for axis in over.mesh[place]))
+            key = peers, over.summed, gradient_dtype(param)
+            together.setdefault(key, []).append(number)
+    return tuple(
+        GradientSum(peers, dtype, tuple(numbers)) for (peers, _, dtype), numbers in together.items()
+    )
 
 
 def _only(

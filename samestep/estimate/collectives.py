@@ -104,7 +104,12 @@ class Launches:
 
     def of_step(self, rank: int = 0) -> list[Collective]:
         """What a step launches, in order."""
-        return [each for op in self._blueprint.schedule(rank) for each in self._of(op)]
+        operations = self._blueprint.schedule(rank)
+        return [*self.of_beginning(), *(each for op in operations for each in self._of(op))]
+
+    def of_beginning(self) -> list[Collective]:
+        """What comes before the first operation: sums of gradients, problems of other stages."""
+        return [*self._gradient_sums(), *self._over_stages("problems")]
 
     def _of(self, operation: Operation) -> Iterator[Collective]:
         match operation:
@@ -160,9 +165,32 @@ class Launches:
         )
         for peers in over:
             yield from _summed("gradient norm", peers, torch.float64, 1)
+        if blueprint.stages is not None:
+            peers = blueprint.stages
+            sizes = (1,) * peers.size
+            yield from _gathered("norm of stages", peers, torch.float64, sizes, blueprint.device)
         meeting = self._meeting()
         if meeting is not None and blueprint.device.type == "cpu":
             yield from _summed("not finite", meeting, torch.int64, 1)
+        yield from self._over_stages("not finite")
+
+    def _over_stages(self, name: str) -> Iterator[Collective]:
+        """A code of every stage; a GPU does not wait for it."""
+        stages = self._blueprint.stages
+        if stages is not None and self._blueprint.device.type == "cpu":
+            yield from _summed(name, stages, torch.int64, 1)
+
+    def _gradient_sums(self) -> Iterator[Collective]:
+        """Of DTensors of which ranks have summands: each of them as long as what it holds."""
+        for spreading in self._blueprint.spread:
+            for peers, dtype, params in spreading.sums:
+                places = range(spreading.peers.size)
+                sizes = (sum(spreading.held[p].boxes[at].numel for p in params) for at in places)
+                if peers.size > 1:
+                    yield Collective(
+                        Traffic.ALL_REDUCE, "sum of gradients", peers, dtype, tuple(sizes),
+                        among=spreading.peers,
+                    )  # fmt: skip
 
     # --- whole parameters --------------------------------------------------------------------
 

@@ -14,13 +14,25 @@ from samestep.comm.traffic import Traffic
 from samestep.estimate.collectives import Collective
 from samestep.estimate.grid import Peers
 
+ALONE = Peers((), 1)
+
 
 class Unit(NamedTuple):
-    """The parameters of one `fully_shard` call; `reshards`: given back after forward."""
+    """The parameters of one `fully_shard` call, as a rank of tensor and expert parallel has them.
+
+    reshards: given back after forward.
+    shard, replicate: the ranks that share them, and those that do the same.
+    summands: of these the ranks of tensor parallel, `model`, have summands of the gradients, which
+        are added up before FSDP2 reduces them.
+    """
 
     name: str
     params: tuple[Tensor, ...]
     reshards: bool = True
+    shard: Peers = ALONE
+    replicate: Peers = ALONE
+    model: Peers = ALONE
+    summands: tuple[Tensor, ...] = ()
 
 
 def padded_shard(params: Sequence[Tensor], ranks: int) -> int:
@@ -28,32 +40,57 @@ def padded_shard(params: Sequence[Tensor], ranks: int) -> int:
     return sum(-(-param.shape[0] // ranks) * param[0].numel() for param in params)
 
 
+def passes_1f1b(stage: int, stages: int, micro_batches: int) -> str:
+    """Forward and backward passes of a stage in turn, such as FFBFBB."""
+    first = min(micro_batches, stages - stage)
+    return "F" * first + "BF" * (micro_batches - first) + "B" * first
+
+
 def fsdp_collectives(
     units: Sequence[Unit],
-    shard: Peers,
-    replicate: Peers | None = None,
     *,
+    passes: str = "FB",
     param_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
 ) -> list[Collective]:
-    """Those of one forward and backward pass, in the order of use and back."""
-    forward, backward = [], []
-    for unit in units:
-        size = padded_shard(unit.params, shard.size)
-        gathered = param_dtype or unit.params[0].dtype
-        reduced = reduce_dtype or gathered
-        sizes, whole = (size,) * shard.size, size * shard.size
-        gather = Collective(
-            Traffic.ALL_GATHER, f"gather of {unit.name}", shard, gathered, whole, sizes
+    """Those of the passes of one step, unit by unit; gradients are reduced in the last."""
+    return [
+        each
+        for unit in units
+        for each in (
+            *_gathers(unit, passes, param_dtype or unit.params[0].dtype),
+            *_reductions(unit, reduce_dtype or param_dtype or unit.params[0].dtype),
         )
-        reduction = Collective(
-            Traffic.REDUCE_SCATTER, f"reduction of {unit.name}", shard, reduced, whole, sizes
+    ]
+
+
+def _gathers(unit: Unit, passes: str, dtype: torch.dtype) -> list[Collective]:
+    """After a backward pass parameters stay for the next pass, but for the last one."""
+    size, ranks = padded_shard(unit.params, unit.shard.size), unit.shard.size
+    gather = Collective(
+        Traffic.ALL_GATHER, f"gather of {unit.name}", unit.shard, dtype, size * ranks,
+        (size,) * ranks,
+    )  # fmt: skip
+    count, is_whole = 0, False
+    for each in passes:
+        count += not is_whole
+        is_whole = each == "B" or not unit.reshards
+    return [gather] * count if ranks > 1 else []
+
+
+def _reductions(unit: Unit, dtype: torch.dtype) -> list[Collective]:
+    found = []
+    for param in unit.summands if unit.model.size > 1 else ():
+        name = f"sum of a gradient of {unit.name}"
+        found.append(Collective(Traffic.ALL_REDUCE, name, unit.model, param.dtype, param.numel()))
+    trained = [param for param in unit.params if param.requires_grad]
+    size, ranks = padded_shard(trained, unit.shard.size), unit.shard.size
+    if trained and ranks > 1:
+        name, sizes = f"reduction of {unit.name}", (size,) * ranks
+        found.append(
+            Collective(Traffic.REDUCE_SCATTER, name, unit.shard, dtype, size * ranks, sizes)
         )
-        forward.append(gather)
-        later = [gather] if unit.reshards else []
-        later.append(reduction)
-        if replicate is not None and replicate.size > 1:
-            name = f"outer sum of {unit.name}"
-            later.append(Collective(Traffic.ALL_REDUCE, name, replicate, reduced, size))
-        backward.append(later)
-    return forward + [each for later in reversed(backward) for each in later]
+    if trained and unit.replicate.size > 1:
+        name = f"outer sum of {unit.name}"
+        found.append(Collective(Traffic.ALL_REDUCE, name, unit.replicate, dtype, size))
+    return found

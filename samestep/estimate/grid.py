@@ -20,11 +20,24 @@ class Peers(NamedTuple):
         return " x ".join(self.axes)
 
 
-class Grid:
-    """All ranks that train one model (or one stage of it); the last axis varies fastest."""
+class Beside(NamedTuple):
+    """An axis along which a grid has one place of several: others have grids of their own."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    place: int
+    size: int
+
+
+class Grid:
+    """All ranks that train one model (or one stage of it); the last axis varies fastest.
+
+    beside: axes outside of it, such as the stages of a pipeline.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], beside: Mapping[str, Beside] | None = None
+    ) -> None:
         self.sizes = dict(sizes)
+        self.beside = dict(beside or {})
         self.ranks = prod(self.sizes.values())
 
     @property
@@ -33,22 +46,26 @@ class Grid:
         return tuple(self.sizes.values())
 
     def peers(self, *axes: str) -> Peers:
-        """The group of a rank along some axes."""
-        ordered = tuple(axis for axis in self.sizes if axis in axes)
-        return Peers(ordered, prod(self.sizes[axis] for axis in ordered))
+        """The group of a rank along some axes: the same ranks are the same peers."""
+        sizes = {**{axis: size for axis, (_, size) in self.beside.items()}, **self.sizes}
+        ordered = tuple(axis for axis, size in sizes.items() if axis in axes and size > 1)
+        return Peers(ordered, prod(sizes[axis] for axis in ordered))
 
     def place(self, rank: int, peers: Peers) -> int:
         """Which one of its peers a rank is."""
-        places = {}
+        places, sizes = {}, dict(self.sizes)
         for axis, size in reversed(self.sizes.items()):
             rank, places[axis] = divmod(rank, size)
-        place = 0
-        for axis in peers.axes:
-            place = place * self.sizes[axis] + places[axis]
-        return place
+        for axis, (own, size) in self.beside.items():
+            places[axis], sizes[axis] = own, size
+        return row_major([sizes[axis] for axis in peers.axes], [places[a] for a in peers.axes])
 
     def spread(self, values: Tensor, peers: Peers) -> Tensor:
         """What each peer has, (peers.size,), for all ranks: the shape of the grid."""
+        for axis in peers.axes:
+            if axis in self.beside:
+                place, size = self.beside[axis]
+                values = values.reshape(size, -1)[place]
         inner = [self.sizes[axis] if axis in peers.axes else 1 for axis in self.sizes]
         return values.reshape(inner).expand(self.shape)
 

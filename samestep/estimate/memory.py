@@ -81,7 +81,7 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
         place = blueprint.grid.place(rank, spreading.peers)
         for index, (param, held) in enumerate(zip(spreading.params, spreading.held, strict=True)):
             elements = held.boxes[place].numel
-            params += elements * param.dtype.itemsize
+            params += spreading.stored(index, place) * param.dtype.itemsize
             state += sum(_spread_state(spreading, index, elements, blueprint.groups))
             if needs_master(param, master_weights):
                 main += elements * state_dtype(param, MASTER, {}).itemsize

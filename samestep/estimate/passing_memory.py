@@ -48,10 +48,13 @@ def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
     if not walks:
         return _alone(blueprint, ledger)
     gradients = ledger.now[GRADIENTS]
+    for walk in walks:
+        walk.begin()
     for operation in blueprint.schedule(rank):
         match operation:
             case Update(buckets):
-                _update(blueprint, [(walks[p], b) for p, b in buckets], ledger)
+                known = [bucket for bucket in buckets if blueprint.has(bucket)]
+                _update(blueprint, [(walks[p], b) for p, b in known], ledger)
             case (
                 Reduce(bucket)
                 | Average(bucket)
@@ -61,7 +64,7 @@ def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
                 | Transform(bucket)
                 | GiveBack(bucket)
                 | Apply(bucket)
-            ):
+            ) if blueprint.has(bucket):
                 name = type(operation).__name__.lower()
                 getattr(walks[bucket.placement], f"on_{name}")(bucket.bucket)
     return Passing(gradients, ledger.most)

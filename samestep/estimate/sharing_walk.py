@@ -77,6 +77,9 @@ class SharingWalk:
         size = self._rooms[bucket.dtype] if self._frees else bucket.size
         self._ledger.add(key, size * width, GRADIENTS)
 
+    def begin(self) -> None:
+        """Nothing is allocated before the first operation."""
+
     # --- reductions --------------------------------------------------------------------------
 
     def on_reduce(self, number: int) -> None:

@@ -31,8 +31,19 @@ class SpreadingWalk:
     def backward(self) -> None:
         """Gradients come reduced, in parts."""
         for index, param in enumerate(self._spreading.params):
-            size = self._local(index) * gradient_dtype(param).itemsize
+            stored = self._spreading.stored(index, self._place)
+            size = stored * gradient_dtype(param).itemsize
             self._ledger.add(("gradient", self._number, index), size, GRADIENTS)
+
+    def begin(self) -> None:
+        """Gradients of which ranks have summands are added up side by side, and stay there."""
+        for number, (_, dtype, params) in enumerate(self._spreading.sums):
+            elements = sum(map(self._local, params))
+            key = ("gradient sum", self._number, number)
+            self._ledger.add(key, elements * dtype.itemsize, GRADIENTS)
+        for _, _, params in self._spreading.sums:
+            for index in params:
+                self._ledger.drop(("gradient", self._number, index))
 
     def _local(self, index: int) -> int:
         return self._spreading.held[index].boxes[self._place].numel

@@ -21,7 +21,7 @@ from samestep.buffers.reduction import frees_gradients
 from samestep.comm.traffic import Traffic
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
 from samestep.estimate.collectives import Collective, Launches, exchanges, reduce_dtype, some_param
-from samestep.estimate.grid import Peers
+from samestep.estimate.grid import Grid, Peers
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.work import (
     bucket_work,
@@ -192,7 +192,13 @@ class _Simulator:
         self._spend(name, elements * flops / self._hardware.model_rate)
 
     def step(self) -> None:
-        """All operations of the schedule."""
+        """All operations of the schedule, and what comes before them."""
+        before = self._now.clone()
+        self._send("begin", None, self._launches.of_beginning())
+        self._wait("begin", None)
+        spent = self._now - before
+        if bool(spent.any()):
+            self._by_operation["Begin"] = self._by_operation.get("Begin", 0.0) + spent
         for operation in self._blueprint.schedule():
             self._run(operation)
         self._launched.clear()
@@ -289,7 +295,7 @@ class _Simulator:
             if sharing is not None:
                 work = bucket_work(sharing, bucket.bucket, self._hardware)
                 self._spend_peers(work.seconds(self._hardware), sharing.peers)
-            elif self._blueprint.spread:
+            elif self._blueprint.has(bucket):
                 spreading = self._spreading(bucket)
                 work = elementwise_work(spreading)
                 self._spend_peers(work.seconds(self._hardware), spreading.peers)
@@ -352,7 +358,10 @@ class _Simulator:
         self._computing += spread
 
     def _launch(self, kind: str, about: object, operation: Operation) -> None:
-        for each in self._launches.of(operation):
+        self._send(kind, about, self._launches.of(operation))
+
+    def _send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
+        for each in collectives:
             seconds = self._seconds(each)
             ready = self._grid.maximum(self._now, each.peers)
             start = torch.maximum(ready, self._grid.maximum(self._link, each.peers))
@@ -370,7 +379,7 @@ class _Simulator:
         carried = torch.maximum(each.sent_by_all(), each.received_by_all())
         spread = self._grid.maximum(self._grid.spread(carried, among), each.peers)
         kind = "all_to_all" if each.traffic in _EXCHANGES else each.traffic.kind
-        inside = spans(self._grid.sizes, each.peers) <= self._hardware.ranks_per_host
+        inside = spans(self._grid, each.peers) <= self._hardware.ranks_per_host
         fixed = self._hardware.seconds(kind, each.peers.size, 0.0, inside=inside)
         per_byte = self._hardware.seconds(kind, each.peers.size, 1e9, inside=inside) - fixed
         return fixed + spread * (per_byte / 1e9)
@@ -396,11 +405,13 @@ class _Simulator:
 _EXCHANGES = (Traffic.EXCHANGE, Traffic.PARTS, Traffic.COPIES)
 
 
-def spans(sizes: dict[str, int], peers: Peers) -> int:
+def spans(grid: Grid, peers: Peers) -> int:
     """How many neighbouring ranks hold a whole group: those of its outermost axis and inside."""
     reach = 1
-    for axis in reversed(sizes):
-        reach *= sizes[axis]
+    for axis, size in reversed(
+        [*((a, b.size) for a, b in grid.beside.items()), *grid.sizes.items()]
+    ):
+        reach *= size
         if axis == (peers.axes[0] if peers.axes else None):
             return reach
     return 1

@@ -261,7 +261,8 @@ def _spread(
     local = whole
     if cut is not None:
         of_model = ranks[MODEL]
-        local = whole.chunk(of_model.size(), dim=cut)[of_model.get_local_rank()].contiguous()
+        own_part = whole.chunk(of_model.size(), dim=cut)[of_model.get_local_rank()]
+        local = own_part.clone(memory_format=torch.contiguous_format)  # a view would keep the whole
     spread = DTensor.from_local(local, ranks, placements, run_check=False)
     return spread, grads
 

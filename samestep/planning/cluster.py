@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.command.request import BadRequestError
-from samestep.estimate.blueprint import Blueprint, Spread, SpreadOver, blueprint
+from samestep.estimate.blueprint import Blueprint, blueprint
 from samestep.estimate.collectives import Collective
-from samestep.estimate.fsdp import Unit, fsdp_collectives
-from samestep.estimate.grid import Grid
-from samestep.layout.dtensor_shards import Cut
+from samestep.estimate.fsdp import Unit, fsdp_collectives, passes_1f1b
+from samestep.estimate.stack import Share, stack_blueprint, stack_grid, stack_units
 from samestep.mesh.degrees import Degrees
 from samestep.planning.model import (
     Model,
@@ -25,12 +24,14 @@ from samestep.planning.model import (
     shallow,
     stage_of,
 )
+from samestep.routing import EMBEDDING_NAME
 
 Stage = Literal["none", "zero1", "zero2", "zero3"]
 STAGES: tuple[Stage, ...] = ("none", "zero1", "zero2", "zero3")
 # Matrices that take in what others have cut: they are cut along their columns.
 TAKES_IN = re.compile(r"(^|\.)(o_proj|out|out_proj|down|down_proj|c_proj|wo|w2|dense_4h_to_h)\.")
 WHOLE = re.compile(r"router|gate\.weight$|norm|_a_proj|kv_a")
+ON_HEADS = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?norm")
 
 
 @dataclass(frozen=True)
@@ -67,44 +68,40 @@ def stage_blueprint(
     module = stage_of(model.module, stage, degrees.pp)
     if degrees.ep > 1:
         module = _with_own_experts(module, degrees.ep, cut=not spreads)
-    grid = Grid({axis: size for axis, size in degrees.sizes.items() if axis != "pipe"})
     optimizer = _optimizer(module, settings, spreads)
-    everyone = grid.peers("data", "expert")
+    if spreads:
+        shards = settings.sharding == "zero3"
+        return stack_blueprint(
+            optimizer, degrees, guessed_share, stage=stage, shards=shards, device=device
+        )
+    grid = stack_grid(degrees, stage)
     own = {}
-    if degrees.ep > 1 and not spreads:
+    if degrees.ep > 1:
         for index, group in enumerate(optimizer.param_groups):
             names = zip(group["param_names"], group["params"], strict=True)
             if all(is_expert(name, param) for name, param in names):
                 own[index] = grid.peers("data")
-    outer = grid.peers("replicate") if degrees.replicate > 1 and not spreads else None
-    if spreads:
-        everyone = grid.peers(*grid.sizes)
     return blueprint(
         optimizer,
         grid,
-        everyone=everyone,
-        outer=outer,
+        everyone=grid.peers("data", "expert"),
+        outer=grid.peers("replicate") if degrees.replicate > 1 else None,
         own_peers=own,
-        spread=_spread(degrees, settings) if spreads else None,
         device=device,
     )
 
 
-def fsdp_traffic(plan: Blueprint, module: nn.Module, degrees: Degrees) -> list[Collective]:
-    """What FSDP2 sends beside the optimizer, layer by layer."""
+def fsdp_traffic(module: nn.Module, degrees: Degrees, stage: int) -> list[Collective]:
+    """What FSDP2 sends beside the optimizer, with as many micro-batches as pipeline stages."""
+    passes = passes_1f1b(stage, degrees.pp, degrees.pp)
+    return fsdp_collectives(fsdp_units(module, degrees), passes=passes)
+
+
+def fsdp_units(module: nn.Module, degrees: Degrees) -> list[Unit]:
+    """Layer by layer, as a rank has them."""
     found = layers_of(module)
-    layers = [] if found is None else list(found[1])
-    inner = {param for layer in layers for param in layer.parameters()}
-    rest = tuple(param for param in module.parameters() if param not in inner)
-    units = [Unit("outermost", rest, reshards=False)] if rest else []
-    units += [
-        Unit(f"layer {i}", tuple(layer.parameters()))
-        for i, layer in enumerate(layers)
-        if any(True for _ in layer.parameters())
-    ]
-    grid = plan.grid
-    outer = grid.peers("replicate") if degrees.replicate > 1 else None
-    return fsdp_collectives(units, grid.peers("data", "expert"), outer)
+    layers = {} if found is None else {f"{found[0]}.{i}": m for i, m in enumerate(found[1])}
+    return stack_units(module, layers, guessed_share, degrees)
 
 
 def largest_unit(module: nn.Module) -> int:
@@ -172,31 +169,13 @@ def _with_own_experts(module: nn.Module, ep: int, *, cut: bool) -> nn.Module:
     return own
 
 
-def _spread(degrees: Degrees, settings: Settings) -> Spread:
-    copies = (("replicate",),) if degrees.replicate > 1 else ()
-    kept = (Cut(),) * len(copies)
-    shards = settings.sharding == "zero3"
-
-    def spread(name: str, param: Tensor) -> SpreadOver:
-        model_dim = _model_dim(name, param) if degrees.tp > 1 else None
-        model = (("model",),) if degrees.tp > 1 else ()
-        of_model = (Cut(model_dim),) * len(model)
-        if degrees.ep > 1 and is_expert(name, param):
-            few = param.shape[0] // degrees.ep < degrees.data
-            of_data = Cut(1) if few else Cut(0, degrees.ep, strided=True)
-            if few and model_dim == 1:
-                of_data = Cut(1, degrees.tp, strided=True)
-            cuts = (*kept, of_data if shards else Cut(), Cut(0), *of_model)
-            return SpreadOver((*copies, ("data",), ("expert",), *model), cuts)
-        of_data = Cut(0, degrees.tp, strided=True) if model_dim == 0 else Cut(0)
-        cuts = (*kept, of_data if shards else Cut(), *of_model)
-        return SpreadOver((*copies, ("data", "expert"), *model), cuts)
-
-    return spread
-
-
-def _model_dim(name: str, param: Tensor) -> int | None:
-    """The dim that tensor parallel cuts: rows, or columns of what takes in cut values."""
-    if param.ndim < 2 or WHOLE.search(name):
-        return None
-    return (param.ndim - 2) + bool(TAKES_IN.search(f"{name}."))
+def guessed_share(name: str, param: Tensor) -> Share:
+    """What a plan would say, by the names that models use."""
+    takes_in = bool(TAKES_IN.search(f"{name}."))
+    if is_expert(name, param):
+        return Share(1 + takes_in, is_expert=True)
+    if WHOLE.search(name):
+        return Share(own_positions=bool(ON_HEADS.search(name)))
+    if param.ndim < 2:  # a bias is cut with the outputs of its layer
+        return Share(0 if name.endswith(".bias") and not takes_in else None)
+    return Share(1 if takes_in or EMBEDDING_NAME.search(name) else 0)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.collectives import Collective, Launches
-from samestep.estimate.grid import Peers
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory
 from samestep.estimate.timeline import Timeline, Training, simulate
@@ -25,6 +24,8 @@ from samestep.planning.cluster import (
     stage_blueprint,
 )
 from samestep.planning.model import Model, stage_of
+
+ONE_RANK = "one rank"  # in place of axes
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def stage_figures(
     launches = Launches(plan).of_step()
     traffic = list(_traffic(plan, launches, "optimizer"))
     if sharded:
-        traffic += _traffic(plan, fsdp_traffic(plan, module, degrees), "FSDP2")
+        traffic += _traffic(plan, fsdp_traffic(module, degrees, stage), "FSDP2")
     figures = StageFigures(
         stage,
         sum(param.numel() for param in module.parameters()),
@@ -154,7 +155,7 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
     sums: dict[tuple[str, int, str], Tensor] = {}
     counts: dict[tuple[str, int, str], int] = {}
     for each in launches:
-        key = _axes(plan, each.peers), each.peers.size, each.traffic.kind
+        key = each.peers.name or ONE_RANK, each.peers.size, each.traffic.kind
         sent = plan.grid.spread(each.sent_by_all(), each.among or each.peers)
         sums[key] = sums[key] + sent if key in sums else sent
         counts[key] = counts.get(key, 0) + 1
@@ -172,7 +173,7 @@ def _owners(plan: Blueprint) -> list[OwnerBalance]:
             blocks = sum(len(spec.blocks or ()) for spec in placement.specs)
             found.append(
                 OwnerBalance(
-                    _axes(plan, placement.peers),
+                    placement.peers.name or ONE_RANK,
                     placement.peers.size,
                     blocks,
                     spread.total,
@@ -181,11 +182,6 @@ def _owners(plan: Blueprint) -> list[OwnerBalance]:
                 )
             )
     return found
-
-
-def _axes(plan: Blueprint, peers: Peers) -> str:
-    """The axes of a group that have more than one rank."""
-    return " x ".join(axis for axis in peers.axes if plan.grid.sizes[axis] > 1) or "one rank"
 
 
 def figures_as_json(figures: StageFigures) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from samestep.command.factories import in_one_line, named_function
 from samestep.command.request import BadRequestError
+from samestep.elsewhere import Elsewhere
+from samestep.parallel.stages import spread
 from samestep.planning.hf_config import read_config
 from samestep.planning.shapes import SHAPES, Shape, build
 
@@ -99,18 +101,27 @@ def stage_of(module: nn.Module, stage: int, stages: int) -> nn.Module:
     own = shallow(module)
     layers = own_submodule(own, path)
     assert isinstance(layers, nn.ModuleList)
-    count = len(layers)
-    for number in range(count):
-        if number * stages // count != stage:
-            layers[number] = nn.Identity()
+    here = spread(len(layers), stages)[stage]
+    for number, layer in enumerate(list(layers)):
+        if number not in here:
+            layers[number] = Elsewhere(layer)
     before = True
     for name, _ in list(module.named_parameters(remove_duplicate=False)):
         if name.startswith(f"{path}."):
             before = False
         elif (stage > 0) if before else (stage < stages - 1):
-            owner, _, last = name.rpartition(".")
-            setattr(own_submodule(own, owner), last, None)
+            _take_out(own, name)
     return own
+
+
+def _take_out(own: nn.Module, name: str) -> None:
+    """A parameter of another stage, or rather its module: that tells routing what was there."""
+    owner, _, last = name.rpartition(".")
+    above, _, child = owner.rpartition(".")
+    if not owner:
+        setattr(own, last, None)
+    elif not isinstance(own.get_submodule(owner), Elsewhere):
+        setattr(own_submodule(own, above), child, Elsewhere(own.get_submodule(owner)))
 
 
 def shallow(module: nn.Module) -> nn.Module:

@@ -81,9 +81,11 @@ def grid_and_spread(layout, world):
     if layout.parameters == "plain":
         return Grid({"data": world}), None
     if layout.parameters == "fsdp2":
-        return Grid({"data": world}), lambda name, param: SpreadOver((("data",),), (Cut(0),))
+        return Grid({"data": world}), lambda name, param: SpreadOver(
+            (("data",),), (Cut(0),), padded=True
+        )
     if layout.parameters == "hsdp":
-        over = SpreadOver((("replicate",), ("data",)), (Cut(), Cut(0)))
+        over = SpreadOver((("replicate",), ("data",)), (Cut(), Cut(0)), padded=True)
         return Grid({"replicate": 2, "data": world // 2}), lambda name, param: over
     assert layout.parameters in ("tp_fsdp2", "ep_fsdp2"), f"say how {layout.name!r} is placed"
     inner = 2 if world > 2 and world % 2 == 0 else world

@@ -39,11 +39,13 @@ def test_gathers_and_reductions_are_foreseen(world, copies):
         model = GPT(vocabulary=41, width=18, layers=2)
     inner = {p for layer in model.layers for p in layer.parameters()}
     rest = tuple(p for p in model.parameters() if p not in inner)
-    units = [Unit("outermost", rest, reshards=False)]
-    units += [Unit(f"layer {i}", tuple(each.parameters())) for i, each in enumerate(model.layers)]
     grid = Grid({"replicate": copies, "shard": world // copies})
-    outer = grid.peers("replicate") if copies > 1 else None
-    foreseen = fsdp_collectives(units, grid.peers("shard"), outer)
+    over = {"shard": grid.peers("shard"), "replicate": grid.peers("replicate")}
+    units = [Unit("outermost", rest, reshards=False, **over)]
+    units += [
+        Unit(f"layer {i}", tuple(each.parameters()), **over) for i, each in enumerate(model.layers)
+    ]
+    foreseen = fsdp_collectives(units)
     ranks = run_forked(world, sent_by_fsdp, copies)
     for rank, calls in enumerate(ranks):
         sizes = [(each.traffic.kind, each.sent(grid.place(rank, each.peers))) for each in foreseen]

@@ -162,9 +162,9 @@ def test_overlap_hides_communication_behind_backward():
 def test_groups_that_span_hosts():
     sizes = {"replicate": 2, "data": 4, "expert": 1, "model": 8}
     grid = Grid(sizes)
-    assert spans(sizes, grid.peers("model")) == 8
-    assert spans(sizes, grid.peers("data")) == 32
-    assert spans(sizes, grid.peers("replicate")) == 64
+    assert spans(grid, grid.peers("model")) == 8
+    assert spans(grid, grid.peers("data")) == 32
+    assert spans(grid, grid.peers("replicate")) == 64
     slow = Hardware(**{**vars(MACHINE), "between": Link(1.0, 1e6), "ranks_per_host": 2})
     assert simulate(muon_over(2), slow).seconds < 0.1
     assert simulate(muon_over(4), slow).seconds > 2

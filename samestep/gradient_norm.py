@@ -26,7 +26,7 @@ def _are_plain(grads: list[Tensor]) -> bool:
     """Whether the kernel can read them."""
     return (
         len({grad.device for grad in grads}) == 1
-        and all(grad.is_contiguous() for grad in grads)
+        and all(map(Tensor.is_contiguous, grads))
         and torch.float64 not in {grad.dtype for grad in grads}
     )
 

@@ -18,6 +18,8 @@ from samestep.param_groups import (
 )
 from samestep.state import math_dtype
 
+STRIDED = {torch.strided}
+
 
 class GroupChecks:
     """What groups were when they were planned, and what the last step found in order."""
@@ -97,7 +99,7 @@ class CheckedParameters(NamedTuple):
             and all(map(operator.is_, params, self.params))
             and [param.shape for param in params] == self.shapes
             and [param.dtype for param in params] == self.dtypes
-            and all(param.grad is None or param.grad.layout is torch.strided for param in params)
+            and {grad.layout for param in params if (grad := param.grad) is not None} <= STRIDED
         )
 
 

@@ -1,7 +1,7 @@
 """Parameters of one process: all of each, updated where it lies."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -21,18 +21,20 @@ class LocalParameters(Placement):
     def __init__(self, known: Sequence["KnownGroup"]) -> None:
         self._known = known
 
-    def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
-        """Every parameter with a gradient, cut into its blocks, with the index of its group."""
-        for index, group in enumerate(self._known):
-            for operand in group.operands():
-                yield index, operand
+    # Lists, not generators: these take a good part of a short step's time.
 
-    def gradients(self) -> Iterator[Tensor]:
+    def operands(self, number: int) -> list[tuple[int, Operand]]:
+        """Every parameter with a gradient, cut into its blocks, with the index of its group."""
+        return [
+            (index, operand)
+            for index, group in enumerate(self._known)
+            for operand in group.operands()
+        ]
+
+    def gradients(self) -> list[Tensor]:
         """Whole ones: no sum over them needs their blocks."""
-        for group in self._known:
-            for param in group.params:
-                if param.grad is not None:
-                    yield param.grad
+        grads = [param.grad for group in self._known for param in group.params]
+        return [grad for grad in grads if grad is not None]
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it has a gradient."""
@@ -77,33 +79,41 @@ class KnownGroup:
         self._all = list(group["params"])
         self.params = plain(group)
         self._states = [state[param] for param in self.params]
+        self._all_states = list(state.values())
         self._tensors = [tensor for entry in self._states for tensor in entry.values()]
         self._addresses = [param.data_ptr() for param in self.params]
         self.blocks = [blocks[param] for param in self.params]
         of_params = zip(self.params, self._states, self.blocks, strict=True)
-        self._views = [_made_views(*of_param, group) for of_param in of_params]
+        self._cut = [
+            (param, blocks is None or _is_whole(blocks), blocks or [], views)
+            for (param, _, blocks), views in ((of, _made_views(*of, group)) for of in of_params)
+        ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
         """Whether nothing was replaced since."""
         return (
             _are_the_same(group["params"], self._all)
-            and _are_the_same([state.get(param) for param in self.params], self._states)
+            and _are_the_same(list(state.values()), self._all_states)  # looking them up is slow
             and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
             and [param.data_ptr() for param in self.params] == self._addresses
         )
 
-    def operands(self) -> Iterator[Operand]:
+    def operands(self) -> list[Operand]:
         """The blocks of every parameter with a gradient, or the whole of it."""
-        for param, blocks, views in zip(self.params, self.blocks, self._views, strict=True):
+        found = []
+        for param, whole, blocks, views in self._cut:
             grad = param.grad
             if grad is None:
                 continue
-            if blocks is None or _is_whole(blocks):
+            if whole:
                 value, state = views[0]
-                yield Operand(value, grad.view(1) if grad.ndim == 0 else grad, state)
+                found.append(Operand(value, grad if grad.ndim else grad.view(1), state))
             else:
-                for block, (value, state) in zip(blocks, views, strict=True):
-                    yield Operand(value, block.view(grad), state)
+                found += [
+                    Operand(value, block.view(grad), state)
+                    for block, (value, state) in zip(blocks, views, strict=True)
+                ]
+        return found
 
 
 def _are_the_same(found: Sequence[object], known: Sequence[object]) -> bool:

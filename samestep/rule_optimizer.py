@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, overload
 
 import torch
@@ -269,14 +270,14 @@ class RuleOptimizer(FullValues):
             together.setdefault(ranks, []).append(placement)
         squares = []
         for ranks, placements in together.items():
-            square = square_sum(grad for p in placements for grad in p.gradients())
+            square = square_sum(chain.from_iterable(p.gradients() for p in placements))
             if ranks is not None:
                 own = torch.zeros((), dtype=torch.float64, device=self._device)
                 own = own if square is None else square
                 square = total("gradient norm", own.reshape(1), ranks).wait()[0]
             if square is not None:
                 squares.append(square)
-        square = torch.stack(squares).sum() if squares else None
+        square = torch.stack(squares).sum() if len(squares) > 1 else next(iter(squares), None)
         return square if self._stage_group is None else self._over_stages(square)
 
     def _over_stages(self, square: Tensor | None) -> Tensor:

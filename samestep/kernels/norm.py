@@ -15,9 +15,9 @@ DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of contiguous tensors of one device, () float64."""
     parts = []
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-        chunks = chunk_table(tuple(t.numel() for t in alike), alike[0].device)
+    for dtype in dict.fromkeys([tensor.dtype for tensor in tensors]):
+        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
+        chunks = chunk_table(tuple(map(Tensor.numel, alike)), alike[0].device)
         table = Table([alike])
         sums = torch.empty(len(chunks), dtype=torch.float64, device=alike[0].device)
         elementwise.square_sums[(len(chunks),)](
@@ -30,4 +30,4 @@ def square_sum(tensors: Sequence[Tensor]) -> Tensor:
             num_warps=8,
         )
         parts.append(sums.sum())
-    return torch.stack(parts).sum()
+    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()

@@ -39,10 +39,10 @@ class Table:
 
     def __init__(self, rows: Sequence[Sequence[Tensor]]) -> None:
         self.tensors = rows
-        found = [[tensor.data_ptr() for tensor in row] for row in rows]
+        found = tuple(tuple(map(Tensor.data_ptr, row)) for row in rows)
         # Of 16 bytes each: what lets a program read as much at once.
         self.aligned = not any(
-            reduce(or_, of_row) % 16 or reduce(or_, [tensor.numel() for tensor in row]) % 8
+            reduce(or_, of_row) % 16 or reduce(or_, map(Tensor.numel, row)) % 8
             for row, of_row in zip(rows, found, strict=True)
         )
         device = rows[0][0].device
@@ -55,7 +55,9 @@ class Table:
                 "step() is being captured by torch.cuda.graph, which would keep today's learning "
                 "rates and gradients for good: give the optimizer cuda_graph=True instead"
             )
-        self.addresses = _on_device(found, device)
+        # Tensors come back to where they were, step after step: most tables are known.
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        self.addresses = _known_table(found, device, stream)
 
 
 @lru_cache(maxsize=256)
@@ -67,6 +69,12 @@ def chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         for first in range(0, size, CHUNK)
     ]
     return _on_device(rows or [(0, 0, 0)], device)
+
+
+@lru_cache(maxsize=256)
+def _known_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """By the stream too: another one would have to wait for the copy."""
+    return _on_device(rows, device)
 
 
 def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

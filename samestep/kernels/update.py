@@ -55,10 +55,8 @@ class KernelPlan:
             len(operands) == len(self.params)
             and all(map(operator.is_, self.states, [operand.state for operand in operands]))
             and all(map(operator.is_, self.params, [operand.param for operand in operands]))
-            and all(
-                operand.grad.dtype is dtype and operand.grad.is_contiguous()
-                for operand, dtype in zip(operands, self.dtypes, strict=True)
-            )
+            and [operand.grad.dtype for operand in operands] == self.dtypes
+            and all([operand.grad.is_contiguous() for operand in operands])
         )
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
@@ -180,7 +178,7 @@ def _batches(
 
 def _writes(operands: Sequence[Operand]) -> Tensor | None:
     """(count,) float64 flags of presence on the device; None: all are present."""
-    if all(operand.present is None for operand in operands):
+    if not [operand for operand in operands if operand.present is not None]:
         return None
     one = torch.ones((), dtype=torch.float64, device=operands[0].param.device)
     flags = [one if o.present is None else o.present.double() for o in operands]

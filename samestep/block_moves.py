@@ -49,6 +49,7 @@ class Way(NamedTuple):
     outgoing: list[int]  # elements to each rank
     incoming: list[int]
     sent: list[int]  # by each rank
+    travels: bool  # whether any rank sends anything
 
 
 class BlockMoves:
@@ -76,6 +77,7 @@ class BlockMoves:
         self._device = device
         self._extra = [count * wide.itemsize // dtype.itemsize for count in extra]
         self.dtype = dtype
+        self.nothing = torch.empty(0, dtype=dtype, device=device)
         self.to = self._way(
             *to_owners(chunk, group.rank), elements_to_owners(chunk, group.size), beside=False
         )
@@ -100,7 +102,7 @@ class BlockMoves:
             outgoing[item.rank] += item.size
         for item in travelling_in:
             incoming[item.rank] += item.size
-        return Way(travelling_out, travelling_in, outgoing, incoming, sent)
+        return Way(travelling_out, travelling_in, outgoing, incoming, sent, any(sent))
 
     def _travelling(self, items: Sequence[Item], beside: bool) -> list[Travelling]:
         found, start = [], 0
@@ -168,6 +170,10 @@ class BlockMoves:
         self._send(f"return of {self._name}", buffer, self.back)
 
     def _send(self, name: str, buffer: Tensor, way: Way) -> None:
+        if not way.travels:
+            nothing = self.nothing
+            self._waiting = Pending(None, (), lambda: nothing)
+            return
         sizes = way.outgoing, way.incoming, way.sent
         self._waiting = move_parts(name, buffer, *sizes, self._group)
 
@@ -190,7 +196,7 @@ class BlockMoves:
 
     def _joined(self, pieces: list[Tensor]) -> Tensor:
         if not pieces:
-            return torch.empty(0, dtype=self.dtype, device=self._device)
+            return self.nothing
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

@@ -27,6 +27,7 @@ from samestep.kernels.parts import (
     StepPart,
 )
 from samestep.kernels.ways import padded
+from samestep.layout.blocks import Shape
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor
 from samestep.state import MASTER, State
@@ -82,6 +83,7 @@ class ChunkTables:
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
+        _require_rectangles(moves.chunk)
         self.moves, self._device, self._places = moves, held.device, places
         self.sent = sum(moves.to.outgoing)
         self.batches = self._owned_batches(held)
@@ -264,9 +266,29 @@ def _known(view: Tensor, size: Size) -> Tensor:
     return _matrix(view, size)
 
 
+def _require_rectangles(chunk: Iterable[Route]) -> None:
+    """Whether all parts are rows and columns of blocks, also those of other ranks.
+
+    All ranks must decide alike, or copies of a part would be rounded in different ways.
+    """
+    kinds = {
+        (route.box.sizes, part.in_block.sizes, _size(route, part.in_block.sizes), route.block.cols)
+        for route in chunk
+        for part in route.parts
+    }
+    for sizes, of_part, size, cols in kinds:
+        _in_block(sizes, tuple(slice(length) for length in of_part), size, cols)
+
+
 def _first(route: Route, slices: tuple[slice, ...], size: Size) -> tuple[int, int]:
     """The row and column of a block at which a part begins."""
-    part = _matrix(torch.empty(route.box.sizes, device="meta")[slices], size)
-    if size.rows > 1 and part.stride(0) != route.block.cols:
-        raise NotRowsError
+    part = _in_block(route.box.sizes, slices, size, route.block.cols)
     return divmod(int(part.storage_offset()), route.block.cols)
+
+
+def _in_block(sizes: Shape, slices: tuple[slice, ...], size: Size, cols: int) -> Tensor:
+    """A part of a block without values."""
+    part = _matrix(torch.empty(sizes, device="meta")[slices], size)
+    if size.rows > 1 and part.stride(0) != cols:
+        raise NotRowsError
+    return part

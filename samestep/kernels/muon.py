@@ -93,10 +93,8 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
         dtype=options["compute_dtype"] or torch.bfloat16,
         device=_device(first),
     )
-    scales = [
-        _momentum(source, X_part, step)
-        for source, X_part in zip(parts, torch.split(X, counts), strict=True)
-    ]
+    split = (lambda X: (X,)) if len(parts) == 1 else (lambda X: torch.split(X, counts))
+    scales = [_momentum(*pair, step) for pair in zip(parts, split(X), strict=True)]
     X = orthogonalize_wide(
         X,
         scales[0] if len(scales) == 1 else torch.cat(scales),
@@ -106,7 +104,7 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
         options["execution"] or cheaper_execution(first.rows, first.cols, options["ns_steps"]),
         overwrite=True,
     )
-    return torch.split(X, counts)
+    return split(X)
 
 
 def finished(blocks: GivenBlocks, directions: Tensor, step: Step, dtype: torch.dtype) -> Tensor:

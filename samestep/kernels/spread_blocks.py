@@ -27,6 +27,7 @@ class SpreadBlocks:
         self._places = {param: place for place, param in enumerate(self._params)}
         self._known: _Known | None = None
         self._tables: dict[int, ChunkTables | None] = {}
+        self._groups: dict[int, set[int]] = {}
         self._step: StepTables | None = None
 
     def begin_step(self, held: BlockParts) -> None:
@@ -43,8 +44,9 @@ class SpreadBlocks:
             if self._step.dtypes != self._known.grad_dtypes:
                 self._known.grad_dtypes, self._tables = self._step.dtypes, {}
         moves, mine = self._chunks[number]
-        groups = {held.specs[route.param].group for route in moves.chunk}
-        if not all(self._step.can_run(group, math) for group in groups):
+        if number not in self._groups:
+            self._groups[number] = {held.specs[route.param].group for route in moves.chunk}
+        if not all(self._step.can_run(group, math) for group in self._groups[number]):
             return None
         if number not in self._tables:
             self._tables[number] = self._made(held, moves, mine)

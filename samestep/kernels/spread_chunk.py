@@ -60,8 +60,9 @@ class KernelStages:
 
     def give_back(self, held: BlockParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
-        way = self._tables.moves.back
-        buffer = torch.empty(sum(way.outgoing), dtype=self._tables.moves.dtype, device=held.device)
+        way, buffer = self._tables.moves.back, self._tables.moves.nothing
+        if way.out:
+            buffer = buffer.new_empty(sum(way.outgoing))
         if self._tables.packing is not None:
             self._tables.packing.run_(self._directions, buffer)
         for item in way.out:
@@ -76,21 +77,27 @@ class KernelStages:
         """Step in the directions, on the parts held here."""
         sources, self._directions = self._directions, []
         if gives_back:
-            received = self._tables.moves.arrived()
-            sources.append(received)
-            routes = {route.key: route for route in self._tables.moves.chunk}
-            for item in self._tables.moves.back.into:
+            sources.append(self._tables.moves.arrived())
+            self._put_whole_states(held, sources[-1])
+        measured = False
+        for group, parts in self._tables.steps:
+            of_group, step = self._step.of_group(group, math)
+            parts.run_(sources, self._step.grads.writes, step)
+            measured |= of_group.sizes is not None
+        for part, size, source in self._tables.parts if measured else ():
+            of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
+            held.count(part.route, of_group, _taken(sources, source, size).float())
+
+    def _put_whole_states(self, held: BlockParts, received: Tensor) -> None:
+        """Take over what owners decided with whole blocks in sight."""
+        moves = self._tables.moves
+        if any(item.beside for item in moves.back.into):
+            routes = {route.key: route for route in moves.chunk}
+            for item in moves.back.into:
                 if item.beside:
                     begin = item.start + item.numel
-                    extra = self._tables.moves.beside(received[begin : begin + item.beside])
+                    extra = moves.beside(received[begin : begin + item.beside])
                     held.put_whole_state(routes[item.key], extra)
-        for group, parts in self._tables.steps:
-            step = self._step.of_group(group, math)[1]
-            parts.run_(sources, self._step.grads.writes, step)
-        for part, size, source in self._tables.parts:
-            of_group = self._step.of_group(held.specs[part.route.param].group, math)[0]
-            if of_group.sizes is not None:
-                held.count(part.route, of_group, _taken(sources, source, size).float())
 
 
 def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:

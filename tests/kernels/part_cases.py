@@ -1,9 +1,11 @@
-"""Kernels on parts of blocks: against plain torch, and against kernels on whole blocks, bit for bit.
+"""Kernels on parts of blocks: near plain torch, and with the bits of kernels on whole blocks.
 
 `test_interpreted.py` runs this file through Triton's interpreter on CPU.
 """
 
 from __future__ import annotations
+
+import weakref
 
 import pytest
 import torch
@@ -14,13 +16,30 @@ import samestep
 import samestep.kernels.muon
 import samestep.kernels.parts
 import samestep.kernels.spread_blocks
-import samestep.kernels.symmetric
 import samestep.kernels.update
 import samestep.rule_optimizer
 import samestep.sharded_blocks
+from samestep.kernels.call import Step
+from samestep.kernels.parts import (
+    GradientTable,
+    MomentumOfParts,
+    MomentumPart,
+    Move,
+    Moves,
+    Rows,
+    Size,
+    SourceRows,
+    StepOfParts,
+    StepPart,
+)
 from samestep.kernels.spread_chunk import KernelStages
+from samestep.kernels.tables import Table
+from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
+from tests.kernels.cases import NANOCHAT, number, random
 from tests.ranks import run_forked
+
+MUON = MuonRule()
 
 
 @pytest.fixture(autouse=True)
@@ -30,24 +49,174 @@ def _small_tiles(monkeypatch):
         monkeypatch.setattr(module, "TILE", 16)
 
 
+# --- one launch ------------------------------------------------------------------------------
+
+# Rows of a matrix, columns of one, a matrix of a stack, some of a row, all in tensors of their own.
+VIEWS = [
+    ((40, 24), (slice(7, 40), slice(None))),
+    ((17, 37), (slice(None), slice(5, 22))),
+    ((3, 18, 8), (1, slice(2, 18))),
+    ((2, 9), (slice(0, 1), slice(3, 4))),
+]
+SIZES = [Size(33, 24), Size(17, 17), Size(16, 8), Size(1, 1)]
+
+
+def lying(whole, view):
+    return Rows(whole[view].storage_offset(), whole[view].stride(0))
+
+
+def step_of(options, *, factor=None, maximize=False, only_if=None):
+    options = {**MUON.defaults, **options}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    return Step(scalars, options, factor, maximize, only_if)
+
+
+def flags(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def all_but(view, whole):
+    """The elements of a tensor that are not in a view."""
+    outside = torch.ones(whole.shape, dtype=torch.bool)
+    outside[view] = False
+    return whole[outside]
+
+
+@pytest.mark.parametrize(
+    ("options", "given"),
+    [
+        ({}, {"factor": number(0.5)}),
+        ({"momentum_form": "sum"}, {"maximize": True, "only_if": number(1.0)}),
+        ({"nesterov": False}, {"only_if": number(0.0)}),
+    ],
+    ids=["default", "sum", "skipped"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_momentum_of_parts(options, given, dtype):
+    """Where they lie, and nothing beside them; one is absent, the direction of one not wanted."""
+    step = step_of(options, **given)
+    grads = [random(*shape, dtype=dtype) for shape, _ in VIEWS]
+    momenta = [random(*shape, dtype=dtype) for shape, _ in VIEWS]
+    before = [m.clone() for m in momenta]
+    starts = [8, 1000, None, 2000]  # in a buffer, the first with room between its rows
+    strides = [30, 17, 0, 1]
+    parts = [
+        MomentumPart(place, size, lying(grads[place], view), momenta[place][view],
+                     None if start is None else Rows(start, stride))
+        for place, ((_, view), size, start, stride)
+        in enumerate(zip(VIEWS, SIZES, starts, strides, strict=True))
+    ]  # fmt: skip
+    out = torch.full((2100,), 7.0)
+    writes = flags(1, 0, 1, 1)
+    table = GradientTable(Table([grads]).addresses[0], False, writes)
+    MomentumOfParts(parts, dtype).run_(table, out, step)
+    untouched = torch.ones(len(out), dtype=torch.bool)
+    for place, ((_, view), size) in enumerate(zip(VIEWS, SIZES, strict=True)):
+        grad = grads[place][view].double() * (0.5 if step.factor is not None else 1.0)
+        grad = -grad if step.maximize else grad
+        state = {"momentum_buffer": before[place][view].double()}
+        direction, new = MUON.prepare(grad, state, step.scalars, step.options)
+        written = writes[place] and (step.only_if is None or step.only_if != 0)
+        wanted = new["momentum_buffer"] if written else state["momentum_buffer"]
+        rounding = 2e-6 if dtype == torch.float32 else 1e-3
+        torch.testing.assert_close(
+            momenta[place][view].double(), wanted, rtol=rounding, atol=rounding
+        )
+        assert torch.equal(all_but(view, momenta[place]), all_but(view, before[place]))
+        if not written:
+            assert torch.equal(momenta[place], before[place])
+        if starts[place] is not None:
+            where = (starts[place], (strides[place], 1))
+            found = out.as_strided(size, where[1], where[0])
+            torch.testing.assert_close(found.double(), direction, rtol=2e-6, atol=2e-6)
+            untouched.as_strided(size, where[1], where[0]).fill_(False)
+    assert torch.equal(out[untouched], torch.full_like(out[untouched], 7.0))
+
+
+def test_regions_are_moved():
+    """Also out of transposes, and with room between rows."""
+    sources = [random(3, 24, 40, dtype=torch.bfloat16), random(500, dtype=torch.bfloat16)]
+    out = torch.zeros(3000, dtype=torch.bfloat16)
+    moves = [
+        Move(Size(20, 19), SourceRows(0, 960 + 4 * 40 + 3, 40), Rows(10, 25)),  # of the second
+        Move(Size(33, 18), SourceRows(0, 1920 + 4 * 40 + 7, 40, True), Rows(700, 18)),  # turned
+        Move(Size(1, 33), SourceRows(1, 3, 33), Rows(2000, 33)),
+    ]
+    Moves(moves, out.device).run_(sources, out)
+    wanted = torch.zeros_like(out)
+    wanted.as_strided((20, 19), (25, 1), 10).copy_(sources[0][1, 4:24, 3:22])
+    wanted.as_strided((33, 18), (18, 1), 700).copy_(sources[0][2, 4:22, 7:40].mT)
+    wanted[2000:2033] = sources[1][3:36]
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "skipped"),
+    [({}, False), ({"cautious": True, "scale_decay": True, "adjust_lr": "original"}, False),
+     ({}, True)],
+    ids=["default", "cautious", "skipped"],
+)  # fmt: skip
+@pytest.mark.parametrize("master", [False, True])
+def test_step_of_parts(options, skipped, master):
+    """Along what came, and along own directions, of which some are turned."""
+    dtype = torch.float16 if master else torch.float32
+    step = step_of({"lr": 0.1, "weight_decay": 0.5, **options}, only_if=number(float(not skipped)))
+    params = [random(*shape, dtype=dtype) for shape, _ in VIEWS]
+    masters = [param.float() * (1 + 1e-4) for param in params]  # they round to the parameters
+    before = [(p.clone(), m.clone()) for p, m in zip(params, masters, strict=True)]
+    came, own = random(5000), random(2, 24, 40)
+    sources = [SourceRows(0, 9, 24), SourceRows(1, 960 + 7, 40, True), SourceRows(1, 3, 40),
+               SourceRows(0, 4000, 1)]  # fmt: skip
+    blocks = [Size(40, 24), Size(40, 17), Size(50, 8), Size(2, 9)]
+    parts = [
+        StepPart(place, size, params[place][view], masters[place][view] if master else None,
+                 sources[place], blocks[place])
+        for place, ((_, view), size) in enumerate(zip(VIEWS, SIZES, strict=True))
+    ]  # fmt: skip
+    writes = flags(1, 1, 1, 0)
+    StepOfParts(parts, lr_factor).run_([came, own], writes, step)
+    directions = [
+        came[9 : 9 + 33 * 24].view(33, 24), own[1, :17, 7:24].mT, own[0, :16, 3:11],
+        came[4000:4001].view(1, 1),
+    ]  # fmt: skip
+    for place, (_, view) in enumerate(VIEWS):
+        value = before[place][1 if master else 0][view].double()
+        new = MUON.finish(
+            value, directions[place].double(), blocks[place], step.scalars, step.options
+        )
+        found = masters[place] if master else params[place]
+        wanted = value if skipped or not writes[place] else new
+        torch.testing.assert_close(found[view].double(), wanted, rtol=2e-6, atol=2e-6)
+        assert torch.equal(all_but(view, found), all_but(view, before[place][bool(master)]))
+        assert torch.equal(all_but(view, params[place]), all_but(view, before[place][0]))
+        if master:
+            assert torch.equal(params[place][view], masters[place][view].half())
+
+
+def test_a_parameter_that_was_edited_counts_more_than_its_master():
+    step = step_of({"lr": 0.1, "weight_decay": 0.0})
+    param, master = random(4, 8, dtype=torch.float16), random(4, 8)
+    direction = torch.zeros(32)
+    part = StepPart(0, Size(4, 8), param, master, SourceRows(0, 0, 8), Size(4, 8))
+    edited = param.float()
+    StepOfParts([part], lr_factor).run_([direction], None, step)
+    assert torch.equal(master, edited)
+
+
 # --- on several ranks ------------------------------------------------------------------------
 
 TENSORS = {  # shape, the dim that is sharded, options
     "tall": ((37, 17), 0, {}),
     "tall_columns": ((37, 17), 1, {}),
     "wide": ((17, 37), 1, {}),
-    "square": ((24, 24), 0, {}),
-    "split": ((24, 9), 0, {"split_sizes": (7, 9, 8)}),
-    "row": ((1, 9), 0, {}),
-    "two": ((2, 20), 0, {}),
-    "experts": ((3, 10, 6), 0, {"rule": "muon"}),
-    "expert_rows": ((3, 10, 6), 1, {"rule": "muon"}),
-    "expert_columns": ((3, 10, 6), 2, {"rule": "muon"}),
-    "kernels": ((10, 3, 3, 2), 0, {"rule": "muon", "flatten": True}),
-    "kernel_channels": ((10, 3, 3, 2), 1, {"rule": "muon", "flatten": True}),
+    "split": ((16, 9), 0, {"split_sizes": (7, 9)}),
+    "two": ((2, 20), 0, {}),  # a third rank holds nothing of it
+    "experts": ((2, 10, 6), 0, {"rule": "muon"}),
+    "expert_columns": ((2, 10, 6), 2, {"rule": "muon"}),
+    "kernels": ((10, 3, 3, 2), 1, {"rule": "muon", "flatten": True}),
     "copies": ((6, 11), None, {}),
 }
-STEPS = 3
+STEPS = 2  # the second has momentum
 
 
 def noise(name, step):
@@ -58,20 +227,24 @@ def noise(name, step):
 def one_by_one(X, scales, table, execution, *, overwrite):
     """Products in torch, block by block: on CPU they would depend on how many there are."""
     blocks = X.float() * scales[:, None, None]
-    found = [_standard(block[None], table) for block in blocks]
-    return torch.cat(found).to(X.dtype)
+    return torch.cat([_standard(block[None], table) for block in blocks]).to(X.dtype)
 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """Kernels on CPU, all but the products."""
+    """Kernels on CPU, all but the products; with tiles that most blocks fit in.
+
+    Gives the numbers of parts in the chunks that they step in this process.
+    """
     made = []
 
     class Noticed(KernelStages):
-        def __init__(self, *args):
-            made.append(self)
-            super().__init__(*args)
+        def __init__(self, tables, step):
+            made.append(len(tables.parts))
+            super().__init__(tables, step)
 
+    for module in (samestep.kernels.muon, samestep.kernels.parts):
+        monkeypatch.setattr(module, "TILE", 32)
     monkeypatch.setattr(samestep.sharded_blocks, "missing", lambda device: None)
     monkeypatch.setattr(samestep.rule_optimizer, "missing_kernels", lambda device: None)
     monkeypatch.setattr(
@@ -82,40 +255,64 @@ def kernels(monkeypatch):
     return made
 
 
-def trained(place, absent=(), dtype=torch.float32, **options):
-    """Parameters and state by name after some steps; `place` puts a whole tensor on ranks."""
+def trained(place=lambda name, whole: whole, absent=None, dtype=torch.float32, **options):
+    """The optimizer and parameters by name after some steps; `place` puts tensors on ranks.
+
+    Before the last one, state is replaced.
+    """
     params = {name: torch.nn.Parameter(place(name, noise(name, 99).to(dtype))) for name in TENSORS}
     overrides = {name: own for name, (_, _, own) in TENSORS.items() if own}
-    opt = samestep.MuonAdamW(
-        list(params.items()), lr=0.02, weight_decay=0.3, overrides=overrides, **options
-    )
+    given = {"lr": 0.02, "weight_decay": 0.3, "max_grad_norm": 1.0, **options}
+    opt = samestep.MuonAdamW(list(params.items()), overrides=overrides, **given)
     for step in range(STEPS):
         for name, param in params.items():
             grad = place(name, noise(name, step).to(dtype))
-            param.grad = None if name in absent and step == 1 else grad
+            param.grad = None if name == absent and step == 1 else grad
+        del grad
+        if step == STEPS - 1:
+            for param in params.values():
+                opt.state[param]["momentum_buffer"] = opt.state[param]["momentum_buffer"].clone()
         opt.step()
+    last = weakref.ref(params["wide"].grad)
+    for param in params.values():
+        param.grad = None
+    assert last() is None  # nobody keeps gradients
+    return opt, params
+
+
+def values(opt, params):
+    """Whole parameters and state by name."""
     found = {name: opt.full_parameter(name) for name in params}
     for name, state in opt.whole_state().items():
         found |= {f"{name}.{key}": tensor for key, tensor in state.items()}
+    if "update_rms" in opt.metrics():
+        found["update_rms"] = opt.metrics()["update_rms"]
     return found
 
 
-def on_ranks(made, ranks, shape=None, **options):
+def on_ranks(made, shape, by_kernels=True, **options):
+    """What all ranks of a mesh end with; those along the first of two axes hold copies."""
+    ranks = torch.Size(shape).numel()
+
     def job(rank):
-        mesh = init_device_mesh("cpu", shape or (ranks,))
+        mesh = init_device_mesh("cpu", shape)
 
         def place(name, whole):
             dim = TENSORS[name][1]
             last = Replicate() if dim is None else Shard(dim)
             return distribute_tensor(whole, mesh, [Replicate()] * (mesh.ndim - 1) + [last])
 
-        ended = trained(place, **options)
-        assert len(made) >= STEPS  # and kernels were used
-        return ended
+        opt, params = trained(place, **options)
+        assert (len(made) >= STEPS) == by_kernels
+        here = {name: param.to_local().detach() for name, param in params.items()}
+        return values(opt, params), here
 
-    first, *others = run_forked(ranks, job, timeout=100, collective_timeout=60)
-    for other in others:
+    results = run_forked(ranks, job, timeout=100, collective_timeout=60)
+    first, here = results[0]
+    for other, its in results[1:]:
         assert different(other, first) == []
+        if len(shape) == 2 and shape[1] == 1:
+            assert different(its, here) == []
     return first
 
 
@@ -124,7 +321,49 @@ def different(found, expected):
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
 
-def test_parts_have_the_bits_of_whole_blocks(kernels):
-    expected = trained(lambda name, whole: whole)
-    found = on_ranks(kernels, 3, block_dtype=torch.bfloat16)
-    assert different(found, expected) == []
+PLAIN = {"block_dtype": torch.bfloat16}
+WIDE = {"block_dtype": torch.float32, "compute_dtype": torch.float16}
+
+
+@pytest.mark.parametrize(
+    ("shape", "travel", "options"),
+    [
+        ((3,), PLAIN, {"absent": "tall", "bucket_size": 1000}),
+        ((2,), PLAIN, {"muon_schedule": "gather", "dtype": torch.float16, "master_weights": True}),
+        ((2,), WIDE, {**NANOCHAT, "cautious": True, "absent": "tall_columns"}),
+    ],
+    ids=["default", "gather", "nanochat"],
+)
+def test_parts_have_the_bits_of_whole_blocks(kernels, shape, travel, options):
+    of_ranks = {"muon_schedule", "bucket_size"}
+    own = {key: value for key, value in options.items() if key not in of_ranks}
+    if "compute_dtype" in travel:
+        own["compute_dtype"] = travel["compute_dtype"]
+    expected = values(*trained(**own))
+    assert not kernels  # whole blocks have other ones
+    assert different(on_ranks(kernels, shape, **travel, **options), expected) == []
+
+
+def test_copies_and_sizes_where_directions_are_rounded_on_their_way(kernels, monkeypatch):
+    """Of factors per block the product is rounded: not the bits of whole blocks, but one value."""
+    options = {**NANOCHAT, "update_rms": True}
+    found = on_ranks(kernels, (2, 1), **PLAIN, **options)
+    monkeypatch.undo()
+    exact = values(*trained(**options))
+    for name, wanted in exact.items():
+        if name in TENSORS:
+            way = (wanted - noise(name, 99)).norm()
+            assert (found[name] - wanted).norm() / way < 0.02, name
+    torch.testing.assert_close(found["update_rms"], exact["update_rms"], rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("why", ["a part that is no matrix", "wide products"])
+def test_what_kernels_cannot_do_is_done_in_plain_torch(kernels, monkeypatch, why):
+    options = {}
+    if why == "wide products":
+        options["compute_dtype"] = torch.float32
+    else:
+        monkeypatch.setitem(TENSORS, "kernels", ((5, 3, 4, 2), 2, TENSORS["kernels"][2]))
+    found = on_ranks(kernels, (2,), by_kernels=False, **options)
+    monkeypatch.setattr(samestep.rule_optimizer, "missing_kernels", lambda device: "none")
+    assert different(found, values(*trained(**options))) == []

@@ -10,15 +10,14 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("cases.py")
 
-
+@pytest.mark.parametrize("cases", ["cases.py", "part_cases.py"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.timeout(400)
-def test_kernels_give_what_plain_torch_gives():
+def test_kernels_give_what_plain_torch_gives(cases):
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "-W", "ignore", str(CASES)],
+         "-W", "ignore", str(Path(__file__).with_name(cases))],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

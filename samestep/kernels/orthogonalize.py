@@ -98,7 +98,11 @@ def _orthogonalized(
     for number, (start, stop) in enumerate(segments):
         own = scales if start == 0 else None
         A = symmetric_product(
-            X, X, scales=None if own is None else own.square(), dtype=torch.float16
+            X,
+            X,
+            scales=None if own is None else own.square(),
+            shift=_shift(table[start]) if stop == start + 1 else 0.0,
+            dtype=torch.float16,
         )
         Q = _polynomial(A, table[start:stop], own, X.dtype)
         X = torch.bmm(Q, X, out=rooms[number % 2])
@@ -113,18 +117,23 @@ def steps_alone(steps: int) -> list[tuple[int, int]]:
 def _polynomial(
     A: Tensor, table: Sequence[Coefficients], scales: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Q with X_k = Q X_0 for A = X_0 X_0^T, times the scales:  P = a I + b A + c A A;  Q <- P Q."""
+    """Q with X_k = Q X_0 for A = X_0 X_0^T, times the scales:  P = a I + b A + c A A;  Q <- P Q.
+
+    The last A is only squared; it comes with its shift h, so that no third operand is read:
+    P = (a - c h h) I + c (A + h I)(A + h I).
+    """
     Q: Tensor | None = None
     for number, (a, b, c) in enumerate(table):
         last = number + 1 == len(table)
         alone = last and Q is None
+        shift = _shift((a, b, c)) if last else 0.0
         P = symmetric_product(
             A,
             A,
-            addend=A,
+            addend=None if shift else A,
             alpha=c,
             beta=b,
-            gamma=a,
+            gamma=a - c * shift * shift,
             scales=scales if alone else None,
             dtype=dtype if alone else None,
         )
@@ -136,6 +145,14 @@ def _polynomial(
         if not last:
             # P A P of the very P that is part of Q. All would commute but for rounding, and a
             # mirrored A P would be another matrix: small singular values would suffer.
-            A = symmetric_product(torch.bmm(P, A), P)
+            next_is_last = number + 2 == len(table)
+            shift = _shift(table[number + 1]) if next_is_last else 0.0
+            A = symmetric_product(torch.bmm(P, A), P, shift=shift)
     assert Q is not None
     return Q
+
+
+def _shift(coefficients: Coefficients) -> float:
+    """h with  b A + c A A = c (A + h I)(A + h I) - c h h I;  0 where h would drown A in float16."""
+    _, b, c = coefficients
+    return b / (2 * c) if c and abs(b) <= 8 * abs(c) else 0.0

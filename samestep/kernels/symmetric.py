@@ -2,7 +2,7 @@
 
 With `L` and `R` of (B, m, k) whose product `L R^T` is symmetric,
 
-    out = s (alpha L R^T + beta D + gamma I)
+    out = s (alpha L R^T + beta D + gamma I) + shift I
 
 for a scale `s` per block. That covers every m x m product of an orthogonalization: `X X^T`, the
 polynomial `a I + b A + c A A` of a symmetric `A`, and products of polynomials of the same `A`,
@@ -48,15 +48,19 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 0.0,
     gamma: float = 0.0,
+    shift: float = 0.0,
     dtype: torch.dtype | None = None,
     way: Way | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """scales (alpha left right^T + beta addend + gamma I), (B, m, m), of a symmetric product."""
+    """scales (alpha left right^T + beta addend + gamma I) + shift I, (B, m, m), symmetric."""
     count, size, depth = left.shape
     way = way or way_of(size, depth)
-    if tiling is None and way == "torch":
-        return _by_torch(left, right, addend, scales, alpha, beta, gamma, dtype or left.dtype)
+    if alpha == 0.0 or (tiling is None and way == "torch"):  # kernels divide by alpha
+        found = _by_torch(left, right, addend, scales, alpha, beta, gamma, dtype or left.dtype)
+        if shift != 0.0:
+            found.diagonal(dim1=-2, dim2=-1).add_(shift)
+        return found
     out = left.new_empty(count, size, size, dtype=dtype or left.dtype)
     tiling = tiling or TILINGS[way]
     rows, cols = tiling.rows, tiling.cols
@@ -78,6 +82,7 @@ def symmetric_product(
         alpha,
         beta,
         gamma,
+        shift,
         tiles,
         size,
         depth,
@@ -87,6 +92,7 @@ def symmetric_product(
         HAS_ADDEND=addend is not None,
         HAS_SCALES=scales is not None,
         HAS_GAMMA=gamma != 0.0,
+        HAS_SHIFT=shift != 0.0,
         num_warps=tiling.warps,
         num_stages=min(tiling.stages, 3) if addend is not None else tiling.stages,  # it takes room
     )
@@ -129,6 +135,7 @@ def _symmetric_kernel(
     alpha,
     beta,
     gamma,
+    shift,
     tiles,
     size,
     depth: tl.constexpr,
@@ -138,6 +145,7 @@ def _symmetric_kernel(
     HAS_ADDEND: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
 ):
     """One tile of the lower triangle of one block, band by band of COLS rows."""
     batch, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
@@ -153,13 +161,15 @@ def _symmetric_kernel(
         scale = tl.load(scales + batch)
     if IN_BAND == 2 and row == col:  # the right half of this tile is above the diagonal
         _tile(
-            left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
-            batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_ADDEND, HAS_GAMMA, WHOLE=False,
+            left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma, shift,
+            batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_ADDEND, HAS_GAMMA, HAS_SHIFT,
+            WHOLE=False,
         )  # fmt: skip
     else:
         _tile(
-            left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
-            batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_ADDEND, HAS_GAMMA, WHOLE=True,
+            left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma, shift,
+            batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_ADDEND, HAS_GAMMA, HAS_SHIFT,
+            WHOLE=True,
         )  # fmt: skip
 
 
@@ -175,6 +185,7 @@ def _tile(
     alpha,
     beta,
     gamma,
+    shift,
     batch,
     row,
     col,
@@ -185,6 +196,7 @@ def _tile(
     DEPTH: tl.constexpr,
     HAS_ADDEND: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    HAS_SHIFT: tl.constexpr,
     WHOLE: tl.constexpr,  # whether it is a tile as the copy engine knows them
 ):
     """Compute a tile, write it, and write it mirrored."""
@@ -206,7 +218,10 @@ def _tile(
     total = total * alpha
     if HAS_GAMMA:
         total = tl.where(rows == cols, total + gamma, total)
-    result = (total * scale).to(out.dtype.element_ty)
+    total = total * scale
+    if HAS_SHIFT:
+        total = tl.where(rows == cols, total + shift, total)
+    result = total.to(out.dtype.element_ty)
     if HAS_ADDEND and WHOLE:  # which way is faster was measured
         out_tiles.store([batch, row, col], result.reshape(1, ROWS, COLS))
     else:

@@ -78,14 +78,17 @@ def test_every_way_gives_the_same_product(size, way):
     A = (A + A.mT).half()
     scales = torch.tensor([2.0, 0.5], device=DEVICE)
     wide = A.double()
-    for addend, gamma in ((A, 3.0), (None, 0.0)):
+    identity = torch.eye(size, device=DEVICE).double()
+    for addend, gamma, shift in ((A, 3.0, 0.0), (None, 0.0, -1.5), (None, 0.7, 0.0)):
         found = symmetric_product(
-            A, A, addend=addend, scales=scales, alpha=0.5, beta=-2.0, gamma=gamma, way=way
-        )
-        wanted = 0.5 * wide @ wide
+            A, A, addend=addend, scales=scales, alpha=0.5, beta=-2.0, gamma=gamma, shift=shift,
+            way=way,
+        )  # fmt: skip
+        wanted = 0.5 * wide @ wide + gamma * identity
         if addend is not None:
-            wanted = wanted - 2.0 * wide + gamma * torch.eye(size, device=DEVICE).double()
-        assert distance(found, wanted * scales.double()[:, None, None]) < 1e-3
+            wanted = wanted - 2.0 * wide
+        wanted = wanted * scales.double()[:, None, None] + shift * identity
+        assert distance(found, wanted) < 1e-3
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
@@ -127,6 +130,20 @@ def test_orthogonalization_is_that_of_plain_torch(shape, dtype, execution):
     assert torch.equal(found[1], torch.zeros_like(found[1]))
     # As far as rounding the block alone may bring it: about 40 times the rounding.
     assert distance(found, wanted) < 40 * torch.finfo(dtype).eps / 2
+
+
+@pytest.mark.parametrize("execution", ["standard", "gram"])
+def test_polynomials_without_a_square_to_complete(execution):
+    table = [(1.5, -0.5, 0.0), (2.0, -1.5, 0.02), (1.5, 0.0, 0.0), (1.2, -0.2, 0.0)]
+    blocks = random(2, 16, 24)
+    found = orthogonalize_blocks(
+        blocks, table, execution, norm_factor=1.0, eps=0.0, eps_form="clamp", dtype=torch.float16
+    )
+    X = blocks.double() / torch.linalg.matrix_norm(blocks.double(), keepdim=True)
+    for a, b, c in table:
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    assert distance(found, X) < 40 * torch.finfo(torch.float16).eps / 2
 
 
 # --- elementwise -----------------------------------------------------------------------------

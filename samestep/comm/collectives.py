@@ -199,8 +199,9 @@ def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
 
 def sum_in_order(contributions: Sequence[Tensor], *, in_place: bool = False) -> Tensor:
     """Add contributions one by one, in fp32 or wider; `in_place`: into the first if it is wide."""
-    wide = torch.promote_types(contributions[0].dtype, torch.float32)
-    result = contributions[0].to(wide, copy=not in_place)
+    first = contributions[0]
+    wide = torch.promote_types(first.dtype, torch.float32)
+    result = first if in_place and first.dtype == wide else first.to(wide, copy=True)
     for contribution in contributions[1:]:
         result += contribution
     return result

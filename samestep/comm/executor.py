@@ -1,6 +1,7 @@
 """Runs a schedule: each operation by the function for its type, as a range a profiler shows."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from itertools import groupby
 from typing import Any
 
@@ -14,6 +15,12 @@ Handlers = Mapping[type[Operation], Callable[[Any], None]]
 def execute(schedule: Schedule, handlers: Handlers) -> None:
     """Run the operations one after the other; what they start may go on in the background."""
     for kind, alike in groupby(schedule, type):  # one range for neighbours
-        with _RecordFunctionFast(f"samestep.{kind.__name__.lower()}"):
+        handle = handlers[kind]
+        with _range(kind):
             for operation in alike:
-                handlers[kind](operation)
+                handle(operation)
+
+
+@cache
+def _range(kind: type) -> _RecordFunctionFast:
+    return _RecordFunctionFast(f"samestep.{kind.__name__.lower()}")

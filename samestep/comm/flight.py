@@ -51,17 +51,20 @@ class Flight:
         self._group = group
         self._on_host = on_host
         self._since = time.monotonic()
-        self._work = attempt(name, group, call)
+        self._calls = _roll_call(group)
+        try:
+            self._work = call()
+        except RuntimeError as error:
+            _fail(name, group, error, self._since)
 
     def wait(self) -> None:
         """Wait until it has arrived; raises a CollectiveError that names who is missing."""
         if self._work is None:
             return
-        calls = _roll_call(self._group)
         joined = False
         try:
-            if self._on_host and calls is not None:
-                joined = _wait_or_join(self._work, calls)
+            if self._on_host and self._calls is not None:
+                joined = _wait_or_join(self._work, self._calls)
             else:
                 self._work.wait()
         except RuntimeError as error:
@@ -82,7 +85,7 @@ def attempt(
     `expected` are the places in the group that take part, if not all do.
     """
     since = time.monotonic()
-    _roll_call(group)  # so that this process is known to the others before it can fail
+    _roll_call(group)
     try:
         return call()
     except RuntimeError as error:
@@ -90,6 +93,7 @@ def attempt(
 
 
 def _roll_call(group: "RankGroup") -> RollCall | None:
+    """Asked for before anything can fail, so that this process is known to the others."""
     return roll_call(group.handle, group.rank)
 
 

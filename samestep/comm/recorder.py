@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -201,28 +202,25 @@ class FlightRecorder:
 
     def _enter(self, transfer: Transfer) -> Record:
         group, elements, kind = transfer.group, transfer.elements, transfer.traffic.kind
-        dtype = str(transfer.buffer.dtype).removeprefix("torch.")
+        dtype = dtype_name(transfer.buffer.dtype)
         # Of whole numbers, so the same in every process, and short however many ranks there are.
         ranks = hash(group.members)
         line = f"{kind}\0{transfer.name}\0{ranks}\0{elements}\0{dtype}\n".encode()
         with self._lock:
-            self._land_those_on_streams()
+            if self._on_stream:
+                self._land_those_on_streams()
             record = Record(
-                number=self.count,
-                name=transfer.name,
-                kind=kind,
-                ranks=group.members,
-                elements=elements,
-                dtype=dtype,
-                sent=transfer.sent,
-                launched=time.monotonic(),
-            )
+                self.count, transfer.name, kind, group.members, elements, dtype,
+                transfer.sent(elements), time.monotonic(),
+            )  # fmt: skip
             self._rank = group.members[group.rank]
             self.count += 1
             self._hash.update(line)
             self._ring.append(record)
             self._in_flight[record.number] = record
-            totals = self.totals.setdefault(kind, Totals())
+            totals = self.totals.get(kind)
+            if totals is None:
+                totals = self.totals[kind] = Totals()
             totals.calls += 1
             totals.elements += elements
             totals.sent += record.sent
@@ -300,6 +298,12 @@ def _off_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_off_in_child)
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _described(record: Record, now: float) -> dict[str, Any]:

@@ -45,9 +45,8 @@ class Transfer(NamedTuple):
         """Of the whole operation, the same on every rank."""
         return self.buffer.numel() if self.sizes is None else sum(self.sizes)
 
-    @property
-    def sent(self) -> int:
-        """Bytes that this rank must send at least."""
-        mine = self.elements if self.sizes is None else self.sizes[self.group.rank]
+    def sent(self, elements: int) -> int:
+        """Bytes that this rank must send at least, of so many elements of the whole operation."""
+        mine = elements if self.sizes is None else self.sizes[self.group.rank]
         width = self.buffer.element_size()
-        return round(self.traffic.sent(self.elements * width, mine * width, self.group.size))
+        return round(self.traffic.sent(elements * width, mine * width, self.group.size))

@@ -228,17 +228,22 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
     param, grad, state = operand.param, operand.grad, operand.state
     dtype = math_dtype(param)
     value = exact_value(param, state)
-    rule_state = {key: tensor.to(dtype) for key, tensor in state.items() if key != MASTER}
-    return value, grad.to(dtype), rule_state
+    rule_state = {key: _in(dtype, tensor) for key, tensor in state.items() if key != MASTER}
+    return value, _in(dtype, grad), rule_state
 
 
 def exact_value(param: Tensor, state: State) -> Tensor:
     """A parameter in the math dtype: its master copy, wherever that is still the same."""
-    value = param.to(math_dtype(param))
+    value = _in(math_dtype(param), param)
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
         value = torch.where(master.to(param.dtype) == param, master, value)
     return value
+
+
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """What `to` gives; not asked where nothing is converted, since that takes several us."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:
@@ -251,12 +256,10 @@ def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
     param, present = operand.param, operand.present
     if present is not None:
         only_if = present if only_if is None else only_if & present
-    pairs = [(param, new.param.to(param.dtype))]
+    put(param, _in(param.dtype, new.param), only_if)
     for key, tensor in operand.state.items():
         value = new.param if key == MASTER else new.state[key]
-        pairs.append((tensor, value.reshape(tensor.shape)))
-    for old, value in pairs:
-        put(old, value, only_if)
+        put(tensor, value if value.shape == tensor.shape else value.reshape(tensor.shape), only_if)
 
 
 class StepScalars:

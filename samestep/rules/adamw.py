@@ -8,6 +8,7 @@ from torch import Tensor
 
 from samestep.rules import checks
 from samestep.rules.fused_adamw import fused_adamw_
+from samestep.rules.numbers import in_dtype, on_host
 from samestep.rules.rule import Options, Shape, Update
 
 
@@ -117,14 +118,14 @@ def _step(
 
     step = torch.add(state["step"], 1, out=into(state["step"]))
     numbers: dict[str, Any] = {"step": step, **scalars}
-    on_host = param.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host:  # Python's arithmetic costs a tenth of that among 0-D tensors: the same result
+    reads = on_host(param)
+    if reads:
         numbers = {key: value.item() for key, value in numbers.items()}
     if options["fused"]:
         return _fused_step(param, grad, {**state, "step": step}, numbers, in_place=in_place)
     count, lr, beta1, beta2 = (numbers[key] for key in ("step", "lr", "beta1", "beta2"))
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-    exp_avg = torch.lerp(exp_avg, grad, _in_dtype(1 - beta1, grad), out=into(exp_avg))
+    exp_avg = torch.lerp(exp_avg, grad, in_dtype(1 - beta1, grad), out=into(exp_avg))
     exp_avg_sq = torch.mul(exp_avg_sq, beta2, out=into(exp_avg_sq))
     _add_product(exp_avg_sq, grad, 1 - beta2, grad)
     new_state = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
@@ -136,9 +137,9 @@ def _step(
     correction1 = 1 - beta1**count
     correction2 = 1 - beta2**count
     denominator = second_moment.sqrt().div_(correction2**0.5).add_(numbers["eps"])
-    step_size = _in_dtype(lr / correction1, param)
+    step_size = in_dtype(lr / correction1, param)
     new_param = torch.mul(param, 1 - lr * numbers["weight_decay"], out=into(param))
-    if on_host:
+    if reads:
         new_param.addcdiv_(exp_avg, denominator, value=-step_size)
     else:
         new_param.addcdiv_(exp_avg * -step_size, denominator)
@@ -174,8 +175,3 @@ def _add_product(into: Tensor, left: Tensor, factor: Any, right: Tensor) -> None
         into.addcmul_(left * factor, right)
     else:
         into.addcmul_(left, right, value=factor)
-
-
-def _in_dtype(number: float | Tensor, like: Tensor) -> Any:
-    """A 0-D tensor in the dtype of another; Python's numbers fit any."""
-    return number.to(like.dtype) if isinstance(number, Tensor) else number

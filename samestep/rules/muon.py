@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from samestep.rules import checks
+from samestep.rules.numbers import in_dtype, number, on_host
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
     block_norm,
@@ -112,7 +113,7 @@ class MuonRule:
         options: Options,
     ) -> Direction:
         """Momentum, of any part of a block."""
-        mu, form = scalars["momentum"], options["momentum_form"]
+        mu, form = number(scalars["momentum"], grad), options["momentum_form"]
         momentum = accumulate_momentum(state["momentum_buffer"], grad, mu, form)
         direction = look_ahead(momentum, grad, mu, form) if options["nesterov"] else momentum
         return Direction(direction, {"momentum_buffer": momentum})
@@ -154,7 +155,7 @@ class MuonRule:
             direction = renormalize(direction)
         if "variance" in state:
             direction, new_state["variance"] = reduce_variance(
-                direction, state["variance"], scalars["variance_beta2"]
+                direction, state["variance"], number(scalars["variance_beta2"], direction)
             )
         return Direction(direction, new_state)
 
@@ -168,11 +169,15 @@ class MuonRule:
     ) -> Tensor:
         """Weight decay and the step, of any part of a block of `block_shape` (rows, cols)."""
         rows, cols = block_shape
-        lr = scalars["lr"]
+        lr, weight_decay = (number(scalars[key], param) for key in ("lr", "weight_decay"))
         adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"])
-        decay = (adjusted_lr if options["scale_decay"] else lr) * scalars["weight_decay"]
+        decay = (adjusted_lr if options["scale_decay"] else lr) * weight_decay
         decayed = decay_weights(param, direction, decay, cautious=options["cautious"])
-        return decayed.addcmul_(direction, -adjusted_lr.to(param.dtype))
+        if on_host(param):
+            step_size = torch.scalar_tensor(-adjusted_lr, dtype=param.dtype)
+        else:
+            step_size = -adjusted_lr.to(param.dtype)
+        return decayed.addcmul_(direction, step_size)
 
 
 def _depends_on_company(blocks: Tensor, compute_dtype: torch.dtype | None) -> bool:
@@ -185,18 +190,20 @@ def _depends_on_company(blocks: Tensor, compute_dtype: torch.dtype | None) -> bo
 
 
 def accumulate_momentum(
-    momentum: Tensor, grad: Tensor, mu: Tensor, form: MomentumForm = "ema"
+    momentum: Tensor, grad: Tensor, mu: float | Tensor, form: MomentumForm = "ema"
 ) -> Tensor:
     """ema: m + (1 - mu) (g - m).  sum: mu m + g."""
     if form == "ema":
-        return torch.lerp(momentum, grad, (1 - mu).to(grad.dtype))
+        return torch.lerp(momentum, grad, in_dtype(1 - mu, grad))
     return momentum * mu + grad
 
 
-def look_ahead(momentum: Tensor, grad: Tensor, mu: Tensor, form: MomentumForm = "ema") -> Tensor:
+def look_ahead(
+    momentum: Tensor, grad: Tensor, mu: float | Tensor, form: MomentumForm = "ema"
+) -> Tensor:
     """Nesterov's direction, from the new momentum.  ema: g + mu (m - g).  sum: g + mu m."""
     if form == "ema":
-        return torch.lerp(grad, momentum, mu.to(grad.dtype))
+        return torch.lerp(grad, momentum, in_dtype(mu, grad))
     return momentum * mu + grad
 
 
@@ -219,7 +226,9 @@ def variance_shape(rows: int, cols: int) -> Shape:
     return (rows, 1) if rows >= cols else (1, cols)
 
 
-def reduce_variance(direction: Tensor, variance: Tensor, beta2: Tensor) -> tuple[Tensor, Tensor]:
+def reduce_variance(
+    direction: Tensor, variance: Tensor, beta2: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Even out the size of rows (or columns) without changing the norm of a block.
 
     v = mean(u^2) over the short way;  s <- beta2 s + (1 - beta2) v;  r = 1 / sqrt(max(s, 1e-10))
@@ -228,7 +237,7 @@ def reduce_variance(direction: Tensor, variance: Tensor, beta2: Tensor) -> tuple
     rows, cols = direction.shape[-2:]
     dim = -1 if rows >= cols else -2
     mean_square = direction.square().mean(dim=dim, keepdim=True)
-    variance = torch.lerp(variance, mean_square, (1 - beta2).to(variance.dtype))
+    variance = torch.lerp(variance, mean_square, in_dtype(1 - beta2, variance))
     rescale = variance.clamp_min(1e-10).rsqrt()
     square_sums = mean_square * direction.shape[dim]
     norm = square_sums.sum(dim=(-2, -1), keepdim=True).sqrt()
@@ -249,7 +258,9 @@ def lr_factor(rows: int, cols: int, adjust_lr: str | None) -> float:
     return 1.0
 
 
-def decay_weights(param: Tensor, direction: Tensor, decay: Tensor, *, cautious: bool) -> Tensor:
+def decay_weights(
+    param: Tensor, direction: Tensor, decay: float | Tensor, *, cautious: bool
+) -> Tensor:
     """p (1 - decay); cautious: only where the update pulls the same way, u p >= 0.
 
     The gate reads the sign of the parameter against the finished direction. Gating by the

@@ -90,16 +90,21 @@ def orthogonalize(
             dtype=dtype,
         )  # fmt: skip
         return found.reshape(blocks.shape)
-    if dtype != torch.float16:  # whose range is too small for gradients: scaled before the cast
+    # The range of float16 is too small for gradients: they are scaled before the cast.
+    if X.dtype != dtype != torch.float16:
         X = X.to(dtype)
-    X = scale_to_unit_norm(X, polynomial.norm_factor, eps, eps_form).to(dtype)
+    X = scale_to_unit_norm(X, polynomial.norm_factor, eps, eps_form)
+    if X.dtype != dtype:
+        X = X.to(dtype)
     if rows > cols:
         X = X.mT
     X = X.contiguous()
     X = _gram(X, table) if execution == "gram" else _standard(X, table)
     if rows > cols:
         X = X.mT
-    return X.to(blocks.dtype).reshape(blocks.shape)
+    if X.dtype != blocks.dtype:
+        X = X.to(blocks.dtype)
+    return X.reshape(blocks.shape)
 
 
 def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch.device) -> bool:

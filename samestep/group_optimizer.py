@@ -308,6 +308,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._checks = GroupChecks()
         self._known_groups: dict[int, KnownGroup] = {}  # of the last step, in one process
         self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
+        self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
 
     def _reset_runner(self) -> None:
         """Make what runs rules and holds their graphs; loading a state keeps it."""

@@ -336,8 +336,7 @@ class ReplicatedParameters(Placement):
             whole = self._flat.room(number)
             segment = torch.split(whole, sizes)[self.group.rank]
         else:
-            owned = self._owned(bucket).pieces
-            mine = [self._view(piece).reshape(-1) for piece in owned]
+            mine = [self._flat_view(piece) for piece in self._owned(bucket).pieces]
             if not mine:
                 mine = [self.params[bucket.params[0]].new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
@@ -358,7 +357,7 @@ class ReplicatedParameters(Placement):
         for rank, segment in enumerate(self.plan.buckets[number].segments):
             if rank != self.group.rank:
                 for piece, part in segment.parts(arrived[rank]):
-                    self._view(piece).copy_(part.view(piece_shape(piece)))
+                    self._flat_view(piece).copy_(part)
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
@@ -389,8 +388,12 @@ class ReplicatedParameters(Placement):
 
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
+        return self._flat_view(piece).view(piece_shape(piece))
+
+    def _flat_view(self, piece: Piece) -> Tensor:
+        """The same as (size,)."""
         flat = self.params[piece.param].detach().view(-1)
-        return flat[piece.start : piece.stop].view(piece_shape(piece))
+        return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
 
 
 class _PieceViews(NamedTuple):

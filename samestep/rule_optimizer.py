@@ -47,6 +47,7 @@ from samestep.plan.schedule import (
     line_of,
     step_schedule,
 )
+from samestep.rules.rule import Rule
 
 if TYPE_CHECKING:
     from samestep.kernels.recorded_step import RecordedStep
@@ -314,7 +315,9 @@ class RuleOptimizer(FullValues):
                 )
                 if not members:
                     continue
-            seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
+            seen = members
+            if math.factor is not None or math.maximize:
+                seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None
             arguments = math.scalars, math.options, self._run, math.only_if, measure
             if rule.kind == "matrix":
@@ -328,16 +331,24 @@ class RuleOptimizer(FullValues):
         """How the rule of a group is run in this step."""
         group = self.param_groups[index]
         rule = rule_of(group)
-        changing = rule.schedulable | LAYOUT_KEYS
         return GroupMath(
             rule,
             self._scalars.refill(index, device, rule.scalars(group)),
-            {key: group[key] for key in rule.defaults if key not in changing},
+            {key: group[key] for key in self._constant_keys(rule)},
             self._verdict.factor,
             group["maximize"],
             self._verdict.only_if,
             self._sizes,
         )
+
+    def _constant_keys(self, rule: Rule) -> tuple[str, ...]:
+        """The options that a rule reads as they are: no scalars, and nothing of the layout."""
+        known = self._known_keys.get(rule.name)
+        if known is None:
+            changing = rule.schedulable | LAYOUT_KEYS
+            known = tuple(key for key in rule.defaults if key not in changing)
+            self._known_keys[rule.name] = known
+        return known
 
     def _maths(self, operation: OfBucket) -> GroupMaths:
         """The same by index, for blocks that are spread over ranks."""

@@ -18,24 +18,27 @@ class PackedGradients:
         self._params = params
         self._plan = plan
         self._reduce_dtype = reduce_dtype
+        # What every step asks of the plan.
+        self._pieces = [list(bucket.places()) for bucket in plan.buckets]
+        self._sizes = [bucket.size for bucket in plan.buckets]
+        self._members = [bucket.params for bucket in plan.buckets]
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient."""
 
     def packed(self, number: int, *, zeros: bool) -> Tensor:
         """The local gradients of a bucket, segment after segment; zeros where there is none."""
-        bucket = self._plan.buckets[number]
-        like = self._params[bucket.params[0]]
+        like = self._params[self._members[number][0]]
         dtype = self._reduce_dtype or gradient_dtype(like)
-        buffer = torch.empty(bucket.size, dtype=dtype, device=like.device)
-        flats = torch.split(buffer, bucket.segment_sizes)
-        for segment, flat in zip(bucket.segments, flats, strict=True):
-            for piece, part in segment.parts(flat):
-                grad = self._params[piece.param].grad
-                if grad is None or zeros:
-                    part.zero_()
-                else:
-                    part.copy_(grad.detach().reshape(-1)[piece.start : piece.stop])
+        buffer = torch.empty(self._sizes[number], dtype=dtype, device=like.device)
+        for piece, start in self._pieces[number]:
+            part = buffer[start : start + piece.size]
+            grad = self._params[piece.param].grad
+            if grad is None or zeros:
+                part.zero_()
+                continue
+            flat = grad.detach().reshape(-1)
+            part.copy_(flat if piece.size == len(flat) else flat[piece.start : piece.stop])
         return buffer
 
     def landed(self, number: int, total: Tensor) -> Tensor:
@@ -71,7 +74,6 @@ class FlatGradients(PackedGradients):
         self._rank = rank
         self._keep = keep
         self._places = places(plan)
-        self._members = [bucket.params for bucket in plan.buckets]
         self._buffers: dict[int, Tensor] = {}
         self._spare: dict[torch.dtype, list[Tensor]] = {}  # each has room for any bucket
         self._views: dict[tuple[int, int], Tensor] = {}  # by address of the buffer, and parameter

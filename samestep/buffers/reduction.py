@@ -65,6 +65,11 @@ class GradientReducer:
         self._one_in_flight = self._frees or flat
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
+        self._names = [
+            f"reduction of bucket {number} ({plan.params[members[0]].name}, ...)"
+            for number, members in enumerate(self._members)
+        ]
+        self._sizes = [self._segment_sizes(bucket) for bucket in plan.buckets]
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
         for number, members in enumerate(self._members):
@@ -159,8 +164,7 @@ class GradientReducer:
         for index in self._members[number]:
             if self._last_bucket[index] == number:
                 self._take(index)
-        name = f"reduction of bucket {number} ({self._name(self._members[number][0])}, ...)"
-        sizes = self._segment_sizes(bucket)
+        name, sizes = self._names[number], self._sizes[number]
         if exchange:
             self._flying[number] = exchange_segments(
                 name, buffer, sizes, self._group, reuse=self._reuses
@@ -244,7 +248,7 @@ class GradientReducer:
         if bucket.replicated and self._spreads(bucket):
             # Not sooner: ranks wait for their reductions at different times, and collectives
             # must be launched in one order.
-            sizes = self._segment_sizes(bucket)
+            sizes = self._sizes[number]
             name = f"sums of bucket {number}"
             result = torch.cat(gather_segments(name, result, sizes, self._group).wait())
         return self._over_outer(number, result).div_(self._divisor)
@@ -333,7 +337,8 @@ class GradientReducer:
         """Wait for a reduction, and add it to the rounds before it."""
         if number in self._flying:
             arrived = self._flying.pop(number).wait()
-            arrived = arrived.to(torch.promote_types(arrived.dtype, torch.float32))
+            if arrived.dtype.itemsize < 4:
+                arrived = arrived.to(torch.float32)
             arrived = self._gradients.landed(number, arrived)
             before = self._sums[number]
             self._sums[number] = arrived if before is None else before.add_(arrived)

@@ -69,6 +69,8 @@ class Segment(NamedTuple):
 
     def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
         """Each piece, and its part of a tensor that has the segment's elements: (piece.size,)."""
+        if len(self.pieces) == 1 and self.pieces[0].size == flat.numel():
+            return [(self.pieces[0], flat)]
         return [
             (piece, flat[start : start + piece.size])
             for piece, start in zip(self.pieces, self.starts, strict=True)

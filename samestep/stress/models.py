@@ -18,11 +18,14 @@ def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     They are asked for several times a step, so a model is walked through once: it may replace its
     parameters (FSDP2 does), but not get further ones.
     """
-    while isinstance(model, nn.DataParallel):
-        model = model.module
-    if model not in _places:
-        _places[model] = [_place(model, name) for name, _ in model.named_parameters()]
-    return {name: getattr(owner, last) for name, owner, last in _places[model]}
+    places = _places.get(model)
+    if places is None:
+        inner = model
+        while isinstance(inner, nn.DataParallel):
+            inner = inner.module
+        places = [_place(inner, name) for name, _ in inner.named_parameters()]
+        _places[model] = places
+    return {name: getattr(owner, last) for name, owner, last in places}
 
 
 def _place(model: nn.Module, name: str) -> tuple[str, nn.Module, str]:

@@ -255,4 +255,7 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *(grad.to(scale[0].device) * scale[0] for grad in ctx.grads)
+        (factor,) = scale
+        if factor.device.type != "cpu":  # where the gradients are
+            return None, *(grad.to(factor.device) * factor for grad in ctx.grads)
+        return None, *(grad * factor for grad in ctx.grads)

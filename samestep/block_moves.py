@@ -49,7 +49,6 @@ class Way(NamedTuple):
     outgoing: list[int]  # elements to each rank
     incoming: list[int]
     sent: list[int]  # by each rank
-    travels: bool  # whether any rank sends anything
 
 
 class BlockMoves:
@@ -102,7 +101,7 @@ class BlockMoves:
             outgoing[item.rank] += item.size
         for item in travelling_in:
             incoming[item.rank] += item.size
-        return Way(travelling_out, travelling_in, outgoing, incoming, sent, any(sent))
+        return Way(travelling_out, travelling_in, outgoing, incoming, sent)
 
     def _travelling(self, items: Sequence[Item], beside: bool) -> list[Travelling]:
         found, start = [], 0
@@ -170,10 +169,6 @@ class BlockMoves:
         self._send(f"return of {self._name}", buffer, self.back)
 
     def _send(self, name: str, buffer: Tensor, way: Way) -> None:
-        if not way.travels:
-            nothing = self.nothing
-            self._waiting = Pending(None, (), lambda: nothing)
-            return
         sizes = way.outgoing, way.incoming, way.sent
         self._waiting = move_parts(name, buffer, *sizes, self._group)
 

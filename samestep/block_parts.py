@@ -98,5 +98,6 @@ class BlockParts(ShardedTensors):
         flag = present if isinstance(present, Tensor) else None
         counted = self._answers_for(route.param)
         operand = Operand(direction, direction, {}, flag, counted, self._share)
-        square = direction.square().sum(dtype=torch.float64).reshape(1)
+        wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
+        square = wide.square().sum(dtype=torch.float64).reshape(1)
         of_group.sizes.add(self.specs[route.param].group, [operand], square)

@@ -67,6 +67,7 @@ class PlainStages:
                 of_group.scalars,
                 of_group.options,
             )
+            found = found.to(self._moves.dtype)  # as others get it: copies must not drift apart
             for place, route in enumerate(routes):
                 directions[route.key] = found[place].view(route.box.sizes)
                 pairs = [(states[place][key], new[key][place]) for key in states[place]]

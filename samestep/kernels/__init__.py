@@ -1,9 +1,10 @@
 """Triton kernels for CUDA. Each has a twin in plain torch, which runs wherever these cannot.
 
     tables       addresses of many tensors, for one launch
-    elementwise  norm, AdamW, and both ends of Muon
+    elementwise  norm, AdamW; muon_tiles: both ends of Muon; part_tiles: of parts of its blocks
     symmetric    symmetric products, one triangle of them computed
-    orthogonalize, muon, adamw, norm    what calls them
+    orthogonalize, muon, parts, adamw, norm    what calls them
+    spread_blocks, spread_chunk, chunk_tables, step_tables    blocks of DTensors, chunk by chunk
     choice       whether a device and a group can use them, or why not
 
 Nothing here is imported before a step meets a CUDA device: samestep needs torch alone.

@@ -86,7 +86,7 @@ class KernelStages:
             measured |= of_group.sizes is not None
         for part, size, source in self._tables.parts if measured else ():
             of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
-            held.count(part.route, of_group, _taken(sources, source, size).float())
+            held.count(part.route, of_group, _taken(sources, source, size))
 
     def _put_whole_states(self, held: BlockParts, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""

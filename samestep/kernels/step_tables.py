@@ -34,10 +34,9 @@ class StepTables:
         """(params,) float64 flags of presence; None: all are present."""
         if all(flag is True for flag in present):
             return None
-        known = torch.arange(2, dtype=torch.float64, device=self._device).unbind()
-        return torch.stack(
-            [flag.double() if isinstance(flag, Tensor) else known[flag] for flag in present]
-        )
+        known = torch.arange(2, device=self._device).bool().unbind()
+        flags = [flag if isinstance(flag, Tensor) else known[flag] for flag in present]
+        return torch.stack(flags).double()
 
     def of_group(self, group: int, math: GroupMaths) -> tuple[GroupMath, Step]:
         """How the rule of a group is run."""

@@ -1,6 +1,7 @@
 """Kernels on parts of blocks: near plain torch, and with the bits of kernels on whole blocks.
 
-`test_interpreted.py` runs this file through Triton's interpreter on CPU.
+`test_interpreted.py` runs this file through Triton's interpreter on CPU, `test_cuda_parts.py` its
+single launches on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from samestep.kernels.spread_chunk import KernelStages
 from samestep.kernels.tables import Table
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
-from tests.kernels.cases import NANOCHAT, number, random
+from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, number, random
 from tests.ranks import run_forked
 
 MUON = MuonRule()
@@ -45,8 +46,9 @@ MUON = MuonRule()
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch):
     torch.manual_seed(0)
-    for module in (samestep.kernels.muon, samestep.kernels.parts):
-        monkeypatch.setattr(module, "TILE", 16)
+    if INTERPRETED:
+        for module in (samestep.kernels.muon, samestep.kernels.parts):
+            monkeypatch.setattr(module, "TILE", 16)
 
 
 # --- one launch ------------------------------------------------------------------------------
@@ -68,16 +70,17 @@ def lying(whole, view):
 def step_of(options, *, factor=None, maximize=False, only_if=None):
     options = {**MUON.defaults, **options}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
-    return Step(scalars, options, factor, maximize, only_if)
+    flags = [None if value is None else number(value) for value in (factor, only_if)]
+    return Step(scalars, options, flags[0], maximize, flags[1])
 
 
 def flags(*values):
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device=DEVICE)
 
 
 def all_but(view, whole):
     """The elements of a tensor that are not in a view."""
-    outside = torch.ones(whole.shape, dtype=torch.bool)
+    outside = torch.ones_like(whole, dtype=torch.bool)
     outside[view] = False
     return whole[outside]
 
@@ -85,9 +88,9 @@ def all_but(view, whole):
 @pytest.mark.parametrize(
     ("options", "given"),
     [
-        ({}, {"factor": number(0.5)}),
-        ({"momentum_form": "sum"}, {"maximize": True, "only_if": number(1.0)}),
-        ({"nesterov": False}, {"only_if": number(0.0)}),
+        ({}, {"factor": 0.5}),
+        ({"momentum_form": "sum"}, {"maximize": True, "only_if": 1.0}),
+        ({"nesterov": False}, {"only_if": 0.0}),
     ],
     ids=["default", "sum", "skipped"],
 )
@@ -106,11 +109,11 @@ def test_momentum_of_parts(options, given, dtype):
         for place, ((_, view), size, start, stride)
         in enumerate(zip(VIEWS, SIZES, starts, strides, strict=True))
     ]  # fmt: skip
-    out = torch.full((2100,), 7.0)
+    out = torch.full((2100,), 7.0, device=DEVICE)
     writes = flags(1, 0, 1, 1)
     table = GradientTable(Table([grads]).addresses[0], False, writes)
     MomentumOfParts(parts, dtype).run_(table, out, step)
-    untouched = torch.ones(len(out), dtype=torch.bool)
+    untouched = torch.ones_like(out, dtype=torch.bool)
     for place, ((_, view), size) in enumerate(zip(VIEWS, SIZES, strict=True)):
         grad = grads[place][view].double() * (0.5 if step.factor is not None else 1.0)
         grad = -grad if step.maximize else grad
@@ -136,7 +139,7 @@ def test_momentum_of_parts(options, given, dtype):
 def test_regions_are_moved():
     """Also out of transposes, and with room between rows."""
     sources = [random(3, 24, 40, dtype=torch.bfloat16), random(500, dtype=torch.bfloat16)]
-    out = torch.zeros(3000, dtype=torch.bfloat16)
+    out = torch.zeros(3000, dtype=torch.bfloat16, device=DEVICE)
     moves = [
         Move(Size(20, 19), SourceRows(0, 960 + 4 * 40 + 3, 40), Rows(10, 25)),  # of the second
         Move(Size(33, 18), SourceRows(0, 1920 + 4 * 40 + 7, 40, True), Rows(700, 18)),  # turned
@@ -160,7 +163,7 @@ def test_regions_are_moved():
 def test_step_of_parts(options, skipped, master):
     """Along what came, and along own directions, of which some are turned."""
     dtype = torch.float16 if master else torch.float32
-    step = step_of({"lr": 0.1, "weight_decay": 0.5, **options}, only_if=number(float(not skipped)))
+    step = step_of({"lr": 0.1, "weight_decay": 0.5, **options}, only_if=float(not skipped))
     params = [random(*shape, dtype=dtype) for shape, _ in VIEWS]
     masters = [param.float() * (1 + 1e-4) for param in params]  # they round to the parameters
     before = [(p.clone(), m.clone()) for p, m in zip(params, masters, strict=True)]
@@ -196,7 +199,7 @@ def test_step_of_parts(options, skipped, master):
 def test_a_parameter_that_was_edited_counts_more_than_its_master():
     step = step_of({"lr": 0.1, "weight_decay": 0.0})
     param, master = random(4, 8, dtype=torch.float16), random(4, 8)
-    direction = torch.zeros(32)
+    direction = torch.zeros(32, device=DEVICE)
     part = StepPart(0, Size(4, 8), param, master, SourceRows(0, 0, 8), Size(4, 8))
     edited = param.float()
     StepOfParts([part], lr_factor).run_([direction], None, step)

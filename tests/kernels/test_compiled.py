@@ -1,0 +1,97 @@
+"""Kernels around the products compile for a GPU: what the interpreter lets pass need not."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+tl = pytest.importorskip("triton.language")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, compile  # noqa: A004, E402
+
+from samestep.kernels import muon_tiles, part_tiles  # noqa: E402
+
+HOPPER = GPUTarget("cuda", 90, 32)
+NUMBERS = "only_if writes mu factor lr weight_decay sums"
+TYPES = {
+    **dict.fromkeys(NUMBERS.split(), "*fp64"),
+    **dict.fromkeys(["rows", "cols", "short", "long", "count"], "i32"),
+    **dict.fromkeys(["grads", "momenta", "tensors", "parts", "moves", "sources"], "*i64"),
+    **dict.fromkeys(["directions", "out"], "*bf16"),
+    **dict.fromkeys(["scales", "factors", "lr_factors"], "*fp32"),
+    "programs": "*i32",
+    "lr_factor": "fp32",
+}
+TILE = {"ROWS": 64, "COLS": 64}
+ON = dict.fromkeys(["HAS_FACTOR", "HAS_ONLY_IF", "HAS_WRITES", "HAS_MASTER", "HAS_SCALE"], True)
+DTYPES = {
+    "grad_dtype": tl.float32,
+    "state_dtype": tl.float32,
+    "param_dtype": tl.bfloat16,
+    "direction_dtype": tl.bfloat16,
+    "dtype": tl.bfloat16,
+}
+
+
+def compiled(kernel, types=(), **constants):
+    """The PTX of a kernel for pointers and sizes that are multiples of 16."""
+    given = {**TILE, **ON, **DTYPES, **constants}
+    names = kernel.arg_names
+    types = {**TYPES, **dict(types)}
+    source = ASTSource(
+        kernel,
+        {name: types.get(name, "constexpr") for name in names},
+        {(names.index(name),): given[name] for name in names if name not in types},
+        {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in types},
+    )
+    return compile(source, target=HOPPER, options={"num_warps": 4}).asm["ptx"]
+
+
+def operations(ptx):
+    """How many of each kind of float32 arithmetic."""
+    words = [line.split()[0] for line in ptx.splitlines() if line.strip()]
+    return {kind: words.count(f"{kind}.rn.f32") for kind in ("fma", "mul", "add", "sub")}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("interpreted")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("form", [{"EMA": True}, {"EMA": False}], ids=["ema", "sum"])
+def test_momentum_of_a_part_is_that_of_a_block(form):
+    """The same arithmetic, fused the same way: or layouts would differ in last bits."""
+    options = {**form, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True, "HAS_WRITES": False}
+    of_part = compiled(part_tiles.momentum_of_parts, GRADS_ALIGNED=True, **options)
+    of_block = compiled(
+        muon_tiles.momentum, GIVEN=False, TALL=False, ONLY_SUMS=False,
+        **{**options, "HAS_SCALE": False},
+    )  # fmt: skip
+    assert operations(of_part) == operations(of_block)
+    assert operations(of_part)["fma"] > 0
+    assert "ld.global.v4.b32" in of_part  # 16 bytes at once
+    assert "st.global.v4.b32" in of_part
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+def test_the_step_of_a_part_is_that_of_a_block(cautious):
+    options = {"CAUTIOUS": cautious, "SCALE_DECAY": False, "ALIGNED": True}
+    of_part = compiled(part_tiles.step_of_parts, TURNED_ALIGNED=True, **options)
+    of_block = compiled(muon_tiles.step_along, TALL=False, FACTORS=0, **options)
+    assert operations(of_part) == operations(of_block)
+    assert operations(of_part)["fma"] > 0
+    assert "ld.global.v4.b32" in of_part
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_others_compile(aligned):
+    flags = {"ALIGNED": aligned, "TURNED_ALIGNED": aligned}
+    assert ("ld.global.b16" not in compiled(part_tiles.moved, **flags)) == aligned
+    given = dict.fromkeys(["EMA", "NESTEROV", "MAXIMIZE", "ONLY_SUMS"], False)
+    values = {"grads": "*bf16", "momenta": "*bf16"}
+    for tall in (False, True):
+        compiled(muon_tiles.momentum, values, GIVEN=True, TALL=tall, ALIGNED=False, **given)

@@ -66,7 +66,7 @@ class GradientReducer:
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
         self._names = [
-            f"reduction of bucket {number} ({plan.params[members[0]].name}, ...)"
+            f"reduction of bucket {number} ({self._name(members[0])}, ...)"
             for number, members in enumerate(self._members)
         ]
         self._sizes = [self._segment_sizes(bucket) for bucket in plan.buckets]

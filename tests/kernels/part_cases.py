@@ -37,6 +37,7 @@ from samestep.kernels.spread_chunk import KernelStages
 from samestep.kernels.tables import Table
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
+from samestep.sharded import local_part
 from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, number, random
 from tests.ranks import run_forked
 
@@ -276,7 +277,8 @@ def trained(place=lambda name, whole: whole, absent=None, dtype=torch.float32, *
             for param in params.values():
                 opt.state[param]["momentum_buffer"] = opt.state[param]["momentum_buffer"].clone()
         opt.step()
-    last = weakref.ref(params["wide"].grad)
+    with torch.no_grad():  # or it would be a view
+        last = weakref.ref(local_part(params["split"].grad))
     for param in params.values():
         param.grad = None
     assert last() is None  # nobody keeps gradients

@@ -24,6 +24,7 @@ class Unit(NamedTuple):
     shard, replicate: the ranks that share them, and those that do the same.
     summands: of these the ranks of tensor parallel, `model`, have summands of the gradients, which
         are added up before FSDP2 reduces them.
+    early: whose gradients come before those of the units inside.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Unit(NamedTuple):
     replicate: Peers = ALONE
     model: Peers = ALONE
     summands: tuple[Tensor, ...] = ()
+    early: tuple[Tensor, ...] = ()
 
 
 def padded_shard(params: Sequence[Tensor], ranks: int) -> int:

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.ledger import Then
 from samestep.estimate.passing_memory import passing_memory
 from samestep.param_groups import rule_of
 from samestep.piece_state import StateLayout
@@ -43,6 +44,14 @@ class RankMemory(NamedTuple):
     def peak(self) -> int:
         """All of it when most is alive."""
         return self.stays + self.gradients_then + self.in_flight
+
+    def or_then(self, inside: Then) -> "RankMemory":
+        """With another moment, of forward and backward, if more is alive then."""
+        if inside.total <= self.gradients_then + self.in_flight:
+            return self
+        return self._replace(
+            gradients_then=inside.gradients, buffers=inside.buffers, temporaries=inside.temporaries
+        )
 
 
 class Kept(NamedTuple):

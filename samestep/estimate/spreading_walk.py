@@ -13,8 +13,9 @@ from samestep.buffers.gradients import gradient_dtype
 from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.estimate.temporaries import kernel_peak, transform_peak
+from samestep.layout.dtensor_shards import Box
 from samestep.param_groups import rule_of
-from samestep.plan.block_exchange import Route, from_owners, to_owners
+from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.sharded_blocks import travel_dtypes
 from samestep.state import math_dtype
 
@@ -118,15 +119,22 @@ class SpreadingWalk:
 
     def on_giveback(self, number: int) -> None:
         """What is sent back, and what comes."""
-        chunk, dtype, _ = self._chunk(number)
+        chunk, dtype, wide = self._chunk(number)
         ranks = self._spreading.peers.size
         out, into = from_owners(chunk, self._place, ranks, to_all=False)
-        self._ledger.add(
-            self._key("returned", number), sum(item.numel for item in out) * dtype.itemsize
+        sent = sum(item.numel for item in out) * dtype.itemsize
+        # Rows of a block lie together; of columns a copy is made before all are put side by side.
+        copied = sum(
+            item.numel
+            for item in out
+            if dtype != wide or not _lies_together(item, chunk[item.route].box)
         )
+        copied *= dtype.itemsize
+        self._ledger.add(self._key("returned", number), sent if len(out) > 1 else copied)
         self._ledger.add(
             self._key("returning", number), sum(item.numel for item in into) * dtype.itemsize
         )
+        self._ledger.passing(copied if len(out) > 1 else 0)
 
     def on_apply(self, number: int) -> None:
         """One part after the other."""
@@ -138,3 +146,10 @@ class SpreadingWalk:
 
     def _key(self, what: str, number: int) -> tuple[str, int, int]:
         return what, self._number, number
+
+
+def _lies_together(item: Item, block: Box) -> bool:
+    """Whether a part of a block is one stretch of it: dims after the first long one are whole."""
+    sizes = () if item.part is None else item.part.in_block.sizes
+    first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
+    return sizes[first + 1 :] == block.sizes[first + 1 :] if sizes else True

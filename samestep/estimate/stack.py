@@ -23,6 +23,8 @@ from samestep.parallel.lora import FACTORS
 from samestep.parallel.plan import Plan
 from samestep.rule_optimizer import RuleOptimizer
 
+ROOT = ("", False)  # the unit of what is in no block
+
 
 class Share(NamedTuple):
     """What is decided about a parameter before FSDP2 comes.
@@ -151,9 +153,9 @@ def stack_blueprint(
 def stack_units(
     module: nn.Module, blocks: Mapping[str, nn.Module], share_of: ShareOf, degrees: Degrees
 ) -> list[Unit]:
-    """What FSDP2 gathers at once: stacks of experts, blocks, and the rest; [] where it is not.
+    """What FSDP2 gathers at once: the rest, blocks, stacks of experts; [] where it is not.
 
-    blocks: modules by name, as in a plan.
+    In the order in which forward enters them. blocks: modules by name, as in a plan.
     """
     axes, grid = _Axes(degrees), stack_grid(degrees)
     if not axes.has_fsdp:
@@ -161,6 +163,7 @@ def stack_units(
     outer = grid.peers(*axes.copies)
     found: dict[tuple[str, bool], list[Tensor]] = {}
     summands: dict[tuple[str, bool], list[Tensor]] = {}
+    early: list[Tensor] = []  # forward uses them after the blocks
     for name, param in module.named_parameters():
         share = share_of(name, param)
         if share.is_factor:
@@ -168,6 +171,8 @@ def stack_units(
         inside = next((block for block in blocks if name.startswith(f"{block}.")), "")
         key = (name.rpartition(".")[0], True) if share.is_expert else (inside, False)
         part = _part(param, axes, share)
+        if key == ROOT and any(other != ROOT for other in found):
+            early.append(part)
         found.setdefault(key, []).append(part)
         if share.own_positions and share.model_dim is None and param.requires_grad:
             summands.setdefault(key, []).append(part)
@@ -180,8 +185,9 @@ def stack_units(
             replicate=outer,
             model=grid.peers("model"),
             summands=tuple(summands.get((name, is_expert), ())),
+            early=() if name else tuple(early),
         )
-        for (name, is_expert), params in found.items()
+        for (name, is_expert), params in sorted(found.items(), key=lambda unit: unit[0] != ROOT)
     ]
 
 

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.command.request import BadRequestError
 from samestep.estimate.blueprint import Blueprint, blueprint
-from samestep.estimate.collectives import Collective
-from samestep.estimate.fsdp import Unit, fsdp_collectives, passes_1f1b
+from samestep.estimate.fsdp import Unit
 from samestep.estimate.stack import Share, stack_blueprint, stack_grid, stack_units
 from samestep.mesh.degrees import Degrees
 from samestep.planning.model import (
@@ -91,24 +90,11 @@ def stage_blueprint(
     )
 
 
-def fsdp_traffic(module: nn.Module, degrees: Degrees, stage: int) -> list[Collective]:
-    """What FSDP2 sends beside the optimizer, with as many micro-batches as pipeline stages."""
-    passes = passes_1f1b(stage, degrees.pp, degrees.pp)
-    return fsdp_collectives(fsdp_units(module, degrees), passes=passes)
-
-
 def fsdp_units(module: nn.Module, degrees: Degrees) -> list[Unit]:
-    """Layer by layer, as a rank has them."""
+    """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them."""
     found = layers_of(module)
     layers = {} if found is None else {f"{found[0]}.{i}": m for i, m in enumerate(found[1])}
     return stack_units(module, layers, guessed_share, degrees)
-
-
-def largest_unit(module: nn.Module) -> int:
-    """Bytes of the largest layer: what FSDP2 gathers at once."""
-    found = layers_of(module)
-    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in (found[1] if found else ())]
-    return max(sizes, default=0)
 
 
 def _check(degrees: Degrees, settings: Settings) -> None:

@@ -27,7 +27,7 @@ from samestep.planning.figures import (
     figures_as_json,
     stage_figures,
 )
-from samestep.planning.mesh import questions, read_mesh
+from samestep.planning.mesh import not_counted, questions, read_mesh
 from samestep.planning.model import Model, load_model, stage_of
 from samestep.planning.options import Options as Options
 from samestep.planning.verdict import judge
@@ -90,6 +90,7 @@ def run(options: Options) -> None:
         "settings": asdict(settings),
         "hardware": {"name": hardware.name, "source": hardware.source},
         "questions": questions(model, degrees),
+        "not_counted": not_counted(degrees, options.sharding),
         "stages": [figures_as_json(each) for each in figures],
         "every_stage": {stage: {"peak": peaks[stage], "sent": sent[stage]} for stage in peaks},
         "verdict": asdict(verdict),
@@ -103,6 +104,8 @@ def run(options: Options) -> None:
         console.print(f"? {line}", soft_wrap=True)
     for table in shown:
         console.print(table.on_screen())
+    for line in not_counted(degrees, options.sharding):
+        console.print(f"not counted: {line}", soft_wrap=True)
     console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
@@ -169,8 +172,7 @@ def _every_stage(
                 continue  # does not exist here
         peaks[stage] = figures.peak
         sent[stage] = sum(each.mean_sent for each in figures.traffic)
-        parts = figures.memory._asdict()
-        bars[stage] = {**parts, "buffers": parts["buffers"] + figures.fsdp_units}
+        bars[stage] = figures.memory._asdict()
     return peaks, sent, bars
 
 

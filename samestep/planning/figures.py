@@ -12,6 +12,8 @@ from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.collectives import Collective, Launches
+from samestep.estimate.fsdp import fsdp_collectives, passes_1f1b
+from samestep.estimate.fsdp_memory import fsdp_peak
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory
 from samestep.estimate.timeline import Timeline, Training, simulate
@@ -19,8 +21,7 @@ from samestep.estimate.work import balance
 from samestep.mesh.degrees import Degrees
 from samestep.planning.cluster import (
     Settings,
-    fsdp_traffic,
-    largest_unit,
+    fsdp_units,
     stage_blueprint,
 )
 from samestep.planning.model import Model, stage_of
@@ -61,7 +62,6 @@ class StageFigures:
     parameters: int
     worst_rank: int  # in the stage
     memory: RankMemory  # of that rank
-    fsdp_units: int  # bytes that FSDP2 has gathered beside it
     least_kept: int
     most_kept: int
     traffic: list[GroupTraffic]
@@ -75,7 +75,7 @@ class StageFigures:
     @property
     def peak(self) -> int:
         """Bytes of the worst rank."""
-        return self.memory.peak + self.fsdp_units
+        return self.memory.peak
 
 
 def stage_figures(
@@ -94,21 +94,21 @@ def stage_figures(
     timeline = simulate(plan, hardware, training=training)
     ranks = sample_ranks(plan)
     memories = {rank: rank_memory(plan, rank) for rank in ranks}
-    worst = max(memories, key=lambda rank: memories[rank].peak)
-    kept = [memory.stays for memory in memories.values()]
-    sharded = settings.sharding == "zero3"
-    # The unit at work and the next one, and the whole gradient of one.
-    units = 3 * largest_unit(module) // (degrees.tp * 1) if sharded else 0
     launches = Launches(plan).of_step()
     traffic = list(_traffic(plan, launches, "optimizer"))
-    if sharded:
-        traffic += _traffic(plan, fsdp_traffic(module, degrees, stage), "FSDP2")
+    if settings.sharding == "zero3":
+        units = fsdp_units(module, degrees)
+        passes = passes_1f1b(stage, degrees.pp, degrees.pp)  # as many micro-batches as stages
+        traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
+        inside = fsdp_peak(units, passes)
+        memories = {rank: memory.or_then(inside) for rank, memory in memories.items()}
+    worst = max(memories, key=lambda rank: memories[rank].peak)
+    kept = [memory.stays for memory in memories.values()]
     figures = StageFigures(
         stage,
         sum(param.numel() for param in module.parameters()),
         worst,
         memories[worst],
-        units,
         min(kept),
         max(kept),
         traffic,

@@ -70,6 +70,21 @@ def questions(model: Model, degrees: Degrees) -> list[str]:
     return found
 
 
+def not_counted(degrees: Degrees, sharding: str) -> list[str]:
+    """What a step has beside what a plan of these axes tells."""
+    found = ["activations, in memory"]
+    cut = [f"{name}={getattr(degrees, name)}" for name in ("tp", "ep", "pp")]
+    cut = [text for text in cut if not text.endswith("=1")]
+    if cut:
+        found.append(
+            f"what layers and stages send each other under {', '.join(cut)}, in bytes and time: it "
+            "depends on the batch"
+        )
+    if sharding == "zero3":
+        found.append("FSDP2's gathers and reductions, in time: the step is the optimizer's alone")
+    return found
+
+
 def _sizes(model: Model) -> ModelSizes:
     layers = layers_of(model.module)
     count = 0 if layers is None else len(layers[1])

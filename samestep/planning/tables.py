@@ -55,16 +55,16 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
         memory = each.memory
         cells = [
             memory.parameters, memory.gradients, memory.main_parameters, memory.state,
-            memory.buffers, memory.temporaries, each.fsdp_units, each.peak,
+            memory.buffers, memory.temporaries, each.peak,
         ]  # fmt: skip
         rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
     return Table(
         "Memory of the worst rank",
-        "Gradients when backward is over; buffers and temporaries when most is alive. Between "
-        "steps ranks keep "
+        "Gradients when backward is over; buffers (with zero3 units that FSDP2 has gathered) and "
+        "temporaries when most is alive. Between steps ranks keep "
         + ", ".join(f"{size(s.least_kept)} to {size(s.most_kept)}" for s in stages[:1])
         + " (first stage).",
-        ["stage: rank", "params", "grads", "main", "state", "buffers", "temps", "FSDP2", "peak"],
+        ["stage: rank", "params", "grads", "main", "state", "buffers", "temps", "peak"],
         rows,
     )
 
@@ -80,7 +80,9 @@ def traffic_table(figures: StageFigures) -> Table:
     ]  # fmt: skip
     return Table(
         "Traffic of a step",
-        "Bytes that a rank must send at least: the mean over ranks, and the busiest rank.",
+        "Bytes that a rank must send at least: the mean over ranks, and the busiest rank. Of "
+        "parameters and gradients alone: what layers and stages send each other while tp, ep or pp "
+        "cut the model depends on the batch, and is not in it.",
         ["axes (ranks)", "kind", "by", "collectives", "mean", "busiest"],
         rows,
     )

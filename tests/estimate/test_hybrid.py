@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def measured(rank, world, cases, reduction):
-    """Per case: the schedule, what backward and step launch, and bytes."""
+    """Per case: schedule and holders, what backward and step launch, and bytes."""
     torch.set_num_threads(1)
     found = []
     for name, kind in cases:
@@ -44,7 +44,10 @@ def measured(rank, world, cases, reduction):
         optimizer.zero_grad()
         training._make_gradients(2)
         records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]
-        found.append((optimizer.schedule_lines(), records, calls.found, bytes_of(optimizer)))
+        holders = [(p.specs, [tuple(each) for each in p._held]) for p in optimizer._sharded]
+        found.append(
+            (optimizer.schedule_lines(), holders, records, calls.found, bytes_of(optimizer))
+        )
         optimizer.zero_grad()
     return found
 
@@ -118,9 +121,11 @@ def check(world, cases, reduction="fast"):
         stages = [foreseen(name, scenario, reduction, stage) for stage in range(degrees.pp)]
         for rank, of_rank in enumerate(ranks):
             plan, fsdp = stages[rank // (world // degrees.pp)]
-            schedule, records, calls, (params, state, passing) = of_rank[number]
+            schedule, holders, records, calls, (params, state, passing) = of_rank[number]
             at, about = rank % plan.grid.ranks, (name, kind.__name__, rank)
             assert schedule == tuple(map(line_of, plan.schedule(at))), about
+            held = [(s.specs, [(h.boxes, h.replicas) for h in s.held]) for s in plan.spread]
+            assert holders == held, about
             assert records == expected(plan, degrees, rank), about
             assert len(records) > 2, about
             if reduction == "fast":

@@ -1,0 +1,80 @@
+"""What the command guesses of a model is what the hybrid stack would do with it."""
+
+import pytest
+import torch
+
+from samestep import cli
+from samestep.estimate.hardware import PRESETS
+from samestep.estimate.stack import plan_shares
+from samestep.mesh.degrees import Degrees
+from samestep.parallel.pipeline import GPT_STAGES
+from samestep.parallel.stages import cut
+from samestep.planning.cluster import Settings, guessed_share, stage_blueprint
+from samestep.planning.figures import stage_figures
+from samestep.planning.mesh import not_counted
+from samestep.planning.model import Model, load_model, stage_of
+from samestep.train.gpt import GPT, GPTConfig
+from samestep.train.gpt_plan import gpt_plan
+
+DENSE = GPTConfig(layers=5)
+EXPERTS = GPTConfig(layers=5, experts=8, expert_size=16)
+
+
+def on_meta(config):
+    with torch.device("meta"):
+        return GPT(config)
+
+
+@pytest.mark.parametrize("config", [DENSE, EXPERTS])
+def test_names_tell_how_parameters_are_cut(config):
+    model = on_meta(config)
+    shares = plan_shares(model, gpt_plan(config), Degrees(4, tp=2, ep=2))
+    for name, param in model.named_parameters():
+        assert guessed_share(name, param) == shares(name, param), name
+
+
+def test_stages_have_the_layers_of_the_stack():
+    for stage in range(3):
+        theirs = on_meta(EXPERTS)
+        cut(theirs, GPT_STAGES, 3, [stage])
+        mine = stage_of(on_meta(EXPERTS), stage, 3)
+        assert [n for n, _ in mine.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+
+
+def test_a_stage_is_routed_as_a_part_of_the_whole():
+    """A head is one because an embedding of its shape is somewhere, if only in another stage."""
+
+    class Unnamed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = torch.nn.Embedding(64, 16)
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+            self.last = torch.nn.Linear(16, 64, bias=False)
+
+    with torch.device("meta"):
+        model = Model("unnamed", "", Unnamed(), None)
+    plan = stage_blueprint(model, Degrees(4, pp=2), Settings(), torch.device("cpu"), 1)
+    rules = {name: g["rule"] for g in plan.groups for name in g["param_names"]}
+    assert rules == {"layers.1.weight": "muon", "last.weight": "adamw"}
+
+
+def test_experts_are_gathered_by_those_who_have_the_same():
+    model = load_model("deepseek-v3", torch.bfloat16)
+    degrees, settings = Degrees(128, pp=16, ep=4), Settings(sharding="zero3")
+    figures, _, _ = stage_figures(model, degrees, settings, PRESETS["h800x8"], 8)
+    sent = {(t.axes, t.kind): t.mean_sent for t in figures.traffic if t.by == "FSDP2"}
+    layers = [layer for layer in stage_of(model.module, 8, 16).layers if hasattr(layer, "experts")]
+    stacks = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters())
+    # Half of a quarter from the other rank with the same experts, as often as there are passes.
+    assert sent["data", "reduce_scatter"] == stacks / 4 / 2
+    assert sent["data", "all_gather"] >= 17 * stacks / 4 / 2
+    assert ("data x expert", "reduce_scatter") in sent
+
+
+def test_what_is_not_counted_is_told(capsys):
+    assert cli.main(["plan", "gpt2-xl", "--mesh", "dp=2,tp=2,pp=2", "--sharding", "zero3"]) == 0
+    lines = not_counted(Degrees(8, tp=2, pp=2), "zero3")
+    shown = capsys.readouterr().out
+    assert all(f"not counted: {line}" in shown for line in lines)
+    assert any("under tp=2, pp=2" in line for line in lines)
+    assert len(not_counted(Degrees(8), "zero2")) == 1

@@ -179,17 +179,17 @@ FACTORS = {"variance_beta2": 0.9, "renormalize": True, "cautious": True}
 
 
 def test_layouts_with_factors_per_block():
-    """Directions with factors in them are rounded on their way, unless they travel in fp32."""
+    """Norms are summed by torch, by how many blocks there are; and directions are rounded."""
     expected = ended("none", **FACTORS)
-    assert differing(ended("zero2", **FACTORS), expected) == []
-    assert differing(ended("fsdp2", block_dtype=torch.float32, **FACTORS), expected) == []
     begin, _, rules = reference()
-    found = ended("fsdp2", **FACTORS)
-    for name in begin:
-        if rules[name] == "adamw":
-            assert torch.equal(found[name], expected[name]), name
-        else:
+    for layout, limit, options in (  # limits: sums in float32; rounding to 8 bits, 2^-9 each
+        ("zero2", 1e-5, {}),
+        ("fsdp2", 1e-5, {"block_dtype": torch.float32}),
+        ("fsdp2", 0.005, {}),
+    ):
+        found = ended(layout, **FACTORS, **options)
+        for name in begin:
             way = float((expected[name] - begin[name]).norm())
             apart = float((found[name] - expected[name]).norm()) / way
-            print(f"{name}: {apart:.1e}")  # noqa: T201
-            assert apart <= 0.02, name
+            print(f"{layout} {options} {name}: {apart:.1e}")  # noqa: T201
+            assert apart <= (limit if rules[name] == "muon" else 0.0), (layout, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -52,7 +53,11 @@ def compiled(kernel, types=(), **constants):
 def operations(ptx):
     """How many of each kind of float32 arithmetic."""
     words = [line.split()[0] for line in ptx.splitlines() if line.strip()]
-    return {kind: words.count(f"{kind}.rn.f32") for kind in ("fma", "mul", "add", "sub")}
+    others = ("mov", "cvt")  # rounding is rounding, of one value or of two at once
+    words = [word for word in words if word.endswith(".f32") and not word.startswith(others)]
+    found = Counter(words)
+    assert any(word.startswith("fma") for word in found)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +77,6 @@ def test_momentum_of_a_part_is_that_of_a_block(form):
         **{**options, "HAS_SCALE": False},
     )  # fmt: skip
     assert operations(of_part) == operations(of_block)
-    assert operations(of_part)["fma"] > 0
     assert "ld.global.v4.b32" in of_part  # 16 bytes at once
     assert "st.global.v4.b32" in of_part
 
@@ -83,7 +87,6 @@ def test_the_step_of_a_part_is_that_of_a_block(cautious):
     of_part = compiled(part_tiles.step_of_parts, TURNED_ALIGNED=True, **options)
     of_block = compiled(muon_tiles.step_along, TALL=False, FACTORS=0, **options)
     assert operations(of_part) == operations(of_block)
-    assert operations(of_part)["fma"] > 0
     assert "ld.global.v4.b32" in of_part
 
 

@@ -25,6 +25,7 @@ class Unit(NamedTuple):
     summands: of these the ranks of tensor parallel, `model`, have summands of the gradients, which
         are added up before FSDP2 reduces them.
     early: whose gradients come before those of the units inside.
+    brings_tokens: ranks whose tokens come to it, of experts.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Unit(NamedTuple):
     model: Peers = ALONE
     summands: tuple[Tensor, ...] = ()
     early: tuple[Tensor, ...] = ()
+    brings_tokens: int = 1
 
 
 def padded_shard(params: Sequence[Tensor], ranks: int) -> int:
@@ -56,32 +58,36 @@ def fsdp_collectives(
     reduce_dtype: torch.dtype | None = None,
 ) -> list[Collective]:
     """Those of the passes of one step, unit by unit; gradients are reduced in the last."""
-    return [
-        each
-        for unit in units
-        for each in (
-            *_gathers(unit, passes, param_dtype or unit.params[0].dtype),
-            *_reductions(unit, reduce_dtype or param_dtype or unit.params[0].dtype),
-        )
-    ]
+    found = []
+    for unit in units:
+        found += gather_of(unit, param_dtype) * _count_of_gathers(unit, passes)
+        found += reductions_of(unit, reduce_dtype or param_dtype)
+    return found
 
 
-def _gathers(unit: Unit, passes: str, dtype: torch.dtype) -> list[Collective]:
+def _count_of_gathers(unit: Unit, passes: str) -> int:
     """After a backward pass parameters stay for the next pass, but for the last one."""
-    size, ranks = padded_shard(unit.params, unit.shard.size), unit.shard.size
-    gather = Collective(
-        Traffic.ALL_GATHER, f"gather of {unit.name}", unit.shard, dtype, size * ranks,
-        (size,) * ranks,
-    )  # fmt: skip
     count, is_whole = 0, False
     for each in passes:
         count += not is_whole
         is_whole = each == "B" or not unit.reshards
-    return [gather] * count if ranks > 1 else []
+    return count
 
 
-def _reductions(unit: Unit, dtype: torch.dtype) -> list[Collective]:
+def gather_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collective]:
+    """What makes a unit whole; nothing where one rank has it."""
+    size, ranks = padded_shard(unit.params, unit.shard.size), unit.shard.size
+    if ranks == 1:
+        return []
+    dtype = dtype or unit.params[0].dtype
+    name, sizes = f"gather of {unit.name}", (size,) * ranks
+    return [Collective(Traffic.ALL_GATHER, name, unit.shard, dtype, size * ranks, sizes)]
+
+
+def reductions_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collective]:
+    """What adds up the gradients of a unit, in order."""
     found = []
+    dtype = dtype or unit.params[0].dtype
     for param in unit.summands if unit.model.size > 1 else ():
         name = f"sum of a gradient of {unit.name}"
         found.append(Collective(Traffic.ALL_REDUCE, name, unit.model, param.dtype, param.numel()))

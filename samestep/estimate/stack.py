@@ -186,6 +186,7 @@ def stack_units(
             model=grid.peers("model"),
             summands=tuple(summands.get((name, is_expert), ())),
             early=() if name else tuple(early),
+            brings_tokens=degrees.ep if is_expert else 1,
         )
         for (name, is_expert), params in sorted(found.items(), key=lambda unit: unit[0] != ROOT)
     ]

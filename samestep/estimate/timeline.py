@@ -21,6 +21,8 @@ from samestep.buffers.reduction import frees_gradients
 from samestep.comm.traffic import Traffic
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
 from samestep.estimate.collectives import Collective, Launches, exchanges, reduce_dtype, some_param
+from samestep.estimate.fsdp import Unit
+from samestep.estimate.fsdp_timeline import BACKWARD, FORWARD, run_units
 from samestep.estimate.grid import Grid, Peers
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.work import (
@@ -76,9 +78,13 @@ class Shown:
 
 @dataclass(frozen=True)
 class Training:
-    """Forward and backward around the step: FLOPs of a token are 6 per parameter."""
+    """Forward and backward around the step: FLOPs of a token are 6 per parameter.
+
+    units: what FSDP2 gathers and reduces meanwhile.
+    """
 
     tokens: int  # of one rank
+    units: tuple[Unit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,9 +117,9 @@ def simulate(
     if training is None:
         simulator.step()
     else:
-        simulator.iterate(training.tokens)
+        simulator.iterate(training)
         simulator.begin_anew()
-        simulator.iterate(training.tokens)
+        simulator.iterate(training)
     return simulator.timeline()
 
 
@@ -162,12 +168,13 @@ class _Simulator:
 
     # --- an iteration ------------------------------------------------------------------------
 
-    def iterate(self, tokens: int) -> None:
+    def iterate(self, training: Training) -> None:
         """Forward, backward, step."""
+        tokens = training.tokens
         for sharing_number, sharing in enumerate(self._blueprint.shared):
             order = range(len(sharing.plan.buckets) - 1, -1, -1)
             for number in order:
-                self._wait("gather", BucketId(sharing_number, number))
+                self.wait("gather", BucketId(sharing_number, number))
                 self._model(sharing, number, 2 * tokens, f"forward {number}")
         for sharing_number, sharing in enumerate(self._blueprint.shared):
             overlaps = sharing.distribution.overlap_grad_reduce
@@ -178,24 +185,29 @@ class _Simulator:
                 if overlaps:
                     bucket = BucketId(sharing_number, number)
                     if one_in_flight and number:
-                        self._wait("reduce", BucketId(sharing_number, number - 1))
+                        self.wait("reduce", BucketId(sharing_number, number - 1))
                     self._run(Reduce(bucket))
-        if self._blueprint.spread:
-            for flops, name in (2, "forward"), (4, "backward"):
-                whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
-                share = self._grid.sizes.get("model", 1)
-                self._spend(name, whole / share * flops * tokens / self._hardware.model_rate)
+        if training.units:
+            run_units(training.units, tokens, self)
+        elif self._blueprint.spread:
+            whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
+            share = self._grid.sizes.get("model", 1)
+            for flops, name in (FORWARD, "forward"), (BACKWARD, "backward"):
+                self.compute(name, whole / share * flops * tokens)
         self.step()
 
+    def compute(self, name: str, flops: float) -> None:
+        """A part of the model, on every rank."""
+        self._spend(name, flops / self._hardware.model_rate)
+
     def _model(self, sharing: Sharing, number: int, flops: float, name: str) -> None:
-        elements = sharing.plan.buckets[number].size
-        self._spend(name, elements * flops / self._hardware.model_rate)
+        self.compute(name, sharing.plan.buckets[number].size * flops)
 
     def step(self) -> None:
         """All operations of the schedule, and what comes before them."""
         before = self._now.clone()
-        self._send("begin", None, self._launches.of_beginning())
-        self._wait("begin", None)
+        self.send("begin", None, self._launches.of_beginning())
+        self.wait("begin", None)
         spent = self._now - before
         if bool(spent.any()):
             self._by_operation["Begin"] = self._by_operation.get("Begin", 0.0) + spent
@@ -218,32 +230,32 @@ class _Simulator:
                 self._clip_reads(operation)
                 self._launch("scalar", operation, operation)
                 if not isinstance(operation, Measure):
-                    self._wait("scalar", operation)
+                    self.wait("scalar", operation)
             case Average(bucket):
-                self._wait("reduce", bucket)
+                self.wait("reduce", bucket)
                 self._add_up(bucket)
                 self._launch("outer", bucket, operation)
-                self._wait("outer", bucket)
+                self.wait("outer", bucket)
             case Update(buckets):
                 self._update(buckets)
             case Gather(bucket):
                 self._copies(bucket)
                 self._launch("gather", bucket, operation)
             case Place(bucket):
-                self._wait("gather", bucket)
+                self.wait("gather", bucket)
                 self._copy_into_place(bucket)
             case Collect(chunk):
                 self._elementwise(chunk, 16 + 4)
                 self._launch("collect", chunk, operation)
             case Transform(chunk):
-                self._wait("collect", chunk)
+                self.wait("collect", chunk)
                 spreading = self._spreading(chunk)
                 work = chunk_flops(spreading, chunk.bucket, self._hardware)
                 self._spend_peers(work.seconds(self._hardware), spreading.peers)
             case GiveBack(chunk):
                 self._launch("return", chunk, operation)
             case Apply(chunk):
-                self._wait("return", chunk)
+                self.wait("return", chunk)
                 self._elementwise(chunk, 12)
         spent = self._now - before
         kind = type(operation).__name__
@@ -358,9 +370,10 @@ class _Simulator:
         self._computing += spread
 
     def _launch(self, kind: str, about: object, operation: Operation) -> None:
-        self._send(kind, about, self._launches.of(operation))
+        self.send(kind, about, self._launches.of(operation))
 
-    def _send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
+    def send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
+        """Launch transfers, after what the link has to do already."""
         for each in collectives:
             seconds = self._seconds(each)
             ready = self._grid.maximum(self._now, each.peers)
@@ -384,7 +397,8 @@ class _Simulator:
         per_byte = self._hardware.seconds(kind, each.peers.size, 1e9, inside=inside) - fixed
         return fixed + spread * (per_byte / 1e9)
 
-    def _wait(self, kind: str, about: object) -> None:
+    def wait(self, kind: str, about: object) -> None:
+        """Until transfers are over, where there are any."""
         for ready, end in self._flying.pop((kind, about), ()):
             until = torch.maximum(self._now, end)
             others = torch.minimum(torch.maximum(self._now, ready), until)

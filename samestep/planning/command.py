@@ -26,6 +26,7 @@ from samestep.planning.figures import (
     cost_of_planning,
     figures_as_json,
     stage_figures,
+    training_of,
 )
 from samestep.planning.mesh import not_counted, questions, read_mesh
 from samestep.planning.model import Model, load_model, stage_of
@@ -57,15 +58,15 @@ def run(options: Options) -> None:
         check_folder(options.out)
     settings = settings_of(options)
     console = Console(highlight=False)
-    training = Training(options.tokens) if options.tokens else None
-    figures, plan, timeline = [], None, None
+    figures, plan, timeline, training = [], None, None, None
     for stage in distinct_stages(model, degrees):
+        own = training_of(options.tokens, model, degrees, settings, stage)
         found, blueprint, simulated = stage_figures(
-            model, degrees, settings, hardware, stage, training=training
+            model, degrees, settings, hardware, stage, training=own
         )
         figures.append(found)
         if timeline is None or simulated.seconds > timeline.seconds:
-            plan, timeline = blueprint, simulated
+            plan, timeline, training = blueprint, simulated, own
     assert plan is not None
     worst = max(figures, key=lambda each: each.peak)
     peaks, sent, bars = _every_stage(model, degrees, settings, hardware, worst)
@@ -90,7 +91,7 @@ def run(options: Options) -> None:
         "settings": asdict(settings),
         "hardware": {"name": hardware.name, "source": hardware.source},
         "questions": questions(model, degrees),
-        "not_counted": not_counted(degrees, options.sharding),
+        "not_counted": not_counted(degrees, options.sharding, options.tokens),
         "stages": [figures_as_json(each) for each in figures],
         "every_stage": {stage: {"peak": peaks[stage], "sent": sent[stage]} for stage in peaks},
         "verdict": asdict(verdict),
@@ -104,7 +105,7 @@ def run(options: Options) -> None:
         console.print(f"? {line}", soft_wrap=True)
     for table in shown:
         console.print(table.on_screen())
-    for line in not_counted(degrees, options.sharding):
+    for line in not_counted(degrees, options.sharding, options.tokens):
         console.print(f"not counted: {line}", soft_wrap=True)
     console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)

@@ -122,6 +122,17 @@ def stage_figures(
     return figures, plan, timeline
 
 
+def training_of(
+    tokens: int, model: Model, degrees: Degrees, settings: Settings, stage: int = 0
+) -> Training | None:
+    """Forward and backward around a step, with FSDP2's transfers; None for no tokens."""
+    if not tokens:
+        return None
+    sharded = settings.sharding == "zero3"
+    module = stage_of(model.module, stage, degrees.pp)
+    return Training(tokens, tuple(fsdp_units(module, degrees)) if sharded else ())
+
+
 def sample_ranks(plan: Blueprint) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
     found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}

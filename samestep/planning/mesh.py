@@ -70,7 +70,7 @@ def questions(model: Model, degrees: Degrees) -> list[str]:
     return found
 
 
-def not_counted(degrees: Degrees, sharding: str) -> list[str]:
+def not_counted(degrees: Degrees, sharding: str, tokens: int = 0) -> list[str]:
     """What a step has beside what a plan of these axes tells."""
     found = ["activations, in memory"]
     cut = [f"{name}={getattr(degrees, name)}" for name in ("tp", "ep", "pp")]
@@ -80,8 +80,13 @@ def not_counted(degrees: Degrees, sharding: str) -> list[str]:
             f"what layers and stages send each other under {', '.join(cut)}, in bytes and time: it "
             "depends on the batch"
         )
-    if sharding == "zero3":
-        found.append("FSDP2's gathers and reductions, in time: the step is the optimizer's alone")
+    if sharding == "zero3" and not tokens:
+        found.append(
+            "FSDP2's gathers and reductions, in time: the step is the optimizer's alone; --tokens "
+            "simulates whole iterations"
+        )
+    if tokens and degrees.pp > 1:
+        found.append("waits of pipeline stages for each other, in time")
     return found
 
 

@@ -8,10 +8,11 @@ import torch
 
 from samestep.command.request import BadRequestError
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.timeline import Training, simulate
+from samestep.estimate.timeline import simulate
 from samestep.estimate.work import balance
 from samestep.mesh.degrees import Degrees
 from samestep.planning.cluster import Settings, stage_blueprint
+from samestep.planning.figures import training_of
 from samestep.planning.model import Model, load_model
 from samestep.planning.options import Options
 from samestep.planning.pictures import curves
@@ -102,14 +103,18 @@ def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, toke
     """Groups of at most `SHARED_BY` ranks share state; zero3 shards inside, and copies outside."""
     copies = max(1, ranks // SHARED_BY)
     device = torch.device("cpu" if hardware.on_cpu else "cuda")
-    plan = stage_blueprint(model, Degrees(ranks, replicate=copies), settings, device, 0)
+    degrees = Degrees(ranks, replicate=copies)
+    plan = stage_blueprint(model, degrees, settings, device, 0)
     found = [balance(placement) for placement in plan.placements]
     spread = next((each for each in found if each is not None), None)
     if spread is None:
         raise BadRequestError("--scaling is about Muon's owners, and no matrix follows Muon here")
     step = simulate(plan, hardware)
-    strong = simulate(plan, hardware, training=Training(max(1, tokens * RANKS[0] // ranks)))
-    weak = simulate(plan, hardware, training=Training(tokens))
+    share = max(1, tokens * RANKS[0] // ranks)
+    strong, weak = (
+        simulate(plan, hardware, training=training_of(each, model, degrees, settings))
+        for each in (share, tokens)
+    )
     return Point(
         ranks,
         ranks // copies,

@@ -19,7 +19,8 @@ from samestep.stress.scenarios.hybrid import HybridGPT, HybridLoRA
 SHAPE = replace(
     HybridGPT.config, vocab_size=144, width=64, heads=4, kv_heads=2, experts=4, expert_size=48
 )
-MORE = MappingProxyType({"bucket_size": 9000})
+# Every step is clipped: gradients of a group have scaled copies then, which a peak counts with.
+MORE = MappingProxyType({"bucket_size": 9000, "max_grad_norm": 1e-3})
 # Axes alone that no layout of the harness has: two copies, and a pipeline of plain parameters.
 ALONE = (
     Layout("hybrid_hsdp", "", parameters="hybrid", mesh={"replicate": 2}),

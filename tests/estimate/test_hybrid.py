@@ -41,6 +41,7 @@ def measured(rank, world, cases, reduction):
             training._make_gradients(1)
         with samestep.FlightRecorder(last=4096) as recorder:
             optimizer.step()
+        assert optimizer.metrics()["grad_norm"] > 2 * optimizer._max_grad_norm
         optimizer.zero_grad()
         training._make_gradients(2)
         records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]
@@ -164,7 +165,7 @@ if SOAK:
 def test_everything_is_foreseen(world, cases, reduction, record_property):
     worst = check(world, cases, reduction)
     record_property("worst", worst)
-    assert worst < 0.022  # as found; 16 bytes on most ranks of most layouts
+    assert worst < 0.001  # as found: some bytes
 
 
 def test_every_layout_of_the_harness_is_held():

@@ -5,19 +5,22 @@ import json
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.rule_optimizer
 from samestep.comm.executor import execute
 from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.grid import Grid, one_axis
 from samestep.estimate.hardware import Hardware, Link
 from samestep.estimate.timeline import Training, simulate, spans
 from samestep.estimate.trace import chrome_trace
 from samestep.layout.dtensor_shards import Cut
 from samestep.plan.schedule import line_of
-from samestep.stress.models import Matrices
+from samestep.stress.models import GPT, Matrices
 from samestep.stress.sharded_training import new_training
+from tests.counting_group import counted
 from tests.estimate.layouts import AllPresent, blueprint_of, layouts_on
 from tests.ranks import run_forked
 
@@ -176,3 +179,59 @@ def test_a_trace_for_chrome():
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert {"Collect 0.0", "Transform 0.0", "Apply 0.0", "return of chunk 0", "presence"} <= names
     assert {event["pid"] for event in events} == {0, 1}
+
+
+def four_layers(world):
+    with torch.device("meta"):
+        model = GPT(vocabulary=41, width=18, layers=4)
+    inner = {p for layer in model.layers for p in layer.parameters()}
+    rest = tuple(p for p in model.parameters() if p not in inner)
+    over = {"shard": one_axis(world).peers("data")}
+    units = [Unit("outermost", rest, reshards=False, **over)]
+    layers = [
+        Unit(f"layer {i}", tuple(each.parameters()), **over) for i, each in enumerate(model.layers)
+    ]
+    optimizer = samestep.AdamW(model)
+    spread = SpreadOver((("data",),), (Cut(0),), padded=True)
+    plan = blueprint(optimizer, one_axis(world), spread=lambda name, param: spread)
+    return plan, (*units, *layers)
+
+
+def launched_by_fsdp(rank):
+    """Kind and bytes of FSDP2's collectives in a step, in order."""
+    with counted() as log:
+        torch.manual_seed(0)
+        model = GPT(vocabulary=41, width=18, layers=4)
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        for _ in range(2):
+            before = len(log)
+            model(torch.randint(41, (2, 7)), recycled=True, second=True).backward()
+            model.zero_grad()
+    return [(call.op, int(call.sent)) for call in log[before:]]
+
+
+def test_units_of_fsdp_travel_in_the_order_of_real_ones():
+    plan, units = four_layers(2)
+    timeline = simulate(plan, MACHINE, show=[0], training=Training(8, units))
+    sizes = {each.name: each for each in fsdp_collectives(units)}
+    spans = [span.name for span in timeline.shown[0].transfers if span.name in sizes]
+    simulated = [(sizes[name].traffic.kind, sizes[name].sent(0)) for name in spans]
+    for rank, calls in enumerate(run_forked(2, launched_by_fsdp)):
+        assert calls == simulated, rank
+
+
+def test_units_of_fsdp_hide_behind_the_model():
+    plan, units = four_layers(2)
+    bare = simulate(plan, MACHINE).seconds
+    flops = 6 * 1000 * sum(param.numel() for unit in units for param in unit.params)
+    fast = Hardware(**{**vars(MACHINE), "inside": Link(0.0, 1e30)})
+    alone = simulate(plan, fast, training=Training(1000, units)).seconds
+    assert alone == pytest.approx(flops / MACHINE.model_rate + simulate(plan, fast).seconds)
+    # With hardly any tokens nothing hides: every transfer is waited for.
+    slow = simulate(plan, MACHINE, training=Training(1, units))
+    sent = sum(1e-3 + each.sent(0) / 1e6 for each in fsdp_collectives(units))
+    assert slow.seconds == pytest.approx(sent + bare, rel=0.05)
+    hidden = simulate(plan, MACHINE, training=Training(10_000, units))
+    assert hidden.exposed_seconds < 0.5 * slow.exposed_seconds

@@ -161,15 +161,15 @@ def _symmetric_kernel(
         scale = tl.load(scales + batch)
     if IN_BAND == 2 and row == col:  # the right half of this tile is above the diagonal
         _tile(
-            left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma, shift,
-            batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_ADDEND, HAS_GAMMA, HAS_SHIFT,
-            WHOLE=False,
+            left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
+            shift, batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_ADDEND, HAS_GAMMA,
+            HAS_SHIFT, WHOLE=False,
         )  # fmt: skip
     else:
         _tile(
-            left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma, shift,
-            batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_ADDEND, HAS_GAMMA, HAS_SHIFT,
-            WHOLE=True,
+            left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
+            shift, batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_ADDEND, HAS_GAMMA,
+            HAS_SHIFT, WHOLE=True,
         )  # fmt: skip
 
 

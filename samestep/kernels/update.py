@@ -56,7 +56,7 @@ class KernelPlan:
             and all(map(operator.is_, self.states, [operand.state for operand in operands]))
             and all(map(operator.is_, self.params, [operand.param for operand in operands]))
             and [operand.grad.dtype for operand in operands] == self.dtypes
-            and all([operand.grad.is_contiguous() for operand in operands])
+            and all(map(Tensor.is_contiguous, [operand.grad for operand in operands]))
         )
 
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:

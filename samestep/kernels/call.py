@@ -7,6 +7,10 @@ from torch import Tensor
 
 from samestep.rules.rule import Options
 
+# Compilers that may fuse a product and a sum choose which, here and there another: then an element
+# would be rounded by its place in a tile, which is not the same in a part and in a whole block.
+FUSION = False
+
 
 class Step(NamedTuple):
     """One step of a group."""

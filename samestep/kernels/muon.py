@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import muon_tiles
-from samestep.kernels.call import Gradients, Step
+from samestep.kernels.call import FUSION, Gradients, Step
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import (
     fitting_powers,
@@ -155,6 +155,7 @@ def _step_along(
         ROWS=TILE,
         COLS=TILE,
         num_warps=4,
+        enable_fp_fusion=FUSION,
     )
     return squares
 
@@ -205,6 +206,7 @@ def _momentum(source: Source, directions: Tensor, step: Step) -> Tensor:
             ROWS=TILE,
             COLS=TILE,
             num_warps=4,
+            enable_fp_fusion=FUSION,
         )
         return sums.sum(dim=1).sqrt()
 

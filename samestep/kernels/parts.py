@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import part_tiles
-from samestep.kernels.call import Step
+from samestep.kernels.call import FUSION, Step
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.tables import Table
 
@@ -124,6 +124,7 @@ class MomentumOfParts:
             ROWS=TILE,
             COLS=TILE,
             num_warps=4,
+            enable_fp_fusion=FUSION,
         )
 
 
@@ -222,6 +223,7 @@ class StepOfParts:
             ROWS=TILE,
             COLS=TILE,
             num_warps=4,
+            enable_fp_fusion=FUSION,
         )
 
 

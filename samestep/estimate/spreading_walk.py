@@ -13,7 +13,6 @@ from samestep.buffers.gradients import gradient_dtype
 from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.estimate.temporaries import kernel_peak, transform_peak
-from samestep.layout.dtensor_shards import Box
 from samestep.param_groups import rule_of
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.sharded_blocks import travel_dtypes
@@ -127,7 +126,7 @@ class SpreadingWalk:
         copied = sum(
             item.numel
             for item in out
-            if dtype != wide or not _lies_together(item, chunk[item.route].box)
+            if dtype != wide or not _lies_together(item, chunk[item.route])
         )
         copied *= dtype.itemsize
         self._ledger.add(self._key("returned", number), sent if len(out) > 1 else copied)
@@ -148,8 +147,13 @@ class SpreadingWalk:
         return what, self._number, number
 
 
-def _lies_together(item: Item, block: Box) -> bool:
-    """Whether a part of a block is one stretch of it: dims after the first long one are whole."""
-    sizes = () if item.part is None else item.part.in_block.sizes
+def _lies_together(item: Item, route: Route) -> bool:
+    """Whether a part of a direction is one stretch: dims after the first long one are whole.
+
+    A tall block is computed as a wide one, and its direction is the transpose of that.
+    """
+    if item.part is None or route.block.rows > route.block.cols:
+        return item.part is None
+    sizes = item.part.in_block.sizes
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
-    return sizes[first + 1 :] == block.sizes[first + 1 :] if sizes else True
+    return sizes[first + 1 :] == route.box.sizes[first + 1 :]

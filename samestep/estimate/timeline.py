@@ -188,7 +188,10 @@ class _Simulator:
                         self.wait("reduce", BucketId(sharing_number, number - 1))
                     self._run(Reduce(bucket))
         if training.units:
+            before = self._now - self._computing
             run_units(training.units, tokens, self)
+            waits = self._now - self._computing - before
+            self._by_operation["FSDP2"] = self._by_operation.get("FSDP2", 0.0) + waits
         elif self._blueprint.spread:
             whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
             share = self._grid.sizes.get("model", 1)

@@ -75,7 +75,7 @@ def run(options: Options) -> None:
         tables.memory_table(figures, plan.grid.ranks),
         tables.traffic_table(worst),
         tables.owner_table(worst),
-        tables.time_table(max(figures, key=lambda each: each.step_seconds)),
+        tables.time_table(max(figures, key=lambda each: each.step_seconds), options.tokens),
         tables.stages_table(peaks, sent, hardware.device_memory),
     ]
     shown = [table for table in shown if table.rows]
@@ -89,6 +89,7 @@ def run(options: Options) -> None:
         },
         "mesh": {**degrees.sizes, "ranks": degrees.world},
         "settings": asdict(settings),
+        "tokens": options.tokens,
         "hardware": {"name": hardware.name, "source": hardware.source},
         "questions": questions(model, degrees),
         "not_counted": not_counted(degrees, options.sharding, options.tokens),

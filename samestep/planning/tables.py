@@ -105,14 +105,14 @@ def owner_table(figures: StageFigures) -> Table:
     )
 
 
-def time_table(figures: StageFigures) -> Table:
-    """The parts of a step on the slowest rank."""
+def time_table(figures: StageFigures, tokens: int) -> Table:
+    """The parts of a step on the slowest rank; with tokens, of an iteration around it."""
     rows = [[name, duration(seconds)] for name, seconds in figures.parts.items() if seconds > 0]
     rows.append(["all", duration(figures.step_seconds)])
     rows.append(["exposed communication, mean", duration(figures.exposed_seconds)])
     rows.append(["waiting for other ranks, mean", duration(figures.idle_seconds)])
     return Table(
-        "Time of a step on the slowest rank",
+        f"Time of {'an iteration' if tokens else 'the optimizer step'} on the slowest rank",
         "Operations of the schedule; each with what it waits for.",
         ["operation", "time"],
         rows,
@@ -141,6 +141,6 @@ def tiles(plan: Mapping[str, Any], figures: StageFigures) -> list[tuple[str, str
         ("parameters", f"{plan['model']['parameters'] / 1e9:,.4g} B"),
         ("ranks", f"{plan['mesh']['ranks']:,}"),
         ("peak of the worst rank", size(figures.peak)),
-        ("optimizer step", duration(figures.step_seconds)),
+        ("iteration" if plan["tokens"] else "optimizer step", duration(figures.step_seconds)),
         ("exposed communication", duration(figures.exposed_seconds)),
     ]

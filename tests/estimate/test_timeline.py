@@ -233,5 +233,6 @@ def test_units_of_fsdp_hide_behind_the_model():
     slow = simulate(plan, MACHINE, training=Training(1, units))
     sent = sum(1e-3 + each.sent(0) / 1e6 for each in fsdp_collectives(units))
     assert slow.seconds == pytest.approx(sent + bare, rel=0.05)
+    assert sum(slow.by_operation.values()) == pytest.approx(slow.seconds)
     hidden = simulate(plan, MACHINE, training=Training(10_000, units))
     assert hidden.exposed_seconds < 0.5 * slow.exposed_seconds

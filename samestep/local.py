@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from samestep.apply import Operand
-from samestep.layout.blocks import Block
+from samestep.layout.blocks import Block, views
 from samestep.param_groups import Group, rule_of
 from samestep.placement import Placement, mesh_of
 from samestep.plan.schedule import PlacementShape
@@ -85,8 +85,8 @@ class KnownGroup:
         self.blocks = [blocks[param] for param in self.params]
         of_params = zip(self.params, self._states, self.blocks, strict=True)
         self._cut = [
-            (param, blocks is None or _is_whole(blocks), blocks or [], views)
-            for (param, _, blocks), views in ((of, _made_views(*of, group)) for of in of_params)
+            (param, blocks is None or _is_whole(blocks), blocks or [], known)
+            for (param, _, blocks), known in ((of, _made_views(*of, group)) for of in of_params)
         ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
@@ -101,17 +101,17 @@ class KnownGroup:
     def operands(self) -> list[Operand]:
         """The blocks of every parameter with a gradient, or the whole of it."""
         found = []
-        for param, whole, blocks, views in self._cut:
+        for param, whole, blocks, known in self._cut:
             grad = param.grad
             if grad is None:
                 continue
             if whole:
-                value, state = views[0]
+                value, state = known[0]
                 found.append(Operand(value, grad if grad.ndim else grad.view(1), state))
             else:
                 found += [
-                    Operand(value, block.view(grad), state)
-                    for block, (value, state) in zip(blocks, views, strict=True)
+                    Operand(value, of_block, state)
+                    for of_block, (value, state) in zip(views(blocks, grad), known, strict=True)
                 ]
         return found
 

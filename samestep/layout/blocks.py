@@ -29,6 +29,18 @@ class Block(NamedTuple):
         return whole.narrow(0, self.row, self.rows)
 
 
+def views(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
+    """`block.view(tensor)` for all blocks of a parameter, by few calls: stacks hold hundreds."""
+    if not blocks:
+        return []
+    first = blocks[0].matrix
+    matrices = [tensor] if first is None else list(tensor.unbind())
+    sizes = [block.rows for block in blocks if block.matrix == first]
+    if len(sizes) == 1:
+        return matrices
+    return [part for matrix in matrices for part in matrix.split_with_sizes(sizes)]
+
+
 def blocks_of(
     shape: Shape, split_sizes: Sequence[int] | None = None, flatten: bool = False
 ) -> list[Block]:

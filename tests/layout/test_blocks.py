@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.layout.blocks import Block, blocks_of
+from samestep.layout.blocks import Block, blocks_of, views
 
 sizes = st.integers(1, 5)
 
@@ -89,6 +89,17 @@ def test_every_element_is_in_exactly_one_block(cut):
         view += 1
     assert (painted == 1).all()
     assert sum(block.rows * block.cols for block in blocks) == prod(shape)
+
+
+@given(cuts())
+def test_all_views_at_once_are_those_of_the_blocks(cut):
+    shape, split, flatten = cut
+    order = torch.arange(prod(shape)).view(shape)
+    blocks = blocks_of(shape, split, flatten)
+    assert views([], order) == []
+    for block, view in zip(blocks, views(blocks, order), strict=True):
+        assert view.equal(block.view(order))
+        assert view.data_ptr() == block.view(order).data_ptr()
 
 
 @given(cuts())

@@ -16,8 +16,8 @@ from samestep.planning.model import Model, load_model, stage_of
 from samestep.train.gpt import GPT, GPTConfig
 from samestep.train.gpt_plan import gpt_plan
 
-DENSE = GPTConfig(layers=5)
-EXPERTS = GPTConfig(layers=5, experts=8, expert_size=16)
+DENSE = GPTConfig(layers=7)
+EXPERTS = GPTConfig(layers=7, experts=8, expert_size=16)
 
 
 def on_meta(config):

@@ -34,12 +34,12 @@ from samestep.bench.gpu.receipt import heading, leave
 from samestep.bench.gpu.show import Screen, number
 from samestep.comm.checksum import checksum
 from samestep.command.output import check_folder
-from samestep.distribution import Distribution
+from samestep.distribution import FILLS_A_GPU, Distribution
 from samestep.rules.orthogonalize import cheaper_execution, gram_segments
 
 STEPS = 5  # of the polynomial
 WARM_UP, PLAIN, PROFILED = 3, 5, 3
-LARGE = 1 << 26  # elements of a chunk: blocks enough to fill the GPU
+SMALL = Distribution.bucket_size  # elements of a chunk: a block or four
 PUBLISHED = (
     "Parallel Muon, 10B parameters on 4 MI250 cards: 7% elementwise, 78% products, 15% exposed"
 )
@@ -51,22 +51,22 @@ class Case(NamedTuple):
     ranks: int
     backend: str
     chunks_ahead: int = 1
-    bucket_size: int = Distribution.bucket_size
+    chunk_size: int = FILLS_A_GPU
 
     @property
     def title(self) -> str:
         """In words."""
         pipeline = ", pipelined" if self.chunks_ahead else ", no pipeline"
-        size = f", chunks of {self.bucket_size / 1e6:.1f}M"
+        size = f", chunks of {self.chunk_size / 1e6:.1f}M"
         return f"{self.ranks} on {self.backend}{pipeline if self.ranks > 1 else ''}{size}"
 
 
 CASES = (
     Case(1, "nccl"),
-    Case(1, "nccl", bucket_size=LARGE),
+    Case(1, "nccl", chunk_size=SMALL),
     Case(2, "gloo", chunks_ahead=0),
     Case(2, "gloo"),
-    Case(2, "gloo", bucket_size=LARGE),
+    Case(2, "gloo", chunk_size=SMALL),
 )
 
 
@@ -168,7 +168,7 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
         max_grad_norm=1.0,
         muon_schedule="parallel",
         chunks_ahead=case.chunks_ahead,
-        bucket_size=case.bucket_size,
+        chunk_size=case.chunk_size,
     )
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     params = [param for param in model.parameters() if isinstance(param, DTensor)]
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace, command: str) -> None:
     for case in CASES:
         ranks = [report.steps[case] for report in reports[case.ranks]]
         found = [steps.checksum for steps in ranks]
-        if case.ranks > 1 and checksums.setdefault(case.bucket_size, found) != found:
+        if case.ranks > 1 and checksums.setdefault(case.chunk_size, found) != found:
             raise RuntimeError(f"{case.title}: other parameters than without a pipeline")
         of_case: dict[str, Any] = {"title": case.title, **case._asdict(), "ranks": []}
         for rank, steps in enumerate(ranks):

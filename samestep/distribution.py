@@ -14,6 +14,8 @@ Grads = Literal["local", "reduced"]
 Buffers = Literal["per_parameter", "flat"]
 MuonSchedule = Literal["parallel", "gather"]
 
+FILLS_A_GPU = 1 << 26  # elements: ten blocks of 1280 x 5120, forty of 1280 x 1280
+
 
 @dataclass(frozen=True)
 class Distribution:
@@ -53,6 +55,8 @@ class Distribution:
     muon_schedule: for DTensors: "parallel" gives every block one owner, to which its parts travel
         and from which the result comes back, in a pipeline; "gather" has every rank gather and
         compute all.
+    chunk_size: for DTensors: elements of blocks that travel and are computed together; default: a
+        chunk that fills a GPU (67 million), and `bucket_size` on CPU or where that was chosen.
     chunks_ahead: chunks of blocks that are collected ahead of the one that is computed; 0: no
         pipeline, every chunk is waited for, there and back.
     block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
@@ -79,6 +83,7 @@ class Distribution:
     owners: OwnerStrategy = "balanced"
     max_state_ratio: float | None = None
     muon_schedule: MuonSchedule = "parallel"
+    chunk_size: int | None = None
     chunks_ahead: int = 1
     block_dtype: torch.dtype | None = None
     check_gradients: bool = False
@@ -100,6 +105,12 @@ class Distribution:
             value = getattr(self, key)
             if type(value) is not int or value < least:
                 raise ValueError(f"{key} must be a whole number from {least} on, got {value!r}")
+        if self.chunk_size is not None and (
+            type(self.chunk_size) is not int or self.chunk_size < 1
+        ):
+            raise ValueError(
+                f"chunk_size must be a whole number from 1 on, or None, got {self.chunk_size!r}"
+            )
         for key in self.__annotations__:
             if self.__annotations__[key] is not bool:
                 continue
@@ -158,6 +169,13 @@ class Distribution:
                     f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
                     'buffers="per_parameter"'
                 )
+
+    def chunk_elements(self, device: torch.device) -> int:
+        """Elements of a chunk of blocks on a device."""
+        if self.chunk_size is not None:
+            return self.chunk_size
+        chosen = self.bucket_size != Distribution.bucket_size
+        return self.bucket_size if chosen or device.type == "cpu" else FILLS_A_GPU
 
     def beside_dtensors(self) -> "Distribution":
         """What "auto" means for plain parameters of a model that has DTensors."""

@@ -51,6 +51,7 @@ class DistributionOptions(TypedDict, total=False):
     owners: str
     max_state_ratio: float | None
     muon_schedule: str
+    chunk_size: int | None
     chunks_ahead: int
     block_dtype: torch.dtype | None
     check_gradients: bool

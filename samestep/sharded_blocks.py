@@ -82,7 +82,7 @@ class ShardedParameters(BlockParts):
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
             for spec, of_param in zip(self.specs, self._held, strict=True)
         ]
-        return planned(specs, self.group.size, distribution)
+        return planned(specs, self.group.size, distribution, self.device)
 
     def lines(self) -> list[str]:
         """Who holds and owns what, as text."""
@@ -174,9 +174,11 @@ class ShardedParameters(BlockParts):
             self._kernels.end_step()
 
 
-def planned(specs: Sequence[ShardedSpec], ranks: int, distribution: Distribution) -> ExchangePlan:
+def planned(
+    specs: Sequence[ShardedSpec], ranks: int, distribution: Distribution, device: torch.device
+) -> ExchangePlan:
     """The plan that some keywords ask for."""
-    size = distribution.bucket_size
+    size = distribution.chunk_elements(device)
     if distribution.muon_schedule == "gather":
         return plan_gather(specs, ranks, chunk_elements=size)
     return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)

@@ -184,6 +184,7 @@ def blueprint(
     spread: which parameters are DTensors there, and how they lie.
     """
     everyone = everyone or grid.peers(*grid.sizes)
+    device = device or torch.device("cpu")
     known: dict[tuple[tuple[int, ...], SpreadOver], tuple[tuple[Box, ...], tuple[int, ...]]] = {}
     lie: dict[Tensor, SpreadOver] = {}
     groups = optimizer.param_groups
@@ -229,7 +230,7 @@ def blueprint(
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), *known[spec.shape, lie[param]])
             for param, spec in zip(params, specs, strict=True)
         )
-        exchange = planned_blocks(held, peers.size, distribution)
+        exchange = planned_blocks(held, peers.size, distribution, device)
         sums = _sums(params, [lie[param] for param in params], grid)
         room = tuple(
             max(box.numel for box in spec.boxes) if lie[param].padded else None
@@ -242,7 +243,7 @@ def blueprint(
         everyone,
         tuple(shared),
         tuple(spreads),
-        device or torch.device("cpu"),
+        device,
         clips,
         measures,
     )

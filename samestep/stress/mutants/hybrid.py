@@ -5,7 +5,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from samestep.comm.groups import GroupRegistry
+from samestep.comm.groups import registry
+from samestep.mesh import build
 from samestep.parallel import apply, data, lora, tensor
 from samestep.parallel.experts import Places
 from samestep.stress.mutants.mutant import mutant
@@ -121,13 +122,15 @@ def experts_divided_by_their_own_ranks() -> list[Any]:
     patience=PATIENCE,
 )
 def duplicate_group() -> list[Any]:
-    """Nobody looks whether there is one."""
+    """Nobody looks whether there is one. All ranks ask alike, or the second group could hang."""
 
-    def of_ranks(original: Any, self: GroupRegistry, ranks: Any, timeout: Any = None) -> Any:
-        self._by_members.pop(tuple(sorted(set(ranks))), None)
-        return original(self, ranks, timeout)
+    def make_groups(original: Any, groups: Any, timeout: Any, device: Any) -> None:
+        wanted = list(groups)
+        original(wanted, timeout, device)
+        registry._by_members.clear()
+        original(wanted, timeout, device)
 
-    return [(GroupRegistry, "of_ranks", of_ranks)]
+    return [(build, "make_groups", make_groups)]
 
 
 @mutant(

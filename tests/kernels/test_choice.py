@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,7 @@ def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
     assert run_forked(2, build) == [True, True]
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="without triton every graph is refused")
 def test_a_graph_of_the_step_is_refused_where_there_cannot_be_one():
     param = torch.nn.Parameter(torch.ones(4, 4))
     with pytest.raises(ValueError, match="cuda_graph=True and compile exclude each other"):
@@ -51,6 +54,14 @@ def _unsettled(monkeypatch, tmp_path):
 
 
 CPU = torch.device("cpu")
+
+
+def test_a_graph_is_refused_without_kernels(monkeypatch):
+    monkeypatch.setattr(samestep.group_optimizer, "missing_kernels", lambda device: "no triton")
+    with pytest.raises(
+        ValueError, match="cuda_graph=True needs kernels, and there are none: no tri"
+    ):
+        samestep.AdamW([nn.Parameter(torch.ones(4, 4))], cuda_graph=True)
 
 
 @pytest.mark.usefixtures("_unsettled")

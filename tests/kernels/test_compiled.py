@@ -66,7 +66,7 @@ def operations(ptx):
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path, monkeypatch):
     if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("interpreted")
+        pytest.skip("kernels are interpreted here, not compiled")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 

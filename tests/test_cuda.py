@@ -6,7 +6,6 @@ Needs one GPU. Ranks that are processes share it, with gloo between them.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 
 import pytest
@@ -15,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
+from tests.gpu import needs_gpu, no_host_wait
 from tests.ranks import run_forked
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 WIDTH = 64
 
@@ -110,13 +109,10 @@ def in_fake_world(queue, overlap, missing):
         for number, layer in enumerate(model.layers):
             x = x if missing and number % 4 == 1 else layer(x).relu()
         loss = scaler.scale(model.head(x).square().mean())
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_wait():
             loss.backward()
             scaler.step(opt)
             numbers = opt.metrics()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         scaler.update()
         return numbers
 

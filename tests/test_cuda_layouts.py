@@ -5,9 +5,6 @@ Needs one GPU. Ranks that are processes share it, with gloo between them.
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 from samestep.fsdp import use_ordered_reduction
 from samestep.stress.reference import Reference
+from tests.gpu import needs_gpu
 from tests.ranks import run_forked
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 LAYOUTS = {
     "none": {"sharding": "none"},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import nullcontext
 from functools import cache
 
@@ -18,12 +17,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import samestep
 from samestep.comm.recorder import FlightRecorder
 from samestep.fsdp import use_ordered_reduction
+from tests.gpu import needs_gpu
 from tests.ranks import run_forked
 from tests.test_failures import die, messages_of, timed
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
-
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 AXES = ("replicate", "shard")
 SHAPES = [(2,), (3,), (4,), (2, 2), (2, 3)]

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 import samestep
 from samestep.checkpoint import async_saving, storage
 from tests.checkpoint.training import Case, build, different, snapshot
+from tests.gpu import needs_gpu
 from tests.ranks import run_forked
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 def on_gpu(seed):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import os
 import pickle
 import subprocess
 import sys
@@ -34,11 +33,9 @@ from samestep.comm.groups import RankGroup, registry
 from samestep.comm.recorder import FlightRecorder
 from samestep.comm.traffic import Traffic, Transfer
 from tests.counting_group import counted
+from tests.gpu import needs_gpu
 from tests.ranks import run_forked
 from tests.test_overlap import Net, build, make_case, train
-
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 class Handle:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
 import samestep
 from samestep.kernels import choice
+from tests.gpu import needs_gpu, no_host_wait
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
     from tests.kernels.cases import *  # noqa: F403
@@ -74,11 +77,8 @@ def test_the_host_never_waits():
         optimizer.step()
     torch.cuda.synchronize()
     give_gradients(net, 3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_host_wait():
         optimizer.step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_with_an_infinite_gradient_changes_nothing():
@@ -212,12 +212,8 @@ def test_a_recorded_step_is_replayed_without_waiting():
     for step in range(4):
         give_gradients(net, step)
         torch.cuda.synchronize()
-        if step == 3:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_wait() if step == 3 else nullcontext():
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_step_captured_by_others_is_refused():

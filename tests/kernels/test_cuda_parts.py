@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import samestep
+from tests.gpu import needs_gpu, no_host_wait
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
     from tests.kernels.part_cases import (
@@ -43,12 +46,8 @@ def trained(net, steps=4, *, watched=False, **options):
             local.normal_(generator=generator)
             param.grad = grad
         torch.cuda.synchronize()
-        if watched and step > 1:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_host_wait() if watched and step > 1 else nullcontext():
             optimizer.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     return [
         (param.to_local() if isinstance(param, DTensor) else param).detach()
         for param in net.parameters()

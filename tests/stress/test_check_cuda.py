@@ -6,11 +6,9 @@ Needs one GPU. Ranks that are processes share it, with gloo between them.
 from __future__ import annotations
 
 import multiprocessing
-import os
 import time
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -18,10 +16,10 @@ from torch import nn
 import samestep
 from samestep.comm.checksum import checksum
 from samestep.stress import check
+from tests.gpu import needs_gpu
 from tests.ranks import run_forked
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 class Net(nn.Module):

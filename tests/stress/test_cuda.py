@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
 
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.ranks import ForkedRanks
+from tests.gpu import needs_gpu
 
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = needs_gpu
 
 
 @pytest.mark.parametrize("scenario", ["dist_adamw_muon_random", "megatron_conditional", "clipped"])

@@ -1,10 +1,10 @@
-# make venv | demo | train | test | soak | bench | test-browser | clean: everything happens in .venv.
+# make venv | demo | train | test | soak | bench | test-gpu | test-browser | clean: everything happens in .venv.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo train test lint types unit coverage soak bench test-browser clean
+.PHONY: venv demo train test lint types unit coverage soak bench test-gpu test-browser clean
 
 venv: $(STAMP)
 
@@ -57,6 +57,10 @@ soak_%: venv
 		--out out/soak_$*
 	mkdir -p receipts/soak_$*
 	cp out/soak_$*/receipt.json receipts/soak_$*/
+
+# What needs a GPU, where there is one.
+test-gpu: venv
+	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -n 4 --dist worksteal
 
 # The report of `samestep stress` in a real browser.
 test-browser: venv

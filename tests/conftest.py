@@ -5,7 +5,12 @@ import os
 import signal
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or forked ranks cannot use CUDA
+# Where there is a GPU, any backward pass starts threads for it, and ranks that are forked later
+# cannot have one. So it is hidden but for `make test-gpu`, which looks for it without CUDA.
+if os.environ.get("SAMESTEP_GPU"):
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+else:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
 import torch
@@ -25,6 +30,12 @@ settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
 
 
 PATIENCE = 110.0  # seconds, less than a test may take
+
+
+def pytest_runtest_setup(item):
+    """Say how tests that need a GPU are run."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a GPU, and is run by `make test-gpu`")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,7 @@
-"""For tests that need a GPU. `conftest` sees to it that looking for one does not initialize CUDA.
+"""For tests that need a GPU: `make test-gpu`.
 
-Tests that fork ranks need a process that has not used CUDA; those that use it in their own are
-marked `own_process`.
+Most fork ranks, and so must not use CUDA in the process of the test; those that do are marked
+`own_process`.
 """
 
 import warnings
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.gpu
 
 
 @contextmanager

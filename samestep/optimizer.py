@@ -257,6 +257,8 @@ class AdamW(RuleOptimizer):
     """AdamW for every parameter: the numbers of `torch.optim.AdamW`, bit for bit in fp32 on CPU.
 
     With `fused=True` those of torch's fused form, in about half the time; for parameters on CPU.
+    (On x86 torch rounds what is left after the last 64 elements otherwise; ours, sharded or not,
+    does not.)
     16-bit parameters keep fp32 moments, unlike torch's. A tensor `lr` is copied for each group.
     """
 

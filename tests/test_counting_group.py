@@ -150,6 +150,8 @@ EXPECTED = {
     do_send_and_receive: [("send", f32, 3, 12, 0), None, ("recv", f32, 3, 0, 12)],
     do_barrier: [("barrier", None, 0, 0, 0)] * 3,
 }
+if torch.__version__.startswith("2.11."):
+    del EXPECTED[do_all_to_all_list]  # its gloo has none
 
 
 def test_every_collective_is_counted_and_its_result_unchanged():

@@ -113,6 +113,8 @@ def _by_torch(
     if addend is None:
         out = torch.bmm(left, right.mT)
         out = out if alpha == 1.0 else out * alpha
+    elif alpha == 0.0:  # which baddbmm gets wrong on x86
+        out = addend * beta
     else:
         out = torch.baddbmm(addend, left, right.mT, beta=beta, alpha=alpha)
     if gamma != 0.0:

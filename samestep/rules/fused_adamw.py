@@ -1,7 +1,9 @@
 """AdamW in one pass over memory on CPU: torch's own kernel, the one behind `fused=True`.
 
-The kernel has no public name. It rounds otherwise than separate operations do, by an ulp or so;
-a slice of a parameter gets the same bits as the whole.
+The kernel has no public name. It rounds otherwise than separate operations do, by an ulp or so.
+What is left of a tensor after the last whole vector it rounds in yet another way on x86, so those
+elements are given to it in a vector of their own: a slice of a parameter gets the same bits as the
+whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+VECTOR = 64  # elements, a multiple of what any register holds
 
 
 def fused_adamw_(
@@ -25,25 +28,60 @@ def fused_adamw_(
 ) -> None:
     """One step into each parameter and its state, whose counts are those of this step already."""
     moments = [[state[key] for state in states] for key in MOMENTS if key in states[0]]
-    tensors = [list(params), *moments]
     # With strides the kernel writes where it should not.
-    dense = [[tensor.contiguous() for tensor in alike] for alike in tensors]
+    flat = [[tensor.contiguous().view(-1) for tensor in kind] for kind in (params, grads, *moments)]
+    counts = [state["step"].float() for state in states]
+    given = [[tensor[: tensor.numel() - _rest(tensor)] for tensor in kind] for kind in flat]
+    together = _with_rests(flat[0], counts)
+    for alike in together:
+        counts.append(counts[alike[0]])
+        for kind, whole in zip(flat, given, strict=True):
+            whole.append(_joined(_rests(kind, alike)))
     torch._fused_adamw_(
-        dense[0],
-        [grad.contiguous() for grad in grads],
-        dense[1],
-        dense[2],
-        dense[3] if len(dense) > 3 else [],
-        [state["step"].float() for state in states],
+        given[0],
+        given[1],
+        given[2],
+        given[3],
+        given[4] if len(given) > 4 else [],
+        counts,
         lr=lr,
         beta1=beta1,
         beta2=beta2,
         weight_decay=weight_decay,
         eps=eps,
-        amsgrad=len(dense) > 3,
+        amsgrad=len(given) > 4,
         maximize=False,
     )
-    for alike, results in zip(tensors, dense, strict=True):
-        for tensor, result in zip(alike, results, strict=True):
-            if result is not tensor:
-                tensor.copy_(result)
+    for kind, tensors in ((0, params), *enumerate(moments, start=2)):
+        for alike, joined in zip(together, given[kind][len(params) :], strict=True):
+            rests = _rests(flat[kind], alike)
+            sizes = list(map(len, rests))
+            for rest, new in zip(rests, joined[: sum(sizes)].split(sizes), strict=True):
+                rest.copy_(new)
+        for tensor, new in zip(tensors, flat[kind], strict=True):
+            if not tensor.is_contiguous():
+                tensor.copy_(new.view(tensor.shape))
+
+
+def _rest(tensor: Tensor) -> int:
+    """How many elements follow the last whole vector."""
+    return tensor.numel() % VECTOR
+
+
+def _with_rests(params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[list[int]]:
+    """The places of parameters that have a rest; those that the kernel takes as one together."""
+    found: dict[tuple[torch.dtype, float], list[int]] = {}
+    for place, (param, count) in enumerate(zip(params, counts, strict=True)):
+        if _rest(param):
+            found.setdefault((param.dtype, float(count)), []).append(place)
+    return list(found.values())
+
+
+def _rests(flat: Sequence[Tensor], places: Sequence[int]) -> list[Tensor]:
+    return [flat[place][-_rest(flat[place]) :] for place in places]
+
+
+def _joined(rests: Sequence[Tensor]) -> Tensor:
+    """In whole vectors."""
+    padding = -sum(map(len, rests)) % VECTOR
+    return torch.cat([*rests, rests[0].new_zeros(padding)])

@@ -157,11 +157,16 @@ def block_norm(X: Tensor) -> Tensor:
     return norm
 
 
+def _quadratic(A: Tensor, b: float, c: float) -> Tensor:
+    """b A + c A A. On x86 torch's baddbmm in 16 bits forgets b where c is 0."""
+    return torch.baddbmm(A, A, A, beta=b, alpha=c) if c else A * b
+
+
 def _standard(X: Tensor, table: list[Coefficients]) -> Tensor:
     """A = X X^T;  B = b A + c A A;  X <- a X + B X.  X: (B, m, n), m <= n."""
     for a, b, c in table:
         A = X @ X.mT
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        B = _quadratic(A, b, c)
         X = torch.baddbmm(X, B, X, beta=a)
     return X
 
@@ -173,7 +178,7 @@ def _gram(X: Tensor, table: list[Coefficients]) -> Tensor:
         Q: Tensor | None = None
         for step in range(start, stop):
             a, b, c = table[step]
-            P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+            P = _quadratic(A, b, c)
             P.diagonal(dim1=-2, dim2=-1).add_(a)
             Q = P if Q is None else P @ Q
             if step + 1 < stop:

@@ -216,6 +216,7 @@ def test_a_recorded_step_is_replayed_without_waiting():
             optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_a_step_captured_by_others_is_refused():
     net = model()
     optimizer = samestep.MuonAdamW(net, max_grad_norm=1.0)

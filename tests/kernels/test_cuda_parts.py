@@ -29,6 +29,7 @@ if torch.cuda.is_available():
 
 @pytest.fixture
 def one_rank(tmp_path):
+    torch.cuda.set_device(0)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cuda", (1,))

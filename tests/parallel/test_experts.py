@@ -10,13 +10,13 @@ from samestep.train.gpt import Experts, GPTConfig
 CONFIG = GPTConfig(width=8, heads=2, kv_heads=1, experts=4, expert_size=6)
 
 
-def given(tokens=10):
+def given(tokens=10, dtype=torch.float32):
     torch.manual_seed(0)
-    experts = Experts(CONFIG)
+    experts = Experts(CONFIG).to(dtype)
     for stack in experts.parameters():
         torch.nn.init.normal_(stack)
-    x = torch.randn(tokens, 8, requires_grad=True)
-    scores = torch.rand(tokens, 4, requires_grad=True)
+    x = torch.randn(tokens, 8, dtype=dtype, requires_grad=True)
+    scores = torch.rand(tokens, 4, dtype=dtype, requires_grad=True)
     chosen = scores.topk(2).indices
     return experts, x, chosen, scores.gather(1, chosen), scores
 
@@ -32,7 +32,7 @@ def expected(experts, x, chosen, weights):
 
 @pytest.mark.parametrize("capacity", [0.0, 2.0])
 def test_every_token_gets_the_mix_of_its_experts(capacity):
-    experts, x, chosen, weights, scores = given()
+    experts, x, chosen, weights, scores = given(dtype=torch.float64)
     wanted = (x, scores, experts.up, experts.down)
     reference = expected(experts, x, chosen, weights)
     target = torch.randn_like(reference)

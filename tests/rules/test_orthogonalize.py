@@ -212,6 +212,17 @@ def test_converging_coefficients_reach_the_polar_factor(execution):
     assert max_error(X, polar_factor(to_numpy(M))) < 1e-12
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_cubic_coefficients(execution, dtype):
+    """Without the square of the Gram matrix: torch's product has its own way for that."""
+    M = torch.stack([make_matrix("random", (16, 24)), make_matrix("low-rank", (16, 24))])
+    options = {"method": "newton-schulz", "steps": 1, "coefficients": (1.5, -0.5, 0.0)}
+    found = orthogonalize(M, compute_dtype=dtype, execution=execution, **options)
+    exact = orthogonalize(M.double(), compute_dtype=torch.float64, execution=execution, **options)
+    assert (found - exact).norm() < 4 * torch.finfo(dtype).eps * exact.norm()
+
+
 @pytest.mark.parametrize("eps_form", ["clamp", "add"])
 @pytest.mark.parametrize("method", METHODS)
 def test_eps_is_added_to_or_clamps_the_norm(method, eps_form):

@@ -28,15 +28,16 @@ def fused_adamw_(
 ) -> None:
     """One step into each parameter and its state, whose counts are those of this step already."""
     moments = [[state[key] for state in states] for key in MOMENTS if key in states[0]]
+    kinds = (params, grads, *moments)
     # With strides the kernel writes where it should not.
-    flat = [[tensor.contiguous().view(-1) for tensor in kind] for kind in (params, grads, *moments)]
+    flat = [[tensor.contiguous().view(-1) for tensor in kind] for kind in kinds]
     counts = [state["step"].float() for state in states]
-    given = [[tensor[: tensor.numel() - _rest(tensor)] for tensor in kind] for kind in flat]
+    given = [[tensor[: tensor.numel() - _rest(tensor)] for tensor in dense] for dense in flat]
     together = _with_rests(flat[0], counts)
     for alike in together:
         counts.append(counts[alike[0]])
-        for kind, whole in zip(flat, given, strict=True):
-            whole.append(_joined(_rests(kind, alike)))
+        for dense, whole in zip(flat, given, strict=True):
+            whole.append(_joined(_rests(dense, alike)))
     torch._fused_adamw_(
         given[0],
         given[1],
@@ -52,13 +53,15 @@ def fused_adamw_(
         amsgrad=len(given) > 4,
         maximize=False,
     )
-    for kind, tensors in ((0, params), *enumerate(moments, start=2)):
-        for alike, joined in zip(together, given[kind][len(params) :], strict=True):
-            rests = _rests(flat[kind], alike)
+    for kind, dense, whole in zip(kinds, flat, given, strict=True):
+        if kind is grads:
+            continue
+        for alike, joined in zip(together, whole[len(params) :], strict=True):
+            rests = _rests(dense, alike)
             sizes = list(map(len, rests))
-            for rest, new in zip(rests, joined[: sum(sizes)].split(sizes), strict=True):
+            for rest, new in zip(rests, torch.split(joined[: sum(sizes)], sizes), strict=True):
                 rest.copy_(new)
-        for tensor, new in zip(tensors, flat[kind], strict=True):
+        for tensor, new in zip(kind, dense, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(new.view(tensor.shape))
 

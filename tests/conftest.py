@@ -1,6 +1,5 @@
 """One thread per process: the tensors here are small, and ranks share the cores."""
 
-import multiprocessing
 import os
 import signal
 
@@ -14,10 +13,10 @@ else:
 
 import pytest
 import torch
-from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
 from samestep.comm.groups import registry
+from tests.own_process import reports_of_child
 
 torch.set_num_threads(1)
 # A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
@@ -27,9 +26,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
-
-
-PATIENCE = 110.0  # seconds, less than a test may take
 
 
 def pytest_runtest_setup(item):
@@ -44,37 +40,10 @@ def pytest_runtest_protocol(item):
     if item.get_closest_marker("own_process") is None or not torch.cuda.is_available():
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _reports_of_child(item):
+    for report in reports_of_child(item):
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
-
-
-def _reports_of_child(item):
-    hook, config = item.config.hook, item.config
-
-    def run():
-        reports = runtestprotocol(item, log=False)
-        told = [hook.pytest_report_to_serializable(config=config, report=r) for r in reports]
-        theirs.send(told)
-        theirs.close()
-        os._exit(0)
-
-    fork = multiprocessing.get_context("fork")
-    mine, theirs = fork.Pipe(duplex=False)
-    child = fork.Process(target=run)
-    child.start()
-    theirs.close()
-    try:
-        told = mine.recv() if mine.poll(PATIENCE) else None
-    except EOFError:
-        told = None
-    child.kill()
-    child.join()
-    if told is not None:
-        return [hook.pytest_report_from_serializable(config=config, data=one) for one in told]
-    why = f"its process said nothing in {PATIENCE:.0f} s, or died"
-    return [pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")]
 
 
 @pytest.fixture(scope="module")

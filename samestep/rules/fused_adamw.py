@@ -32,7 +32,7 @@ def fused_adamw_(
     # With strides the kernel writes where it should not.
     flat = [[tensor.contiguous().view(-1) for tensor in kind] for kind in kinds]
     counts = [state["step"].float() for state in states]
-    given = [[tensor[: tensor.numel() - _rest(tensor)] for tensor in dense] for dense in flat]
+    given = [[_whole_vectors(tensor) for tensor in dense] for dense in flat]
     together = _with_rests(flat[0], counts)
     for alike in together:
         counts.append(counts[alike[0]])
@@ -69,6 +69,11 @@ def fused_adamw_(
 def _rest(tensor: Tensor) -> int:
     """How many elements follow the last whole vector."""
     return tensor.numel() % VECTOR
+
+
+def _whole_vectors(flat: Tensor) -> Tensor:
+    rest = _rest(flat)
+    return flat[:-rest] if rest else flat
 
 
 def _with_rests(params: Sequence[Tensor], counts: Sequence[Tensor]) -> list[list[int]]:

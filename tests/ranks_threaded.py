@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,7 +115,13 @@ class _ThreadedRun:
     def wait(self, seconds: float) -> None:
         """Wait until one more rank has ended, or the time is up."""
         with suppress(queue.Empty):
-            self.threads[self.ended.get(timeout=max(seconds, 0.0))].join()
+            thread = self.threads[self.ended.get(timeout=max(seconds, 0.0))]
+            thread.join()
+            # Until Python 3.13 a thread is joined before it has ended for the system. Libraries
+            # then free what they had kept for it, and ranks that are forked in between inherit
+            # the locks which that takes.
+            while Path(f"/proc/self/task/{thread.native_id}").exists():
+                time.sleep(0.0001)
 
     def report_running(self, what: str) -> None:
         frames = sys._current_frames()

@@ -1,6 +1,7 @@
 import atexit
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -338,6 +339,23 @@ def test_a_killed_rank_is_named_and_the_others_ended():
     assert "by peer" in error.reports[0]  # connection closed or reset
     assert error.reports[1].startswith("was still running 1 s after the first failure")
     assert "in fn" in error.reports[1]
+
+
+def test_a_rank_that_is_stuck_is_told_from_one_that_had_no_core():
+    core = min(os.sched_getaffinity(0))
+
+    def fn(rank):
+        if rank == 0:
+            time.sleep(60)
+        os.sched_setaffinity(0, {core})  # three for one core, so each waits about twice as it runs
+        while True:
+            pass
+
+    error = failure(run_forked, 4, fn, timeout=2.0)
+    times = [re.findall(r"([\d.]+) s", error.reports[rank].splitlines()[-1]) for rank in range(4)]
+    stuck, *starved = [[float(seconds) for seconds in of_rank] for of_rank in times]
+    assert all(waited > 0.3 for _, waited in starved), times
+    assert sum(stuck) < min(ran + waited for ran, waited in starved), times
 
 
 def test_a_crash_shows_where_it_happened():

@@ -210,7 +210,10 @@ def _watch(
     late = f"was still running {GRACE:g} s after the first failure, here:\n"
     if not reports:
         late = f"had not finished after {limit:g} s; it was here:\n"
-    return reports | {rank: late + _stack(job, rank) for rank in running}
+    return reports | {
+        rank: f"{late}{_stack(job, rank)}\n{_time_on_a_core(_pid(process))}"
+        for rank, process in running.items()
+    }
 
 
 def _describe_exit(job: _Job, rank: int, info: os.waitid_result) -> str:
@@ -228,6 +231,15 @@ def _stack(job: _Job, rank: int) -> str:
             lines.append(line)
         inside = inside and not line.endswith(" in _run_rank")
     return "\n".join(lines)
+
+
+def _time_on_a_core(pid: int) -> str:
+    """Tell a rank that is stuck from one that had no core, where Linux counts that."""
+    try:
+        ran, waited, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+    except (OSError, ValueError):
+        return ""
+    return f"It had run for {ran / 1e9:.1f} s, and waited {waited / 1e9:.1f} s for a free core."
 
 
 def _load_values(job: _Job) -> list[Any]:

@@ -351,6 +351,8 @@ def test_a_rank_that_is_stuck_is_told_from_one_that_had_no_core():
             pass
 
     error = failure(run_forked, 4, fn, timeout=2.0)
+    now = [report.endswith(" was ready to run.") for _, report in sorted(error.reports.items())]
+    assert now == [False, True, True, True]
     times = [re.findall(r"([\d.]+) s", error.reports[rank].splitlines()[-1]) for rank in range(4)]
     stuck, *starved = [[float(seconds) for seconds in of_rank] for of_rank in times]
     assert all(waited > 0.3 for _, waited in starved), times

@@ -235,11 +235,15 @@ def _stack(job: _Job, rank: int) -> str:
 
 def _time_on_a_core(pid: int) -> str:
     """Tell a rank that is stuck from one that had no core, where Linux counts that."""
+    process = Path(f"/proc/{pid}")
     try:
-        ran, waited, _ = map(int, Path(f"/proc/{pid}/schedstat").read_text().split())
+        ran, waited, _ = map(int, (process / "schedstat").read_text().split())
+        state = (process / "stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, ValueError):
         return ""
-    return f"It had run for {ran / 1e9:.1f} s, and waited {waited / 1e9:.1f} s for a free core."
+    now = "ready to run" if state == "R" else "not ready to run"
+    past = f"run for {ran / 1e9:.1f} s and waited {waited / 1e9:.1f} s for a free core"
+    return f"It had {past} before, and was {now}."
 
 
 def _load_values(job: _Job) -> list[Any]:

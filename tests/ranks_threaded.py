@@ -1,5 +1,6 @@
 """Run a function on several ranks that are threads of this process."""
 
+import os
 import queue
 import sys
 import threading
@@ -8,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class _ThreadedRun:
     ) -> None:
         self.world_size, self.fn, self.args, self.timeout = world_size, fn, args, timeout
         self.store = dist.HashStore()
+        self.others = set(os.listdir("/proc/self/task"))
         self.values: dict[int, Any] = {}
         self.reports: dict[int, str] = {}
         self.threads = [
@@ -115,13 +116,7 @@ class _ThreadedRun:
     def wait(self, seconds: float) -> None:
         """Wait until one more rank has ended, or the time is up."""
         with suppress(queue.Empty):
-            thread = self.threads[self.ended.get(timeout=max(seconds, 0.0))]
-            thread.join()
-            # Until Python 3.13 a thread is joined before it has ended for the system. Libraries
-            # then free what they had kept for it, and ranks that are forked in between inherit
-            # the locks which that takes.
-            while Path(f"/proc/self/task/{thread.native_id}").exists():
-                time.sleep(0.0001)
+            self.threads[self.ended.get(timeout=max(seconds, 0.0))].join()
 
     def report_running(self, what: str) -> None:
         frames = sys._current_frames()
@@ -141,3 +136,8 @@ class _ThreadedRun:
             self.report_running(f"was still running {GRACE:g} s after the first failure, here:\n")
             with self.closing:
                 self.abandoned = True
+        # Threads are joined before they have ended for the system, and OpenMP's workers for them
+        # end later still. In a rank that is forked in between, a matrix product can spin for ever.
+        patience = time.monotonic() + 0.1
+        while set(os.listdir("/proc/self/task")) - self.others and time.monotonic() < patience:
+            time.sleep(0.0005)

@@ -67,6 +67,9 @@ def run_forked(
 ) -> list[Any]:
     """Return ``[fn(rank, *args) for each rank]``, run in forked processes joined by gloo.
 
+    No thread that has multiplied matrices may be ending or computing meanwhile: with MKL a product
+    in a rank can then spin for ever.
+
     Args:
         world_size: The number of ranks.
         fn: Called with the rank and ``args``; may be a closure. Its value must be picklable.

@@ -3,31 +3,36 @@
 momentum (one pass: gradient and momentum in, momentum and 16-bit direction out)
 -> orthogonalization -> step (one pass: direction and parameter in, parameter out)
 
+Products are in float16, whose range is small: a power of two brings each direction to a norm of
+8 to 16 and changes no digit. The norm is known only after the pass that writes the direction, so
+that pass takes the power of the step before; where it has become another one (when a norm passes a
+power of two), the direction is written once more. So no result depends on an earlier step.
+
 Of blocks that came together from parts only the middle is done here: `parts` has their ends.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import muon_tiles
 from samestep.kernels.call import FUSION, Gradients, Step
 from samestep.kernels.norm import DTYPES
-from samestep.kernels.orthogonalize import (
-    fitting_powers,
-    inverse_norms,
-    orthogonalize_wide,
-)
+from samestep.kernels.orthogonalize import orthogonalize_wide
 from samestep.kernels.tables import Table
 from samestep.kernels.ways import padded
-from samestep.rules.muon import lr_factor
+from samestep.rules.muon import largest_singular_value, lr_factor
 from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
 from samestep.state import MASTER, State
 
 TILE = 64  # rows and columns of a block that one program works on
+AGAIN = 32  # programs per block that look whether a direction is to be written once more
+STRIP, LONG = 16, 256  # rows and columns that are looked at together, where rows are summed
 
 
 class MuonBlocks:
@@ -44,6 +49,10 @@ class MuonBlocks:
         self.targets = Table([params, *masters])
         self.param_dtype = DTYPES[params[0].dtype]
         self.state_dtype = DTYPES[states[0]["momentum_buffer"].dtype]
+        device = params[0].device
+        self.powers = torch.ones(self.count, device=device)  # of the step before
+        # In the host's memory, where kernels write in the rare case and nobody waits to read.
+        self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
 class GivenBlocks:
@@ -74,7 +83,7 @@ def muon_(
     for (blocks, grads), directions in zip(parts, orthogonalized(parts, step), strict=True):
         square = _step_along(blocks, grads, directions, step)
         if measure and square is None:
-            square = _norms(directions, (1, 2)).square().flatten()
+            square = _squares(directions)
         if measure and square is not None:
             squares.append(square)
     return squares
@@ -90,11 +99,11 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
     counts = [blocks.count for blocks, _ in parts]
     X = torch.empty(
         (sum(counts), short, long),
-        dtype=options["compute_dtype"] or torch.bfloat16,
+        dtype=torch.float16,
         device=_device(first),
     )
     split = (lambda X: (X,)) if len(parts) == 1 else (lambda X: torch.split(X, counts))
-    scales = [_momentum(*pair, step) for pair in zip(parts, split(X), strict=True)]
+    scales = [_directions(*pair, step) for pair in zip(parts, split(X), strict=True)]
     X = orthogonalize_wide(
         X,
         scales[0] if len(scales) == 1 else torch.cat(scales),
@@ -140,6 +149,8 @@ def _step_along(
         scalars["lr"],
         scalars["weight_decay"],
         _float32(lr_factor(blocks.rows, blocks.cols, options["adjust_lr"])),
+        blocks.outliers,
+        min(TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
         blocks.rows,
         blocks.cols,
         *directions.shape[1:],
@@ -160,8 +171,38 @@ def _step_along(
     return squares
 
 
-def _momentum(source: Source, directions: Tensor, step: Step) -> Tensor:
+class _Numbers(NamedTuple):
+    """Of each block, (count,)."""
+
+    norms: Tensor
+    powers: Tensor
+    again: Tensor  # whether the power is another one than before
+    scales: Tensor  # what brings the direction, times its power, to norm 1
+
+
+def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
+    blocks, options = source[0], step.options
+    bfloat16 = options["compute_dtype"] is not torch.float16
+    if options["equilibrate"] and bfloat16:
+        # Rows of any size: their digits are all there, until they have one norm.
+        given = directions.view(torch.bfloat16)
+        numbers = _numbers(_pass(source, given, step, bfloat16)(None), step)
+        return _equilibrated(blocks, given, directions, numbers, step)
+    run = _pass(source, directions, step, bfloat16)
+    if isinstance(blocks, MuonBlocks) and blocks.state_dtype is tl.float32:
+        numbers = _numbers(run(blocks.powers), step, blocks.powers)
+        _write_again(blocks, source[1], directions, numbers, step, bfloat16)
+    else:
+        numbers = _numbers(run(None, only_sums=True), step)
+        run(numbers.powers)
+    if options["equilibrate"]:
+        return _equilibrated(blocks, directions, directions, numbers, step)
+    return numbers.scales
+
+
+def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Callable[..., Tensor]:
+    """The pass over gradients and momenta: called with powers, it gives sums of squares."""
     options, (count, short, long) = step.options, directions.shape
     tiles = _tiles(short) * _tiles(long)
     sums = torch.empty(count, tiles, dtype=torch.float64, device=directions.device)
@@ -175,12 +216,12 @@ def _momentum(source: Source, directions: Tensor, step: Step) -> Tensor:
         aligned = grads.aligned and blocks.momenta.aligned
         dtypes = grads.dtype, blocks.state_dtype
 
-    def run(powers: Tensor | None, *, only_sums: bool) -> Tensor:
+    def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
         muon_tiles.momentum[(tiles, count)](
             given,
             momenta,
             directions,
-            sums if powers is None else powers.float(),
+            sums if powers is None else powers,
             sums,
             sums if step.only_if is None else step.only_if,
             sums if writes is None else writes,
@@ -196,7 +237,8 @@ def _momentum(source: Source, directions: Tensor, step: Step) -> Tensor:
             EMA=options["momentum_form"] == "ema",
             NESTEROV=options["nesterov"],
             TALL=blocks.tall,
-            HAS_SCALE=powers is not None,
+            BFLOAT16=bfloat16,
+            HAS_POWERS=powers is not None,
             HAS_FACTOR=step.factor is not None,
             HAS_ONLY_IF=step.only_if is not None,
             HAS_WRITES=writes is not None,
@@ -208,70 +250,179 @@ def _momentum(source: Source, directions: Tensor, step: Step) -> Tensor:
             num_warps=4,
             enable_fp_fusion=FUSION,
         )
-        return sums.sum(dim=1).sqrt()
+        return sums
 
-    powers: Tensor | None = None
-    if directions.dtype == torch.float16 or options["eps"] == 0:
-        # Gradients of any size are brought into the range first.
-        powers = fitting_powers(run(None, only_sums=True))
-    norms = run(powers, only_sums=False)
-    if options["equilibrate"]:
-        _equilibrate_(directions, norms, blocks.rows, blocks.tall)
-        norms = _norms(directions, (1, 2)).flatten().double()
-    norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
-    own = norms if powers is None else norms / powers
-    scales = inverse_norms(own, norm_factor, options["eps"], options["eps_form"])
-    return (scales if powers is None else (scales / powers).clamp_max(1.0)).float()
+    return run
 
 
-def _equilibrate_(directions: Tensor, norms: Tensor, rows: int, tall: bool) -> None:
-    """Bring the rows of each block to one norm; zero rows stay zero."""
-    own = _norms(directions, (1,) if tall else (2,))
-    directions.mul_((norms.float() / rows**0.5).view(-1, 1, 1) / own.clamp_min(1e-6))
+def _numbers(
+    sums: Tensor, step: Step, powers: Tensor | None = None, *, multiplied: bool = False
+) -> _Numbers:
+    """From sums of squares, (count, parts); `powers` are those before, and are replaced.
+
+    `multiplied`: the powers are those of the directions, which were multiplied with them.
+    """
+    count, parts = sums.shape
+    options, made = step.options, torch.empty(3, count, device=sums.device)
+    norms, scales, own = made.unbind()
+    powers = own if powers is None else powers
+    again = torch.empty(count, dtype=torch.int32, device=sums.device)
+    muon_tiles.block_numbers[(count,)](
+        sums,
+        parts,
+        powers,
+        again,
+        norms,
+        scales,
+        POLYNOMIALS[options["orthogonalize"]].norm_factor,
+        options["eps"],
+        ADD=options["eps_form"] == "add",
+        HAS_POWER=multiplied,
+        PARTS=min(triton.next_power_of_2(parts), 1024),
+        num_warps=4,
+        enable_fp_fusion=FUSION,
+    )
+    return _Numbers(norms, powers, again, scales)
+
+
+def _write_again(
+    blocks: MuonBlocks,
+    grads: Gradients | None,
+    directions: Tensor,
+    numbers: _Numbers,
+    step: Step,
+    bfloat16: bool,
+) -> None:
+    """Write the directions whose power has changed."""
+    assert grads is not None
+    options, (count, short, long) = step.options, directions.shape
+    tiles = _tiles(short) * _tiles(long)
+    muon_tiles.direction_again[(min(AGAIN, tiles), count)](
+        grads.addresses,
+        blocks.momenta.addresses,
+        directions,
+        numbers.powers,
+        numbers.again,
+        step.scalars["momentum"],
+        directions if step.factor is None else step.factor,
+        blocks.rows,
+        blocks.cols,
+        short,
+        long,
+        tiles,
+        grad_dtype=grads.dtype,
+        EMA=options["momentum_form"] == "ema",
+        NESTEROV=options["nesterov"],
+        TALL=blocks.tall,
+        BFLOAT16=bfloat16,
+        HAS_FACTOR=step.factor is not None,
+        MAXIMIZE=step.maximize,
+        ALIGNED=grads.aligned and blocks.momenta.aligned,
+        ROWS=TILE,
+        COLS=TILE,
+        num_warps=4,
+        enable_fp_fusion=FUSION,
+    )
+
+
+def _equilibrated(
+    blocks: MuonBlocks | GivenBlocks,
+    given: Tensor,
+    directions: Tensor,  # the same memory
+    numbers: _Numbers,
+    step: Step,
+) -> Tensor:
+    """Bring the rows of each block to one norm; what scales the result to norm 1, (count,)."""
+    count, short, long = directions.shape
+    # Neighbours in memory are those of a row, or those of a column of a tall block.
+    high, wide = (TILE, TILE) if blocks.tall else (STRIP, LONG)
+    strips = -(-blocks.rows // high)
+    sums = torch.empty(count, strips, dtype=torch.float64, device=directions.device)
+    muon_tiles.equilibrate[(strips, count)](
+        given,
+        directions,
+        numbers.norms,
+        numbers.powers,
+        sums,
+        blocks.rows,
+        blocks.cols,
+        short,
+        long,
+        _float32(blocks.rows**0.5),
+        TALL=blocks.tall,
+        MULTIPLIED=given is directions,
+        ROWS=high,
+        COLS=wide,
+        num_warps=4,
+        enable_fp_fusion=FUSION,
+    )
+    return _numbers(sums, step, numbers.powers, multiplied=True).scales
 
 
 def _factors(
     blocks: MuonBlocks | GivenBlocks, directions: Tensor, step: Step, writes: Tensor | None
 ) -> tuple[Tensor | None, int, Tensor | None]:
     """What the directions are multiplied with, along what (`FACTORS`), and their squares, (B,)."""
-    rows, cols, states, options = blocks.rows, blocks.cols, blocks.states, step.options
-    scale: Tensor | None = None
-    if options["renormalize"]:
-        scale = min(rows, cols) ** 0.5 / _norms(directions, (1, 2)).flatten().clamp_min(1e-6)
-    if "variance" not in states[0]:
-        if scale is None:
-            return None, 0, None
-        return scale, 1, torch.full_like(scale, min(rows, cols))
+    rows, cols, options = blocks.rows, blocks.cols, step.options
+    variance = "variance" in blocks.states[0]
+    if not variance and not options["renormalize"]:
+        return None, 0, None
     # One per row of a block that is not wide, one per column of a wide one.
     along_short = rows == cols
-    count = max(rows, cols)
-    square_sums = _norms(directions, (2,) if along_short else (1,)).square().flatten(1)[:, :count]
-    if scale is not None:
-        square_sums = square_sums * scale.square()[:, None]
-    kept = [state["variance"].view(-1) for state in states]
-    old = torch.stack(kept).float()
-    weight = (1 - step.scalars["variance_beta2"]).float()
-    new = torch.lerp(old, square_sums / min(rows, cols), weight)
-    stored = new if step.only_if is None else torch.where(step.only_if != 0, new, old)
-    if writes is not None:
-        stored = torch.where(writes[:, None] != 0, stored, old)
-    torch._foreach_copy_(kept, list(stored.unbind()))
-    rescale = new.clamp_min(1e-10).rsqrt()
-    squares = square_sums.sum(dim=1)
-    new_norm = (square_sums * rescale.square()).sum(dim=1).sqrt()
-    factors = rescale * (squares.sqrt() / new_norm.clamp_min(1e-10))[:, None]
-    if scale is not None:
-        factors = factors * scale[:, None]
-    room = directions.shape[1 if along_short else 2] - count
-    return torch.nn.functional.pad(factors, (0, room)), 2 if along_short else 3, squares
-
-
-def _norms(directions: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """Norms of 16-bit values in float32, with the dimensions kept."""
-    norms: Tensor = torch.linalg.vector_norm(
-        directions, dim=dims, keepdim=True, dtype=torch.float32
+    count, short, long = directions.shape
+    along, room = max(rows, cols), (short if along_short else long) if variance else 1
+    square_sums = _sums_along(directions, along, along_short)
+    factors = torch.empty(count, room, device=directions.device)
+    squares = torch.empty(count, device=directions.device)
+    kept = [state["variance"] for state in blocks.states] if variance else []
+    muon_tiles.direction_factors[(count,)](
+        square_sums,
+        Table([kept]).addresses if variance else square_sums,
+        factors,
+        squares,
+        squares if step.only_if is None else step.only_if,
+        squares if writes is None else writes,
+        step.scalars["variance_beta2"] if variance else squares,
+        along,
+        min(rows, cols),
+        room,
+        float(min(rows, cols)),
+        variance_dtype=DTYPES[kept[0].dtype] if variance else tl.float32,
+        RENORMALIZE=options["renormalize"],
+        VARIANCE=variance,
+        HAS_ONLY_IF=step.only_if is not None,
+        HAS_WRITES=writes is not None,
+        SIZE=min(triton.next_power_of_2(max(along, room)), 1024),
+        num_warps=4,
+        enable_fp_fusion=FUSION,
     )
-    return norms
+    return factors, (2 if along_short else 3) if variance else 1, squares
+
+
+def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
+    """Sums of squares of rows, or of columns, in float32, (count, along)."""
+    count, short, long = directions.shape
+    sums = torch.empty(count, along, device=directions.device)
+    high, wide = (STRIP, LONG) if along_short else (TILE, TILE)
+    size = high if along_short else wide
+    muon_tiles.squares_along[(-(-along // size), count)](
+        directions,
+        sums,
+        short,
+        long,
+        along,
+        SHORT=along_short,
+        ROWS=high,
+        COLS=wide,
+        num_warps=4,
+    )
+    return sums
+
+
+def _squares(directions: Tensor) -> Tensor:
+    """Sums of squares of 16-bit values in float32, (count,)."""
+    norms: Tensor = torch.linalg.vector_norm(directions, dim=(1, 2), dtype=torch.float32)
+    return norms.square()
 
 
 def _float32(number: float) -> float:

@@ -60,12 +60,37 @@ def stepped(
 
 
 @triton.jit
+def rounded_direction(u, BFLOAT16: tl.constexpr):
+    """What is orthogonalized, in float32: in bfloat16 it is the same as what travels to owners."""
+    if BFLOAT16:
+        u = u.to(tl.bfloat16).to(tl.float32)
+    return u
+
+
+@triton.jit
+def write_direction(
+    own, x, row, col, first_row, first_col, short, long,
+    TALL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Write a tile of a block into (short, long), padded: the transpose of a tall one."""
+    if TALL:
+        # the tile turned, so that neighbours in memory are written by neighbours
+        col_, row_ = (
+            first_col + tl.arange(0, COLS)[:, None],
+            first_row + tl.arange(0, ROWS)[None, :],
+        )
+        tl.store(own + col_ * long + row_, x.T, (col_ < short) & (row_ < long))
+    else:
+        tl.store(own + row * long + col, x, (row < short) & (col < long))
+
+
+@triton.jit
 def momentum(
     grads,  # (count,) addresses of (rows, cols); GIVEN: directions, (count, rows, cols)
     momenta,  # (count,) addresses
     directions,  # (count, short, long), padded; the transpose of a tall block
-    scales,  # (count,): the direction is multiplied with it; unless HAS_SCALE: not
-    sums,  # (count, tiles): the squares of the direction
+    powers,  # (count,): the direction is multiplied with it; unless HAS_POWERS: not
+    sums,  # (count, tiles): the squares of the direction, not multiplied
     only_if,
     writes,  # (count,): 0 leaves a momentum as it is
     mu,
@@ -80,7 +105,8 @@ def momentum(
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
     TALL: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    HAS_POWERS: tl.constexpr,
     HAS_FACTOR: tl.constexpr,
     HAS_ONLY_IF: tl.constexpr,
     HAS_WRITES: tl.constexpr,
@@ -96,8 +122,9 @@ def momentum(
         across = tl.cdiv(short, COLS)
     else:
         across = tl.cdiv(long, COLS)
-    row = (tile // across) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = (tile % across) * COLS + tl.arange(0, COLS)[None, :]
+    first_row, first_col = (tile // across) * ROWS, (tile % across) * COLS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    col = first_col + tl.arange(0, COLS)[None, :]
     inside = (row < rows) & (col < cols)
     offsets = row * cols + col
     if GIVEN:
@@ -111,26 +138,279 @@ def momentum(
         mu_ = tl.load(mu)
         m = new_momentum(m, g, mu_, EMA)
         u = direction_of(m, g, mu_, EMA, NESTEROV)
-    u = tl.where(inside, u, 0.0)
-    if HAS_SCALE:
-        u = u * tl.load(scales + number)
-    x = u.to(directions.dtype.element_ty)
-    wide = x.to(tl.float64)
-    if ONLY_SUMS:
-        wide = u.to(tl.float64)
+    u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
+    wide = u.to(tl.float64)
     tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
     if not ONLY_SUMS:
         if not GIVEN:
             written = is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
             tl.store(state, m.to(state_dtype), inside & written)
+        if HAS_POWERS:
+            u = u * tl.load(powers + number)
+        x = u.to(directions.dtype.element_ty)
         own = directions + number.to(tl.int64) * short * long
+        write_direction(own, x, row, col, first_row, first_col, short, long, TALL, ROWS, COLS)
+
+
+@triton.jit
+def direction_again(
+    grads,  # as `momentum` has them
+    momenta,  # float32, updated
+    directions,
+    powers,
+    again,  # (count,): 0 leaves a direction as it is
+    mu,
+    factor,
+    rows,
+    cols,
+    short,
+    long,
+    tiles,
+    grad_dtype: tl.constexpr,
+    EMA: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    TALL: tl.constexpr,
+    BFLOAT16: tl.constexpr,
+    HAS_FACTOR: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Directions whose power of two was another one than before, from the momentum that is there.
+
+    Few programs each of which has many tiles: in most steps there is nothing to do.
+    """
+    number = tl.program_id(1)
+    if tl.load(again + number) != 0:
         if TALL:
-            # the tile turned, so that neighbours in memory are written by neighbours
-            col_ = (tile % across) * COLS + tl.arange(0, COLS)[:, None]
-            row_ = (tile // across) * ROWS + tl.arange(0, ROWS)[None, :]
-            tl.store(own + col_ * long + row_, x.T, (col_ < short) & (row_ < long))
+            across = tl.cdiv(short, COLS)
         else:
-            tl.store(own + row * long + col, x, (row < short) & (col < long))
+            across = tl.cdiv(long, COLS)
+        power, mu_ = tl.load(powers + number), tl.load(mu)
+        tile = tl.program_id(0)
+        while tile < tiles:
+            first_row, first_col = (tile // across) * ROWS, (tile % across) * COLS
+            row = first_row + tl.arange(0, ROWS)[:, None]
+            col = first_col + tl.arange(0, COLS)[None, :]
+            inside = (row < rows) & (col < cols)
+            offsets = row * cols + col
+            values = tl.load(pointer_in(grads, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
+            m = tl.load(pointer_in(momenta, number, tl.float32, ALIGNED) + offsets, inside, 0.0)
+            g = seen_gradient(values, factor, HAS_FACTOR, MAXIMIZE)
+            u = direction_of(m, g, mu_, EMA, NESTEROV)
+            u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16) * power
+            x = u.to(directions.dtype.element_ty)
+            own = directions + number.to(tl.int64) * short * long
+            write_direction(own, x, row, col, first_row, first_col, short, long, TALL, ROWS, COLS)
+            tile += tl.num_programs(0)
+
+
+@triton.jit
+def fitting_power(norm):
+    """The power of two that brings a float64 norm to 8 .. 16, in float32; norms of any size."""
+    exponent = ((norm.to(tl.int64, bitcast=True) >> 52) & 0x7FF) - 1022  # norm = f 2^e, f < 1
+    exponent = tl.minimum(tl.maximum(exponent, -99), 101)
+    return ((131 - exponent).to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def block_numbers(
+    sums,  # (count, parts): squares of the directions; HAS_POWER: of those that are multiplied
+    parts,
+    powers,  # (count,): read where HAS_POWER, else written
+    again,  # (count,): whether the power is another one than was there before
+    norms,  # (count,)
+    scales,  # (count,): what brings a direction, multiplied with its power, to norm 1
+    norm_factor,
+    eps,
+    ADD: tl.constexpr,
+    HAS_POWER: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """What the products need to know of one block."""
+    number = tl.program_id(0)
+    totals = tl.zeros((PARTS,), tl.float64)
+    first = tl.program_id(0) * 0
+    while first < parts:
+        place = first + tl.arange(0, PARTS)
+        totals += tl.load(sums + number * parts + place, place < parts, 0.0)
+        first += PARTS
+    norm = tl.sqrt(tl.sum(totals))
+    if HAS_POWER:
+        power = tl.load(powers + number)
+        norm = norm / power.to(tl.float64)
+    else:
+        power = fitting_power(norm)
+        tl.store(again + number, (power != tl.load(powers + number)).to(tl.int32))
+        tl.store(powers + number, power)
+    tl.store(norms + number, norm.to(tl.float32))
+    scaled = norm * norm_factor
+    if ADD:
+        scaled += eps
+    # A zero block is divided by the smallest normal number, and then by no less than 1.
+    floor = tl.maximum(eps, 1.1754943508222875e-38)
+    scale = 1.0 / (tl.maximum(scaled, floor) * power.to(tl.float64))
+    tl.store(scales + number, tl.minimum(scale, 1.0).to(tl.float32))
+
+
+@triton.jit
+def equilibrate(
+    given,  # (count, short, long): directions, in bfloat16 or as float16 times their powers
+    directions,  # the same memory: float16, times their powers
+    norms,  # (count,) of whole directions, not multiplied
+    powers,  # (count,)
+    sums,  # (count, programs): squares of the result
+    rows,
+    cols,
+    short,
+    long,
+    root_rows,
+    TALL: tl.constexpr,
+    MULTIPLIED: tl.constexpr,  # whether what is given is multiplied with its power
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Bring ROWS rows of a block to one norm; zero rows stay zero."""
+    tile, number = tl.program_id(0), tl.program_id(1)
+    begin = number.to(tl.int64) * short * long
+    row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    power = tl.load(powers + number)
+    squares = tl.zeros((ROWS, COLS), tl.float32)
+    first = tl.program_id(0) * 0
+    while first < cols:
+        col = first + tl.arange(0, COLS)[None, :]
+        if TALL:
+            places = col * long + row
+        else:
+            places = row * long + col
+        x = tl.load(given + begin + places, (row < rows) & (col < cols), 0.0).to(tl.float32)
+        if not MULTIPLIED:
+            x = x * power
+        squares += x * x
+        first += COLS
+    own = tl.sqrt(tl.sum(squares, 1))[:, None] / power
+    factor = tl.load(norms + number) / root_rows / tl.maximum(own, 1e-6)
+    if not MULTIPLIED:
+        factor = factor * power
+    total = tl.zeros((ROWS, COLS), tl.float64)
+    first = tl.program_id(0) * 0
+    while first < cols:
+        col = first + tl.arange(0, COLS)[None, :]
+        if TALL:
+            places = col * long + row
+        else:
+            places = row * long + col
+        inside = (row < rows) & (col < cols)
+        x = tl.load(given + begin + places, inside, 0.0).to(tl.float32) * factor
+        x = x.to(directions.dtype.element_ty)
+        tl.store(directions + begin + places, x, inside)
+        wide = x.to(tl.float64)
+        total += wide * wide
+        first += COLS
+    tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(total))
+
+
+@triton.jit
+def squares_along(
+    directions,  # (count, short, long)
+    sums,  # (count, along)
+    short,
+    long,
+    along,
+    SHORT: tl.constexpr,  # along the short side: of each of its rows; else of each column
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Sums of squares of ROWS rows, or of COLS columns, of one direction."""
+    tile, number = tl.program_id(0), tl.program_id(1)
+    begin = number.to(tl.int64) * short * long
+    squares = tl.zeros((ROWS, COLS), tl.float32)
+    if SHORT:
+        row = tile * ROWS + tl.arange(0, ROWS)
+        first = tl.program_id(0) * 0
+        while first < long:
+            col = first + tl.arange(0, COLS)
+            inside = (row[:, None] < short) & (col[None, :] < long)
+            places = row[:, None] * long + col[None, :]
+            u = tl.load(directions + begin + places, inside, 0.0).to(tl.float32)
+            squares += u * u
+            first += COLS
+        tl.store(sums + number * along + row, tl.sum(squares, 1), row < along)
+    else:
+        col = tile * COLS + tl.arange(0, COLS)
+        first = tl.program_id(0) * 0
+        while first < short:
+            row = first + tl.arange(0, ROWS)
+            inside = (row[:, None] < short) & (col[None, :] < long)
+            places = row[:, None] * long + col[None, :]
+            u = tl.load(directions + begin + places, inside, 0.0).to(tl.float32)
+            squares += u * u
+            first += ROWS
+        tl.store(sums + number * along + col, tl.sum(squares, 0), col < along)
+
+
+@triton.jit
+def direction_factors(
+    square_sums,  # (count, along): of rows or columns of directions
+    variances,  # (count,) addresses of (along,)
+    factors,  # (count, room): with variance one per row or column, else the first counts
+    squares,  # (count,): of whole directions, times the factor of renormalization
+    only_if,
+    writes,  # (count,)
+    beta2,
+    along,
+    across,  # elements of a row or column
+    room,
+    least,  # the shorter side: the square of the norm of an orthogonal block
+    variance_dtype: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    VARIANCE: tl.constexpr,
+    HAS_ONLY_IF: tl.constexpr,
+    HAS_WRITES: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """What one direction is multiplied with: `renormalize`, then `reduce_variance`."""
+    number = tl.program_id(0)
+    totals = tl.zeros((SIZE,), tl.float32)
+    first = tl.program_id(0) * 0
+    while first < along:
+        place = first + tl.arange(0, SIZE)
+        totals += tl.load(square_sums + number * along + place, place < along, 0.0)
+        first += SIZE
+    square = tl.sum(totals)
+    scale = 1.0
+    if RENORMALIZE:
+        scale = tl.sqrt(least) / tl.maximum(tl.sqrt(square), 1e-6)
+    square = square * scale * scale
+    tl.store(squares + number, square)
+    if not VARIANCE:
+        tl.store(factors + number * room, scale)
+    else:
+        written = is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
+        kept = pointer_in(variances, number, variance_dtype, False)
+        weight = (1 - tl.load(beta2)).to(tl.float32)
+        new_squares = tl.zeros((SIZE,), tl.float32)
+        first = tl.program_id(0) * 0
+        while first < along:
+            place = first + tl.arange(0, SIZE)
+            inside = place < along
+            own = tl.load(square_sums + number * along + place, inside, 0.0) * scale * scale
+            old = tl.load(kept + place, inside, 0.0).to(tl.float32)
+            new = old + weight * (own / across - old)
+            tl.store(kept + place, new.to(variance_dtype), inside & written)
+            rescale = 1.0 / tl.sqrt(tl.maximum(new, 1e-10))
+            tl.store(factors + number * room + place, rescale, inside)
+            new_squares += tl.where(inside, own * rescale * rescale, 0.0)
+            first += SIZE
+        keep = tl.sqrt(square) / tl.maximum(tl.sqrt(tl.sum(new_squares)), 1e-10) * scale
+        tl.debug_barrier()  # what was stored is read again
+        first = tl.program_id(0) * 0
+        while first < room:
+            place = first + tl.arange(0, SIZE)
+            rescale = tl.load(factors + number * room + place, place < along, 0.0)
+            tl.store(factors + number * room + place, rescale * keep, place < room)
+            first += SIZE
 
 
 @triton.jit
@@ -144,6 +424,8 @@ def step_along(
     lr,
     weight_decay,
     lr_factor,
+    flags,  # (count,): 1 is written where a tile is larger than it can be
+    limit,  # the largest sum of squares of a tile of an orthogonalized block
     rows,
     cols,
     short,
@@ -175,6 +457,9 @@ def step_along(
     else:
         u = tl.load(own + row * long + col, inside, 0.0)
     u = u.to(tl.float32)
+    fits = tl.sum(tl.where(inside, u * u, 0.0)) <= limit
+    if fits == 0:  # also if it is NaN
+        tl.store(flags + number, 1)
     if FACTORS == 1:
         u *= tl.load(factors + number)
     if FACTORS == 2:

@@ -1,9 +1,10 @@
 """Orthogonalization with symmetric products: half the work of the m x m ones.
 
-The same two executions as in `samestep.rules.orthogonalize`, which has the formulas. Blocks and
-their products with polynomials are 16 bits wide as given, Gram matrices and polynomials float16,
-sums float32. The first Gram matrix and polynomial carry the scale that brings a block to unit
-norm, so that scaling costs no pass over memory.
+The same two executions as in `samestep.rules.orthogonalize`, which has the formulas. Blocks, Gram
+matrices and polynomials are float16, sums float32: in bfloat16 a polynomial of several steps, which
+is as large as 33, would be rounded by more than singular values may move (docs/rules.md). The first
+Gram matrix and polynomial carry the scale that brings a block to unit norm, so that scaling costs
+no pass over memory.
 """
 
 from collections.abc import Sequence
@@ -35,21 +36,23 @@ def orthogonalize_blocks(
     eps_form: EpsForm,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The (nearly) orthogonal factor of each block, in its dtype."""
+    """The (nearly) orthogonal factor of each block, in its dtype.
+
+    `dtype`: what blocks are rounded to before; products are in float16.
+    """
     rows, cols = blocks.shape[1:]
-    norms = block_norm(blocks)
-    scales, X = inverse_norms(norms, norm_factor, eps, eps_form), blocks
-    if dtype == torch.float16:
-        powers = fitting_powers(norms)
-        scales, X = scales / powers, X * powers.to(X.dtype)
-    X = X.to(dtype)
+    X = blocks.to(dtype).float() if dtype == torch.bfloat16 else blocks
+    norms = block_norm(X)
+    powers = fitting_powers(norms)
+    scales = inverse_norms(norms, norm_factor, eps, eps_form) / powers
+    X = (X * powers.to(X.dtype)).half()
     X = X.mT if rows > cols else X
     short, long = X.shape[1:]
     room = padded(long) - long, padded(short) - short
     if any(room):
         X = torch.nn.functional.pad(X, (0, room[0], 0, room[1]))
     # What a zero block is multiplied with stays finite.
-    scales = scales.clamp_max(1.0 if dtype == torch.float16 else 1e18).flatten().float()
+    scales = scales.clamp_max(1.0).flatten().float()
     Y = orthogonalize_wide(X.contiguous(), scales, table, execution, overwrite=False)
     Y = Y[:, :short, :long]
     return (Y.mT if rows > cols else Y).to(blocks.dtype).contiguous()
@@ -71,7 +74,7 @@ def inverse_norms(norms: Tensor, norm_factor: float, eps: float, eps_form: EpsFo
 
 
 def orthogonalize_wide(
-    X: Tensor,  # (B, m, n), m <= n, both multiples of ALIGNMENT
+    X: Tensor,  # (B, m, n) float16, m <= n, both multiples of ALIGNMENT
     scales: Tensor,  # (B,) float32: 1 / norm
     table: Sequence[Coefficients],
     execution: Execution,
@@ -102,9 +105,8 @@ def _orthogonalized(
             X,
             scales=None if own is None else own.square(),
             shift=_shift(table[start]) if stop == start + 1 else 0.0,
-            dtype=torch.float16,
         )
-        Q = _polynomial(A, table[start:stop], own, X.dtype)
+        Q = _polynomial(A, table[start:stop], own)
         X = torch.bmm(Q, X, out=rooms[number % 2])
     return X
 
@@ -114,9 +116,7 @@ def steps_alone(steps: int) -> list[tuple[int, int]]:
     return [(step, step + 1) for step in range(steps)]
 
 
-def _polynomial(
-    A: Tensor, table: Sequence[Coefficients], scales: Tensor | None, dtype: torch.dtype
-) -> Tensor:
+def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None) -> Tensor:
     """Q with X_k = Q X_0 for A = X_0 X_0^T, times the scales:  P = a I + b A + c A A;  Q <- P Q.
 
     The last A is only squared; it comes with its shift h, so that no third operand is read:
@@ -135,13 +135,11 @@ def _polynomial(
             beta=b,
             gamma=a - c * shift * shift,
             scales=scales if alone else None,
-            dtype=dtype if alone else None,
         )
         if Q is None:
             Q = P
         else:
-            own = (scales, dtype) if last else (None, None)
-            Q = symmetric_product(P, Q, scales=own[0], dtype=own[1])
+            Q = symmetric_product(P, Q, scales=scales if last else None)
         if not last:
             # P A P of the very P that is part of Q. All would commute but for rounding, and a
             # mirrored A P would be another matrix: small singular values would suffer.

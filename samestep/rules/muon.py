@@ -7,6 +7,7 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -16,9 +17,11 @@ from samestep.rules import checks
 from samestep.rules.numbers import in_dtype, number, on_host
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
+    Coefficients,
     block_norm,
     default_compute_dtype,
     orthogonalize,
+    step_coefficients,
 )
 from samestep.rules.rule import Direction, Options, Shape, Update
 
@@ -256,6 +259,22 @@ def lr_factor(rows: int, cols: int, adjust_lr: str | None) -> float:
     if adjust_lr == "original":
         return float(max(1.0, rows / cols) ** 0.5)
     return 1.0
+
+
+def largest_singular_value(options: Options) -> float:
+    """More than any singular value that the orthogonalization of a group can give."""
+    table = step_coefficients(
+        options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
+    )
+    return _largest(tuple(table), POLYNOMIALS[options["orthogonalize"]].norm_factor)
+
+
+@cache
+def _largest(table: tuple[Coefficients, ...], norm_factor: float) -> float:
+    largest = [place / 4096 / norm_factor for place in range(4097)]
+    for a, b, c in table:
+        largest = [s * (a + s * s * (b + s * s * c)) for s in largest]
+    return max(map(abs, largest)) + 0.15
 
 
 def decay_weights(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-from samestep.rules.rule import InPlaceRule, Rule, StagedRule, TogetherRule
+from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule
 from samestep.state import MASTER, State, math_dtype
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
@@ -40,6 +40,20 @@ class DirectionSizes(Protocol):
         ...
 
 
+class DirectionBounds(Protocol):
+    """Counts directions that are larger than they can be."""
+
+    def look_at(
+        self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
+    ) -> None:
+        """Look at the squares of directions, (B,), of a group."""
+        ...
+
+    def watch(self, group: int, flags: Sequence[Tensor]) -> None:
+        """Look at flags that kernels set, from now on."""
+        ...
+
+
 class GroupMath(NamedTuple):
     """How one group's rule is run in this step, on one device."""
 
@@ -50,6 +64,7 @@ class GroupMath(NamedTuple):
     maximize: bool
     only_if: Tensor | None  # a flag on the device: False leaves all as it is
     sizes: "DirectionSizes | None"  # told of every direction, if these are measured
+    bounds: "DirectionBounds | None" = None
 
     def gradient(self, grad: Tensor) -> Tensor:
         """A gradient as the rule shall see it."""
@@ -89,9 +104,14 @@ def run_rule(
         raise NotImplementedError(
             f"rule {rule.name!r} does not tell its direction, so update_rms cannot be measured"
         )
-    direction = new.direction()
-    dims = (-2, -1) if rule.kind == "matrix" else None
-    return Result(new.param, new.state, direction.square().sum(dim=dims, dtype=torch.float64))
+    return Result(new.param, new.state, direction_squares(new.direction(), rule.kind))
+
+
+def direction_squares(direction: Tensor, kind: str = "matrix") -> Tensor:
+    """The sum of squares of a direction, (), or of each block of a stack, (B,), in float64."""
+    dims = (-2, -1) if kind == "matrix" else None
+    norms: Tensor = torch.linalg.vector_norm(direction, dim=dims, dtype=torch.float64)
+    return norms.square()
 
 
 def update_together(
@@ -129,6 +149,11 @@ def _is_together(rule: Rule) -> TypeGuard[TogetherRule]:
 
 def _is_in_place(rule: Rule) -> TypeGuard[InPlaceRule]:
     return _follows(type(rule), InPlaceRule)
+
+
+def is_bounded(rule: Rule | StagedRule) -> TypeGuard[BoundedRule]:
+    """Whether a rule says how large its directions can be."""
+    return _follows(type(rule), BoundedRule)
 
 
 def is_staged(rule: Rule) -> TypeGuard[StagedRule]:

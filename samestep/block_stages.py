@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from samestep.apply import GroupMaths, exact_value
+from samestep.apply import GroupMaths, direction_squares, exact_value, is_bounded
 from samestep.block_moves import BlockMoves
 from samestep.block_parts import BlockParts, HeldPart
 from samestep.plan.block_exchange import Key, Route
@@ -67,6 +67,10 @@ class PlainStages:
                 of_group.scalars,
                 of_group.options,
             )
+            if of_group.bounds is not None and is_bounded(rule):
+                largest = rule.largest_norm(routes[0].block.shape, of_group.options)
+                squares, group = direction_squares(found), held.specs[routes[0].param].group
+                of_group.bounds.look_at(group, squares, largest, of_group.only_if)
             found = found.to(self._moves.dtype)  # as others get it: copies must not drift apart
             for place, route in enumerate(routes):
                 directions[route.key] = found[place].view(route.box.sizes)

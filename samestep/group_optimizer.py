@@ -18,7 +18,7 @@ from samestep.kernels.choice import missing as missing_kernels
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
 from samestep.local import KnownGroup, LocalParameters, plain
-from samestep.metrics import UpdateSizes
+from samestep.metrics import Outliers, UpdateSizes
 from samestep.param_groups import (
     Group,
     blocks_of_group,
@@ -55,6 +55,8 @@ class GroupOptimizer(torch.optim.Optimizer):
     `order_of_use` are parameters in the order in which forward uses them, where that is known.
     """
 
+    _recorded: "RecordedStep | None"
+
     def __init__(
         self,
         params: Params,
@@ -63,7 +65,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         *,
         master_weights: bool,
         compile: bool | str,
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = None,
         batch_elements: int | None = None,
         max_grad_norm: float | None,
         update_rms: bool,
@@ -74,7 +76,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None:
             checks.limit("max_grad_norm", max_grad_norm)
         checks.boolean("update_rms", update_rms)
-        checks.boolean("cuda_graph", cuda_graph)
+        if cuda_graph is not None:
+            checks.boolean("cuda_graph", cuda_graph)
         if batch_elements is not None:
             checks.count("batch_elements", batch_elements)
         self._max_grad_norm = max_grad_norm
@@ -292,6 +295,16 @@ class GroupOptimizer(torch.optim.Optimizer):
                 "gradients, which a graph cannot; leave it out"
             )
 
+    def _recording(self) -> "RecordedStep | None":
+        """What records steps and replays them: asked for, or where it is legal and pays."""
+        if self._recorded is None and self._cuda_graph is None and self._can_be_recorded():
+            self._recorded = _new_recorded_step(asked_for=False)
+        return self._recorded
+
+    def _can_be_recorded(self) -> bool:
+        alone = self._rank_group is None and self._stage_group is None and not self._sharded
+        return alone and not self._compile and missing_kernels(self._device) is None
+
     def _plan(self, index: int, group: Group) -> None:
         """Cut the parameters of a group into blocks and remember what that depended on."""
         cut = blocks_of_group(group, parameter_names(group, index))
@@ -318,7 +331,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._placements: list[Placement] = []
         backend = "inductor" if self._compile is True else self._compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
-        self._recorded = _new_recorded_step() if self._cuda_graph else None
+        self._outliers = Outliers()
+        self._recorded = _new_recorded_step(asked_for=True) if self._cuda_graph else None
 
     def state_dict(self) -> StateDict:
         """What torch's optimizers give. Of an optimizer on several ranks it is this rank's part.
@@ -418,10 +432,10 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._plan(index, group)
 
 
-def _new_recorded_step() -> "RecordedStep":
+def _new_recorded_step(*, asked_for: bool) -> "RecordedStep":
     reason = missing_kernels(torch.device("cuda"))
     if reason is not None:
         raise ValueError(f"cuda_graph=True needs kernels, and there are none: {reason}")
     from samestep.kernels.recorded_step import RecordedStep
 
-    return RecordedStep()
+    return RecordedStep(asked_for=asked_for)

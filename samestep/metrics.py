@@ -47,6 +47,58 @@ class UpdateSizes:
         return None if self._totals is None else (self._totals[0] / self._totals[1]).sqrt()
 
 
+class Outliers:
+    """Blocks whose direction has had a norm that its rule cannot give, since construction.
+
+    It should never happen: then the orthogonalization has left its basin, or a gradient was not
+    finite. Kernels write flags into the host's memory; of what plain torch does on a GPU only
+    `counts` tells.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}  # by group, on any device
+        self._flags: dict[int, list[Tensor]] = {}  # by group: one per block, in the host's memory
+        self._told = False
+
+    def look_at(
+        self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
+    ) -> None:
+        """Look at the squares of directions, (B,); `only_if`: whether they are stepped along."""
+        flags = squares.le(largest_norm**2).logical_not_()  # so that NaN counts
+        if only_if is not None:
+            flags &= only_if != 0
+        count = flags.sum()
+        self._found[group] = self._found[group] + count if group in self._found else count
+
+    def watch(self, group: int, flags: Sequence[Tensor]) -> None:
+        """Look at flags that kernels set, from now on."""
+        self._flags.setdefault(group, []).extend(flags)
+
+    def counts(self, groups: int) -> Tensor:
+        """(groups,): how many blocks of each."""
+        device = next((count.device for count in self._found.values()), torch.device("cpu"))
+        counts = torch.zeros(groups, dtype=torch.int64, device=device)
+        for group, count in self._found.items():
+            counts[group] += count
+        for group, flags in self._flags.items():
+            counts[group] += sum(int(flag.sum()) for flag in flags)
+        return counts
+
+    def new(self) -> int | None:
+        """A group in which there is one, once, as far as it is known without waiting."""
+        if self._told:
+            return None
+        for group, flags in self._flags.items():
+            self._told |= any(flag.any() for flag in flags)
+            if self._told:
+                return group
+        for group, count in self._found.items():
+            if count.device.type == "cpu" and count:
+                self._told = True
+                return group
+        return None
+
+
 class StepNumbers(NamedTuple):
     """What a step leaves for `opt.metrics()`."""
 

@@ -130,9 +130,10 @@ class MuonAdamW(RuleOptimizer):
             if it is not finite; `metrics()` has the norm. math.inf: only that check.
         update_rms: `metrics()` tells the size of the updates.
         compile: run the math through torch.compile (True, or the name of a backend).
-        cuda_graph: replay the whole step as one CUDA graph from the third on, for one process whose
-            parameters are on one GPU and either always or never have a gradient. Learning rates
-            stay live. The memory a step needs beside parameters and state is then kept.
+        cuda_graph: replay the whole step as one CUDA graph, which takes the host out of it, for one
+            process with its parameters on a GPU. Learning rates stay live; a step with gradients
+            that the graph does not know runs without it. The memory that a step needs beside
+            parameters and state is then kept. None: where that is at most 2% of the GPU's.
         batch_elements: how many elements of Muon's blocks are orthogonalized at once; fewer need
             less memory beside parameters and state, and more launches. The bits are the same.
     """
@@ -149,7 +150,7 @@ class MuonAdamW(RuleOptimizer):
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = None,
         batch_elements: int | None = None,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
@@ -230,7 +231,7 @@ class Muon(RuleOptimizer):
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = None,
         batch_elements: int | None = None,
         **options: Unpack[MuonOptions],
     ) -> None:
@@ -278,7 +279,7 @@ class AdamW(RuleOptimizer):
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
-        cuda_graph: bool = False,
+        cuda_graph: bool | None = None,
         **options: Unpack[DistributionOptions],
     ) -> None:
         for name in options:

@@ -13,6 +13,7 @@ from samestep.apply import (
     GroupMath,
     GroupMaths,
     Operand,
+    is_bounded,
     run_rule,
     stacks,
     update_blocks,
@@ -27,7 +28,7 @@ from samestep.full_values import FullValues
 from samestep.gradient_norm import clip_factor, square_sum
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.metrics import StepNumbers, UpdateSizes, present_counts
-from samestep.param_groups import LAYOUT_KEYS, rule_of
+from samestep.param_groups import LAYOUT_KEYS, parameter_names, rule_of
 from samestep.placement import Placement
 from samestep.plan.schedule import (
     Agree,
@@ -48,6 +49,7 @@ from samestep.plan.schedule import (
     step_schedule,
 )
 from samestep.rules.rule import Rule
+from samestep.warn import warn_user
 
 if TYPE_CHECKING:
     from samestep.kernels.recorded_step import RecordedStep
@@ -108,7 +110,8 @@ class RuleOptimizer(FullValues):
             placement.begin_step(self.state, problem)
         try:
             self._problem = self._heard_from_stages(problem)
-            self._execute() if self._recorded is None else self._execute_recorded(self._recorded)
+            recorded = self._recording()
+            self._execute() if recorded is None else self._execute_recorded(recorded)
         except CollectiveError:
             raise  # ranks are gone: there is nobody to start afresh with
         except BaseException:
@@ -117,6 +120,19 @@ class RuleOptimizer(FullValues):
             raise
         for placement in self._placements:
             placement.finish_step()
+        self._tell_outliers()
+
+    def _tell_outliers(self) -> None:
+        """Warn, once, of an update that no orthogonalization gives."""
+        group = self._outliers.new()
+        if group is not None:
+            names = parameter_names(self.param_groups[group], group)
+            warn_user(
+                f"an update in param_groups[{group}] ({names[0]!r} and others) was not finite, or "
+                "larger than its orthogonalization can make it, and was written: look for "
+                "gradients that are not finite (max_grad_norm=math.inf skips their steps) and load "
+                "a checkpoint from before; metrics()['outliers'] counts such blocks"
+            )
 
     def _execute(self) -> None:
         """The operations of a step, one after the other."""
@@ -150,7 +166,9 @@ class RuleOptimizer(FullValues):
             return StepNumbers(self._grad_norm, self._sizes)
 
         scaled = self._inverse_scale is not None
-        self._grad_norm, self._sizes = recorded.run(known, maths, scaled, all_operations)
+        self._grad_norm, self._sizes = recorded.run(
+            known, maths, scaled, self._kernel_plans, all_operations
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -318,11 +336,15 @@ class RuleOptimizer(FullValues):
             seen = members
             if math.factor is not None or math.maximize:
                 seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
-            measure = self._sizes is not None
+            measure = self._sizes is not None or is_bounded(rule)
             arguments = math.scalars, math.options, self._run, math.only_if, measure
             if rule.kind == "matrix":
                 for stack in stacks(seen, self._batch_elements):
-                    self._count(index, stack, update_blocks(rule, stack, *arguments))
+                    squares = update_blocks(rule, stack, *arguments)
+                    self._count(index, stack, squares)
+                    if is_bounded(rule) and squares is not None:
+                        largest = rule.largest_norm(tuple(stack[0].param.shape), math.options)
+                        self._outliers.look_at(index, squares, largest, math.only_if)
             elif not update_together(rule, seen, math, self._run):
                 for operand in seen:
                     self._count(index, [operand], update_elementwise(rule, operand, *arguments))
@@ -339,6 +361,7 @@ class RuleOptimizer(FullValues):
             group["maximize"],
             self._verdict.only_if,
             self._sizes,
+            self._outliers,
         )
 
     def _constant_keys(self, rule: Rule) -> tuple[str, ...]:
@@ -393,6 +416,9 @@ class RuleOptimizer(FullValues):
             `max_grad_norm` or a GradScaler is in use. If it is not finite, the step has changed
             nothing.
         present: (groups,), how many parameters of each group had a gradient on any rank.
+        outliers: (groups,), how many blocks of each group have, since construction, had an update
+            that was not finite or larger than an orthogonalization can make it. 0, unless
+            gradients were not finite.
         update_rms: (groups,), sqrt(mean(u^2)) of what the learning rate was multiplied with, over
             all ranks, where `update_rms=True`. NaN for a group without gradients.
         """
@@ -400,6 +426,7 @@ class RuleOptimizer(FullValues):
         if self._grad_norm is not None:
             # A graph writes the next one into the same tensor.
             found["grad_norm"] = self._grad_norm.clone() if self._recorded else self._grad_norm
+        found["outliers"] = self._outliers.counts(len(self.param_groups))
         flags = [flag for placement in self._placements for flag in placement.present()]
         found["present"] = present_counts(len(self.param_groups), flags)
         rms = None if self._sizes is None else self._sizes.rms()

@@ -1,11 +1,12 @@
 """A whole step as one CUDA graph: the host launches once, however many parameters there are.
 
 A graph has the addresses of all it works on. Those of gradients change from step to step: kernels
-read them from a table, which is filled anew before every replay, as learning rates are.
+read them from a table, which is filled anew before every replay, as learning rates are. Gradients
+that come and go are another step: that one runs without a graph, until it comes twice in a row.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -15,11 +16,13 @@ from torch import Tensor
 from samestep.apply import GroupMath
 from samestep.kernels.choice import missing
 from samestep.kernels.tables import addresses_from
-from samestep.kernels.update import reason_against
+from samestep.kernels.update import KernelPlan, reason_against
 from samestep.local import KnownGroup
 from samestep.metrics import StepNumbers
 
 ROOM = 1 << 16  # addresses, of all tables of a graph
+MOST = 4  # recordings: where steps differ that often, a graph is not worth its while
+SHARE = 1 / 50  # of the device's memory, which a graph that nobody asked for may keep
 
 
 class StepShape(NamedTuple):
@@ -34,12 +37,16 @@ class StepShape(NamedTuple):
 class RecordedStep:
     """Runs the first step of a shape, which compiles kernels; records the second; then replays."""
 
-    def __init__(self) -> None:
-        self._shape: StepShape | None = None
+    def __init__(self, *, asked_for: bool) -> None:
+        self._asked_for = asked_for
+        self._last: StepShape | None = None
+        self._refused: StepShape | None = None
+        self._shape: StepShape | None = None  # of the graph
         self._graph: torch.cuda.CUDAGraph | None = None
         self._slots: Slots | None = None
         self._numbers = StepNumbers(None, None)
         self._scale: Tensor | None = None
+        self._recordings = 0
 
     def own_scale(self, scale: Tensor) -> Tensor:
         """The scale of a GradScaler at an address that stays."""
@@ -52,60 +59,80 @@ class RecordedStep:
         groups: Sequence[KnownGroup],
         maths: Sequence[GroupMath],
         scaled: bool,
+        plans: Mapping[object, KernelPlan],
         execute: Callable[[], StepNumbers],
     ) -> StepNumbers:
-        """One step; its numbers are in the same tensors every time."""
+        """One step; where it is replayed its numbers are in the same tensors every time."""
         all_grads = [param.grad for group in groups for param in group.params]
         options = tuple((math.options, math.maximize) for math in maths)
         shapes = tuple(map(_gradient_shape, all_grads))
         shape = StepShape(tuple(groups), options, shapes, scaled)
         grads = [grad for grad in all_grads if grad is not None]
-        if not grads:
+        last, self._last = self._last, shape
+        if self._asked_for and shape != last:
+            _refuse(shape, maths)
+        twice = bool(grads) and shape == last != self._refused
+        if shape != self._shape and twice and not self._may_record(shape, maths, plans.values()):
+            self._refused, twice = shape, False
+        if shape != self._shape and not twice:
             return execute()
-        if shape != self._shape:
-            self._refuse(shape, maths)
-            self._graph = self._slots = None
-            numbers = execute()
+        if shape != self._shape or self._graph is None or self._slots is None:
+            self._record(grads, execute)
             self._shape = shape
-            return numbers
-        if self._graph is None or self._slots is None:
-            graph, slots = torch.cuda.CUDAGraph(), Slots(grads)
-            with (
-                addresses_from(slots),
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
-                self._numbers = execute()
-            self._graph, self._slots = graph, slots
+        assert self._graph is not None
+        assert self._slots is not None
         self._slots.fill([grad.data_ptr() for grad in grads])
         self._graph.replay()
         return self._numbers
 
-    def _refuse(self, shape: StepShape, maths: Sequence[GroupMath]) -> None:
-        """Raise, before anything changes, where a graph would do something else than a step."""
-        for number, (group, math) in enumerate(zip(shape.groups, maths, strict=True)):
-            operands = list(group.operands())
-            devices = {operand.param.device for operand in operands}
-            reason = next(filter(None, map(missing, devices)), None)
-            reason = reason or reason_against(math, operands)
-            if reason is not None:
-                raise RuntimeError(
-                    f"cuda_graph=True cannot record param_groups[{number}]: {reason}; leave "
-                    "cuda_graph out"
-                )
-        old = self._shape
-        if old is None or old.groups != shape.groups:
-            return
-        params = chain.from_iterable(group.params for group in shape.groups)
-        for place, (param, was, now) in enumerate(
-            zip(params, old.gradients, shape.gradients, strict=True)
-        ):
-            if (was is None) != (now is None):
-                has, had = ("no", "one") if now is None else ("a", "none")
-                raise RuntimeError(
-                    f"cuda_graph=True replays one step, and parameter {place}, of shape "
-                    f"{tuple(param.shape)}, has {has} gradient now but had {had} in it: leave "
-                    "cuda_graph out where gradients come and go"
-                )
+    def _record(self, grads: Sequence[Tensor], execute: Callable[[], StepNumbers]) -> None:
+        self._shape = self._graph = self._slots = None  # what they keep is free again
+        graph, slots = torch.cuda.CUDAGraph(), Slots(grads)
+        device = grads[0].device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        # Not `torch.cuda.graph`, which waits for the device first.
+        with torch.cuda.stream(stream), addresses_from(slots):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._numbers = execute()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph, self._slots = graph, slots
+        self._recordings += 1
+
+    def _may_record(
+        self, shape: StepShape, maths: Sequence[GroupMath], plans: Iterable[KernelPlan]
+    ) -> bool:
+        """Whether a graph would do the same, and be worth what it keeps."""
+        if self._recordings >= MOST or torch.cuda.is_current_stream_capturing():
+            return False
+        if self._asked_for:
+            return True
+        if any(map(_reason_against, shape.groups, maths)):
+            return False
+        device = next(chain.from_iterable(group.params for group in shape.groups)).device
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return max((plan.temporary_bytes() for plan in plans), default=0) <= SHARE * memory
+
+
+def _refuse(shape: StepShape, maths: Sequence[GroupMath]) -> None:
+    """Raise, before anything changes, where a graph would do something else than a step."""
+    for number, reason in enumerate(map(_reason_against, shape.groups, maths)):
+        if reason is not None:
+            raise RuntimeError(
+                f"cuda_graph=True cannot record param_groups[{number}]: {reason}; leave "
+                "cuda_graph out"
+            )
+
+
+def _reason_against(group: KnownGroup, math: GroupMath) -> str | None:
+    """Why a graph would do something else than a step."""
+    operands = list(group.operands())
+    devices = {operand.param.device for operand in operands}
+    reason = next(filter(None, map(missing, devices)), None)
+    return reason or reason_against(math, operands)
 
 
 def _gradient_shape(grad: Tensor | None) -> tuple[torch.dtype, bool, bool] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from samestep.apply import GroupMaths
+from samestep.apply import GroupMaths, direction_squares, is_bounded
 from samestep.block_parts import BlockParts
 from samestep.kernels.chunk_tables import ChunkTables
 from samestep.kernels.muon import GivenBlocks, finished, orthogonalized
@@ -45,7 +45,7 @@ class KernelStages:
             self._tables.assembling.run_([received], out)
         writes = self._step.grads.writes
         for group, jobs in self._tables.batches:
-            step = self._step.of_group(group, math)[1]
+            of_group, step = self._step.of_group(group, math)
             blocks = [
                 GivenBlocks(
                     out[job.begin : job.stop].view(-1, *job.size),
@@ -56,6 +56,10 @@ class KernelStages:
             ]
             found = orthogonalized([(given, None) for given in blocks], step)
             for given, directions in zip(blocks, found, strict=True):
+                if of_group.bounds is not None and is_bounded(of_group.rule):
+                    largest = of_group.rule.largest_norm((given.rows, given.cols), of_group.options)
+                    squares = direction_squares(directions)
+                    of_group.bounds.look_at(group, squares, largest, of_group.only_if)
                 self._directions.append(finished(given, directions, step, self._tables.moves.dtype))
 
     def give_back(self, held: BlockParts) -> None:

@@ -59,6 +59,22 @@ class KernelPlan:
             and all(map(Tensor.is_contiguous, [operand.grad for operand in operands]))
         )
 
+    def outliers(self) -> list[Tensor]:
+        """Flags of blocks, which kernels set."""
+        jobs = [job.tensors for batch in self.batches for job in batch]
+        return [blocks.outliers for blocks in jobs if isinstance(blocks, MuonBlocks)]
+
+    def temporary_bytes(self) -> int:
+        """About what the largest batch of blocks needs while it is orthogonalized."""
+        sizes = [0]
+        for batch in self.batches:
+            blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
+            for own in blocks[:1]:
+                short, long = sorted((own.rows, own.cols))
+                # Two blocks of 16 bits, and four matrices of the short side.
+                sizes.append(sum(b.count for b in blocks) * (4 * short * long + 8 * short * short))
+        return max(sizes)
+
     def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
         """Those of each batch, job by job; their addresses travel together."""
         jobs = [job for batch in self.batches for job in batch]
@@ -96,6 +112,8 @@ def update_with_kernels(
     plan = plans.get(key)
     if plan is None or not plan.is_for(operands):
         plan = plans[key] = KernelPlan(math, operands, most or BATCH_ELEMENTS)
+        if math.bounds is not None:
+            math.bounds.watch(index, plan.outliers())
     if not plan.batches:
         return list(operands)
     only_if = None if math.only_if is None else math.only_if.double()
@@ -128,12 +146,27 @@ def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
     return None
 
 
+# Every option of the rules that the kernels read. What is not here they would ignore, so a group
+# with another option is plain torch's.
+ADAMW_OPTIONS = frozenset({"amsgrad", "fused"})
+MUON_OPTIONS = frozenset(
+    {
+        "momentum_form", "nesterov", "equilibrate", "orthogonalize", "ns_steps", "ns_coefficients",
+        "execution", "eps", "eps_form", "renormalize", "adjust_lr", "cautious", "scale_decay",
+        "compute_dtype",
+    }
+)  # fmt: skip
+MUON_VALUES = {"momentum_form": ("ema", "sum"), "eps_form": ("add", "clamp")}
+
+
 def can_run(math: GroupMath, device: torch.device) -> bool:
     """Whether there are kernels for the rule and options of a group."""
     options = math.options
     if type(math.rule) is AdamWRule:
-        return math.sizes is None and not options["amsgrad"]
-    if type(math.rule) is not MuonRule:
+        return options.keys() <= ADAMW_OPTIONS and math.sizes is None and not options["amsgrad"]
+    if type(math.rule) is not MuonRule or not options.keys() <= MUON_OPTIONS:
+        return False
+    if any(options[key] not in known for key, known in MUON_VALUES.items()):
         return False
     table = step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]

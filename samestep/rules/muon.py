@@ -6,6 +6,7 @@
 Each stage is one small pure function below, on stacks of blocks (B, rows, cols).
 """
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import ClassVar, Literal
@@ -93,6 +94,10 @@ class MuonRule:
         if options["variance_beta2"] is not None:
             shapes["variance"] = variance_shape(*shape)
         return shapes
+
+    def largest_norm(self, shape: Shape, options: Options) -> float:
+        """That of a block all of whose singular values are as large as they can be."""
+        return float(min(shape[0], math.prod(shape[1:])) ** 0.5 * largest_singular_value(options))
 
     def update(
         self,

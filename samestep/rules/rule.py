@@ -165,3 +165,12 @@ class Rule(Protocol):
         holds the keys of `defaults` that are not schedulable.
         """
         ...
+
+
+@runtime_checkable
+class BoundedRule(Protocol):
+    """A matrix rule that says how large its directions can be, so that others would be seen."""
+
+    def largest_norm(self, shape: Shape, options: Options) -> float:
+        """More than the norm of any direction of a block of this shape."""
+        ...

@@ -60,6 +60,10 @@ COMMANDS = {
         "does nanochat's model train as well with ours as with its own, and faster?",
         "samestep.bench.client.nanochat",
     ),
+    "bench client llama": Command(
+        "the same for a Llama in bfloat16 with main weights, against torch's AdamW and dion",
+        "samestep.bench.client.llama",
+    ),
     "inspect": Command(
         "what is in a checkpoint, and is every bit of it right?",
         "samestep.checkpoint.inspect_command",

@@ -206,20 +206,16 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
         return lambda model: our_optimizer(model, lr_scale, **options)
 
+    mine: dict[str, Any] = {"ours": True, "rival": "nanochat"}
+    aside = mine | {"default": False}
     return (
         Contestant("nanochat", "nanochat's own", lambda model: its_optimizer(model, lr_scale)),
-        Contestant("ours", "samestep.MuonAdamW with default options", ours(), ours=True),
+        Contestant("ours", "samestep.MuonAdamW with default options", ours(), **mine),
+        Contestant("ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **aside),
+        Contestant("ours-eager", "the same, cuda_graph=False", ours(cuda_graph=False), **aside),
         Contestant(
-            "ours-graph", "the same with cuda_graph=True", ours(cuda_graph=True), ours=True,
-            default=False,
-        ),
-        Contestant(
-            "ours-eager", "the same with cuda_graph=False", ours(cuda_graph=False), ours=True,
-            default=False,
-        ),
-        Contestant(
-            "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)", ours(), ours=True,
-            kernels=False, default=False,
+            "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)", ours(), **aside,
+            kernels=False,
         ),
     )  # fmt: skip
 
@@ -230,7 +226,9 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
 def parse(words: Sequence[str], prog: str) -> Options:
     """Read flags; a bad one raises BadRequestError, --help ends the process."""
     known = contestants()
-    parser = client_parser(prog, Options.__doc__, known, layers=12, out="out/bench-nanochat")
+    parser = client_parser(
+        prog, Options.__doc__, known, layers=12, out="out/bench-nanochat", cpu_dtype="float32"
+    )
     parser.add_argument(
         "--lr-scale", type=float, default=1.0,
         help="times every learning rate; its training script would take sqrt(bytes of a step / "

@@ -45,7 +45,13 @@ class ClientOptions(SharedOptions):
 
 
 def client_parser(
-    prog: str, description: str | None, contestants: Sequence[Named], *, layers: int, out: str
+    prog: str,
+    description: str | None,
+    contestants: Sequence[Named],
+    *,
+    layers: int,
+    out: str,
+    cpu_dtype: str,
 ) -> Parser:
     """A parser with the options of every client."""
     parser = parser_for(prog, description, contestants, warmup=10, out=out)
@@ -63,8 +69,9 @@ def client_parser(
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default=None,
-        help="of the passes (bfloat16; float32 on a CPU)",
+        help=f"of the passes (bfloat16; {cpu_dtype} on a CPU)",
     )  # fmt: skip
+    parser.set_defaults(cpu_dtype=cpu_dtype)
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None,
         help="compile the model (on CUDA; not on a CPU)",
@@ -100,7 +107,7 @@ def client_options(
         "seeds": tuple(dict.fromkeys(given.seeds)),
         "batch": given.batch,
         "sequence": given.sequence,
-        "dtype": given.dtype or ("bfloat16" if on_gpu else "float32"),
+        "dtype": given.dtype or ("bfloat16" if on_gpu else given.cpu_dtype),
         "compile": on_gpu if given.compile is None else given.compile,
         "every": given.every,
         "data": given.data,

@@ -26,7 +26,10 @@ from samestep.bench.step.bars import Verdict
 from samestep.command.output import check_folder
 
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
-TIMES = ("", "optimizer ms", "min..max", "host ms", "iteration ms", "optimizer", "iteration")
+TIMES = (
+    "", "optimizer ms", "min..max", "host ms", "iteration ms", "optimizer of rival's",
+    "iteration of rival's",
+)  # fmt: skip
 
 
 class Seed(NamedTuple):
@@ -125,9 +128,8 @@ def final_losses(trainings: Sequence[Training]) -> list[float]:
 
 
 def verdicts(seeds: Sequence[Seed], fastest: float | None) -> list[Verdict]:
-    """Ours against the first who is not: is the loss as good, within what seeds do? The time?"""
+    """Ours against its rival: is the loss as good, within what seeds do? And the time?"""
     everybody = of_contestants(seeds)
-    rival = next((each for each in everybody if not each[0].contestant.ours), None)
     found = []
     for trainings in everybody:
         contestant = trainings[0].contestant
@@ -135,9 +137,10 @@ def verdicts(seeds: Sequence[Seed], fastest: float | None) -> list[Verdict]:
             continue
         lost = sum(not each.running for each in trainings)
         found.append(Verdict(f"{contestant.name}: trainings that broke", float(lost), 0.0))
+        rival = _rival(contestant, everybody)
         if rival is None:
             continue
-        name = rival[0].contestant.name
+        name = contestant.rival
         pairs = [
             ours.final_loss - theirs.final_loss
             for ours, theirs in zip(trainings, rival, strict=True)
@@ -152,6 +155,13 @@ def verdicts(seeds: Sequence[Seed], fastest: float | None) -> list[Verdict]:
             what = f"{contestant.name}: time of the optimizer, of {name}'s"
             found.append(Verdict(what, ratio, fastest))
     return found
+
+
+def _rival(
+    contestant: Contestant, everybody: Sequence[list[Training]]
+) -> Sequence[Training] | None:
+    """The trainings of whom it is compared with, if that takes part."""
+    return next((each for each in everybody if each[0].contestant.name == contestant.rival), None)
 
 
 def _ratio(ours: Sequence[Training], rival: Sequence[Training], which: str) -> float | None:
@@ -178,6 +188,7 @@ def _summary(trainings: Sequence[Training]) -> dict[str, Any]:
         "name": contestant.name,
         "what": contestant.what,
         "ours": contestant.ours,
+        "rival": contestant.rival or None,
         "final_losses": [each.final_loss for each in trainings],
         "mean": statistics.mean(final) if final else None,
         "standard_deviation": spread(final),
@@ -237,8 +248,8 @@ def show(seeds: Sequence[Seed], fastest: float | None, screen: Screen) -> None:
          for each in everybody],
     )  # fmt: skip
     screen.table("Final loss", LOSSES, [_loss_row(each) for each in everybody])
-    rival = next((each for each in everybody if not each[0].contestant.ours), None)
-    screen.table("Time by the wall clock", TIMES, [_time_row(each, rival) for each in everybody])
+    rows = [_time_row(each, _rival(each[0].contestant, everybody)) for each in everybody]
+    screen.table("Time by the wall clock", TIMES, rows)
     for seed in seeds:
         for training in seed.trainings:
             if not training.running:
@@ -304,7 +315,10 @@ def draw(name: str, seeds: Sequence[Seed]) -> bytes | None:
         for training in trainings:
             label = training.contestant.name if training is trainings[0] else None
             steps = range(1, len(training.losses) + 1)
-            curves.plot(steps, training.losses, color=color, label=label, linewidth=0.8, alpha=0.7)
+            style = "dashed" if training.contestant.ours else "solid"  # or one would hide the other
+            curves.plot(
+                steps, training.losses, linestyle=style, color=color, label=label, linewidth=0.9
+            )
             if training.not_finite is not None:
                 curves.axvline(training.not_finite.step + 1, color=color, linestyle="dotted")
     curves.set_xlabel("step")
@@ -322,7 +336,7 @@ def draw(name: str, seeds: Sequence[Seed]) -> bytes | None:
     bars.invert_yaxis()
     bars.margins(x=0.12)
     bars.set_xlabel("ms by the wall clock (median)")
-    bars.legend()
+    bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
     png = io.BytesIO()

@@ -42,6 +42,7 @@ class Contestant(NamedTuple):
     what: str
     build: Callable[[nn.Module], Any]
     ours: bool = False
+    rival: str = ""  # of ours: whom its loss and times are compared with
     kernels: bool = True
     default: bool = True
 

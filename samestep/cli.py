@@ -25,6 +25,7 @@ class Command(NamedTuple):
 GROUPS = {
     "": "samestep: optimizers that keep every rank in step.",
     "bench": "Measurements on this machine.",
+    "bench client": "Somebody else's model, trained with its own optimizer and with ours.",
 }
 COMMANDS = {
     "stress": Command(
@@ -54,6 +55,14 @@ COMMANDS = {
     "bench orthogonalize": Command(
         "the same for the orthogonalization alone, shape by shape",
         "samestep.bench.orthogonalize.command",
+    ),
+    "bench client nanochat": Command(
+        "does nanochat's model train as well with ours as with its own, and faster?",
+        "samestep.bench.client.nanochat",
+    ),
+    "bench client llama": Command(
+        "the same for a Llama in bfloat16 with main weights, against torch's AdamW and dion",
+        "samestep.bench.client.llama",
     ),
     "inspect": Command(
         "what is in a checkpoint, and is every bit of it right?",

@@ -25,7 +25,6 @@ class SharedOptions:
     """What every benchmark here can be asked."""
 
     variants: tuple[str, ...]
-    rounds: int
     warmup: int
     peer_path: tuple[Path, ...]
     out: Path
@@ -48,21 +47,21 @@ class Named(Protocol):
 
 
 def parser_for(
-    prog: str, description: str | None, contestants: Sequence[Named], *, rounds: int, out: str
+    prog: str, description: str | None, contestants: Sequence[Named], *, warmup: int, out: str
 ) -> Parser:
     """A parser with the options of every benchmark here."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     usual = [contestant.name for contestant in contestants if contestant.default]
     left_out = [contestant.name for contestant in contestants if not contestant.default]
+    names = ", ".join(contestant.name for contestant in contestants)
+    unless = f"all but {' and '.join(left_out)}" if left_out else "all"
     parser.add_argument(
         "--variants", nargs="+", default=usual, metavar="NAME",
-        help=f"who takes part: {', '.join(contestant.name for contestant in contestants)} (all but "
-        f"{' and '.join(left_out)}, which compiles for long)",
+        help=f"who takes part: {names} ({unless})",
     )  # fmt: skip
     parser.add_argument(
-        "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
+        "--warmup", type=int, default=warmup, help=f"turns that are not counted ({warmup})"
     )
-    parser.add_argument("--warmup", type=int, default=3, help="turns that are not counted (3)")
     parser.add_argument(
         "--peer-path", type=Path, action="append", default=[], metavar="PATH",
         help="a checkout of nanochat, dion or gram-newton-schulz; may be given several times",
@@ -76,13 +75,26 @@ def parser_for(
     return parser
 
 
+def add_rounds(parser: Parser, rounds: int) -> None:
+    """The option of benchmarks whose contestants take turns."""
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
+    )
+
+
+def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
+    """Refuse options that are smaller."""
+    for name in names:
+        value = getattr(given, name)
+        if value < least:
+            raise BadRequestError(f"--{name} must be at least {least}, got {value}")
+
+
 def shared(
     given: argparse.Namespace, contestants: Sequence[Named], prog: str, words: Sequence[str]
 ) -> dict[str, Any]:
     """The fields of SharedOptions; refuses values that cannot run, before anything is made."""
-    for name, value in (("--rounds", given.rounds), ("--warmup", given.warmup)):
-        if value < 1:
-            raise BadRequestError(f"{name} must be at least 1, got {value}")
+    at_least(1, given, "warmup")
     for path in given.peer_path:
         if not path.is_dir():
             raise BadRequestError(f"--peer-path {str(path)!r} is not a folder")
@@ -91,7 +103,6 @@ def shared(
     names = [contestant.name for contestant in contestants]
     return {
         "variants": chosen("--variants", given.variants, names),
-        "rounds": given.rounds,
         "warmup": given.warmup,
         "peer_path": tuple(given.peer_path),
         "out": given.out,

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import TextIO
 
 WIDTH = 160  # of output that is no terminal: tables must not be folded
 
@@ -11,8 +12,9 @@ WIDTH = 160  # of output that is no terminal: tables must not be folded
 class Screen:
     """Says things at once, so that a log shows how far a run is."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress_to: TextIO | None = None) -> None:
         self._begin = time.perf_counter()
+        self._progress_to = progress_to  # None: where results go
 
     def say(self, text: str) -> None:
         """One line."""
@@ -21,7 +23,9 @@ class Screen:
 
     def progress(self, text: str) -> None:
         """One line with the seconds since the start."""
-        self.say(f"[{time.perf_counter() - self._begin:6.1f} s] {text}")
+        stream = self._progress_to or sys.stdout
+        stream.write(f"[{time.perf_counter() - self._begin:6.1f} s] {text}\n")
+        stream.flush()
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """The first column is text, the others numbers."""

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from samestep.bench.gpu.options import SharedOptions, parser_for, shared
+from samestep.bench.gpu.options import SharedOptions, add_rounds, at_least, parser_for, shared
 from samestep.bench.orthogonalize.contestants import CONTESTANTS
 from samestep.bench.orthogonalize.measure import Shape
 from samestep.command.request import BadRequestError
@@ -21,23 +21,24 @@ class Options(SharedOptions):
     """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
 
     shapes: tuple[Shape, ...]
+    rounds: int
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
     """Read flags; a bad one raises BadRequestError, --help ends the process."""
-    parser = parser_for(
-        prog, Options.__doc__, CONTESTANTS, rounds=10, out="out/bench-orthogonalize"
-    )
+    parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, out="out/bench-orthogonalize")
+    add_rounds(parser, 10)
     parser.add_argument(
         "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
         help=f"batches to orthogonalize ({' '.join(SHAPES)})",
     )  # fmt: skip
     given = parser.parse_args(words)
+    at_least(1, given, "rounds")
     common = shared(given, CONTESTANTS, prog, words)
     shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
     if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
         raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
-    return Options(shapes=shapes, **common)
+    return Options(shapes=shapes, rounds=given.rounds, **common)
 
 
 def shape_of(text: str) -> Shape:

@@ -1,0 +1,1 @@
+"""Somebody else's model, trained with its own optimizer and with ours."""

@@ -1,0 +1,223 @@
+"""`samestep bench client llama`: a Llama in bfloat16 with main weights, against torch and dion.
+
+The model is transformers' where that is installed, or its twin in `llama_model`. Ours keeps fp32
+main weights by itself (`master_weights=True`). torch's AdamW and dion's Muon do not: they get them
+here as trainings write it by hand, and take part without as well.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import samestep
+from samestep.bench.client.llama_model import Llama, LlamaShape, from_transformers
+from samestep.bench.client.options import DTYPES, ClientOptions, client_options, client_parser
+from samestep.bench.client.report import run_client
+from samestep.bench.client.training import Client, Contestant
+from samestep.bench.gpu.options import at_least, device_of
+from samestep.bench.gpu.peers import make_importable, peer, reason
+from samestep.command.request import BadRequestError
+
+__all__ = ["Options", "parse", "run"]
+
+VOCABULARY = 256  # bytes
+HEAD_WIDTH = 64
+BETAS = (0.9, 0.95)
+DECAY = 0.1
+MOMENTUM = 0.95
+RISE, END = 0.1, 0.1  # of the steps until the learning rate is there; of it, what is left at last
+MODELS = ("transformers", "builtin")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ClientOptions):
+    """Train a Llama with main weights: ours, torch's AdamW, and dion's Muon."""
+
+    model: str
+    width: int
+    lr: float
+
+    @property
+    def shape(self) -> LlamaShape:
+        """Heads of 64 channels, a quarter as many for keys and values; SwiGLU of 8/3 the width."""
+        heads = self.width // HEAD_WIDTH
+        return LlamaShape(
+            vocab_size=VOCABULARY,
+            hidden_size=self.width,
+            intermediate_size=-(-8 * self.width // (3 * HEAD_WIDTH)) * HEAD_WIDTH,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
+        )
+
+
+# The model
+
+
+def make_model(options: Options, seed: int) -> nn.Module:
+    """A model with the weights of a seed, in the dtype of its passes."""
+    torch.manual_seed(seed)
+    dtype, device = DTYPES[options.dtype], device_of(options.device)
+    if options.model == "builtin":
+        return Llama(options.shape).to(device=device, dtype=dtype)
+    try:
+        return from_transformers(options.shape, options.sequence, dtype).to(device)
+    except ImportError as error:
+        raise BadRequestError(
+            f"--model transformers cannot be had ({reason(error)}): pip install transformers, or "
+            "--model builtin for the same shapes without it"
+        ) from error
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy, in fp32."""
+    found = model(inputs)
+    logits: Tensor = getattr(found, "logits", found)
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+# The optimizers
+
+
+class MainWeights:
+    """An optimizer on fp32 copies of parameters: gradients are copied in, and values back."""
+
+    def __init__(self, build: Callable[[Sequence[tuple[str, Tensor]]], Any], model: nn.Module):
+        self._params = list(model.parameters())
+        self._main = [nn.Parameter(p.detach().float()) for p in self._params]
+        for main in self._main:
+            main.grad = torch.zeros_like(main)
+        names = [name for name, _ in model.named_parameters()]
+        self._inner = build(list(zip(names, self._main, strict=True)))
+        self.param_groups = self._inner.param_groups
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step of the copies."""
+        torch._foreach_copy_([p.grad for p in self._main], [p.grad for p in self._params])
+        self._inner.step()
+        torch._foreach_copy_(self._params, self._main)
+
+
+def is_hidden(name: str, param: Tensor) -> bool:
+    """Whether Muon updates it: matrices but embedding and head, as ours routes a model."""
+    return param.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+
+
+def torch_adamw(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
+    """torch's AdamW, in its fused form."""
+    params = [param for _, param in named]
+    return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
+
+
+def dion_muon(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
+    """dion's Muon at its best documented settings, AdamW for the rest inside it."""
+    groups = [
+        {"params": [param for name, param in named if is_hidden(name, param)]},
+        {
+            "params": [param for name, param in named if not is_hidden(name, param)],
+            "algorithm": "adamw",
+        },
+    ]
+    on_gpu = named[0][1].device.type == "cuda"
+    return peer("dion").Muon(
+        groups, lr=lr, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
+        adjust_lr="rms_norm", use_triton=on_gpu, use_polar_express=False,
+    )  # fmt: skip
+
+
+def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
+    """Ours, and the peers with and without main weights."""
+
+    def ours(**options: Any) -> Callable[[nn.Module], Any]:
+        return lambda model: samestep.MuonAdamW(model, lr=lr, master_weights=True, **options)
+
+    def our_adamw(model: nn.Module) -> Any:
+        return samestep.AdamW(model, lr=lr, betas=BETAS, weight_decay=DECAY, master_weights=True)
+
+    def with_main(build: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+        return lambda model: MainWeights(lambda named: build(named, lr), model)
+
+    def alone(build: Callable[..., Any]) -> Callable[[nn.Module], Any]:
+        return lambda model: build(list(model.named_parameters()), lr)
+
+    muon: dict[str, Any] = {"ours": True, "rival": "dion"}
+    return (
+        Contestant("ours", "samestep.MuonAdamW, master_weights=True", ours(), **muon),
+        Contestant(
+            "ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **muon, default=False
+        ),
+        Contestant("dion", "dion's Muon, main weights by hand", with_main(dion_muon)),
+        Contestant("dion-16bit", "dion's Muon, no main weights", alone(dion_muon), default=False),
+        Contestant(
+            "ours-adamw", "samestep.AdamW, master_weights=True", our_adamw, ours=True,
+            rival="torch-adamw",
+        ),
+        Contestant("torch-adamw", "torch's AdamW, main weights by hand", with_main(torch_adamw)),
+        Contestant("torch-adamw-16bit", "torch's AdamW, no main weights", alone(torch_adamw)),
+    )  # fmt: skip
+
+
+def set_rate(optimizer: Any, step: int, steps: int) -> None:
+    """Before a step: learning rates that rise and fall."""
+    rise = max(1, round(RISE * steps))
+    fallen = max(0, step + 1 - rise) / max(1, steps - rise)
+    share = min(1.0, (step + 1) / rise) * (1 - (1 - END) * fallen)
+    for group in optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+
+
+# The command
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    """Read flags; a bad one raises BadRequestError, --help ends the process."""
+    known = contestants()
+    parser = client_parser(
+        prog, Options.__doc__, known, layers=12, out="out/bench-llama", cpu_dtype="bfloat16"
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, default=MODELS[0],
+        help=f"whose: {' or '.join(MODELS)}, the same shapes written out here ({MODELS[0]})",
+    )  # fmt: skip
+    parser.add_argument("--width", type=int, default=768, help="channels (768)")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of all (0.001)")
+    given = parser.parse_args(words)
+    at_least(HEAD_WIDTH, given, "width")
+    if given.width % HEAD_WIDTH:
+        raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {given.width}")
+    if not 0 < given.lr < float("inf"):
+        raise BadRequestError(f"--lr must be above 0, got {given.lr}")
+    common = client_options(given, known, prog, words)
+    return Options(model=given.model, width=given.width, lr=given.lr, **common)
+
+
+def run(options: Options) -> int:
+    """Do what the options ask."""
+    make_importable(options.peer_path)
+    version = None
+    if options.model == "transformers":
+        with torch.device("meta"):
+            make_model(options, 0)  # is it there? Nothing has been written yet
+        version = peer("transformers").__version__
+    client = Client(
+        "llama",
+        lambda seed: make_model(options, seed),
+        loss_of,
+        lambda optimizer, step: set_rate(optimizer, step, options.steps),
+        {
+            "what": f"a Llama, {options.model}",
+            "model": options.model,
+            "transformers": version,
+            "config": asdict(options.shape),
+            "dtype": options.dtype,
+            "compiled": options.compile,
+            "lr": options.lr,
+            "weight_decay": DECAY,
+        },
+    )
+    return run_client(client, contestants(options.lr), options)

@@ -1,0 +1,267 @@
+"""`samestep bench client nanochat`: its GPT and its groups, its optimizer and ours.
+
+Nothing of nanochat is here: model, groups and optimizer are imported from the checkout that
+`--peer-path` names. Its training script cannot be imported; what it does to the groups from step to
+step is written out below.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from math import cos, pi
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.bench.client.options import DTYPES, ClientOptions, client_options, client_parser
+from samestep.bench.client.report import run_client
+from samestep.bench.client.training import Client, Contestant
+from samestep.bench.gpu.options import device_of
+from samestep.bench.gpu.peers import make_importable, peer, reason
+from samestep.command.request import BadRequestError
+from samestep.presets import preset_options
+
+__all__ = ["Options", "parse", "run"]
+
+VOCABULARY = 256  # bytes
+WIDTH_PER_LAYER = 64
+HEAD_WIDTH = 128
+WEIGHT_DECAY = 0.28  # of its training script, for matrices
+SPEED = {12: 0.67, 20: 0.62}  # the most of nanochat's time that ours may take, by layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(ClientOptions):
+    """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
+
+    lr_scale: float
+
+
+# Groups
+
+
+# Its keys, by the kind of a group, and what ours are called.
+KEYS = {
+    "adamw": {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"},
+    "muon": {
+        "lr": "lr",
+        "momentum": "momentum",
+        "ns_steps": "ns_steps",
+        "beta2": "variance_beta2",
+        "weight_decay": "weight_decay",
+    },
+}
+# Kept as they are: ours leaves keys alone that it does not know, and the schedule reads these.
+KEPT = ("params", "kind", "initial_lr")
+
+
+def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group of nanochat's optimizer as one of ours: the preset, with every value of its own."""
+    kind = group["kind"]
+    if kind not in KEYS:
+        raise ValueError(f"a group of kind {kind!r}, and only {' and '.join(KEYS)} are known here")
+    spelled = KEYS[kind]
+    unknown = [key for key in group if key not in spelled and key not in KEPT]
+    missing = [key for key in spelled if key not in group]
+    if unknown or missing:
+        raise ValueError(
+            f"this nanochat's {kind} groups differ from those known here: "
+            f"unknown {unknown}, missing {missing}"
+        )
+    own = {ours: group[theirs] for theirs, ours in spelled.items()}
+    return {
+        "rule": kind,
+        **preset_options("nanochat", kind),
+        **own,
+        **{key: group[key] for key in KEPT if key in group},
+    }
+
+
+# What its training script changes from step to step
+
+
+def rate_share(step: int, steps: int, warmup: int = 40) -> float:
+    """Of the learning rates: a linear rise, then a linear fall over 65% of the steps, to 5%."""
+    fall = round(0.65 * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= steps - fall:
+        return 1.0
+    left = (steps - step) / fall
+    return left + (1 - left) * 0.05
+
+
+def muon_momentum(step: int, steps: int) -> float:
+    """From 0.85 to 0.97 in 400 steps; to 0.9 while learning rates fall."""
+    fall = round(0.65 * steps)
+    if step < 400:
+        return 0.85 + 0.12 * step / 400
+    done = step - (steps - fall)
+    return 0.97 - 0.07 * done / fall if done >= 0 else 0.97
+
+
+def muon_decay(step: int, steps: int) -> float:
+    """A cosine that falls to zero."""
+    return WEIGHT_DECAY * 0.5 * (1 + cos(pi * step / steps))
+
+
+def set_groups(optimizer: Any, step: int, steps: int) -> None:
+    """Before a step: the same lines for its optimizer and for ours."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * rate_share(step, steps)
+        if group["kind"] == "muon":
+            group["momentum"] = muon_momentum(step, steps)
+            group["weight_decay"] = muon_decay(step, steps)
+
+
+# The model
+
+
+@contextmanager
+def computing_in(dtype: str) -> Iterator[None]:
+    """Inside, nanochat finds the dtype of its passes where it looks for it when imported."""
+    before = os.environ.get("NANOCHAT_DTYPE")
+    os.environ["NANOCHAT_DTYPE"] = dtype
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["NANOCHAT_DTYPE"]
+        else:
+            os.environ["NANOCHAT_DTYPE"] = before
+
+
+def load(options: Options) -> Any:
+    """Its module with the model; BadRequestError says what is missing."""
+    make_importable(options.peer_path)
+    try:
+        with computing_in(options.dtype), redirect_stdout(sys.stderr):
+            gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
+    except ImportError as error:
+        raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error
+    if DTYPES[options.dtype] != common.COMPUTE_DTYPE:
+        raise BadRequestError(
+            f"--dtype is {options.dtype}, but nanochat was imported with {common.COMPUTE_DTYPE}"
+        )
+    if not hasattr(gpt.GPT, "setup_optimizer"):
+        raise BadRequestError("this nanochat's GPT has no setup_optimizer: take a newer checkout")
+    return gpt
+
+
+def config_of(gpt: Any, options: Options) -> Any:
+    """The model of so many layers, as its training script makes it, for bytes."""
+    heads = -(-WIDTH_PER_LAYER * options.layers // HEAD_WIDTH)
+    return gpt.GPTConfig(
+        sequence_len=options.sequence,
+        vocab_size=VOCABULARY,
+        n_layer=options.layers,
+        n_head=heads,
+        n_kv_head=heads,
+        n_embd=heads * HEAD_WIDTH,
+    )
+
+
+def make_model(gpt: Any, options: Options, seed: int) -> nn.Module:
+    """A model with the weights of a seed."""
+    torch.manual_seed(seed)
+    with redirect_stdout(sys.stderr):
+        with torch.device("meta"):
+            model: nn.Module = gpt.GPT(config_of(gpt, options))
+        model.to_empty(device=device_of(options.device))
+        model.init_weights()  # type: ignore[operator]
+    return model
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy."""
+    loss: Tensor = model(inputs, targets)
+    return loss
+
+
+# The optimizers
+
+
+def its_optimizer(model: nn.Module, lr_scale: float = 1.0) -> Any:
+    """As the model sets it up; every learning rate times `lr_scale`."""
+    with redirect_stdout(sys.stderr):
+        optimizer: Any = model.setup_optimizer(weight_decay=WEIGHT_DECAY)  # type: ignore[operator]
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = lr_scale * group["lr"]
+    return optimizer
+
+
+def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> samestep.MuonAdamW:
+    """Ours for the same groups."""
+    groups = its_optimizer(model, lr_scale).param_groups
+    return samestep.MuonAdamW([our_group(group) for group in groups], **options)
+
+
+def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
+    """Its optimizer, and ours in several forms."""
+
+    def ours(**options: Any) -> Callable[[nn.Module], Any]:
+        return lambda model: our_optimizer(model, lr_scale, **options)
+
+    mine: dict[str, Any] = {"ours": True, "rival": "nanochat"}
+    aside = mine | {"default": False}
+    return (
+        Contestant("nanochat", "nanochat's own", lambda model: its_optimizer(model, lr_scale)),
+        Contestant("ours", "samestep.MuonAdamW with default options", ours(), **mine),
+        Contestant("ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **aside),
+        Contestant("ours-eager", "the same, cuda_graph=False", ours(cuda_graph=False), **aside),
+        Contestant(
+            "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)", ours(), **aside,
+            kernels=False,
+        ),
+    )  # fmt: skip
+
+
+# The command
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    """Read flags; a bad one raises BadRequestError, --help ends the process."""
+    known = contestants()
+    parser = client_parser(
+        prog, Options.__doc__, known, layers=12, out="out/bench-nanochat", cpu_dtype="float32"
+    )
+    parser.add_argument(
+        "--lr-scale", type=float, default=1.0,
+        help="times every learning rate; its training script would take sqrt(bytes of a step / "
+        "524288) (1)",
+    )  # fmt: skip
+    given = parser.parse_args(words)
+    common = client_options(given, known, prog, words)
+    if not 0 < given.lr_scale < float("inf"):
+        raise BadRequestError(f"--lr-scale must be above 0, got {given.lr_scale}")
+    return Options(lr_scale=given.lr_scale, **common)
+
+
+def run(options: Options) -> int:
+    """Do what the options ask."""
+    gpt = load(options)
+    config = config_of(gpt, options)
+    client = Client(
+        "nanochat",
+        lambda seed: make_model(gpt, options, seed),
+        loss_of,
+        lambda optimizer, step: set_groups(optimizer, step, options.steps),
+        {
+            "what": "nanochat's GPT",
+            "config": {key: value for key, value in vars(config).items() if key[0] != "_"},
+            "dtype": options.dtype,
+            "compiled": options.compile,
+            "lr_scale": options.lr_scale,
+            "weight_decay": WEIGHT_DECAY,
+        },
+    )
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")  # as its training script does
+    try:
+        return run_client(client, contestants(options.lr_scale), options, SPEED.get(options.layers))
+    finally:
+        torch.set_float32_matmul_precision(before)

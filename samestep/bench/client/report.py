@@ -1,0 +1,344 @@
+"""What a client's trainings come to: lines as they go, tables, bars, JSON and a picture."""
+
+import io
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from samestep.bench.client.options import ClientOptions
+from samestep.bench.client.training import (
+    LAST,
+    VALIDATION_BATCHES,
+    Batches,
+    Client,
+    Contestant,
+    Race,
+    Training,
+    median_of,
+)
+from samestep.bench.gpu.ceilings import measure_ceilings
+from samestep.bench.gpu.options import device_of
+from samestep.bench.gpu.receipt import heading, leave
+from samestep.bench.gpu.show import Screen, number
+from samestep.bench.step.bars import Verdict
+from samestep.command.output import check_folder
+
+LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
+TIMES = (
+    "", "optimizer ms", "min..max", "host ms", "iteration ms", "optimizer of rival's",
+    "iteration of rival's",
+)  # fmt: skip
+
+
+class Seed(NamedTuple):
+    """The trainings of one seed."""
+
+    seed: int
+    trainings: list[Training]
+
+
+def run_client(
+    client: Client,
+    contestants: Sequence[Contestant],
+    options: ClientOptions,
+    fastest: float | None = None,
+) -> int:
+    """Train all, show and write; 1 if ours did not come through.
+
+    `fastest` is the most of the rival's time that our optimizer may take, where there is a bar.
+    """
+    check_folder(options.out)
+    corpus = options.corpus()
+    screen = Screen(progress_to=sys.stderr)
+    device = device_of(options.device)
+    taking_part = [each for each in contestants if each.name in options.variants]
+    content = heading(
+        f"samestep client {client.name}",
+        options.command,
+        device,
+        measure_ceilings(device),
+        options.peer_path,
+    )
+    content |= settings(client, options, len(corpus.train), corpus.sha256)
+    seeds: list[Seed] = []
+    for seed in options.seeds:
+        batches = Batches(corpus, options, device, seed)
+        race = Race(client, taking_part, options, device, batches, seed)
+        seeds.append(Seed(seed, race.trainings))
+
+        def report(done: int, seed: int = seed, race: Race = race) -> None:
+            screen.progress(f"seed {seed}, step {done}: {_losses(race.trainings)}")
+            # What ends the run leaves this.
+            leave(options.out, client.name, content | as_json(seeds, fastest), None)
+
+        race.run(report)
+        screen.say(f"seed {seed}: {'; '.join(map(outcome, race.trainings))}")
+        leave(options.out, client.name, content | as_json(seeds, fastest), None)
+    show(seeds, fastest, screen)
+    picture = draw(client.name, seeds)
+    files = leave(options.out, client.name, content | as_json(seeds, fastest), picture)
+    if picture is None:
+        screen.say("No picture: matplotlib is not installed.")
+    screen.say(f"Wrote {' and '.join(files)} to {options.out}.")
+    every = [training for seed in seeds for training in seed.trainings]
+    return int(any(each.contestant.ours and not each.running for each in every))
+
+
+def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> dict[str, Any]:
+    """What the receipt says of the training itself."""
+    return {
+        "client": client.name,
+        "model": client.described,
+        "training": {
+            "layers": options.layers,
+            "steps": options.steps,
+            "seeds": list(options.seeds),
+            "batch": options.batch,
+            "sequence": options.sequence,
+            "warmup": options.warmup,
+            "steps_of_final_loss": min(LAST, options.steps),
+            "validation_sequences": VALIDATION_BATCHES * options.batch,
+        },
+        "text": {
+            "file": None if options.data is None else str(options.data),
+            "bytes": size,
+            "sha256": sha256,
+        },
+    }
+
+
+# Numbers
+
+
+def spread(values: Sequence[float]) -> float | None:
+    """The standard deviation, of two and more."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
+def of_contestants(seeds: Sequence[Seed]) -> list[list[Training]]:
+    """All trainings of each contestant."""
+    return [list(each) for each in zip(*(seed.trainings for seed in seeds), strict=True)]
+
+
+def final_losses(trainings: Sequence[Training]) -> list[float]:
+    """Of those that came to their end."""
+    return [each.final_loss for each in trainings if each.final_loss is not None]
+
+
+def verdicts(seeds: Sequence[Seed], fastest: float | None) -> list[Verdict]:
+    """Ours against its rival: is the loss as good, within what seeds do? And the time?"""
+    everybody = of_contestants(seeds)
+    found = []
+    for trainings in everybody:
+        contestant = trainings[0].contestant
+        if not contestant.ours:
+            continue
+        lost = sum(not each.running for each in trainings)
+        found.append(Verdict(f"{contestant.name}: trainings that broke", float(lost), 0.0))
+        rival = _rival(contestant, everybody)
+        if rival is None:
+            continue
+        name = contestant.rival
+        pairs = [
+            ours.final_loss - theirs.final_loss
+            for ours, theirs in zip(trainings, rival, strict=True)
+            if ours.final_loss is not None and theirs.final_loss is not None
+        ]
+        noise = spread(final_losses(rival))
+        if noise is not None and len(pairs) == len(seeds):
+            what = f"{contestant.name}: mean final loss above {name}'s; bar: how its seeds differ"
+            found.append(Verdict(what, statistics.mean(pairs), noise))
+        if fastest is not None:
+            ratio = _ratio(trainings, rival, "optimizer_ms")
+            what = f"{contestant.name}: time of the optimizer, of {name}'s"
+            found.append(Verdict(what, ratio, fastest))
+    return found
+
+
+def _rival(
+    contestant: Contestant, everybody: Sequence[list[Training]]
+) -> Sequence[Training] | None:
+    """The trainings of whom it is compared with, if that takes part."""
+    return next((each for each in everybody if each[0].contestant.name == contestant.rival), None)
+
+
+def _ratio(ours: Sequence[Training], rival: Sequence[Training], which: str) -> float | None:
+    times, others = median_of(ours, which), median_of(rival, which)
+    return None if times is None or others is None else times.median / others.median
+
+
+def as_json(seeds: Sequence[Seed], fastest: float | None) -> dict[str, Any]:
+    """For the receipt."""
+    return {
+        "contestants": [_summary(trainings) for trainings in of_contestants(seeds)],
+        "bars": [each._asdict() | {"met": each.met} for each in verdicts(seeds, fastest)],
+        "seeds": [
+            {"seed": seed.seed, "trainings": [each.as_json() for each in seed.trainings]}
+            for seed in seeds
+        ],
+    }
+
+
+def _summary(trainings: Sequence[Training]) -> dict[str, Any]:
+    contestant, final = trainings[0].contestant, final_losses(trainings)
+    times = {which: median_of(trainings, which) for which in MEASURED}
+    return {
+        "name": contestant.name,
+        "what": contestant.what,
+        "ours": contestant.ours,
+        "rival": contestant.rival or None,
+        "final_losses": [each.final_loss for each in trainings],
+        "mean": statistics.mean(final) if final else None,
+        "standard_deviation": spread(final),
+        "validation_losses": [each.validation_loss for each in trainings],
+        "finite": all(each.not_finite is None for each in trainings),
+        **{which: None if found is None else found._asdict() for which, found in times.items()},
+    }
+
+
+MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
+
+
+# The screen
+
+
+def _losses(trainings: Sequence[Training]) -> str:
+    """The latest loss of each."""
+    return ", ".join(
+        f"{each.contestant.name} "
+        + (f"{each.losses[-1]:.4f}" if each.running and each.losses else "out")
+        for each in trainings
+    )
+
+
+def outcome(training: Training) -> str:
+    """One training in words."""
+    name = training.contestant.name
+    if training.failed is not None:
+        return f"{name} is out: {training.failed}"
+    if training.not_finite is not None:
+        return f"{name} is NOT FINITE {_where(training)}"
+    optimizer, host = (median_of([training], which) for which in MEASURED[:2])
+    times = ""
+    if optimizer is not None and host is not None:
+        times = f", optimizer {optimizer.median:.2f} ms (host {host.median:.2f})"
+    return f"{name} final loss {number(training.final_loss, 4)}{times}"
+
+
+def _where(training: Training) -> str:
+    """The step and the first parameters."""
+    found = training.not_finite
+    assert found is not None
+    if not found.parameters:
+        return f"at step {found.step}: the loss"
+    more = len(found.parameters) - 1
+    return f"at step {found.step}: {found.parameters[0]}" + (f" and {more} more" if more else "")
+
+
+def show(seeds: Sequence[Seed], fastest: float | None, screen: Screen) -> None:
+    """Tables of loss and time, what went wrong, and the bars."""
+    everybody = of_contestants(seeds)
+    steps = sorted({round(part * len(_longest(seeds)) / 10) for part in range(1, 11)} - {0})
+    screen.table(
+        "Training loss, mean over seeds",
+        ["after step", *map(str, steps)],
+        [[each[0].contestant.name, *(number(_mean_at(each, s), 3) for s in steps)]
+         for each in everybody],
+    )  # fmt: skip
+    screen.table("Final loss", LOSSES, [_loss_row(each) for each in everybody])
+    rows = [_time_row(each, _rival(each[0].contestant, everybody)) for each in everybody]
+    screen.table("Time by the wall clock", TIMES, rows)
+    for seed in seeds:
+        for training in seed.trainings:
+            if not training.running:
+                screen.say(f"seed {seed.seed}: {outcome(training)}")
+    for verdict in verdicts(seeds, fastest):
+        screen.say(verdict.line())
+
+
+def _longest(seeds: Sequence[Seed]) -> list[float]:
+    return max((each.losses for seed in seeds for each in seed.trainings), key=len)
+
+
+def _mean_at(trainings: Sequence[Training], step: int) -> float | None:
+    values = [each.losses[step - 1] for each in trainings if len(each.losses) >= step]
+    return statistics.mean(values) if len(values) == len(trainings) else None
+
+
+def _loss_row(trainings: Sequence[Training]) -> list[str]:
+    final = final_losses(trainings)
+    held_out = [each.validation_loss for each in trainings if each.validation_loss is not None]
+    noise = spread(final)
+    mean = number(statistics.mean(final), 4) if final else "-"
+    return [
+        trainings[0].contestant.name,
+        " ".join(number(each.final_loss, 4) for each in trainings),
+        mean if noise is None else f"{mean} ± {noise:.4f}",
+        number(statistics.mean(held_out), 4) if held_out else "-",
+        str(sum(each.not_finite is not None for each in trainings)),
+    ]
+
+
+def _time_row(trainings: Sequence[Training], rival: Sequence[Training] | None) -> list[str]:
+    optimizer, host, iteration = (median_of(trainings, which) for which in MEASURED)
+    ratios = [
+        None if rival is None else _ratio(trainings, rival, which)
+        for which in ("optimizer_ms", "iteration_ms")
+    ]
+    return [
+        trainings[0].contestant.name,
+        number(None if optimizer is None else optimizer.median),
+        "-" if optimizer is None else f"{optimizer.low:.2f}..{optimizer.high:.2f}",
+        number(None if host is None else host.median),
+        number(None if iteration is None else iteration.median),
+        *("-" if ratio is None else f"x {ratio:.2f}" for ratio in ratios),
+    ]
+
+
+# The picture
+
+
+def draw(name: str, seeds: Sequence[Seed]) -> bytes | None:
+    """Loss curves, and times as bars: a PNG; None without matplotlib."""
+    if find_spec("matplotlib") is None:
+        return None
+    from matplotlib.figure import Figure
+
+    everybody = of_contestants(seeds)
+    figure = Figure(figsize=(12, 4.5), dpi=120, layout="constrained")
+    figure.suptitle(f"{name}: the same model, batches and seeds", fontweight="bold")
+    curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    for place, trainings in enumerate(everybody):
+        color = f"C{place}"
+        for training in trainings:
+            label = training.contestant.name if training is trainings[0] else None
+            steps = range(1, len(training.losses) + 1)
+            style = "dashed" if training.contestant.ours else "solid"  # or one would hide the other
+            curves.plot(
+                steps, training.losses, linestyle=style, color=color, label=label, linewidth=0.9
+            )
+            if training.not_finite is not None:
+                curves.axvline(training.not_finite.step + 1, color=color, linestyle="dotted")
+    curves.set_xlabel("step")
+    curves.set_ylabel("training loss (each seed)")
+    curves.legend()
+    names = [trainings[0].contestant.name for trainings in everybody]
+    for shift, which, color in ((-0.2, "optimizer_ms", "#1f5fa8"), (0.2, "host_ms", "#c2571a")):
+        times = [median_of(trainings, which) for trainings in everybody]
+        values = [0.0 if found is None else found.median for found in times]
+        label = {"optimizer_ms": "optimizer", "host_ms": "of which host"}[which]
+        places = [place + shift for place in range(len(names))]
+        drawn = bars.barh(places, values, height=0.38, color=color, label=label)
+        bars.bar_label(drawn, fmt=" {:.3g}", fontsize=8)
+    bars.set_yticks(range(len(names)), names)
+    bars.invert_yaxis()
+    bars.margins(x=0.12)
+    bars.set_xlabel("ms by the wall clock (median)")
+    bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
+    for axes in (curves, bars):
+        axes.spines[["top", "right"]].set_visible(False)
+    png = io.BytesIO()
+    figure.savefig(png, format="png")
+    return png.getvalue()

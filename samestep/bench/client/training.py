@@ -1,0 +1,278 @@
+"""One model trained by several optimizers at once, step by step in turns.
+
+All start from the same weights and see the same batches, and each has a model of its own. They take
+turns within every step, in an order that changes, so that all find the same machine.
+
+Times are those of the wall clock, with the host. In every second step the device is awaited before
+and after `optimizer.step()`: that is the optimizer's time, and the host's until it returned. In the
+others nothing is awaited inside, as in a training: that is the time of an iteration.
+"""
+
+import copy
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.bench.client.options import ClientOptions
+from samestep.bench.gpu.kernels import kernels
+from samestep.bench.gpu.peers import give_back_memory, reason
+from samestep.bench.gpu.timing import Times, in_turn, settle, times_of
+from samestep.train.corpus import Corpus, Order, validation_starts, windows
+
+LAST = 20  # steps whose mean is the final loss
+VALIDATION_BATCHES = 8
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a model, bytes and the bytes after them
+Schedule = Callable[[Any, int], None]  # sets what changes, in the optimizer's groups
+
+
+class Contestant(NamedTuple):
+    """An optimizer that takes part; `build` makes it for a model of its own."""
+
+    name: str
+    what: str
+    build: Callable[[nn.Module], Any]
+    ours: bool = False
+    rival: str = ""  # of ours: whom its loss and times are compared with
+    kernels: bool = True
+    default: bool = True
+
+
+class Client(NamedTuple):
+    """A model, and how its authors train it."""
+
+    name: str
+    make_model: Callable[[int], nn.Module]  # from a seed
+    loss: Loss
+    schedule: Schedule
+    described: dict[str, Any]  # for the receipt: which model, whose, in which precision
+
+
+class NotFinite(NamedTuple):
+    """Where a training ended."""
+
+    step: int
+    parameters: list[str]  # not finite after this step, in the model's order; none: the loss alone
+
+
+@dataclass
+class Training:
+    """One contestant from one seed; `failed` says why it ended early."""
+
+    contestant: Contestant
+    failed: str | None = None
+    not_finite: NotFinite | None = None
+    losses: list[float] = field(default_factory=list)
+    validation_loss: float | None = None
+    optimizer_ms: list[float] = field(default_factory=list)
+    host_ms: list[float] = field(default_factory=list)
+    iteration_ms: list[float] = field(default_factory=list)
+    steps: int = 0  # that were asked for
+
+    @property
+    def running(self) -> bool:
+        """Whether it goes on."""
+        return self.failed is None and self.not_finite is None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The mean of the last losses, of a training that came to its end."""
+        if not self.running or len(self.losses) < self.steps:
+            return None
+        return statistics.mean(self.losses[-LAST:])
+
+    def as_json(self) -> dict[str, Any]:
+        """For the receipt."""
+        found = self.not_finite
+        return {
+            "name": self.contestant.name,
+            "failed": self.failed,
+            "not_finite": None if found is None else found._asdict(),
+            "steps_done": len(self.losses),
+            "final_loss": self.final_loss,
+            "validation_loss": self.validation_loss,
+            "optimizer_ms": as_times(self.optimizer_ms),
+            "host_ms": as_times(self.host_ms),
+            "iteration_ms": as_times(self.iteration_ms),
+            "losses": [round(loss, 6) if math.isfinite(loss) else None for loss in self.losses],
+        }
+
+
+def as_times(values: Sequence[float]) -> dict[str, float] | None:
+    """Median and spread, for the receipt."""
+    return times_of(values)._asdict() if values else None
+
+
+class Batches:
+    """Every batch of a seed by its number, on the device: inputs and targets, (batch, sequence)."""
+
+    def __init__(
+        self, corpus: Corpus, options: ClientOptions, device: torch.device, seed: int
+    ) -> None:
+        self._corpus = corpus
+        self._options = options
+        self._device = device
+        self._order = Order(len(corpus.train), options.sequence, seed)
+
+    def training(self, number: int) -> tuple[Tensor, Tensor]:
+        """The batch of a step."""
+        size = self._options.batch
+        starts = self._order.starts(torch.arange(number * size, (number + 1) * size))
+        return self._windows(self._corpus.train, starts)
+
+    def validation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The same batches in every training: windows spread over text that no step sees."""
+        size, text = self._options.batch, self._corpus.validation
+        starts = validation_starts(text, self._options.sequence, VALIDATION_BATCHES * size)
+        return (self._windows(text, part) for part in torch.split(starts, size))
+
+    def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        inputs, targets = windows(text, starts, self._options.sequence)
+        return inputs.contiguous().to(self._device), targets.contiguous().to(self._device)
+
+
+@dataclass
+class Entry:
+    """What a contestant trains; `forward` is the model, compiled where that was asked for."""
+
+    model: nn.Module
+    forward: nn.Module
+    optimizer: Any
+    names: list[str]
+    parameters: list[Tensor]
+
+
+class Race:
+    """All contestants from one seed."""
+
+    def __init__(
+        self,
+        client: Client,
+        contestants: Sequence[Contestant],
+        options: ClientOptions,
+        device: torch.device,
+        batches: Batches,
+        seed: int,
+    ) -> None:
+        self._client = client
+        self._options = options
+        self._device = device
+        self._batches = batches
+        self._entries: dict[str, Entry] = {}
+        self.trainings = [Training(each, steps=options.steps) for each in contestants]
+        model = client.make_model(seed)
+        for training in self.trainings:
+            self._guarded(training, lambda training: self._build(training, model))
+
+    def run(self, report: Callable[[int], None]) -> list[Training]:
+        """Train all; `report` is told how many steps are done, now and then."""
+        with collection_off():
+            for number in range(self._options.steps):
+                step = partial(self._step, number, self._batches.training(number))
+                for training in in_turn(self.trainings, number):
+                    if training.running:
+                        self._guarded(training, step)
+                done = number + 1
+                if not any(training.running for training in self.trainings):
+                    report(done)
+                    break
+                if done % self._options.every == 0 or done == self._options.steps:
+                    report(done)
+        for training in self.trainings:
+            if training.running:
+                self._guarded(training, self._validate)
+        self._entries.clear()
+        gc.collect()
+        give_back_memory(self._device)
+        return self.trainings
+
+    def _guarded(self, training: Training, action: Callable[[Training], None]) -> None:
+        """One failure ends one training, not the run."""
+        try:
+            with kernels(training.contestant.kernels, self._device):
+                action(training)
+        except Exception as error:
+            training.failed = reason(error)
+        if not training.running:
+            self._entries.pop(training.contestant.name, None)
+            give_back_memory(self._device)
+
+    def _build(self, training: Training, model: nn.Module) -> None:
+        own = copy.deepcopy(model)
+        names, parameters = zip(*own.named_parameters(), strict=True)
+        forward: Any = torch.compile(own, dynamic=False) if self._options.compile else own
+        self._entries[training.contestant.name] = Entry(
+            own, forward, training.contestant.build(own), list(names), list(parameters)
+        )
+
+    def _step(self, number: int, batch: tuple[Tensor, Tensor], training: Training) -> None:
+        entry = self._entries[training.contestant.name]
+        awaited = number % 2 == 0
+        self._client.schedule(entry.optimizer, number)
+        settle(self._device)
+        begin = time.perf_counter()
+        loss = self._client.loss(entry.forward, *batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if awaited:
+            settle(self._device)
+        before = time.perf_counter()
+        entry.optimizer.step()
+        returned = time.perf_counter()
+        if awaited:
+            settle(self._device)
+        after = time.perf_counter()
+        entry.model.zero_grad()
+        settle(self._device)
+        end = time.perf_counter()
+        if number >= self._options.warmup:
+            if awaited:
+                training.optimizer_ms.append(1e3 * (after - before))
+                training.host_ms.append(1e3 * (returned - before))
+            else:
+                training.iteration_ms.append(1e3 * (end - begin))
+        training.losses.append(float(loss.detach()))
+        training.not_finite = self._look(entry, number, training.losses[-1])
+
+    @torch.no_grad()
+    def _look(self, entry: Entry, number: int, loss: float) -> NotFinite | None:
+        """Is everything finite after this step?"""
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(entry.parameters)])
+        finite = norms.isfinite().tolist()
+        if all(finite) and math.isfinite(loss):
+            return None
+        lost = [name for name, fine in zip(entry.names, finite, strict=True) if not fine]
+        return NotFinite(number, lost)
+
+    @torch.no_grad()
+    def _validate(self, training: Training) -> None:
+        model = self._entries[training.contestant.name].model
+        losses = [float(self._client.loss(model, *batch)) for batch in self._batches.validation()]
+        training.validation_loss = statistics.mean(losses)
+
+
+@contextmanager
+def collection_off() -> Iterator[None]:
+    """No garbage collector inside, whose pauses would hit one contestant or another."""
+    gc.collect()
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
+
+
+def median_of(trainings: Sequence[Training], which: str) -> Times | None:
+    """Over all counted steps of all seeds."""
+    values = [value for training in trainings for value in getattr(training, which)]
+    return times_of(values) if values else None

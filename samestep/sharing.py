@@ -1,6 +1,6 @@
 """How ranks share the parameters of groups: which plans there are, and what each is made of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from samestep.buffers.in_flight import ParametersInFlight
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.groups import GroupReduction, RankGroup
+from samestep.copies import refuse_copies_nobody_averages
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.param_groups import Group, options_of, parameter_names, rule_of
@@ -64,7 +65,13 @@ class Planner:
         meshes = dict.fromkeys(mesh_of(p) for index in indices for p in groups[index]["params"])
         replicated = self._of_plain(groups, indices, blocks, reductions) if None in meshes else []
         sharded = [self._of_mesh(m, groups, indices, blocks) for m in meshes if m is not None]
+        if self._distribution.grads == "local":  # last, since other comparisons tell more
+            refuse_copies_nobody_averages(_named(groups), self._everyone())
         return Plans(replicated, sharded)
+
+    def _everyone(self) -> list[RankGroup]:
+        """The groups of ranks that may hold copies."""
+        return [group for group in (self._ranks, self._outer) if group is not None]
 
     def launch_in_order(self, replicated: Iterable[ReplicatedParameters]) -> None:
         """Put the buckets of plans into the one order of launches."""
@@ -146,6 +153,11 @@ class Planner:
         members.sort(key=lambda member: self._place_of_use.get(member[0], -1))
         params, specs = zip(*members, strict=True)
         return PlanMembers(params, specs, lines)
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
+    for index, group in enumerate(groups):
+        yield from zip(parameter_names(group, index), group["params"], strict=True)
 
 
 class PlanMembers(NamedTuple):

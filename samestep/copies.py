@@ -139,8 +139,7 @@ def _message(apart: Sequence[Sequence[int]], names: str, by_fsdp: bool) -> str:
     who = "; ".join(map(ranks_text, apart[:8])) + ("; ..." if len(apart) > 8 else "")
     by_whom = "FSDP2 averages" if by_fsdp else "tensor parallel combines"
     shard = (
-        'a mesh with both axes, fully_shard(model, mesh=mesh["replicate", "shard"]) '
-        "(HSDP)"
+        'a mesh with both axes, fully_shard(model, mesh=mesh["replicate", "shard"]) (HSDP)'
         if by_fsdp
         else 'fully_shard(model, mesh=mesh["data"]) after parallelize_module, before the optimizer'
     )

@@ -70,6 +70,7 @@ class GradientReducer:
             for number, members in enumerate(self._members)
         ]
         self._sizes = [self._segment_sizes(bucket) for bucket in plan.buckets]
+        self._headroom = 1 << (group.size - 1).bit_length()  # a power of two: the division is exact
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
         for number, members in enumerate(self._members):
@@ -78,6 +79,7 @@ class GradientReducer:
                 self._last_bucket[index] = number
         self._sums: list[Tensor | None] = [None] * len(plan.buckets)  # of the rounds so far
         self._flying: dict[int, Pending[Tensor]] = {}
+        self._divided: set[int] = set()  # buckets on their way that were divided first
         self._hooked: set[int] = set()
         self.paused = False
         self.problem: Problem | None = None
@@ -160,6 +162,9 @@ class GradientReducer:
             device, ordered=ordered, frugal=self._frugal or bucket.replicated
         )
         buffer = self._packed(number)
+        if divides_first(buffer.dtype, self._group.size, exchange=exchange):
+            buffer = self._gradients.divided(number, buffer, self._headroom)
+            self._divided.add(number)
         self.launched += 1
         for index in self._members[number]:
             if self._last_bucket[index] == number:
@@ -339,6 +344,9 @@ class GradientReducer:
             arrived = self._flying.pop(number).wait()
             if arrived.dtype.itemsize < 4:
                 arrived = arrived.to(torch.float32)
+            if number in self._divided:
+                self._divided.remove(number)
+                arrived = arrived.mul_(self._headroom)
             arrived = self._gradients.landed(number, arrived)
             before = self._sums[number]
             self._sums[number] = arrived if before is None else before.add_(arrived)
@@ -354,6 +362,19 @@ class GradientReducer:
 def frees_gradients(distribution: Distribution) -> bool:
     """Whether full gradients are given back once they are reduced."""
     return distribution.sharding in ("auto", "zero2")
+
+
+def divides_first(dtype: torch.dtype, ranks: int, *, exchange: bool) -> bool:
+    """Whether gradients are divided before they are added up, and the sum is multiplied after.
+
+    A backend adds in the dtype that travels, and float16 ends at 65504: four times 20,000 is inf.
+    Divided by the least power of two that is no smaller than the number of ranks, no sum is larger
+    than the largest gradient. That is exact down to the normal numbers (6e-5) and sends no byte
+    more; what is smaller loses up to as many bits as were divided by, as in DDP, and
+    `reduce_dtype=torch.float32` keeps them. An exchange adds in float32, and bfloat16 has the
+    range of float32.
+    """
+    return dtype == torch.float16 and ranks > 1 and not exchange
 
 
 def is_frugal(distribution: Distribution, ranks: int) -> bool:

@@ -129,6 +129,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._distribution,
             self._in_flight,
             order_of_use,
+            owner=type(self).__name__,
             master_weights=self._master_weights,
             lines=[f"{key} = {getattr(self, f'_{key}')}" for key in alike],
         )

@@ -42,6 +42,7 @@ class Planner:
         in_flight: ParametersInFlight,
         order_of_use: Iterable[Tensor],
         *,
+        owner: str,
         master_weights: bool,
         lines: Sequence[str],
     ) -> None:
@@ -52,7 +53,7 @@ class Planner:
         self._master_weights = master_weights
         self._lines = list(lines)
         self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
-        self._launch_order = LaunchOrder()
+        self._launch_order = LaunchOrder(owner)
 
     def plans(
         self,
@@ -77,6 +78,9 @@ class Planner:
         """Put the buckets of plans into the one order of launches."""
         for plan in replicated:
             self._launch_order.add(plan.reducer, self.places(plan.params, plan.plan))
+            if self._distribution.overlap_grad_reduce:
+                names = [spec.name for spec in plan.plan.params]
+                self._launch_order.launch_inside_backward(names, plan.group.members)
 
     def places(self, params: Sequence[Tensor], plan: ShardingPlan) -> list[int]:
         """How late forward uses each bucket of a plan.

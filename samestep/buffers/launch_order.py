@@ -2,9 +2,17 @@
 
 An optimizer may have several plans: of groups that were added later, or that live on fewer ranks.
 Backward completes their buckets in an order that ranks need not share.
+
+Two optimizers that launch inside one backward have no common order. Which ones take part in a
+backward is not known before it: a model may have an optimizer that replaces another, or two models
+an optimizer each. So whenever a second one comes that shares ranks with another, both hold their
+launches back until a step has shown that the other had no gradients meanwhile; if it had, that
+step is refused on every rank, and nothing was launched in two orders.
 """
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -34,10 +42,46 @@ class _Turn(NamedTuple):
 class LaunchOrder:
     """Buckets of all plans, from those that backward reaches first to those it reaches last."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "optimizer") -> None:
+        self._owner = owner
         self._turns: list[_Turn] = []
         self._places: list[int] = []
         self._next = 0
+        self._names: list[str] = []  # of parameters that are reduced inside backward
+        self._ranks: set[int] = set()  # that take part in it
+        self._held_back = self._refused = False
+        self.in_use = False  # whether a gradient has arrived since the last step
+
+    def __str__(self) -> str:
+        return f"{self._owner} ({len(self._names)} parameters from {self._names[0]!r} on)"
+
+    # --- beside other optimizers -------------------------------------------------------------
+
+    def launch_inside_backward(self, names: Iterable[str], ranks: Iterable[int]) -> None:
+        """From now on reductions of these parameters are launched as backward completes them."""
+        self._names += names
+        self._ranks |= set(ranks)
+        _inside_backward.orders.add(self)
+        for other in self._others():
+            self._held_back = other._held_back = True
+
+    def stepped(self) -> None:
+        """A step was taken in which no other optimizer was in use."""
+        self._held_back = self._refused
+
+    def rival(self) -> "LaunchOrder | None":
+        """Another optimizer that launches inside backward, and has had gradients meanwhile."""
+        found = next((other for other in self._others() if other.in_use), None)
+        if found is not None:  # whoever goes on all the same does so without overlap
+            self._refused = found._refused = self._held_back = found._held_back = True
+        return found
+
+    def _others(self) -> Iterator["LaunchOrder"]:
+        for other in list(_inside_backward.orders):
+            if other is not self and not self._ranks.isdisjoint(other._ranks):
+                yield other
+
+    # --- one round ---------------------------------------------------------------------------
 
     def add(self, launcher: Launcher, places: Sequence[int]) -> None:
         """Take in the buckets of a plan; `places` says how late forward uses each of them."""
@@ -52,9 +96,12 @@ class LaunchOrder:
     def restart(self) -> None:
         """A plan has begun a new round."""
         self._next = 0
+        self.in_use = False
 
     def launch_complete(self) -> None:
         """Launch what is complete, up to the first bucket that is not."""
+        if self._held_back:
+            return
         while (turn := self._turn()) is not None and turn.launcher.is_complete(turn.bucket):
             turn.launcher.make_room()
             turn.launcher.launch_next()
@@ -73,3 +120,13 @@ class LaunchOrder:
                 return turn
             self._next += 1
         return None
+
+
+class _InsideBackward(threading.local):
+    """Those that launch inside backward and are alive; per thread, as ranks are in tests."""
+
+    def __init__(self) -> None:
+        self.orders: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()
+
+
+_inside_backward = _InsideBackward()

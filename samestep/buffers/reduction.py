@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.buffers.gradients import FlatGradients, PackedGradients
 from samestep.buffers.launch_order import LaunchOrder
@@ -27,6 +28,9 @@ from samestep.comm.groups import GroupReduction
 from samestep.comm.presence import Problem
 from samestep.distribution import Distribution
 from samestep.plan.sharding import Bucket, ShardingPlan
+
+# One per parameter: of two optimizers that have it, the last one reduces it inside backward.
+_hooks = WeakTensorKeyDictionary()
 
 
 class GradientReducer:
@@ -110,13 +114,20 @@ class GradientReducer:
             if alive is not None:
                 alive.arrived(index)
 
-        self._params[index].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        param = self._params[index]
+        before = _hooks.get(param)
+        if before is not None:  # of an optimizer that this one replaces
+            before.remove()
+        _hooks[param] = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._hooked.add(index)
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
         self._gradients.arrived(index)
-        if self.paused or not self._policy.overlap_grad_reduce:
+        if not self._policy.overlap_grad_reduce:
+            return
+        self._order.in_use = True
+        if self.paused:
             return
         if self._first_bucket[index] < self.launched:
             raise RuntimeError(
@@ -212,12 +223,26 @@ class GradientReducer:
 
     def end_round(self, problem: Problem | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
-        self.problem = self.problem or problem or self._changed_gradient()
+        self.problem = self.problem or problem or self._rival() or self._changed_gradient()
         for index, last in enumerate(self._last_bucket):
             if last < 0:
                 self._take(index)
             elif index not in self._taken:
                 self.here[index] |= self._params[index].grad is not None
+
+    def _rival(self) -> Problem | None:
+        """Another optimizer that launches inside the same backward, in no common order."""
+        rival = self._order.rival() if self._policy.overlap_grad_reduce else None
+        if rival is None:
+            return None
+        message = (
+            f"two optimizers reduce gradients inside the same backward: {self._order} and {rival}, "
+            f"seen on rank {self._rank}. Ranks on which a gradient is missing would launch "
+            "their reductions in another order than others, which hangs or mixes tensors. Take one "
+            "MuonAdamW for all parameters (its groups have rules of their own), or leave "
+            "overlap_grad_reduce=True out of one of them and call step() of the other first"
+        )
+        return Problem(RuntimeError(message))
 
     def _changed_gradient(self) -> Problem | None:
         """A gradient that was set or edited after it was packed would be lost in silence."""
@@ -321,8 +346,13 @@ class GradientReducer:
             return bucket.segment_sizes
         return even_sizes(bucket.size, self._group.size)
 
+    def finish_step(self) -> None:
+        """The step has taken everything: start afresh."""
+        self._order.stepped()
+        self.begin_step()
+
     def begin_step(self) -> None:
-        """The last step has taken everything: start afresh."""
+        """Forget the gradients of the last step."""
         self._gradients.end_step()
         self.here = [False] * len(self._params)
         self._begin_round()

@@ -65,16 +65,17 @@ def refuse_copies_nobody_averages(named: Iterable[Named], groups: Sequence[RankG
 def _kinds(dtensors: Sequence[Named]) -> list[_Kind]:
     """Those that FSDP2 manages, and the others.
 
-    The ranks of the first are joined by all that FSDP2 manages: an optimizer may have norms alone.
+    The ranks of the first are joined by all that FSDP2 manages of the model: an optimizer may have
+    its norms alone.
     """
-    from samestep.fsdp.units import parameters_of_fsdp  # DTensors take long to import
+    from samestep.fsdp.units import managed_beside  # DTensors take long to import
 
-    managed = parameters_of_fsdp()
+    managed = managed_beside(param for _, param in dtensors)
     known = set(map(id, managed))
     by_fsdp = [(name, param) for name, param in dtensors if id(param) in known]
     others = [(name, param) for name, param in dtensors if id(param) not in known]
     return [
-        _Kind(by_fsdp, _meshes([*managed, *(param for _, param in by_fsdp)])),
+        _Kind(by_fsdp, _meshes(managed)),
         _Kind(others, _meshes(param for _, param in others)),
     ]
 

@@ -1,6 +1,6 @@
 """Units of FSDP2: the parameters of one `fully_shard` call, gathered and reduced at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -81,8 +81,8 @@ def grid(module: nn.Module) -> list[list[int]]:
     return found
 
 
-def parameters_of_fsdp() -> list[DTensor]:
-    """What FSDP2 has sharded of any model that is alive in this process, also of `replicate`.
+def managed_beside(params: Iterable[Tensor]) -> list[DTensor]:
+    """What FSDP2, or torch's `replicate`, manages of the modules that hold some of these.
 
     A parameter does not tell, and an optimizer may have no model to look at. What FSDP2 was told
     to ignore is not among them. torch has no public way to ask for it.
@@ -90,11 +90,13 @@ def parameters_of_fsdp() -> list[DTensor]:
     from torch.distributed import _composable_state
 
     known = getattr(_composable_state, "_module_state_mapping", {})
-    states = (reference() for module, reference in known.items() if isinstance(module, FSDPModule))
+    wanted = set(map(id, params))
     return [
         fsdp_param.sharded_param
-        for state in states
-        for group in _groups_of(state)
+        for module, state in list(known.items())
+        if isinstance(module, FSDPModule)
+        and any(id(param) in wanted for param in module.parameters())  # type: ignore[attr-defined]
+        for group in _groups_of(state())
         for fsdp_param in group.fsdp_params
     ]
 

@@ -4,10 +4,11 @@ An optimizer may have several plans: of groups that were added later, or that li
 Backward completes their buckets in an order that ranks need not share.
 
 Two optimizers that launch inside one backward have no common order. Which ones take part in a
-backward is not known before it: a model may have an optimizer that replaces another, or two models
-an optimizer each. So whenever a second one comes that shares ranks with another, both hold their
-launches back until a step has shown that the other had no gradients meanwhile; if it had, that
-step is refused on every rank, and nothing was launched in two orders.
+backward is not known before it: an optimizer may replace another, or two models have one each.
+So where two are made on the same ranks before the first of them has taken a step, both hold their
+launches back until a step of theirs has shown that the other had no gradients meanwhile. If it
+had, that step is refused on every rank, and nothing was launched in two orders. One that comes
+later finds out in the first step as well, but holds nothing back.
 """
 
 import threading
@@ -49,8 +50,8 @@ class LaunchOrder:
         self._next = 0
         self._names: list[str] = []  # of parameters that are reduced inside backward
         self._ranks: set[int] = set()  # that take part in it
-        self._held_back = self._refused = False
-        self.in_use = False  # whether a gradient has arrived since the last step
+        self._held_back = self._refused = self._has_stepped = False
+        self._began = self._arrived = 0  # by the clock of rounds; 0: no gradient in this one
 
     def __str__(self) -> str:
         return f"{self._owner} ({len(self._names)} parameters from {self._names[0]!r} on)"
@@ -63,15 +64,17 @@ class LaunchOrder:
         self._ranks |= set(ranks)
         _inside_backward.orders.add(self)
         for other in self._others():
-            self._held_back = other._held_back = True
+            if not other._has_stepped:
+                self._held_back = other._held_back = True
 
     def stepped(self) -> None:
         """A step was taken in which no other optimizer was in use."""
+        self._has_stepped = True
         self._held_back = self._refused
 
     def rival(self) -> "LaunchOrder | None":
         """Another optimizer that launches inside backward, and has had gradients meanwhile."""
-        found = next((other for other in self._others() if other.in_use), None)
+        found = next((other for other in self._others() if other._arrived >= self._began), None)
         if found is not None:  # whoever goes on all the same does so without overlap
             self._refused = found._refused = self._held_back = found._held_back = True
         return found
@@ -96,7 +99,13 @@ class LaunchOrder:
     def restart(self) -> None:
         """A plan has begun a new round."""
         self._next = 0
-        self.in_use = False
+        self._arrived = 0
+        _inside_backward.rounds += 1
+        self._began = _inside_backward.rounds
+
+    def gradient_arrived(self) -> None:
+        """Backward has finished a gradient that is reduced inside of it."""
+        self._arrived = _inside_backward.rounds
 
     def launch_complete(self) -> None:
         """Launch what is complete, up to the first bucket that is not."""
@@ -123,9 +132,14 @@ class LaunchOrder:
 
 
 class _InsideBackward(threading.local):
-    """Those that launch inside backward and are alive; per thread, as ranks are in tests."""
+    """Those that launch inside backward and are alive; per thread, as ranks are in tests.
+
+    `rounds` counts the rounds of all: what came before an optimizer's own round does not concern
+    it, such as the gradients of one that was given up.
+    """
 
     def __init__(self) -> None:
+        self.rounds = 1
         self.orders: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()
 
 

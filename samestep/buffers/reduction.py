@@ -126,7 +126,7 @@ class GradientReducer:
         self._gradients.arrived(index)
         if not self._policy.overlap_grad_reduce:
             return
-        self._order.in_use = True
+        self._order.gradient_arrived()
         if self.paused:
             return
         if self._first_bucket[index] < self.launched:

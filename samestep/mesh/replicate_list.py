@@ -31,7 +31,10 @@ DEFAULT_PATTERNS: Mapping[str, tuple[str, ...]] = {
     "mHC": ("*mhc*", "*hyper_connection*"),
     "n-gram hash projections": ("*ngram_hash*", "*ngram*proj*"),
     "LoRA": ("*lora*",),
-    FUSED: ("*qkv*", "*c_attn*", "*query_key_value*", "*in_proj*", "*gate_up*", "*w13*"),
+    FUSED: (
+        "*qkv*", "*c_attn*", "*query_key_value*", "*in_proj_weight", "*in_proj_bias", "*to_kv*",
+        "*w_pack*", "*gate_up*", "*gate_and_up*", "*w13*",
+    ),
 }  # fmt: skip
 
 SEPARATE = (

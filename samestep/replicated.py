@@ -264,7 +264,7 @@ class ReplicatedParameters(Placement):
 
     def finish_step(self) -> None:
         """Everything was taken and placed."""
-        self.reducer.begin_step()
+        self.reducer.finish_step()
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""

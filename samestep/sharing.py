@@ -1,6 +1,6 @@
 """How ranks share the parameters of groups: which plans there are, and what each is made of."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from samestep.buffers.in_flight import ParametersInFlight
 from samestep.buffers.launch_order import LaunchOrder
 from samestep.comm.groups import GroupReduction, RankGroup
+from samestep.copies import refuse_copies_nobody_averages
 from samestep.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.param_groups import Group, options_of, parameter_names, rule_of
@@ -41,6 +42,7 @@ class Planner:
         in_flight: ParametersInFlight,
         order_of_use: Iterable[Tensor],
         *,
+        owner: str,
         master_weights: bool,
         lines: Sequence[str],
     ) -> None:
@@ -51,7 +53,7 @@ class Planner:
         self._master_weights = master_weights
         self._lines = list(lines)
         self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
-        self._launch_order = LaunchOrder()
+        self._launch_order = LaunchOrder(owner)
 
     def plans(
         self,
@@ -64,12 +66,21 @@ class Planner:
         meshes = dict.fromkeys(mesh_of(p) for index in indices for p in groups[index]["params"])
         replicated = self._of_plain(groups, indices, blocks, reductions) if None in meshes else []
         sharded = [self._of_mesh(m, groups, indices, blocks) for m in meshes if m is not None]
+        if self._distribution.grads == "local":  # last, since other comparisons tell more
+            refuse_copies_nobody_averages(_named(groups), self._everyone())
         return Plans(replicated, sharded)
+
+    def _everyone(self) -> list[RankGroup]:
+        """The groups of ranks that may hold copies."""
+        return [group for group in (self._ranks, self._outer) if group is not None]
 
     def launch_in_order(self, replicated: Iterable[ReplicatedParameters]) -> None:
         """Put the buckets of plans into the one order of launches."""
         for plan in replicated:
             self._launch_order.add(plan.reducer, self.places(plan.params, plan.plan))
+            if self._distribution.overlap_grad_reduce:
+                names = [spec.name for spec in plan.plan.params]
+                self._launch_order.launch_inside_backward(names, plan.group.members)
 
     def places(self, params: Sequence[Tensor], plan: ShardingPlan) -> list[int]:
         """How late forward uses each bucket of a plan.
@@ -146,6 +157,11 @@ class Planner:
         members.sort(key=lambda member: self._place_of_use.get(member[0], -1))
         params, specs = zip(*members, strict=True)
         return PlanMembers(params, specs, lines)
+
+
+def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
+    for index, group in enumerate(groups):
+        yield from zip(parameter_names(group, index), group["params"], strict=True)
 
 
 class PlanMembers(NamedTuple):

@@ -41,6 +41,10 @@ class PackedGradients:
             part.copy_(flat if piece.size == len(flat) else flat[piece.start : piece.stop])
         return buffer
 
+    def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
+        """What `packed` gave, divided; gradients stay what they are."""
+        return buffer.div_(by)
+
     def landed(self, number: int, total: Tensor) -> Tensor:
         """The sum of this rank's segment has arrived: where it shall be kept."""
         return total
@@ -104,6 +108,10 @@ class FlatGradients(PackedGradients):
                 view.copy_(grad)
         buffer = self._buffer(number)[: self._plan.buckets[number].size]
         return buffer if self._reduce_dtype is None else buffer.to(self._reduce_dtype)
+
+    def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
+        """The same; gradients lie in the buffer itself unless another dtype travels."""
+        return buffer.div(by) if _lies_in(buffer, self._buffer(number)) else buffer.div_(by)
 
     def landed(self, number: int, total: Tensor) -> Tensor:
         """Keep the sum in this rank's segment, or give the buffer back."""

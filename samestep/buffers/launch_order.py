@@ -2,9 +2,18 @@
 
 An optimizer may have several plans: of groups that were added later, or that live on fewer ranks.
 Backward completes their buckets in an order that ranks need not share.
+
+Two optimizers that launch inside one backward have no common order. Which ones take part in a
+backward is not known before it: an optimizer may replace another, or two models have one each.
+So where two are made on the same ranks before the first of them has taken a step, both hold their
+launches back until a step of theirs has shown that the other had no gradients meanwhile. If it
+had, that step is refused on every rank, and nothing was launched in two orders. One that comes
+later finds out in the first step as well, but holds nothing back.
 """
 
-from collections.abc import Sequence
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -34,10 +43,48 @@ class _Turn(NamedTuple):
 class LaunchOrder:
     """Buckets of all plans, from those that backward reaches first to those it reaches last."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner: str = "optimizer") -> None:
+        self._owner = owner
         self._turns: list[_Turn] = []
         self._places: list[int] = []
         self._next = 0
+        self._names: list[str] = []  # of parameters that are reduced inside backward
+        self._ranks: set[int] = set()  # that take part in it
+        self._held_back = self._refused = self._has_stepped = False
+        self._began = self._arrived = 0  # by the clock of rounds; 0: no gradient in this one
+
+    def __str__(self) -> str:
+        return f"{self._owner} ({len(self._names)} parameters from {self._names[0]!r} on)"
+
+    # --- beside other optimizers -------------------------------------------------------------
+
+    def launch_inside_backward(self, names: Iterable[str], ranks: Iterable[int]) -> None:
+        """From now on reductions of these parameters are launched as backward completes them."""
+        self._names += names
+        self._ranks |= set(ranks)
+        _inside_backward.orders.add(self)
+        for other in self._others():
+            if not other._has_stepped:
+                self._held_back = other._held_back = True
+
+    def stepped(self) -> None:
+        """A step was taken in which no other optimizer was in use."""
+        self._has_stepped = True
+        self._held_back = self._refused
+
+    def rival(self) -> "LaunchOrder | None":
+        """Another optimizer that launches inside backward, and has had gradients meanwhile."""
+        found = next((other for other in self._others() if other._arrived >= self._began), None)
+        if found is not None:  # whoever goes on all the same does so without overlap
+            self._refused = found._refused = self._held_back = found._held_back = True
+        return found
+
+    def _others(self) -> Iterator["LaunchOrder"]:
+        for other in list(_inside_backward.orders):
+            if other is not self and not self._ranks.isdisjoint(other._ranks):
+                yield other
+
+    # --- one round ---------------------------------------------------------------------------
 
     def add(self, launcher: Launcher, places: Sequence[int]) -> None:
         """Take in the buckets of a plan; `places` says how late forward uses each of them."""
@@ -52,9 +99,18 @@ class LaunchOrder:
     def restart(self) -> None:
         """A plan has begun a new round."""
         self._next = 0
+        self._arrived = 0
+        _inside_backward.rounds += 1
+        self._began = _inside_backward.rounds
+
+    def gradient_arrived(self) -> None:
+        """Backward has finished a gradient that is reduced inside of it."""
+        self._arrived = _inside_backward.rounds
 
     def launch_complete(self) -> None:
         """Launch what is complete, up to the first bucket that is not."""
+        if self._held_back:
+            return
         while (turn := self._turn()) is not None and turn.launcher.is_complete(turn.bucket):
             turn.launcher.make_room()
             turn.launcher.launch_next()
@@ -73,3 +129,18 @@ class LaunchOrder:
                 return turn
             self._next += 1
         return None
+
+
+class _InsideBackward(threading.local):
+    """Those that launch inside backward and are alive; per thread, as ranks are in tests.
+
+    `rounds` counts the rounds of all: what came before an optimizer's own round does not concern
+    it, such as the gradients of one that was given up.
+    """
+
+    def __init__(self) -> None:
+        self.rounds = 1
+        self.orders: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()
+
+
+_inside_backward = _InsideBackward()

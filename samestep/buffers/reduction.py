@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.buffers.gradients import FlatGradients, PackedGradients
 from samestep.buffers.launch_order import LaunchOrder
@@ -27,6 +28,9 @@ from samestep.comm.groups import GroupReduction
 from samestep.comm.presence import Problem
 from samestep.distribution import Distribution
 from samestep.plan.sharding import Bucket, ShardingPlan
+
+# One per parameter: of two optimizers that have it, the last one reduces it inside backward.
+_hooks = WeakTensorKeyDictionary()
 
 
 class GradientReducer:
@@ -70,6 +74,7 @@ class GradientReducer:
             for number, members in enumerate(self._members)
         ]
         self._sizes = [self._segment_sizes(bucket) for bucket in plan.buckets]
+        self._headroom = 1 << (group.size - 1).bit_length()  # a power of two: the division is exact
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
         for number, members in enumerate(self._members):
@@ -78,6 +83,7 @@ class GradientReducer:
                 self._last_bucket[index] = number
         self._sums: list[Tensor | None] = [None] * len(plan.buckets)  # of the rounds so far
         self._flying: dict[int, Pending[Tensor]] = {}
+        self._divided: set[int] = set()  # buckets on their way that were divided first
         self._hooked: set[int] = set()
         self.paused = False
         self.problem: Problem | None = None
@@ -108,13 +114,20 @@ class GradientReducer:
             if alive is not None:
                 alive.arrived(index)
 
-        self._params[index].register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        param = self._params[index]
+        before = _hooks.get(param)
+        if before is not None:  # of an optimizer that this one replaces
+            before.remove()
+        _hooks[param] = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         self._hooked.add(index)
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
         self._gradients.arrived(index)
-        if self.paused or not self._policy.overlap_grad_reduce:
+        if not self._policy.overlap_grad_reduce:
+            return
+        self._order.gradient_arrived()
+        if self.paused:
             return
         if self._first_bucket[index] < self.launched:
             raise RuntimeError(
@@ -160,6 +173,9 @@ class GradientReducer:
             device, ordered=ordered, frugal=self._frugal or bucket.replicated
         )
         buffer = self._packed(number)
+        if divides_first(buffer.dtype, self._group.size, exchange=exchange):
+            buffer = self._gradients.divided(number, buffer, self._headroom)
+            self._divided.add(number)
         self.launched += 1
         for index in self._members[number]:
             if self._last_bucket[index] == number:
@@ -207,12 +223,26 @@ class GradientReducer:
 
     def end_round(self, problem: Problem | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
-        self.problem = self.problem or problem or self._changed_gradient()
+        self.problem = self.problem or problem or self._rival() or self._changed_gradient()
         for index, last in enumerate(self._last_bucket):
             if last < 0:
                 self._take(index)
             elif index not in self._taken:
                 self.here[index] |= self._params[index].grad is not None
+
+    def _rival(self) -> Problem | None:
+        """Another optimizer that launches inside the same backward, in no common order."""
+        rival = self._order.rival() if self._policy.overlap_grad_reduce else None
+        if rival is None:
+            return None
+        message = (
+            f"two optimizers reduce gradients inside the same backward: {self._order} and {rival}, "
+            f"seen on rank {self._rank}. Ranks on which a gradient is missing would launch "
+            "their reductions in another order than others, which hangs or mixes tensors. Take one "
+            "MuonAdamW for all parameters (its groups have rules of their own), or leave "
+            "overlap_grad_reduce=True out of one of them and call step() of the other first"
+        )
+        return Problem(RuntimeError(message))
 
     def _changed_gradient(self) -> Problem | None:
         """A gradient that was set or edited after it was packed would be lost in silence."""
@@ -316,8 +346,13 @@ class GradientReducer:
             return bucket.segment_sizes
         return even_sizes(bucket.size, self._group.size)
 
+    def finish_step(self) -> None:
+        """The step has taken everything: start afresh."""
+        self._order.stepped()
+        self.begin_step()
+
     def begin_step(self) -> None:
-        """The last step has taken everything: start afresh."""
+        """Forget the gradients of the last step."""
         self._gradients.end_step()
         self.here = [False] * len(self._params)
         self._begin_round()
@@ -339,6 +374,9 @@ class GradientReducer:
             arrived = self._flying.pop(number).wait()
             if arrived.dtype.itemsize < 4:
                 arrived = arrived.to(torch.float32)
+            if number in self._divided:
+                self._divided.remove(number)
+                arrived = arrived.mul_(self._headroom)
             arrived = self._gradients.landed(number, arrived)
             before = self._sums[number]
             self._sums[number] = arrived if before is None else before.add_(arrived)
@@ -354,6 +392,19 @@ class GradientReducer:
 def frees_gradients(distribution: Distribution) -> bool:
     """Whether full gradients are given back once they are reduced."""
     return distribution.sharding in ("auto", "zero2")
+
+
+def divides_first(dtype: torch.dtype, ranks: int, *, exchange: bool) -> bool:
+    """Whether gradients are divided before they are added up, and the sum is multiplied after.
+
+    A backend adds in the dtype that travels, and float16 ends at 65504: four times 20,000 is inf.
+    Divided by the least power of two that is no smaller than the number of ranks, no sum is larger
+    than the largest gradient. That is exact down to the normal numbers (6e-5) and sends no byte
+    more; what is smaller loses up to as many bits as were divided by, as in DDP, and
+    `reduce_dtype=torch.float32` keeps them. An exchange adds in float32, and bfloat16 has the
+    range of float32.
+    """
+    return dtype == torch.float16 and ranks > 1 and not exchange
 
 
 def is_frugal(distribution: Distribution, ranks: int) -> bool:

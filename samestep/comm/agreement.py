@@ -21,7 +21,7 @@ def require_same_lines(what: str, lines: list[str], group: RankGroup, device: to
     name = f"comparison of the {what}"
     digest = hashlib.sha256("\n".join(lines).encode()).digest()
     mine = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    digests = [bytes(row.tolist()) for row in _all_rows(name, mine, group)]
+    digests = [bytes(row.tolist()) for row in gather_rows(name, mine, group)]
     if len(set(digests)) == 1:
         return
     texts = [text.split("\n") for text in gather_texts(name, "\n".join(lines), group, device)]
@@ -60,13 +60,14 @@ def gather_texts(name: str, text: str, group: RankGroup, device: torch.device) -
     """The texts of all ranks, by their place in the group."""
     encoded = text.encode()
     length = torch.tensor([len(encoded)], dtype=torch.int64, device=device)
-    lengths = [int(row) for row in _all_rows(name, length, group)]
+    lengths = [int(row) for row in gather_rows(name, length, group)]
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
-    rows = zip(_all_rows(name, padded, group), lengths, strict=True)
+    rows = zip(gather_rows(name, padded, group), lengths, strict=True)
     return [bytes(row[:size].tolist()).decode() for row, size in rows]
 
 
-def _all_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
+def gather_rows(name: str, row: Tensor, group: RankGroup) -> list[Tensor]:
+    """The rows of all ranks, which are equally long, by their place in the group."""
     sizes = [row.numel()] * group.size
     return gather_segments(name, row, sizes, group).wait()

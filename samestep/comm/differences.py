@@ -46,17 +46,24 @@ def locate(
     texts = gather_texts(name, json.dumps(mine), group, device)
     by_value = zip(values, zip(*map(json.loads, texts), strict=True), strict=True)
     return [
-        _of_texts(found, group) if isinstance(value, str) else _of_tensors(found, group)
+        _of_texts(found, group) if isinstance(value, str) else of_tensors(found, group.members)
         for value, found in by_value
     ]
 
 
 def _from_first(name: str, tensor: Tensor, group: RankGroup) -> list[Any]:
-    """[elements that differ from the first rank's, largest difference, index, both values]."""
     own = tensor.detach().contiguous().view(-1)
     first = own.clone()
     # As bytes: not every backend knows every dtype, and bits are what is compared.
     broadcast_from_first(first.view(torch.uint8), group, name)
+    return compared(first, own, tensor.shape)
+
+
+def compared(first: Tensor, own: Tensor, shape: Sequence[int]) -> list[Any]:
+    """[elements that differ from the first rank's, largest difference, index, both values].
+
+    Of two tensors (n,), which are really of some shape.
+    """
     count, largest = 0, 0.0
     place: int | None = None
     for start in range(0, own.numel(), AT_ONCE):
@@ -69,7 +76,7 @@ def _from_first(name: str, tensor: Tensor, group: RankGroup) -> list[Any]:
             place = start + int(places[0]) if place is None else place
     if place is None:
         return [0, 0.0, [], None, None]
-    return [count, largest, _index(place, tensor.shape), _value(first[place]), _value(own[place])]
+    return [count, largest, _index(place, shape), _value(first[place]), _value(own[place])]
 
 
 def _index(place: int, shape: Sequence[int]) -> list[int]:
@@ -93,14 +100,14 @@ def _value(element: Tensor) -> Value:
     return str(value) if isinstance(value, complex) else value
 
 
-def _of_tensors(found: Sequence[Any], group: RankGroup) -> Difference | None:
-    """From what `_from_first` gave on each rank."""
+def of_tensors(found: Sequence[Any], members: Sequence[int]) -> Difference | None:
+    """From what `compared` gave on each of some ranks."""
     places = [place for place, (count, *_) in enumerate(found) if count]
     if not places:
         return None
     _, _, index, first, other = found[places[0]]
     return Difference(
-        ranks=tuple(group.members[place] for place in places),
+        ranks=tuple(members[place] for place in places),
         max_abs_diff=max(found[place][1] for place in places),
         count=max(found[place][0] for place in places),
         index=tuple(index),

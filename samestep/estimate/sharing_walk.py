@@ -6,12 +6,12 @@ Follows `replicated`, `buffers.reduction` and `buffers.gradients`.
 import torch
 
 from samestep.buffers.gradients import gradient_dtype
-from samestep.buffers.reduction import frees_gradients, is_frugal
+from samestep.buffers.reduction import divides_first, frees_gradients, is_frugal
 from samestep.estimate.blueprint import Blueprint, Sharing
 from samestep.estimate.collectives import exchanges, reduce_dtype, reduction_sizes
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.plan.flat import places
-from samestep.plan.sharding import Segment
+from samestep.plan.sharding import Bucket, Segment
 
 
 class SharingWalk:
@@ -95,7 +95,7 @@ class SharingWalk:
         width = reduce_dtype(self._sharing, bucket).itemsize
         if self._flat:
             self._buffer(number)
-        if not self._flat or self._sharing.distribution.reduce_dtype is not None:
+        if not self._flat or self._travels_apart(bucket):
             self._ledger.add(("packed", self._number, number), bucket.size * width)
         if self._frees:
             for index in self._members[number]:
@@ -112,6 +112,13 @@ class SharingWalk:
             )
         elif not bucket.replicated:
             self._ledger.add(("received", self._number, number), own * width)
+
+    def _travels_apart(self, bucket: Bucket) -> bool:
+        """Whether not the flat buffer itself is sent."""
+        exchange = exchanges(self._sharing, bucket, self._device)
+        dtype = reduce_dtype(self._sharing, bucket)
+        divided = divides_first(dtype, self._ranks, exchange=exchange)
+        return divided or self._sharing.distribution.reduce_dtype is not None
 
     def _land_all(self) -> None:
         for number in list(self._flying):

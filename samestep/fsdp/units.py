@@ -1,7 +1,7 @@
 """Units of FSDP2: the parameters of one `fully_shard` call, gathered and reduced at once."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -79,3 +79,31 @@ def grid(module: nn.Module) -> list[list[int]]:
     ranks = mesh.mesh[(slice(None),) * axes + tuple(here[axes:])]
     found: list[list[int]] = ranks.reshape(len(ranks) if has_copies else 1, -1).tolist()
     return found
+
+
+def managed_beside(params: Iterable[Tensor]) -> list[DTensor]:
+    """What FSDP2, or torch's `replicate`, manages of the modules that hold some of these.
+
+    A parameter does not tell, and an optimizer may have no model to look at. What FSDP2 was told
+    to ignore is not among them. torch has no public way to ask for it.
+    """
+    from torch.distributed import _composable_state
+
+    known = getattr(_composable_state, "_module_state_mapping", {})
+    wanted = set(map(id, params))
+    return [
+        fsdp_param.sharded_param
+        for module, state in list(known.items())
+        if isinstance(module, FSDPModule)
+        and any(id(param) in wanted for param in module.parameters())  # type: ignore[attr-defined]
+        for group in _groups_of(state())
+        for fsdp_param in group.fsdp_params
+    ]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The units of a state: several from torch 2.13 on, one at most before."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    group = getattr(state, "_fsdp_param_group", None)
+    return [] if group is None else [group]

@@ -1,5 +1,9 @@
 """What stays whole: parameters that no rank may hold only a part of while it computes.
 
+Weights that hold several projections one after the other (queries, keys and values; gate and up)
+stay whole as well: rows are cut in equal parts from the top, and a forward that splits what it is
+given would take the last rows of one projection for another. No error tells, only the loss.
+
 The model and expert axes cut what a rank computes with. The data axis does not count: FSDP2
 gathers a parameter before it is used.
 """
@@ -12,6 +16,7 @@ from torch import Size, nn
 from torch.distributed.tensor import DTensor
 
 CUT_AXES = ("expert", "model")
+FUSED = "fused projections"
 
 # Routing and whatever is sensitive to it, norms, recurrent state, adapters. Names as in common
 # models; patterns as in a shell, case ignored, dots are characters like others.
@@ -26,7 +31,16 @@ DEFAULT_PATTERNS: Mapping[str, tuple[str, ...]] = {
     "mHC": ("*mhc*", "*hyper_connection*"),
     "n-gram hash projections": ("*ngram_hash*", "*ngram*proj*"),
     "LoRA": ("*lora*",),
+    FUSED: (
+        "*qkv*", "*c_attn*", "*query_key_value*", "*in_proj_weight", "*in_proj_bias", "*to_kv*",
+        "*w_pack*", "*gate_up*", "*gate_and_up*", "*w13*",
+    ),
 }  # fmt: skip
+
+SEPARATE = (
+    "the first rank would have rows of the first projection alone (queries without their keys and "
+    "values) and take some of them for the others. Give each projection a weight of its own, "
+)
 
 
 class ReplicateListError(ValueError):
@@ -73,7 +87,7 @@ class ReplicateList(NamedTuple):
         """
         problems = []
         for name, param in model.named_parameters():
-            problems += [self._problem(name, *cut) for cut in cuts(param)]
+            problems += [self._problem(name, param.dim(), *cut) for cut in cuts(param)]
             before = None if whole_shapes is None else whole_shapes.get(name)
             if before is not None and before != param.shape:
                 problems.append(
@@ -84,7 +98,7 @@ class ReplicateList(NamedTuple):
         if found:
             raise ReplicateListError("; ".join(found))
 
-    def _problem(self, name: str, axis: str, dim: int) -> str:
+    def _problem(self, name: str, dims: int, axis: str, dim: int) -> str:
         """Why a cut is not allowed; empty if it is."""
         matching = [
             rule for rule in self.rules if rule.axis == axis and fnmatchcase(name, rule.pattern)
@@ -92,9 +106,12 @@ class ReplicateList(NamedTuple):
         allowed = [rule for rule in matching if rule.dim == dim]
         cut = f"{name!r} is Shard({dim}) over {axis}"
         kind = self.kind(name)
+        if kind == FUSED and not (axis == "model" and (dim == 0 if dims < 3 else dim > 0)):
+            kind = None  # whole experts, or columns, which all projections share
         if kind is not None and not any(rule.although for rule in allowed):
             return (
-                f"{cut}, and is on the replicate list ({kind}): keep it whole, or give a "
+                f"{cut}, and is on the replicate list ({kind}): "
+                f"{SEPARATE if kind == FUSED else ''}keep it whole, or give a "
                 "ShardRule that says `although` what makes it right"
             )
         if allowed:

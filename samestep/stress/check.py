@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,16 @@ from samestep.comm.agreement import (
 )
 from samestep.comm.checksum import checksum, checksums, text_checksum
 from samestep.comm.differences import locate
-from samestep.comm.groups import RankGroup, rank_group
+from samestep.comm.groups import RankGroup, rank_group, registry
 from samestep.group_optimizer import GroupOptimizer
 from samestep.param_groups import LAYOUT_KEYS, Group, parameter_names
+from samestep.placement import mesh_of
 from samestep.routing import without_wrappers
 from samestep.rules import RULES
 from samestep.stress.drift import Drift, DriftError, Kind
+
+if TYPE_CHECKING:
+    from samestep.stress.outside_copies import OutsideCopies
 
 NAME = "check of replicas"  # for whoever reads of a collective that failed
 
@@ -48,7 +52,9 @@ def check(
     plan of who owns what, and the state that every rank keeps. While they agree, that costs a
     checksum of each and one all-reduce of a few bytes, the only thing that the host waits for.
     Where ranks differ, it finds out where. Parameters of a group with a `process_group` of its
-    own are compared there. Without other ranks there is nothing to compare.
+    own are compared there. Of DTensors and their state, parts that several ranks hold are compared:
+    along axes on which they are replicated, with an all-reduce each, and with ranks outside of
+    their mesh, to which every rank sends 128 bytes. Without other ranks nothing is compared.
 
     Arguments:
         optimizer: samestep's; or torch's, as under DDP, of which all state is compared.
@@ -67,8 +73,13 @@ def check(
     for group, entry in _entries(model, optimizer, ranks, buffers):
         if group.size > 1:
             entries.setdefault(group, []).append(entry)
+    outside = _outside(model, optimizer, ranks)
+    if outside:
+        entries[ranks].append(_Entry("plan", "of DTensors", "meshes leave out some ranks"))
     of_all, *of_some = [_Comparison(group, own) for group, own in entries.items()]
     drifts = _drifts(of_all, of_some)
+    if outside:
+        drifts += outside.drifts()
     if drifts and raise_on_drift:
         raise DriftError(drifts)
     return drifts
@@ -97,16 +108,14 @@ def _entries(
 ) -> Iterator[tuple[RankGroup, _Entry]]:
     """Everything, each with the ranks that have it."""
     plain = _unwrapped(model)
-    names: dict[Tensor, str] = {p: without_wrappers(n) for n, p in plain.named_parameters()}
+    names = _names(model, optimizer)
     groups = [] if optimizer is None else optimizer.param_groups
-    for index, group in enumerate(groups):
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            names.setdefault(param, name)
     shared = optimizer.shared_parameters if isinstance(optimizer, GroupOptimizer) else ()
     home = {param: placement.group for placement in shared for param in placement.params}
     for param, name in names.items():
         if _is_plain(param):
             yield home.get(param, ranks), _Entry("parameter", name, param)
+        yield from _on_mesh("parameter", name, param)
     for name, buffer in plain.named_buffers() if buffers else ():
         if _is_plain(buffer):
             yield ranks, _Entry("buffer", without_wrappers(name), buffer)
@@ -123,8 +132,53 @@ def _entries(
             yield ranks if first is None else home.get(first, ranks), _Entry("options", name, value)
         for param in group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
-                if param not in home and isinstance(value, Tensor) and _is_plain(value):
-                    yield ranks, _Entry("state", f"{names[param]}.{key}", value)
+                if param not in home and isinstance(value, Tensor):
+                    if _is_plain(value):
+                        yield ranks, _Entry("state", f"{names[param]}.{key}", value)
+                    yield from _on_mesh("state", f"{names[param]}.{key}", value)
+
+
+def _names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Tensor, str]:
+    """All parameters of both, with their names."""
+    named = _unwrapped(model).named_parameters()
+    names: dict[Tensor, str] = {param: without_wrappers(name) for name, param in named}
+    for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            names.setdefault(param, name)
+    return names
+
+
+def _on_mesh(kind: Kind, name: str, tensor: Tensor) -> Iterator[tuple[RankGroup, _Entry]]:
+    """What is held of a DTensor, with the ranks of each axis on which it is replicated.
+
+    Copies that agree along every axis agree everywhere.
+    """
+    mesh = mesh_of(tensor)
+    if mesh is None:
+        return
+    local = tensor.to_local()  # type: ignore[attr-defined]
+    for axis, placement in enumerate(tensor.placements):  # type: ignore[attr-defined]
+        if placement.is_replicate():
+            yield registry.of(mesh.get_group(axis)), _Entry(kind, name, local)
+
+
+def _outside(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: RankGroup
+) -> "OutsideCopies | None":
+    """DTensors of which ranks outside of their mesh may hold copies."""
+    names = _names(model, optimizer)
+    if all(mesh_of(param) is None for param in names):
+        return None
+    from samestep.stress.outside_copies import OutsideCopies  # DTensors take long to import
+
+    state = {} if optimizer is None else optimizer.state
+    tensors: list[tuple[Kind, str, Tensor]] = []
+    for param, name in names.items():
+        tensors.append(("parameter", name, param))
+        tensors += [
+            ("state", f"{name}.{key}", value) for key, value in state.get(param, {}).items()
+        ]
+    return OutsideCopies(tensors, ranks)
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

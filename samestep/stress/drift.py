@@ -19,7 +19,7 @@ class Drift:
     ranks: the global ranks that differ from `first_rank`, the first of those that share it.
     max_abs_diff: over all these ranks; inf where no number tells: NaN against a number, a text.
     count: how many elements differ, on the rank with most of them; of a plan lines.
-    index: the first element that differs on ranks[0].
+    index: the first element that differs on ranks[0]; of a DTensor in the part that is held there.
     first, other: its values on `first_rank` and on ranks[0].
     """
 

@@ -5,41 +5,50 @@ read alone, so that every layout has the gradients of the same mean.
 """
 
 import hashlib
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from samestep.comm import recorder
 from samestep.comm.groups import registry
 from samestep.comm.messages import gather_everywhere
-from samestep.comm.recorder import FlightRecorder, Record
-from samestep.mesh import build
+from samestep.comm.recorder import FlightRecorder
+from samestep.mesh import Mesh, build
+from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.rule_optimizer import RuleOptimizer
 from samestep.stress.scenarios.hybrid import HybridGPT
-from samestep.stress.sharded_training import DTensorTraining
+from samestep.stress.sharded_training import DTensorTraining, GroupLogs
 
 
 class HybridTraining(DTensorTraining):
     """Real backward passes through a model that is cut over every axis that was asked for."""
 
     def _new_model(self) -> nn.Module:
-        self._logs: dict[tuple[int, ...], hashlib._Hash] = {}
-        if recorder.current is not None:
-            recorder.current.on_launch.append(self._note)
+        self._logs = GroupLogs()
         assert isinstance(self.scenario, HybridGPT)
         self._slices = {}
-        model = self.scenario.model_to_cut().to(self._device or "cpu")
         kind = None if self._device is None else self._device.type
         mesh = build(device_type=kind, **self.layout.mesh)
-        ordered = self._distribution["reduction"] == "ordered"
-        self._stack = Stack(model, self.scenario.plan(), mesh, loss=_mean_loss, ordered=ordered)
+        self._stack = self._cut(self.scenario, mesh)
+        model = self._stack.model
         self.scenario.adapt(model, mesh)
         self._stack.trace(tell=lambda line: None)  # raises if ranks do not run the same code
         return model
+
+    def _cut(self, scenario: HybridGPT, mesh: Mesh) -> Stack:
+        """By the first plan that is not refused: the last has to be right."""
+        ordered = self._distribution["reduction"] == "ordered"
+        *refused, right = scenario.plans()
+        for plan in refused:
+            model = scenario.model_to_cut().to(self._device or "cpu")
+            with suppress(ReplicateListError):
+                return Stack(model, plan, mesh, loss=_mean_loss, ordered=ordered)
+        model = scenario.model_to_cut().to(self._device or "cpu")
+        return Stack(model, right, mesh, loss=_mean_loss, ordered=ordered)
 
     def _new_optimizer(self) -> RuleOptimizer:
         optimizer = self._stack.optimizer(**self.scenario.options(), **self._distribution)
@@ -66,21 +75,11 @@ class HybridTraining(DTensorTraining):
 
     def log(self, flights: FlightRecorder) -> tuple[int, str]:
         """The same on all ranks if in every group all members have launched the same."""
-        mine = {members: log.hexdigest() for members, log in self._logs.items()}
-        of_ranks = gather_everywhere((flights.count, mine), registry.of().handle)
-        known = {(members, digest) for _, logs in of_ranks for members, digest in logs.items()}
-        if len(known) > len({members for members, _ in known}):  # members have different logs
-            return flights.count, f"of rank {self.rank}: {flights.digest}"
-        count = max(count for count, _ in of_ranks)
-        return count, hashlib.sha256(repr(sorted(known)).encode()).hexdigest()
+        return self._logs.compared(flights)
 
     def fingerprint(self) -> str:
         """Of all ranks' plans: optimizers compare each with those who share it."""
         return self._fingerprint
-
-    def _note(self, record: Record) -> None:
-        line = f"{record.kind} {record.name} {record.elements} {record.dtype}\n"
-        self._logs.setdefault(record.ranks, hashlib.sha256()).update(line.encode())
 
     def _of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
         pipe = self._stack.mesh.axis("pipe")

@@ -9,7 +9,9 @@ if TYPE_CHECKING:
     from samestep.stress.scenario import Scenario
 
 # Where the parameters themselves are: whole on every rank, or DTensors.
-Parameters = Literal["plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "hybrid"]
+Parameters = Literal[
+    "plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "hybrid", "tp_alone", "two_optimizers"
+]
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,8 @@ class Layout:
         """Why a scenario does not apply here on so many ranks, if it does not."""
         if self.parameters == "hsdp" and (world < 4 or world % 2):
             return "two copies of a sharded model need an even number of ranks, four or more"
+        if self.parameters == "tp_alone" and (world < 4 or world % 2):
+            return "pairs of ranks with data of their own need an even number, four or more"
         if self.parameters == "hybrid":
             return _reason_against_mesh(self.mesh, scenario, world)
         if scenario.starts_differ and self.parameters != "plain":
@@ -131,6 +135,22 @@ for _layout in (
     ),
 ):
     register(_layout)
+
+# Mistakes that have to be refused; then the training goes on as one does it right.
+for _layout in (
+    Layout(
+        "tp_alone",
+        "tensor parallel on pairs of ranks without FSDP2 over the pairs is refused; then tp_fsdp2",
+        parameters="tp_alone",
+    ),
+    Layout(
+        "two_optimizers",
+        "two optimizers that reduce inside one backward are refused; then zero2_overlap",
+        {"sharding": "zero2", "overlap_grad_reduce": True},
+        parameters="two_optimizers",
+    ),
+):
+    register(_layout, on_request=True)
 
 # The hybrid stack: every axis alone, pairs, and all of them. FSDP2 has the ranks that are left.
 for _name, _story, _mesh in (

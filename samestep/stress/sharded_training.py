@@ -8,6 +8,7 @@ tp_fsdp2, ep_fsdp2  scenarios have no parallel plan: parameters are placed as `f
 """
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from samestep.comm import recorder
 from samestep.comm.collectives import gather_segments, sum_in_order
+from samestep.comm.groups import registry
 from samestep.comm.meshes import held, mesh_group
+from samestep.comm.messages import gather_everywhere
+from samestep.comm.recorder import FlightRecorder, Record
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
@@ -32,6 +37,8 @@ from samestep.stress.training import (
     rank_gradients,
 )
 
+REFUSED = {"tp_alone": "TensorParallelAlone", "two_optimizers": "TwoOptimizers"}
+
 
 def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) -> Training:
     """What a layout needs."""
@@ -41,6 +48,12 @@ def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) 
         from samestep.stress.hybrid_training import HybridTraining  # it is built on this module
 
         return HybridTraining(scenario, layout, rank, **options)
+    if layout.parameters in REFUSED:
+        from samestep.stress import refused_training  # the same
+
+        kind = getattr(refused_training, REFUSED[layout.parameters])
+        training: Training = kind(scenario, layout, rank, **options)
+        return training
     if layout.parameters in ("tp_fsdp2", "ep_fsdp2"):
         return TwinTraining(scenario, layout, rank, **options)
     return Training(scenario, layout, rank, **options)
@@ -163,8 +176,11 @@ class TwinTraining(DTensorTraining):
             owner, _, last = name.rpartition(".")
             new = nn.Parameter(spread, requires_grad=param.requires_grad)
             model.get_submodule(owner).register_parameter(last, new)
-        fully_shard(model, mesh=mesh["data"])
+        self._over_data(model, mesh)
         return model
+
+    def _over_data(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        fully_shard(model, mesh=mesh["data"])
 
     def _inner_placement(self, place: int, param: Tensor) -> Shard | Replicate:
         """Stacks by expert; or matrices by rows and columns in turn, vectors in copies."""
@@ -180,11 +196,7 @@ class TwinTraining(DTensorTraining):
 
     def _make_gradients(self, number: int) -> None:
         twins, mine = named_params(self._twin), self._named
-        if self.scenario.loop == "closed":
-            self._follow()
-            means = self._mean_over_ranks(number)
-        else:
-            means = mean_gradients(self.scenario, self._twin, number)
+        means = self._means(number)
         for name, twin in twins.items():
             if twin in means:
                 param = mine[name]
@@ -193,6 +205,13 @@ class TwinTraining(DTensorTraining):
                 assert isinstance(grad, DTensor)
                 grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
                 param.grad = grad
+
+    def _means(self, number: int) -> dict[Tensor, Tensor]:
+        """Gradients of the twin, averaged over all ranks."""
+        if self.scenario.loop == "closed":
+            self._follow()
+            return self._mean_over_ranks(number)
+        return mean_gradients(self.scenario, self._twin, number)
 
     def _mean_over_ranks(self, number: int) -> dict[Tensor, Tensor]:
         """As `mean_gradients`; each rank computes its own, and they travel in one collective."""
@@ -225,6 +244,29 @@ class TwinTraining(DTensorTraining):
         for (parts, of_parts), values in zip(self._held_by, of_ranks, strict=True):
             for part, value in zip(parts, torch.split(values, of_parts), strict=True):
                 part.copy_(value.view(part.shape))
+
+
+class GroupLogs:
+    """Logs of collectives by group, for ranks that are in different groups."""
+
+    def __init__(self) -> None:
+        self._logs: dict[tuple[int, ...], hashlib._Hash] = {}
+        if recorder.current is not None:
+            recorder.current.on_launch.append(self._note)
+
+    def _note(self, record: Record) -> None:
+        line = f"{record.kind} {record.name} {record.elements} {record.dtype}\n"
+        self._logs.setdefault(record.ranks, hashlib.sha256()).update(line.encode())
+
+    def compared(self, flights: FlightRecorder) -> tuple[int, str]:
+        """The same on all ranks if in every group all members have launched the same."""
+        mine = {members: log.hexdigest() for members, log in self._logs.items()}
+        of_ranks = gather_everywhere((flights.count, mine), registry.of().handle)
+        known = {(members, digest) for _, logs in of_ranks for members, digest in logs.items()}
+        if len(known) > len({members for members, _ in known}):  # members have different logs
+            return flights.count, f"of rank {dist.get_rank()}: {flights.digest}"
+        count = max(count for count, _ in of_ranks)
+        return count, hashlib.sha256(repr(sorted(known)).encode()).hexdigest()
 
 
 class _Meshes:

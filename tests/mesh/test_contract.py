@@ -9,8 +9,8 @@ from samestep.mesh.contract import ContractError, ModelSizes, check, terms
 from tests.mesh.strategies import degrees
 
 LANE = ModelSizes(
-    heads=4, kv_heads=2, fused_qkv=True, mlp_width=512, experts=8, expert_width=64, layers=16,
-    sequence=128, batch=8,
+    heads=4, kv_heads=2, mlp_width=512, experts=8, expert_width=64, layers=16, sequence=128,
+    batch=8,
 )  # fmt: skip
 
 
@@ -20,7 +20,6 @@ def test_the_lane_fits():
     assert [str(term) for term in terms(LANE, lane)] == [
         "heads 4 % tp 2 = 0",
         "key and value heads 2 % tp 2 = 0",
-        "heads + 2 x key and value heads 8 % tp 2 = 0",
         "MLP width 512 % tp 2 = 0",
         "sequence 128 % tp 2 = 0",
         "experts 8 % ep 2 = 0",
@@ -31,9 +30,8 @@ def test_the_lane_fits():
 
 def test_all_that_does_not_fit_is_said_at_once_with_sizes_that_do():
     sizes = ModelSizes(
-        heads=6, kv_heads=3, fused_qkv=True, indexer_heads=5, experts=6, layers=10, sequence=130,
-        batch=3,
-    )  # fmt: skip
+        heads=6, kv_heads=3, indexer_heads=5, experts=6, layers=10, sequence=130, batch=3
+    )
     asked = Degrees(64, pp=4, ep=4, tp=4, sequence_parallel=True)
     with pytest.raises(ContractError) as caught:
         check(sizes, asked)
@@ -56,10 +54,20 @@ def test_key_and_value_heads_are_as_many_as_heads_if_not_said():
     check(ModelSizes(heads=8), Degrees(4, tp=4))
 
 
-def test_fused_heads_count_apart():
-    """Neither 4 nor 2 x 1 is a multiple of 3, and their sum is."""
-    found = terms(ModelSizes(heads=4, kv_heads=1, fused_qkv=True), Degrees(3, tp=3))
-    assert [(term.size, term.holds) for term in found] == [(4, False), (1, False), (6, True)]
+@pytest.mark.parametrize(("tp", "queries"), [(2, 4), (4, 2)])
+def test_fused_heads_are_not_cut(tp, queries):
+    """4 + 2 + 2 heads divide evenly, and the first rank would have queries alone."""
+    sizes = ModelSizes(heads=4, kv_heads=2, fused_qkv=True)
+    check(sizes, Degrees(4))
+    with pytest.raises(ContractError) as caught:
+        check(sizes, Degrees(4, tp=tp))
+    text = str(caught.value)
+    assert f"one weight of 4 query, 2 key and 2 value heads into {tp} equal parts" in text
+    assert f"the first rank has {queries} query heads" in text
+    assert "separate projections" in text
+    fused = terms(sizes, Degrees(4, tp=tp))[-1]
+    assert not fused.holds
+    assert fused.choices == (1,)
 
 
 def test_what_a_degree_does_not_cut_is_not_looked_at():

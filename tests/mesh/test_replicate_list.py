@@ -42,6 +42,12 @@ RULES = (
         ("blocks.2.mHC.mix", "mHC"),
         ("ngram_hash.proj.weight", "n-gram hash projections"),
         ("blocks.0.attention.q.lora_A.weight", "LoRA"),
+        ("blocks.0.attention.qkv.weight", "fused projections"),
+        ("transformer.h.0.attn.c_attn.weight", "fused projections"),
+        ("gpt_neox.layers.0.attention.query_key_value.weight", "fused projections"),
+        ("layers.0.attention.in_proj_weight", "fused projections"),
+        ("model.layers.0.mlp.experts.gate_up_proj", "fused projections"),
+        ("blocks.0.attention.qkv.lora_A.weight", "LoRA"),
         ("blocks.0.attention.q.weight", None),
         ("blocks.0.mlp.up.weight", None),
         ("model.layers.0.mlp.gate_proj.weight", None),
@@ -122,6 +128,18 @@ def test_a_rule_without_reason_does_not_take_something_off_the_list():
         with pytest.raises(ReplicateListError, match="LoRA"):
             ReplicateList((plain,)).check(model)
         ReplicateList((plain._replace(although="cut with its layer"),)).check(model)
+
+
+def test_rows_of_several_projections_are_not_cut():
+    """Columns are all of theirs; a reason says that rows lie head by head."""
+    rows, columns = ShardRule("*qkv", "model", 0), ShardRule("*qkv", "model", 1)
+    with fake_world(0, 2):
+        axis = build(tp=2).axis("model")
+        model = model_on(axis, attention__qkv=0)
+        with pytest.raises(ReplicateListError, match=r"'attention\.qkv' is Shard\(0\) .*queries"):
+            ReplicateList((rows,)).check(model)
+        ReplicateList((rows._replace(although="head by head"),)).check(model)
+        ReplicateList((columns,)).check(model_on(axis, attention__qkv=1))
 
 
 def test_the_expert_axis_counts():

@@ -11,6 +11,7 @@ from samestep.mesh.replicate_list import ReplicateListError, ShardRule
 from samestep.parallel.apply import apply, shard_rules
 from samestep.parallel.plan import Plan, PlanError, name_matches
 from samestep.parallel.replicas import ReplicasDifferError
+from samestep.stress.scenarios.refused import FusedQKVCut
 from samestep.train.gpt import GPT, GPTConfig
 from samestep.train.gpt_plan import gpt_plan
 from tests.ranks import run_forked
@@ -114,3 +115,22 @@ def allowed(rank):
 
 def test_the_replicate_list_has_exceptions_with_a_reason():
     run_forked(2, allowed, timeout=60)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_fused_weight_that_is_cut_by_rows_is_refused_on_every_rank(world):
+    scenario = FusedQKVCut(0, world)
+    cut, whole = scenario.plans()
+
+    def job(rank):
+        mesh = build(tp=2)
+        with pytest.raises(ReplicateListError) as caught:
+            apply(scenario.model_to_cut(), cut, mesh)
+        apply(scenario.model_to_cut(), whole, mesh)
+        return str(caught.value)
+
+    for text in run_forked(world, job):
+        for block in (0, 1):
+            assert f"'blocks.{block}.attention.qkv.weight' is Shard(0) over model" in text
+        assert "queries without their keys and values" in text
+        assert "Give each projection a weight of its own, keep it whole" in text

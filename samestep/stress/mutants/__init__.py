@@ -7,11 +7,12 @@ from samestep.stress.mutants import (
     hybrid,
     mathematics,
     presence,
+    refused,
     sharded,
 )
 from samestep.stress.mutants.mutant import MUTANTS, Mutant
 
 __all__ = [
     "MUTANTS", "Mutant", "clipping", "communication", "flat", "hybrid", "mathematics", "presence",
-    "sharded",
+    "refused", "sharded",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """Every scenario, by name."""
 
 from samestep.stress.scenario import Scenario
-from samestep.stress.scenarios import conditional, hybrid, patterns, recipes
+from samestep.stress.scenarios import conditional, hybrid, patterns, recipes, refused
 
 SCENARIOS: dict[str, type[Scenario]] = {
     scenario.name: scenario
@@ -33,7 +33,14 @@ SCENARIOS: dict[str, type[Scenario]] = {
 
 # Run when they are named: `all` is what fits into a few minutes.
 SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
-    scenario.name: scenario for scenario in (hybrid.HybridGPT, hybrid.HybridLoRA)
+    scenario.name: scenario
+    for scenario in (
+        hybrid.HybridGPT,
+        hybrid.HybridLoRA,
+        refused.TensorParallelWithoutFSDP,
+        refused.TwoOptimizersInOneBackward,
+        refused.FusedQKVCut,
+    )
 }
 
 

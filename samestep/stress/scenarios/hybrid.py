@@ -1,5 +1,6 @@
 """Training that every axis of a mesh takes part in: a GPT with experts, in a closed loop."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,7 @@ class HybridGPT(Scenario):
     story = "a GPT with experts over tensor, sequence, expert, pipeline and data parallel"
     loop: ClassVar[Loop] = "closed"
     has_plan = True
-    layouts = ("one_process", *LAYOUTS_ON_REQUEST)
+    layouts = ("one_process", *(n for n, own in LAYOUTS_ON_REQUEST.items() if own.mesh))
     config: ClassVar[GPTConfig] = GPTConfig(
         vocab_size=16, context=8, width=16, layers=2, heads=4, kv_heads=2, experts=4, expert_size=8
     )
@@ -51,9 +52,9 @@ class HybridGPT(Scenario):
                     param.add_(0.1 * torch.randn_like(param))
         return model
 
-    def plan(self) -> Plan:
-        """How it is cut."""
-        return gpt_plan(self.config)
+    def plans(self) -> Sequence[Plan]:
+        """How it is cut; before that, what has to be refused."""
+        return (gpt_plan(self.config),)
 
     def options(self) -> dict[str, Any]:
         """Every step is clipped, so that norms count."""

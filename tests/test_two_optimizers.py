@@ -1,0 +1,175 @@
+"""Two optimizers that reduce gradients inside backward: refused where they meet in one."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import samestep
+from samestep.comm.presence import RankProblemError
+from tests.ranks import run_forked
+
+OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 300, "crossover": 1}
+
+
+class Net(nn.Module):
+    """Two matrices and two vectors; the last ones of both may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = (nn.Parameter(torch.randn(20, 20)) for _ in range(2))
+        self.scale, self.shift = (nn.Parameter(torch.randn(400)) for _ in range(2))
+
+    def matrices(self):
+        return [("first", self.first), ("second", self.second)]
+
+    def vectors(self):
+        return [("scale", self.scale), ("shift", self.shift)]
+
+
+def loss_of(model: Net, rank: int, step: int, *, whole: bool = True) -> torch.Tensor:
+    x = torch.randn(20, generator=torch.Generator().manual_seed(10 * step + rank))
+    loss = (model.first @ x).tanh().sum() * model.scale.mean()
+    return loss + (model.second @ x).tanh().sum() * model.shift.mean() if whole else loss
+
+
+def train(model, optimizers, rank, steps, lacks=1):
+    """Rank `lacks` has no gradient of the last two in every other step."""
+    for step in steps:
+        loss_of(model, rank, step, whole=rank != lacks or step % 2 == 1).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def same(found, expected) -> bool:
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("first", ["Muon", "AdamW"])
+def test_both_in_one_backward_are_refused_on_every_rank(world, first):
+    def job(rank):
+        model = Net()
+        before = train(model, [], rank, ())
+        both = [
+            samestep.Muon(model.matrices(), **OVERLAP),
+            samestep.AdamW(model.vectors(), **OVERLAP),
+        ]
+        both.sort(key=lambda opt: type(opt).__name__ != first)
+        texts = []
+        for _ in range(2):  # who goes on all the same is told again
+            loss_of(model, rank, 0, whole=rank != 1).backward()
+            with pytest.raises(RuntimeError) as caught:
+                both[0].step()
+            texts.append(str(caught.value))
+            model.zero_grad()
+        assert same(train(model, [], rank, ()), before)
+        return texts
+
+    for texts in run_forked(world, job):
+        for text in texts:
+            assert "Muon (2 parameters from 'first' on)" in text
+            assert "AdamW (2 parameters from 'scale' on)" in text
+            assert "one MuonAdamW for all parameters" in text
+            assert "overlap_grad_reduce=True out of one" in text
+
+
+def test_a_rank_without_gradients_of_one_of_them_hears_of_it():
+    def job(rank):
+        model = Net()
+        both = [
+            samestep.AdamW(model.matrices(), **OVERLAP),
+            samestep.AdamW(model.vectors(), **OVERLAP),
+        ]
+        (loss_of(model, rank, 0) if rank == 0 else model.first.sum()).backward()
+        with pytest.raises(RuntimeError) as caught:
+            both[0].step()
+        return type(caught.value), str(caught.value)
+
+    (own, told), (heard, other) = run_forked(2, job)
+    assert own is RuntimeError
+    assert "two optimizers reduce gradients inside the same backward" in told
+    assert heard is RankProblemError
+    assert "rank 0 could not take the step" in other
+
+
+def test_the_ways_out_are_silent_and_give_the_same_bits():
+    """One optimizer for both, or overlap in the one that steps first; missing gradients too."""
+
+    def job(rank):
+        ordered = {"reduction": "ordered", "lr": 0.1, "weight_decay": 0.1}
+        rules = [
+            {"params": ["first", "second"], "rule": "muon"},
+            {"params": ["scale", "shift"], "rule": "adamw", "betas": (0.9, 0.999)},
+        ]
+        found = []
+        for overlap in (OVERLAP, {}):
+            model = Net()
+            one = samestep.MuonAdamW(model, groups=rules, **ordered, **overlap)
+            found.append(train(model, [one], rank, range(4)))
+        model = Net()
+        muon = samestep.Muon(model.matrices(), **ordered, **OVERLAP)
+        adamw = samestep.AdamW(model.vectors(), **ordered)
+        found.append(train(model, [muon, adamw], rank, range(4)))
+        return found
+
+    for one, late, two in run_forked(2, job):
+        assert same(one, late)
+        assert same(two, late)
+
+
+def test_one_that_replaces_another_takes_over_its_parameters():
+    """Also while the old one is still there, and in the middle of a round."""
+
+    def job(rank):
+        expected, model = Net(), Net()
+        wanted = train(expected, [samestep.AdamW(expected, **OVERLAP)], rank, range(3))
+        old = samestep.AdamW(model, **OVERLAP)
+        loss_of(model, rank, 9).backward()
+        new = samestep.AdamW(model, **OVERLAP)
+        model.zero_grad()
+        found = train(model, [new], rank, range(3))
+        assert old is not None
+        return same(found, wanted)
+
+    assert run_forked(2, job) == [True, True]
+
+
+def test_two_models_may_have_one_each():
+    """A discriminator and a generator; and one that was dropped in the middle of a round."""
+
+    def job(rank):
+        one, two = Net(), Net()
+        opts = [samestep.AdamW(one, **OVERLAP), samestep.AdamW(two, **OVERLAP)]
+        for step in range(3):
+            train(one, opts[:1], rank, [step])
+            train(two, opts[1:], rank, [step])
+        loss_of(one, rank, 0).backward()
+        del opts[0]
+        gc.collect()
+        return train(two, opts, rank, [3])
+
+    first, second = run_forked(2, job)
+    assert same(first, second)
+
+
+def test_launches_are_held_back_until_a_step_has_shown_that_there_is_one():
+    """Then they are inside backward again: a gradient that zero2 has reduced is gone."""
+
+    def job(rank):
+        one, two = Net(), Net()
+        opts = [samestep.AdamW(one, **OVERLAP), samestep.AdamW(two, **OVERLAP)]
+        freed = []
+        for step in range(2):
+            loss_of(one, rank, step).backward()
+            freed.append([param.grad is None for param in one.parameters()])
+            opts[0].step()
+        return freed
+
+    for first, second in run_forked(2, job):
+        assert not any(first)
+        assert all(second)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from samestep import assumptions
 from samestep.apply import StepScalars, UpdateFunction, run_rule
 from samestep.buffers.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
@@ -391,6 +392,27 @@ class GroupOptimizer(torch.optim.Optimizer):
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
         return table(self.param_groups, self._blocks)
+
+    def explain(self) -> str:
+        """What is taken for granted of other ranks and of whoever makes gradients, as text.
+
+        With who averages what, which check holds each assumption and when it runs, and what
+        nobody checks. Not collective.
+        """
+        return assumptions.explain(self._facts())
+
+    def _facts(self) -> assumptions.Facts:
+        return assumptions.Facts(
+            type(self).__name__,
+            self._rank_group,
+            self._outer_group,
+            self._stage_group,
+            self._distribution,
+            tuple(self._replicated),
+            tuple(self._sharded),
+            tuple(self.param_groups),
+            self._max_grad_norm,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._replicated or self._sharded or self._stage_group is not None:

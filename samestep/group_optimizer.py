@@ -15,6 +15,7 @@ from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.group_checks import GroupChecks
+from samestep.group_keys import refuse_lost_keys
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
@@ -210,6 +211,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
         with naming_group(len(self.param_groups)):
+            refuse_lost_keys({**default_rule, **param_group})
             group = complete({**default_rule, **param_group}, self._rule_options)
         for key in group.keys() - param_group.keys():
             # Not shared: schedulers write into learning-rate tensors, group by group.

@@ -165,7 +165,8 @@ class GroupOptimizer(torch.optim.Optimizer):
             if self._watch.at_first_step and self._distribution.grads == "local":
                 for plan in self._replicated:
                     names = (spec.name for spec in plan.plan.params)
-                    warn_of_ddp(zip(names, plan.params, strict=True))
+                    if warn_of_ddp(zip(names, plan.params, strict=True)):
+                        plan.expect_edits()
         for index, group in enumerate(self.param_groups):
             self._checks.check(index, group)
         if self._rank_group is None:

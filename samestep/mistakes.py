@@ -57,9 +57,9 @@ def refuse_late_group() -> None:
     if ranks > 1:
         raise RuntimeError(
             f"this optimizer was built before torch.distributed.init_process_group(), so it does "
-            f"not average its gradients with those of the other {ranks - 1} ranks: build it "
-            "afterwards. If DistributedDataParallel averages them, or ranks shall train apart, "
-            'pass grads="reduced"'
+            f"not average gradients over the {ranks} ranks that there are now: build it "
+            "afterwards. If ranks shall train apart, or DistributedDataParallel averages, pass "
+            'grads="reduced"'
         )
 
 
@@ -84,8 +84,8 @@ def warn_of_lost_updates(narrow: Sequence[tuple[str, Tensor]], of: int) -> None:
         warn_user(
             f"{len(narrow)} of {of} parameters are {dtype} ({some([name for name, _ in narrow])}), "
             "and updates smaller than their last bit are lost: at a learning rate of 2e-5 8% of "
-            "the elements of matrices move within 20 steps, and 59% with 32-bit copies. Pass "
-            "master_weights=True to keep such copies (4 bytes per element), or "
+            "the elements of matrices moved within 20 steps of a training, and 59% with 32-bit "
+            "copies. Pass master_weights=True to keep such copies (4 bytes per element), or "
             "master_weights=False if this is meant"
         )
 
@@ -264,14 +264,18 @@ def _remember_ddp(module: nn.Module, _: str, __: nn.Module | None) -> None:
         _ddp_modules.add(module)
 
 
+def find_ddp() -> None:
+    """Those that are there already; none can be without a process group."""
+    if has_process_group():
+        objects = gc.get_objects()
+        _ddp_modules.update(o for o in objects if issubclass(type(o), DistributedDataParallel))
+
+
 register_module_module_registration_hook(_remember_ddp)
-if has_process_group():  # imported late: some may be there already, and none can be without a group
-    _ddp_modules.update(
-        found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)
-    )
+find_ddp()  # in case that this is imported late
 
 
-def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> None:
+def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
     """For parameters whose gradients are averaged here: does DistributedDataParallel do it too?"""
     wrapped = {param for module in _ddp_modules for param in module.parameters()}
     twice = [name for name, param in named if param in wrapped]
@@ -282,6 +286,7 @@ def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> None:
             'wrapped model, MuonAdamW(ddp_model), or pass grads="reduced"; or leave '
             "DistributedDataParallel away, since it is not needed"
         )
+    return bool(twice)
 
 
 def is_ddp(model: object) -> bool:

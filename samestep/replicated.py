@@ -252,6 +252,10 @@ class ReplicatedParameters(Placement):
         self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
 
+    def expect_edits(self) -> None:
+        """Somebody is known to write into gradients after backward."""
+        self._edits = None
+
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""
         if self._flat is None:

@@ -281,7 +281,7 @@ REGISTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         "keys of groups",
-        "Every key of a group is read by its rule, or is one of somebody else that changes nothing.",
+        "Every key of a group is read by its rule, or is somebody else's and changes nothing.",
         "samestep.group_keys:refuse_lost_keys",
         "construction",
         "a look at each key; one of a library that is not in the list is kept without a word",

@@ -317,7 +317,7 @@ REGISTER: tuple[Assumption, ...] = (
         "purpose.",
         "samestep.mistakes:warn_of_lost_updates",
         "construction",
-        "a look at each dtype",
+        "a look at each dtype; a model that is turned to 16 bits later is not seen",
         _narrow,
     ),
     Assumption(

@@ -199,6 +199,33 @@ def _after_construction(facts: Facts) -> str | None:
     return "weights, options and state that one rank changes by itself are found there"
 
 
+def _alone(facts: Facts) -> str | None:
+    """Of an optimizer that knows of this process only, and has gradients to average."""
+    if facts.ranks is not None or facts.sharded or facts.distribution.grads == "reduced":
+        return None
+    return "this process trains alone"
+
+
+def _all_params(facts: Facts) -> str | None:
+    return _many(sum(len(group["params"]) for group in facts.groups), "parameter")
+
+
+def _narrow(facts: Facts) -> str | None:
+    params = [param for group in facts.groups for param in group["params"]]
+    narrow = [param for param in params if param.dtype.itemsize < 4]
+    return f"{len(narrow)} of {_many(len(params), 'parameter')} are narrower" if narrow else None
+
+
+def _local(facts: Facts) -> str | None:
+    if not _averages_local(facts):
+        return None
+    return f"{_many(_plain_params(facts), 'parameter')} with gradients of each rank's own data"
+
+
+def _edited(facts: Facts) -> str | None:
+    return None if facts.distribution.overlap_grad_reduce else _local(facts)
+
+
 # --- the register --------------------------------------------------------------------------------
 
 REGISTER: tuple[Assumption, ...] = (
@@ -251,6 +278,82 @@ REGISTER: tuple[Assumption, ...] = (
         "every step",
         "a look at each gradient on the host",
         _overlapped,
+    ),
+    Assumption(
+        "keys of groups",
+        "Every key of a group is read by its rule, or is somebody else's and changes nothing.",
+        "samestep.group_keys:refuse_lost_keys",
+        "construction",
+        "a look at each key; one of a library that is not in the list is kept without a word",
+        _all_groups,
+    ),
+    Assumption(
+        "process group first",
+        "Ranks that were started together have a process group when the optimizer is built.",
+        "samestep.mistakes:warn_of_missing_group",
+        "construction",
+        "a look at RANK and WORLD_SIZE in the environment; ranks started otherwise are not seen",
+        _alone,
+    ),
+    Assumption(
+        "no process group later",
+        "No process group of several ranks is made after the optimizer.",
+        "samestep.mistakes:refuse_late_group",
+        "every step",
+        "a question to torch on the host",
+        _alone,
+    ),
+    Assumption(
+        "whole parameters",
+        "A plain parameter is all of that parameter, not a flattened shard of FSDP1.",
+        "samestep.mistakes:refuse_flat_parameter",
+        "construction",
+        "a look at each parameter",
+        _all_params,
+    ),
+    Assumption(
+        "updates that count",
+        "Parameters have enough bits for their updates, have a 32-bit copy, or lose them on "
+        "purpose.",
+        "samestep.mistakes:warn_of_lost_updates",
+        "construction",
+        "a look at each dtype; a model that is turned to 16 bits later is not seen",
+        _narrow,
+    ),
+    Assumption(
+        "the model's parameters",
+        "What the model trains is what the optimizer has; none came, was unfrozen or replaced.",
+        "samestep.mistakes:TrainingWatch.look_at_model",
+        "first step",
+        "a walk over the model, and again before steps 2, 4, 8, ...; not seen if the optimizer was "
+        "given parameters in place of a model",
+        _all_params,
+    ),
+    Assumption(
+        "gradients come",
+        "Steps come after backward, and gradients are not cleared in between.",
+        "samestep.mistakes:TrainingWatch.look_at_gradients",
+        "first step",
+        "a look at what is present, until a gradient was seen; three empty steps are told",
+        _all_params,
+    ),
+    Assumption(
+        "averaged once",
+        "Nobody else averages gradients that are averaged here.",
+        "samestep.mistakes:warn_of_ddp",
+        "first step",
+        "a look at live DistributedDataParallel modules; one that is made after the first step, "
+        "and gradients averaged by hand, are not seen",
+        _local,
+    ),
+    Assumption(
+        "unedited before averaging",
+        "Nobody clips or edits gradients by what one rank sees before they are averaged.",
+        "samestep.mistakes:GradientEdits.look",
+        "first step",
+        "a hook on each parameter that is taken away after two steps; only edits of all gradients, "
+        "where they lie, are told, and later ones are not seen",
+        _edited,
     ),
     Assumption(
         "finite gradients",

@@ -15,11 +15,21 @@ from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.compiled import CompiledRules
 from samestep.distribution import Distribution
 from samestep.group_checks import GroupChecks
+from samestep.group_keys import refuse_lost_keys
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
 from samestep.local import KnownGroup, LocalParameters, plain
 from samestep.metrics import Outliers, UpdateSizes
+from samestep.mistakes import (
+    TrainingWatch,
+    has_process_group,
+    refuse_flat_parameter,
+    refuse_late_group,
+    warn_of_ddp,
+    warn_of_lost_updates,
+    warn_of_missing_group,
+)
 from samestep.param_groups import (
     Group,
     blocks_of_group,
@@ -64,7 +74,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         rule_options: Mapping[str, Mapping[str, Any]],
         *,
-        master_weights: bool,
+        master_weights: bool | None,
         compile: bool | str,
         cuda_graph: bool | None = None,
         batch_elements: int | None = None,
@@ -85,6 +95,10 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._update_rms = update_rms
         self._distribution = distribution
         self._rank_group = rank_group(distribution.process_group)
+        # Without one, whoever averages elsewhere says grads="reduced".
+        self._expects_no_group = not has_process_group() and distribution.grads == "local"
+        if self._expects_no_group:
+            warn_of_missing_group()
         self._outer_group = None
         if distribution.outer_group is not None:
             self._outer_group = registry.of(distribution.outer_group)
@@ -101,7 +115,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._constructed = False
         self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
-        self._master_weights = master_weights
+        self._master_weights = bool(master_weights)
+        self._masters_unsaid = master_weights is None
         self._compile = compile
         self._cuda_graph = cuda_graph
         self._batch_elements = batch_elements
@@ -110,6 +125,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._in_flight = ParametersInFlight()
         self._planner = self._new_planner(order_of_use)
         model = params if isinstance(params, nn.Module) else model
+        self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
             if model is None:
                 raise ValueError(
@@ -123,6 +139,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._share(range(len(self.param_groups)))
         self._constructed = True
         self._refuse_cuda_graph()
+        self._warn_of_lost_updates(range(len(self.param_groups)))
 
     def _new_planner(self, order_of_use: Iterable[Tensor]) -> Planner:
         alike = ("master_weights", "max_grad_norm", "update_rms")
@@ -144,6 +161,16 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _check_groups(self) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
+        if self._expects_no_group and has_process_group():
+            refuse_late_group()
+            self._expects_no_group = False  # a group of this process alone
+        if self._watch.is_due():
+            self._watch.look_at_model(self.param_groups)
+            if self._watch.at_first_step and self._distribution.grads == "local":
+                for plan in self._replicated:
+                    names = (spec.name for spec in plan.plan.params)
+                    if warn_of_ddp(zip(names, plan.params, strict=True)):
+                        plan.expect_edits()
         for index, group in enumerate(self.param_groups):
             self._checks.check(index, group)
         if self._rank_group is None:
@@ -214,6 +241,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise TypeError(f"param_group must be a dict, but got {type(param_group)}")
         default_rule = {"rule": self.defaults["rule"]} if "rule" in self.defaults else {}
         with naming_group(len(self.param_groups)):
+            refuse_lost_keys({**default_rule, **param_group})
             group = complete({**default_rule, **param_group}, self._rule_options)
         for key in group.keys() - param_group.keys():
             # Not shared: schedulers write into learning-rate tensors, group by group.
@@ -235,6 +263,7 @@ class GroupOptimizer(torch.optim.Optimizer):
                 self._reductions[index] = reduction
             if self._constructed:  # those of the constructor go together
                 self._share([index])
+                self._warn_of_lost_updates([index])
         except Exception:
             self.param_groups.pop()
             self._checks.forget(index, group["params"])
@@ -271,6 +300,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         if group.get("fused") and self._compile:
             raise ValueError("fused=True and compile exclude each other: leave one of them out")
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            refuse_flat_parameter(name, param)
             if not param.is_floating_point():
                 raise ValueError(
                     f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
@@ -282,6 +312,18 @@ class GroupOptimizer(torch.optim.Optimizer):
                     f"fused=True is for parameters on CPU, and {name!r} is on {param.device.type}: "
                     "compile=True does the same there"
                 )
+
+    def _warn_of_lost_updates(self, indices: Iterable[int]) -> None:
+        """Of 16-bit parameters in some groups, unless the user has said what is wanted."""
+        if self._masters_unsaid:
+            groups = [(index, self.param_groups[index]) for index in indices]
+            named = [
+                pair
+                for index, group in groups
+                for pair in zip(parameter_names(group, index), group["params"], strict=True)
+            ]
+            narrow = [(name, param) for name, param in named if needs_master(param, True)]
+            warn_of_lost_updates(narrow, of=len(named))
 
     def _refuse_cuda_graph(self) -> None:
         """Raise where a step cannot be one graph."""
@@ -437,7 +479,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             )
         mine = (
             "_rule_options", "_master_weights", "_compile", "_cuda_graph", "_batch_elements",
-            "_max_grad_norm", "_update_rms", "_distribution",
+            "_max_grad_norm", "_update_rms", "_distribution", "_masters_unsaid",
         )  # fmt: skip
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
@@ -449,6 +491,8 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._rank_group, self._replicated, self._reductions = None, [], {}
             self._sharded, self._constructed = [], True
             self._outer_group = self._stage_group = None
+            self._expects_no_group = not has_process_group()
+            self._watch = TrainingWatch(None)
             self._in_flight = ParametersInFlight()
             self._planner = self._new_planner(())
         for index, group in enumerate(self.param_groups):

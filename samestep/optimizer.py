@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from samestep.bench.crossover import read_crossover
 from samestep.distribution import Distribution
 from samestep.group_optimizer import Params
+from samestep.mistakes import is_ddp
 from samestep.param_groups import Group, check_pair, own_spelling, unknown_option
 from samestep.presets import preset_options
 from samestep.routing import (
@@ -125,7 +126,8 @@ class MuonAdamW(RuleOptimizer):
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
         state_dtypes: keep moments in other dtypes: {"exp_avg": torch.bfloat16, ...}.
-        master_weights: keep a 32-bit copy of 16-bit parameters and update that.
+        master_weights: keep a 32-bit copy of 16-bit parameters and update that. Without it most
+            small updates are lost; False says that this is meant, None (the default) warns.
         max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
             if it is not finite; `metrics()` has the norm. math.inf: only that check.
         update_rms: `metrics()` tells the size of the updates.
@@ -146,7 +148,7 @@ class MuonAdamW(RuleOptimizer):
         preset: str | None = None,
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
-        master_weights: bool = False,
+        master_weights: bool | None = None,
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
@@ -227,7 +229,7 @@ class Muon(RuleOptimizer):
         *,
         eps: float = 1e-7,
         maximize: bool = False,
-        master_weights: bool = False,
+        master_weights: bool | None = None,
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
@@ -275,7 +277,7 @@ class AdamW(RuleOptimizer):
         maximize: bool = False,
         fused: bool = False,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
-        master_weights: bool = False,
+        master_weights: bool | None = None,
         max_grad_norm: float | None = None,
         update_rms: bool = False,
         compile: bool | str = False,
@@ -307,7 +309,7 @@ class AdamW(RuleOptimizer):
 def _split_distribution(params: Params, options: Group) -> tuple[Distribution, Group]:
     """The keywords that concern ranks, and the others; DDP has reduced its gradients already."""
     mine = {k: options[k] for k in DistributionOptions.__annotations__ if k in options}
-    if isinstance(params, nn.parallel.DistributedDataParallel):
+    if is_ddp(params):
         mine.setdefault("grads", "reduced")
     if isinstance(mine.get("crossover"), str | Path):
         mine["crossover"] = read_crossover(mine["crossover"])

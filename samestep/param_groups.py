@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from samestep.group_keys import said_here
 from samestep.layout.blocks import Block, blocks_of
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
@@ -144,6 +145,9 @@ def _normal(value: Any) -> Any:
 
 def unknown_option(name: str, known: Iterable[str]) -> TypeError:
     """The error for a misspelled keyword, with the likely spelling."""
+    told = said_here(name)
+    if told is not None:
+        return TypeError(f"unexpected keyword: {told}")
     close = difflib.get_close_matches(name, [*known, *ALWAYS_KNOWN], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return TypeError(f"unexpected keyword {name!r}{hint}")

@@ -25,6 +25,7 @@ from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.distribution import Distribution
 from samestep.held_state import HeldState
 from samestep.kernels.choice import line_of
+from samestep.mistakes import GradientEdits
 from samestep.param_groups import Group, rule_of
 from samestep.piece_state import (
     StateEntry,
@@ -113,6 +114,9 @@ class ReplicatedParameters(Placement):
         self._names = [spec.name for spec in specs]
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
         self._present: list[bool | Tensor] = []
+        self._edits: GradientEdits | None = None  # inside backward every edit is an error
+        if distribution.grads == "local" and not distribution.overlap_grad_reduce:
+            self._edits = GradientEdits(self.params)
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
         self._known_views: dict[Piece, _PieceViews] = {}
@@ -243,8 +247,14 @@ class ReplicatedParameters(Placement):
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         """No gradient comes any more."""
         super().begin_step(state, problem)
+        if self._edits is not None and not self._edits.look():
+            self._edits = None
         self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
+
+    def expect_edits(self) -> None:
+        """Somebody is known to write into gradients after backward."""
+        self._edits = None
 
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""

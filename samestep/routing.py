@@ -12,8 +12,10 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from samestep.elsewhere import Elsewhere
+from samestep.group_keys import options_of_rule, why_lost
 from samestep.param_groups import Group, name_matches
 from samestep.rules import RULES
+from samestep.rules.rule import Rule
 from samestep.warn import warn_user
 
 Predicate = Callable[[str, Tensor], bool]
@@ -173,8 +175,14 @@ def route(
         if role == "tensor" and "rule" not in options and parameter.param.shape[0] > 1:
             unmarked.append(_describe(parameter))
         rule = options.pop("rule", "muon" if role == "matrix" else "adamw")
-        _refuse_foreign_keys(parameter.name, rule, options)
         split = options.pop("split_sizes", splits.get(parameter.name))
+        known_rule = RULES.get(rule)  # completing the group has the error for an unknown one
+        if known_rule is not None:
+            if known_rule.kind == "elementwise":
+                # A pattern for a fused weight may match its bias too: there is nothing to cut.
+                split = None
+                options.pop("flatten", None)
+            _refuse_lost_overrides(parameter.name, known_rule, options)
         if rule == "muon":
             if role == "conv" and "flatten" not in options:
                 raise ValueError(
@@ -303,18 +311,14 @@ def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[
     return asked
 
 
-def _refuse_foreign_keys(name: str, rule: str, options: Mapping[str, Any]) -> None:
+def _refuse_lost_overrides(name: str, rule: Rule, options: Mapping[str, Any]) -> None:
     """An override that the parameter's rule does not read would do nothing, silently."""
-    if rule not in RULES:
-        return  # completing the group has the error for it
-    # A pattern for a fused weight may match its bias too: there is nothing to cut in that.
-    known = {*RULES[rule].defaults, "maximize", "split_sizes", "flatten", "adjust_lr_fn"}
-    for key in options:
-        if key not in known:
-            raise ValueError(
-                f"overrides: {key!r} is no option of rule {rule!r}, which {name!r} follows; its "
-                f"options are {sorted({*RULES[rule].defaults, 'maximize'})}"
-            )
+    for key, value in options.items():
+        reason = why_lost(key, value, rule)
+        if reason is None and key not in options_of_rule(rule):
+            reason = f"{key!r} is no option of rule {rule.name!r}"
+        if reason:
+            raise ValueError(f"overrides: {name!r} follows rule {rule.name!r}, and {reason}")
 
 
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:

@@ -120,6 +120,10 @@ class RuleOptimizer(FullValues):
             raise
         for placement in self._placements:
             placement.finish_step()
+        if self._watch.waits:
+            flags = [flag for placement in self._placements for _, flag in placement.present()]
+            ranks = 1 if self._rank_group is None else self._rank_group.size
+            self._watch.look_at_gradients(flags, self.param_groups, ranks)
         self._tell_outliers()
 
     def _tell_outliers(self) -> None:

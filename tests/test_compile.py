@@ -277,7 +277,11 @@ def test_absent_parameters():
 
 
 KINDS: dict[str, tuple[str, list[Tensor], dict[str, Any]]] = {
-    "16 bits": ("both", [draw((6, 4), 0, torch.bfloat16), draw((6, 4), 1, torch.float16)], {}),
+    "16 bits": (
+        "both",
+        [draw((6, 4), 0, torch.bfloat16), draw((6, 4), 1, torch.float16)],
+        {"master_weights": False},
+    ),
     "16 bits with masters": (
         "both",
         [draw((6, 4), 0, torch.bfloat16), draw((6, 4), 1, torch.float16)],

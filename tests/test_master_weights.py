@@ -18,11 +18,11 @@ MASTER = "master_weight"
 
 
 def muon(params: Any, **options: Any) -> samestep.Muon:
-    return samestep.Muon(params, **{"lr": 0.02, **options})
+    return samestep.Muon(params, **{"lr": 0.02, "master_weights": False, **options})
 
 
 def adamw(params: Any, **options: Any) -> samestep.AdamW:
-    return samestep.AdamW(params, **{"lr": 0.02, **options})
+    return samestep.AdamW(params, **{"lr": 0.02, "master_weights": False, **options})
 
 
 # name -> optimizer, options, shapes

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 import samestep
 from samestep.rules import RULES, AdamWRule, MuonRule, Update, register_rule
 
+COMMON = {"lr": 0.02, "master_weights": False}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "muon": lambda params, **options: samestep.Muon(params, **{"lr": 0.02, **options}),
-    "adamw": lambda params, **options: samestep.AdamW(params, **{"lr": 0.02, **options}),
+    "muon": lambda params, **options: samestep.Muon(params, **{**COMMON, **options}),
+    "adamw": lambda params, **options: samestep.AdamW(params, **{**COMMON, **options}),
 }
 both_rules = pytest.mark.parametrize("rule", list(OPTIMIZERS))
 

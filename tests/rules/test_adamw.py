@@ -48,7 +48,7 @@ def both(shapes, dtype=torch.float32, name="default"):
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     # torch takes a tensor lr only with foreach=False, which computes the same bits as foreach.
     torch_opt = torch.optim.AdamW(theirs, foreach=False, **OPTIONS[name])
-    return samestep.AdamW(ours, **OPTIONS[name]), ours, torch_opt, theirs
+    return samestep.AdamW(ours, **OPTIONS[name], master_weights=False), ours, torch_opt, theirs
 
 
 def assert_same_state(opt, ours, torch_opt, theirs, equal=torch.equal) -> None:

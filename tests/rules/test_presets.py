@@ -83,7 +83,7 @@ def library(preset: str, case: Case, dtype: torch.dtype, size: float = 1.0, **op
     }
     if case.split_sizes is not None:
         group["split_sizes"] = case.split_sizes
-    return samestep.MuonAdamW([group]), params, grads
+    return samestep.MuonAdamW([group], master_weights=False), params, grads
 
 
 def reference(

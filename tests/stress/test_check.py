@@ -36,7 +36,9 @@ class Net(Small):
 def trained(rank, dtype=torch.float32, **options):
     """A model and its optimizer after two steps with gradients that differ between ranks."""
     model = Net().to(dtype)
-    opt = samestep.MuonAdamW(model, **{**SMALL, "crossover": 10, **options})
+    opt = samestep.MuonAdamW(
+        model, **{**SMALL, "crossover": 10, "master_weights": False, **options}
+    )
     ranks_steps(model, opt, rank, 2)
     return model, opt
 

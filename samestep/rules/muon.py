@@ -41,7 +41,7 @@ class MuonRule:
         "nesterov": True,
         "equilibrate": False,  # bring the rows to one norm first
         "orthogonalize": "polar-express",
-        "ns_steps": 5,
+        "ns_steps": None,  # None: as many as the table has, 5 of a single triple
         "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
         "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
         "eps": 1e-7,  # 0: no matter how small the momentum, the update has full size
@@ -53,7 +53,7 @@ class MuonRule:
         "scale_decay": False,  # weight decay with the adjusted learning rate
         "split_sizes": None,
         "flatten": False,
-        "compute_dtype": None,  # None: bfloat16 on accelerators, float32 on CPU
+        "compute_dtype": None,  # None: float16 on accelerators, float32 on CPU
         "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
@@ -76,6 +76,15 @@ class MuonRule:
         checks.steps("ns_steps", options["ns_steps"])
         checks.coefficients("ns_coefficients", options["ns_coefficients"])
         checks.compute_dtype("compute_dtype", options["compute_dtype"])
+        if options["ns_coefficients"] is not None:
+            checks.own_table(
+                "ns_coefficients",
+                step_coefficients(
+                    options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
+                ),
+                POLYNOMIALS[options["orthogonalize"]].norm_factor,
+                options["compute_dtype"] or torch.float16,
+            )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:

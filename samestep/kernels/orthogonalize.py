@@ -16,14 +16,8 @@ from torch import Tensor
 from samestep.kernels.replay import can_replay, replayed
 from samestep.kernels.symmetric import symmetric_product
 from samestep.kernels.ways import padded
-from samestep.rules.orthogonalize import (
-    Coefficients,
-    EpsForm,
-    Execution,
-    block_norm,
-    gram_segments,
-    orthogonalize_flops,
-)
+from samestep.rules.basin import Coefficients, gram_segments
+from samestep.rules.orthogonalize import EpsForm, Execution, block_norm, orthogonalize_flops
 
 
 def orthogonalize_blocks(

@@ -7,17 +7,16 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from samestep.rules import checks
+from samestep.rules.basin import TOLERANCE, as_table, basin_of
 from samestep.rules.numbers import in_dtype, number, on_host
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
-    Coefficients,
     block_norm,
     default_compute_dtype,
     orthogonalize,
@@ -275,15 +274,8 @@ def largest_singular_value(options: Options) -> float:
     table = step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
     )
-    return _largest(tuple(table), POLYNOMIALS[options["orthogonalize"]].norm_factor)
-
-
-@cache
-def _largest(table: tuple[Coefficients, ...], norm_factor: float) -> float:
-    largest = [place / 4096 / norm_factor for place in range(4097)]
-    for a, b, c in table:
-        largest = [s * (a + s * s * (b + s * s * c)) for s in largest]
-    return max(map(abs, largest)) + 0.15
+    norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
+    return basin_of(as_table(table), norm_factor).largest[-1] + TOLERANCE
 
 
 def decay_weights(

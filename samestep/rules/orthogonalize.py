@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.choice import missing_products
-from samestep.rules.basin import FEW_ROWS, Coefficients, gram_segments
+from samestep.rules.basin import FEW_ROWS, gram_segments
+from samestep.rules.basin import Coefficients as Coefficients  # part of this interface
 
 Execution = Literal["standard", "gram"]
 EpsForm = Literal["clamp", "add"]
@@ -79,22 +80,41 @@ def orthogonalize(
     if blocks.numel() == 0:
         return blocks.clone()
     dtype = compute_dtype or default_compute_dtype(blocks)
-    X = blocks.reshape(-1, rows, cols)
-    execution = execution or cheaper_execution(rows, cols, table, dtype)
-    polynomial = POLYNOMIALS[method]
-    if kernels_run(table, dtype, blocks.device):
-        from samestep.kernels.orthogonalize import orthogonalize_blocks
+    by_kernels = kernels_run(table, dtype, blocks.device)
+    if by_kernels:
+        from samestep.kernels.orthogonalize import orthogonalize_blocks as run
+    else:
+        run = orthogonalize_plain
+    # Kernels multiply in float16 whatever 16 bits they are given.
+    products = torch.float16 if by_kernels else dtype
+    found = run(
+        blocks.reshape(-1, rows, cols),
+        table,
+        execution or cheaper_execution(rows, cols, table, products),
+        norm_factor=POLYNOMIALS[method].norm_factor,
+        eps=eps,
+        eps_form=eps_form,
+        dtype=dtype,
+    )
+    return found.reshape(blocks.shape)
 
-        found = orthogonalize_blocks(
-            X, table, execution, norm_factor=polynomial.norm_factor, eps=eps, eps_form=eps_form,
-            dtype=dtype,
-        )  # fmt: skip
-        return found.reshape(blocks.shape)
+
+def orthogonalize_plain(
+    blocks: Tensor,  # (B, rows, cols)
+    table: Sequence[Coefficients],
+    execution: Execution,
+    *,
+    norm_factor: float,
+    eps: float,
+    eps_form: EpsForm,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same in plain torch, on any device; all products and what they give are of `dtype`."""
+    rows, cols = blocks.shape[1:]
     # The range of float16 is too small for gradients and their norms: scaled before the cast.
-    wide = torch.promote_types(X.dtype, torch.float32) if dtype == torch.float16 else dtype
-    if X.dtype != wide:
-        X = X.to(wide)
-    X = scale_to_unit_norm(X, polynomial.norm_factor, eps, eps_form)
+    wide = torch.promote_types(blocks.dtype, torch.float32) if dtype == torch.float16 else dtype
+    X = blocks if blocks.dtype == wide else blocks.to(wide)
+    X = scale_to_unit_norm(X, norm_factor, eps, eps_form)
     if X.dtype != dtype:
         X = X.to(dtype)
     if rows > cols:
@@ -103,9 +123,7 @@ def orthogonalize(
     X = _gram(X, table) if execution == "gram" else _standard(X, table)
     if rows > cols:
         X = X.mT
-    if X.dtype != blocks.dtype:
-        X = X.to(blocks.dtype)
-    return X.reshape(blocks.shape)
+    return X if X.dtype == blocks.dtype else X.to(blocks.dtype)
 
 
 def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch.device) -> bool:
@@ -189,7 +207,7 @@ def _standard(X: Tensor, table: Sequence[Coefficients]) -> Tensor:
     return X
 
 
-def _gram(X: Tensor, table: list[Coefficients]) -> Tensor:
+def _gram(X: Tensor, table: Sequence[Coefficients]) -> Tensor:
     """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end X <- Q X.  X: (B, m, n)."""
     for start, stop in gram_segments(table, X.dtype, X.shape[1]):
         if stop == start + 1:

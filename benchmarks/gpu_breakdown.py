@@ -35,7 +35,8 @@ from samestep.bench.gpu.show import Screen, number
 from samestep.comm.checksum import checksum
 from samestep.command.output import check_folder
 from samestep.distribution import FILLS_A_GPU, Distribution
-from samestep.rules.orthogonalize import cheaper_execution, gram_segments
+from samestep.rules.basin import gram_segments
+from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
 
 STEPS = 5  # of the polynomial
 WARM_UP, PLAIN, PROFILED = 3, 5, 3
@@ -210,9 +211,9 @@ def wait_for(device: torch.device) -> None:
 def computed_flops(rows: int, cols: int) -> int:
     """Of a block as our kernels compute it: a symmetric product is half of one."""
     m, n = min(rows, cols), max(rows, cols)
-    if cheaper_execution(rows, cols, STEPS) == "standard":
+    if cheaper_execution(rows, cols) == "standard":
         return STEPS * (3 * m * m * n + m**3)
-    counts = [stop - start for start, stop in gram_segments(STEPS)]
+    counts = [stop - start for start, stop in gram_segments(USUAL_TABLE, torch.float16, m)]
     # X X^T and Q X; per step A A, and between steps P Q, P A, (P A) P.
     return sum(3 * m * m * n + (count + 4 * (count - 1)) * m**3 for count in counts)
 

@@ -172,7 +172,7 @@ def kernel_peak(count: int, rows: int, cols: int) -> int:
     gpt-2048, and this gives 3,072 and 3,840 less.
     """
     short, long = sorted((rows, cols))
-    squares = 7 if cheaper_execution(rows, cols, 5) == "gram" else 2
+    squares = 7 if cheaper_execution(rows, cols) == "gram" else 2
     return 2 * count * (2 * short * long + squares * short * short)
 
 

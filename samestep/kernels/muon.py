@@ -102,15 +102,16 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
         dtype=torch.float16,
         device=_device(first),
     )
+    table = step_coefficients(
+        options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
+    )
     split = (lambda X: (X,)) if len(parts) == 1 else (lambda X: torch.split(X, counts))
     scales = [_directions(*pair, step) for pair in zip(parts, split(X), strict=True)]
     X = orthogonalize_wide(
         X,
         scales[0] if len(scales) == 1 else torch.cat(scales),
-        step_coefficients(
-            options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
-        ),
-        options["execution"] or cheaper_execution(first.rows, first.cols, options["ns_steps"]),
+        table,
+        options["execution"] or cheaper_execution(first.rows, first.cols, table, X.dtype),
         overwrite=True,
     )
     return split(X)

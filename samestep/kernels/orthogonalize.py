@@ -16,14 +16,8 @@ from torch import Tensor
 from samestep.kernels.replay import can_replay, replayed
 from samestep.kernels.symmetric import symmetric_product
 from samestep.kernels.ways import padded
-from samestep.rules.orthogonalize import (
-    Coefficients,
-    EpsForm,
-    Execution,
-    block_norm,
-    gram_segments,
-    orthogonalize_flops,
-)
+from samestep.rules.basin import Coefficients, gram_segments
+from samestep.rules.orthogonalize import EpsForm, Execution, block_norm, orthogonalize_flops
 
 
 def orthogonalize_blocks(
@@ -82,7 +76,7 @@ def orthogonalize_wide(
     overwrite: bool,
 ) -> Tensor:
     """The (nearly) orthogonal factor of each block, in its dtype; X may be overwritten or not."""
-    flops = len(X) * orthogonalize_flops(X.shape[1], X.shape[2], len(table), execution)
+    flops = len(X) * orthogonalize_flops(X.shape[1], X.shape[2], table, execution, X.dtype)
     if can_replay(X, flops):
         run = partial(_orthogonalized, table=table, execution=execution, overwrite=True)
         return replayed(run, (tuple(table), execution), X, scales)
@@ -97,7 +91,9 @@ def _orthogonalized(
     overwrite: bool,
 ) -> Tensor:
     rooms = [torch.empty_like(X), X if overwrite else torch.empty_like(X)]
-    segments = gram_segments(len(table)) if execution == "gram" else steps_alone(len(table))
+    segments = steps_alone(len(table))
+    if execution == "gram":
+        segments = gram_segments(table, X.dtype, X.shape[1])
     for number, (start, stop) in enumerate(segments):
         own = scales if start == 0 else None
         A = symmetric_product(
@@ -111,9 +107,9 @@ def _orthogonalized(
     return X
 
 
-def steps_alone(steps: int) -> list[tuple[int, int]]:
+def steps_alone(steps: int) -> tuple[tuple[int, int], ...]:
     """The segments of the standard execution: a Gram matrix per step."""
-    return [(step, step + 1) for step in range(steps)]
+    return tuple((step, step + 1) for step in range(steps))
 
 
 def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.rules.basin import Coefficients, as_table, unsafe_step
+
 # State of the parameter's shape. Counts and per-row variances are small and stay in 32 bits.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
@@ -85,8 +87,9 @@ def one_of(name: str, value: Any, allowed: Collection[Any]) -> None:
 
 
 def steps(name: str, value: Any) -> None:
-    """A whole number from 1 to 99."""
-    count(name, value, most=99)
+    """None, or a whole number from 1 to 99."""
+    if value is not None:
+        count(name, value, most=99)
 
 
 def count(name: str, value: Any, most: int | None = None) -> None:
@@ -114,6 +117,19 @@ def coefficients(name: str, value: Any) -> None:
     if not (is_triple(value) or is_list):
         raise ValueError(
             f"{name} must be finite numbers (a, b, c) or a list of such triples, got {value!r}"
+        )
+
+
+def own_table(
+    name: str, table: Sequence[Coefficients], norm_factor: float, dtype: torch.dtype
+) -> None:
+    """A table whose singular values stay in the basin, also when rounded to `dtype`."""
+    reason = unsafe_step(as_table(table), norm_factor, dtype)
+    if reason is not None:
+        raise ValueError(
+            f"{name} is not safe in {str(dtype).removeprefix('torch.')}: {reason}; "
+            "try compute_dtype=torch.float32, orthogonalize='polar-express' (which divides by 1.01 "
+            "times the norm, 'newton-schulz' by the norm), or other coefficients"
         )
 
 

@@ -8,17 +8,16 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from samestep.rules import checks
+from samestep.rules.basin import TOLERANCE, as_table, basin_of
 from samestep.rules.numbers import in_dtype, number, on_host
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
-    Coefficients,
     block_norm,
     default_compute_dtype,
     orthogonalize,
@@ -42,7 +41,7 @@ class MuonRule:
         "nesterov": True,
         "equilibrate": False,  # bring the rows to one norm first
         "orthogonalize": "polar-express",
-        "ns_steps": 5,
+        "ns_steps": None,  # None: as many as the table has, 5 of a single triple
         "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
         "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
         "eps": 1e-7,  # 0: no matter how small the momentum, the update has full size
@@ -54,7 +53,7 @@ class MuonRule:
         "scale_decay": False,  # weight decay with the adjusted learning rate
         "split_sizes": None,
         "flatten": False,
-        "compute_dtype": None,  # None: bfloat16 on accelerators, float32 on CPU
+        "compute_dtype": None,  # None: float16 on accelerators, float32 on CPU
         "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
@@ -77,6 +76,15 @@ class MuonRule:
         checks.steps("ns_steps", options["ns_steps"])
         checks.coefficients("ns_coefficients", options["ns_coefficients"])
         checks.compute_dtype("compute_dtype", options["compute_dtype"])
+        if options["ns_coefficients"] is not None:
+            checks.own_table(
+                "ns_coefficients",
+                step_coefficients(
+                    options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
+                ),
+                POLYNOMIALS[options["orthogonalize"]].norm_factor,
+                options["compute_dtype"] or torch.float16,
+            )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
@@ -271,15 +279,8 @@ def largest_singular_value(options: Options) -> float:
     table = step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
     )
-    return _largest(tuple(table), POLYNOMIALS[options["orthogonalize"]].norm_factor)
-
-
-@cache
-def _largest(table: tuple[Coefficients, ...], norm_factor: float) -> float:
-    largest = [place / 4096 / norm_factor for place in range(4097)]
-    for a, b, c in table:
-        largest = [s * (a + s * s * (b + s * s * c)) for s in largest]
-    return max(map(abs, largest)) + 0.15
+    norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
+    return basin_of(as_table(table), norm_factor).largest[-1] + TOLERANCE
 
 
 def decay_weights(

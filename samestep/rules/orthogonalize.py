@@ -9,8 +9,8 @@ Two executions of the same polynomial:
 - standard: three products per step, two of them with the m x n block;
 - gram: iterate on the m x m Gram matrix A = X X^T and collect the polynomial Q with
   X_k = Q X_0, so that only the first and last products see the long side n.
-  Small eigenvalues of A lose relative precision, so Q is applied and A computed
-  afresh once, after step 2, when the smallest have grown enough.
+  Rounding errors of A and Q grow with every step, so Q is applied and A computed afresh as
+  often as `samestep.rules.basin` asks for: once, after step 2, for the usual five steps.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.choice import missing_products
+from samestep.rules.basin import FEW_ROWS, gram_segments
+from samestep.rules.basin import Coefficients as Coefficients  # part of this interface
 
-Coefficients = tuple[float, float, float]
 Execution = Literal["standard", "gram"]
 EpsForm = Literal["clamp", "add"]
 CoefficientsLike = Coefficients | Sequence[Coefficients]  # for every step, or one per step
@@ -52,14 +53,14 @@ POLYNOMIALS: dict[str, Polynomial] = {
     ),
 }
 
-GRAM_RESTART = 2  # steps before the Gram matrix is computed afresh
+USUAL_STEPS = 5  # of a single triple, for which no number of steps is given
 
 
 def orthogonalize(
     blocks: Tensor,  # (B, rows, cols) or (rows, cols)
     *,
     method: str = "polar-express",
-    steps: int = 5,
+    steps: int | None = None,
     coefficients: CoefficientsLike | None = None,
     eps: float = 0.0,
     eps_form: EpsForm = "clamp",
@@ -70,30 +71,50 @@ def orthogonalize(
 
     The result has the shape and dtype of `blocks`. With `eps=0` it does not depend on the
     scale of a block, as long as its norm fits `compute_dtype` (a larger one is an overflow, and
-    gives zero). `execution=None` takes the one with fewer FLOPs, which depends
-    on the shape of a block alone, never on the batch. `coefficients` replace the table
-    of `method`, but not its factor on the norm.
+    gives zero). `execution=None` takes the one with fewer FLOPs, which depends on the shape of a
+    block and the dtype, never on the batch. `coefficients` replace the table of `method`, but not
+    its factor on the norm; `steps=None` runs as many steps as the table has (`step_coefficients`).
     """
     table = step_coefficients(method, steps, coefficients)
     rows, cols = blocks.shape[-2:]
     if blocks.numel() == 0:
         return blocks.clone()
     dtype = compute_dtype or default_compute_dtype(blocks)
-    X = blocks.reshape(-1, rows, cols)
-    execution = execution or cheaper_execution(rows, cols, steps)
-    polynomial = POLYNOMIALS[method]
-    if kernels_run(table, dtype, blocks.device):
-        from samestep.kernels.orthogonalize import orthogonalize_blocks
+    by_kernels = kernels_run(table, dtype, blocks.device)
+    if by_kernels:
+        from samestep.kernels.orthogonalize import orthogonalize_blocks as run
+    else:
+        run = orthogonalize_plain
+    # Kernels multiply in float16 whatever 16 bits they are given.
+    products = torch.float16 if by_kernels else dtype
+    found = run(
+        blocks.reshape(-1, rows, cols),
+        table,
+        execution or cheaper_execution(rows, cols, table, products),
+        norm_factor=POLYNOMIALS[method].norm_factor,
+        eps=eps,
+        eps_form=eps_form,
+        dtype=dtype,
+    )
+    return found.reshape(blocks.shape)
 
-        found = orthogonalize_blocks(
-            X, table, execution, norm_factor=polynomial.norm_factor, eps=eps, eps_form=eps_form,
-            dtype=dtype,
-        )  # fmt: skip
-        return found.reshape(blocks.shape)
-    # The range of float16 is too small for gradients: they are scaled before the cast.
-    if X.dtype != dtype != torch.float16:
-        X = X.to(dtype)
-    X = scale_to_unit_norm(X, polynomial.norm_factor, eps, eps_form)
+
+def orthogonalize_plain(
+    blocks: Tensor,  # (B, rows, cols)
+    table: Sequence[Coefficients],
+    execution: Execution,
+    *,
+    norm_factor: float,
+    eps: float,
+    eps_form: EpsForm,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The same in plain torch, on any device; all products and what they give are of `dtype`."""
+    rows, cols = blocks.shape[1:]
+    # The range of float16 is too small for gradients and their norms: scaled before the cast.
+    wide = torch.promote_types(blocks.dtype, torch.float32) if dtype == torch.float16 else dtype
+    X = blocks if blocks.dtype == wide else blocks.to(wide)
+    X = scale_to_unit_norm(X, norm_factor, eps, eps_form)
     if X.dtype != dtype:
         X = X.to(dtype)
     if rows > cols:
@@ -102,9 +123,7 @@ def orthogonalize(
     X = _gram(X, table) if execution == "gram" else _standard(X, table)
     if rows > cols:
         X = X.mT
-    if X.dtype != blocks.dtype:
-        X = X.to(blocks.dtype)
-    return X.reshape(blocks.shape)
+    return X if X.dtype == blocks.dtype else X.to(blocks.dtype)
 
 
 def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch.device) -> bool:
@@ -119,22 +138,39 @@ def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch
 
 
 def default_compute_dtype(blocks: Tensor) -> torch.dtype:
-    """16 bits where the hardware is made for it, 32 on CPU; float64 blocks keep theirs."""
+    """16 bits where the hardware is made for it, 32 on CPU; float64 blocks keep theirs.
+
+    float16, not bfloat16: blocks are scaled, so its range suffices, and its 3 bits more are what
+    the margins of Polar Express are about.
+    """
     if blocks.dtype == torch.float64:
         return torch.float64
-    return torch.float32 if blocks.device.type == "cpu" else torch.bfloat16
+    return torch.float32 if blocks.device.type == "cpu" else torch.float16
 
 
 def step_coefficients(
     method: str,
-    steps: int,
+    steps: int | None = None,
     coefficients: CoefficientsLike | None = None,
 ) -> list[Coefficients]:
-    """One (a, b, c) per step: fewer steps truncate a table, more repeat its last triple."""
+    """One (a, b, c) per step, of the method's table or of the caller's own.
+
+    `steps=None`: as many as the table has, and `USUAL_STEPS` of a single triple. More than that
+    repeat the last triple. Fewer cut the table of a method short; of the caller's own table
+    nothing is dropped in silence: ValueError.
+    """
+    own = coefficients is not None
     table = POLYNOMIALS[method].coefficients if coefficients is None else coefficients
     if isinstance(table[0], float | int):
-        return [cast("Coefficients", tuple(table))] * steps
+        table = [cast("Coefficients", tuple(table))]
     triples = cast("Sequence[Coefficients]", table)
+    if steps is None:
+        steps = len(triples) if len(triples) > 1 else USUAL_STEPS
+    if own and steps < len(triples):
+        raise ValueError(
+            f"ns_steps is {steps}, but ns_coefficients has {len(triples)} triples, one per step: "
+            f"leave ns_steps out (None) to run all of them, or give the first {steps} alone"
+        )
     return [triples[min(step, len(triples) - 1)] for step in range(steps)]
 
 
@@ -162,7 +198,7 @@ def _quadratic(A: Tensor, b: float, c: float) -> Tensor:
     return torch.baddbmm(A, A, A, beta=b, alpha=c) if c else A * b
 
 
-def _standard(X: Tensor, table: list[Coefficients]) -> Tensor:
+def _standard(X: Tensor, table: Sequence[Coefficients]) -> Tensor:
     """A = X X^T;  B = b A + c A A;  X <- a X + B X.  X: (B, m, n), m <= n."""
     for a, b, c in table:
         A = X @ X.mT
@@ -171,9 +207,12 @@ def _standard(X: Tensor, table: list[Coefficients]) -> Tensor:
     return X
 
 
-def _gram(X: Tensor, table: list[Coefficients]) -> Tensor:
+def _gram(X: Tensor, table: Sequence[Coefficients]) -> Tensor:
     """P = a I + b A + c A A;  Q <- P Q;  A <- P A P;  at the end X <- Q X.  X: (B, m, n)."""
-    for start, stop in gram_segments(len(table)):
+    for start, stop in gram_segments(table, X.dtype, X.shape[1]):
+        if stop == start + 1:
+            X = _standard(X, table[start:stop])
+            continue
         A = X @ X.mT
         Q: Tensor | None = None
         for step in range(start, stop):
@@ -183,35 +222,52 @@ def _gram(X: Tensor, table: list[Coefficients]) -> Tensor:
             Q = P if Q is None else P @ Q
             if step + 1 < stop:
                 A = P @ A @ P
-        if Q is not None:
-            X = Q @ X
+        assert Q is not None
+        X = Q @ X
     return X
 
 
-def gram_segments(steps: int) -> list[tuple[int, int]]:
-    """Ranges of steps that share one Gram matrix."""
-    if steps <= GRAM_RESTART:
-        return [(0, steps)]
-    return [(0, GRAM_RESTART), (GRAM_RESTART, steps)]
+USUAL_TABLE = step_coefficients("polar-express")
 
 
-def cheaper_execution(rows: int, cols: int, steps: int) -> Execution:
-    """The execution with fewer FLOPs for a block of this shape; standard where they tie."""
-    standard = orthogonalize_flops(rows, cols, steps, "standard")
-    return "gram" if orthogonalize_flops(rows, cols, steps, "gram") < standard else "standard"
+def cheaper_execution(
+    rows: int,
+    cols: int,
+    table: Sequence[Coefficients] = USUAL_TABLE,
+    dtype: torch.dtype = torch.float16,
+) -> Execution:
+    """The execution with fewer FLOPs for a block of this shape; standard where they tie.
+
+    Of few rows in 16 bits always standard: the Gram form would restart at almost every step.
+    """
+    if min(rows, cols) <= FEW_ROWS and dtype.itemsize == 2:
+        return "standard"
+    standard, gram = (
+        orthogonalize_flops(rows, cols, table, execution, dtype)
+        for execution in ("standard", "gram")
+    )
+    return "gram" if gram < standard else "standard"
 
 
 def orthogonalize_flops(
-    rows: int, cols: int, steps: int = 5, execution: Execution | None = None
+    rows: int,
+    cols: int,
+    table: Sequence[Coefficients] = USUAL_TABLE,
+    execution: Execution | None = None,
+    dtype: torch.dtype = torch.float16,
 ) -> int:
-    """Floating-point operations of the products for one block; None: of the one that runs."""
+    """Floating-point operations of the products for one block; None: of the one that runs.
+
+    By default those of the usual table as accelerators run it, whatever the device is: ranks
+    divide the work by these numbers.
+    """
     m, n = min(rows, cols), max(rows, cols)
-    execution = execution or cheaper_execution(rows, cols, steps)
+    execution = execution or cheaper_execution(rows, cols, table, dtype)
     long_product, square_product = 2 * m * m * n, 2 * m * m * m
     if execution == "standard":
-        return steps * (2 * long_product + square_product)
+        return len(table) * (2 * long_product + square_product)
     total = 0
-    for start, stop in gram_segments(steps):
+    for start, stop in gram_segments(table, dtype, m):
         count = stop - start
         total += 2 * long_product  # A = X X^T and X <- Q X
         total += (count + (count - 1) + 2 * (count - 1)) * square_product  # A A, P Q, P A P

@@ -26,7 +26,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "muon": {
         "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "momentum_form": "ema", "nesterov": True,
-        "equilibrate": False, "orthogonalize": "polar-express", "ns_steps": 5,
+        "equilibrate": False, "orthogonalize": "polar-express", "ns_steps": None,
         "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "renormalize": False,
         "variance_beta2": None, "adjust_lr": "match_rms_adamw", "cautious": False,
         "scale_decay": False, "split_sizes": None, "flatten": False, "maximize": False,
@@ -302,11 +302,16 @@ def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
     return update.masked_fill(zero_row | zero_col, 0.0)
 
 
-def triples(method: str, steps: int, coefficients: Any) -> list[Triple]:
-    """One (a, b, c) per step: a long table is cut, of a short one the last is repeated."""
+def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
+    """One (a, b, c) per step: a long table is cut, of a short one the last is repeated.
+
+    Without a number of steps as many as the table has; of a single triple five.
+    """
     table = TABLES[method] if coefficients is None else coefficients
     if not isinstance(table[0], Sequence):
         table = [table]
+    if steps is None:
+        steps = 5 if len(table) == 1 else len(table)
     return [table[min(step, len(table) - 1)] for step in range(steps)]
 
 

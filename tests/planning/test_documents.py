@@ -92,7 +92,7 @@ def test_the_847_teraflop_of_parallel_muon():
         for name, param in module.named_parameters()
         if param.ndim == 2 and not name.startswith(("embedding", "lm_head"))
     ]
-    products = sum(orthogonalize_flops(*shape, 5, "standard") for shape in matrices)
+    products = sum(orthogonalize_flops(*shape, execution="standard") for shape in matrices)
     assert products / 1e12 == pytest.approx(847.31, abs=0.005)
     # Their count has the sums too: 2 m n + 3 m^2 per step.
     sums = sum(5 * (2 * m * n + 3 * min(m, n) ** 2) for m, n in matrices)

@@ -1,0 +1,161 @@
+"""Blocks to orthogonalize: the kinds that training makes, and those that rounding hurts most."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.rules.basin import Coefficients
+
+Shape = tuple[int, int]
+
+
+class Draw:
+    """Random blocks of one shape, on a device. The same seed gives the same blocks."""
+
+    def __init__(self, shape: Shape, seed: int, device: torch.device) -> None:
+        self.rows, self.cols = shape
+        self.short = min(shape)
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """Gaussian numbers."""
+        return torch.randn(shape, generator=self.generator, device=self.device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        """Numbers in [0, 1)."""
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def turned(self, values: Tensor) -> Tensor:
+        """(B, short) singular values -> blocks that have them, turned by random reflections."""
+        blocks = torch.zeros(len(values), self.rows, self.cols, device=self.device)
+        blocks.diagonal(dim1=-2, dim2=-1).copy_(values)
+        for _ in range(min(4, self.short)):
+            left = self.normal(len(values), self.rows, 1)
+            left = left / left.norm(dim=1, keepdim=True)
+            blocks = blocks - 2 * left @ (left.mT @ blocks)
+            right = self.normal(len(values), 1, self.cols)
+            right = right / right.norm(dim=2, keepdim=True)
+            blocks = blocks - 2 * (blocks @ right.mT) @ right
+        return blocks
+
+    def order(self) -> Tensor:
+        """1, 2, 3, ..."""
+        return torch.arange(1, self.short + 1, device=self.device).float()
+
+
+Table = Sequence[Coefficients]
+
+
+def _gaussian(draw: Draw, count: int, table: Table) -> Tensor:
+    return draw.normal(count, draw.rows, draw.cols)
+
+
+def _power_law(draw: Draw, count: int, table: Table) -> Tensor:
+    return draw.turned(torch.pow(draw.order(), -0.5 - draw.uniform(count, 1)))
+
+
+def _steep(draw: Draw, count: int, table: Table) -> Tensor:
+    decades = 6 * (draw.order() - 1) / max(1, draw.short - 1)
+    return draw.turned(torch.pow(10.0, -decades).expand(count, -1))
+
+
+def _low_rank(draw: Draw, count: int, table: Table) -> Tensor:
+    rank = max(1, draw.short // 8)
+    return draw.normal(count, draw.rows, rank) @ draw.normal(count, rank, draw.cols)
+
+
+def _equilibrated(draw: Draw, count: int, table: Table) -> Tensor:
+    blocks = draw.normal(count, draw.rows, draw.cols)
+    return blocks / blocks.norm(dim=2, keepdim=True)
+
+
+def _uneven_rows(draw: Draw, count: int, table: Table) -> Tensor:
+    return draw.normal(count, draw.rows, draw.cols) * 10 ** (-4 * draw.uniform(count, draw.rows, 1))
+
+
+def _rank_one(draw: Draw, count: int, table: Table) -> Tensor:
+    return draw.normal(count, draw.rows, 1) @ draw.normal(count, 1, draw.cols)
+
+
+def _same_rows(draw: Draw, count: int, table: Table) -> Tensor:
+    """As of a layer whose output is summed: all rows the same, and one may differ."""
+    blocks = draw.normal(count, 1, draw.cols).expand(-1, draw.rows, -1).clone()
+    blocks[count // 2 :, 0] *= 1.001
+    return blocks
+
+
+def _one_hot(draw: Draw, count: int, table: Table) -> Tensor:
+    """One to three entries that are not zero, one per row."""
+    blocks = torch.zeros(count, draw.rows, draw.cols, device=draw.device)
+    for row in range(min(3, draw.short)):
+        cols = (draw.uniform(count) * draw.cols).long().clamp_max(draw.cols - 1)
+        sizes = draw.normal(count) * (draw.uniform(count) < 0.6 if row else 1)
+        blocks[torch.arange(count, device=draw.device), row, cols] = sizes
+    return blocks
+
+
+def dangerous_values(table: Table) -> list[float]:
+    """Where k exact steps give their largest value, for each k: no rounding is harmless there."""
+    starts = torch.logspace(-5, 0, 20_001, dtype=torch.float64)
+    values, found = starts, []
+    for a, b, c in table:
+        values = values * (a + values**2 * (b + values**2 * c))
+        found.append(float(starts[values.abs().argmax()]))
+    return found
+
+
+def _dangerous(draw: Draw, count: int, table: Table) -> Tensor:
+    """Singular values at the dangerous places, and one that brings the norm to 1."""
+    places = torch.tensor(dangerous_values(table)[:5], device=draw.device)
+    chosen = places[
+        (draw.uniform(count, draw.short) * len(places)).long().clamp_max(len(places) - 1)
+    ]
+    chosen = chosen * (0.95 + 0.1 * draw.uniform(count, draw.short))
+    chosen = chosen * (draw.uniform(count, draw.short) < draw.uniform(count, 1))
+    chosen[:, 0] = 0
+    chosen = torch.where((chosen.square().cumsum(1) < 0.9), chosen, 0.0)
+    chosen[:, 0] = (1 - chosen.square().sum(1)).sqrt()
+    return draw.turned(chosen)
+
+
+def _few_rows(draw: Draw, count: int, table: Table) -> Tensor:
+    """Two to four rows of dangerous values, the others zero."""
+    rows = min(4, draw.rows)
+    inner = Draw((rows, draw.cols), 0, draw.device)
+    inner.generator = draw.generator
+    blocks = torch.zeros(count, draw.rows, draw.cols, device=draw.device)
+    blocks[:, :rows] = _dangerous(inner, count, table)
+    return blocks
+
+
+KINDS: dict[str, Callable[[Draw, int, Table], Tensor]] = {
+    "gaussian": _gaussian,
+    "power law": _power_law,
+    "steep": _steep,
+    "low rank": _low_rank,
+    "equilibrated": _equilibrated,
+    "uneven rows": _uneven_rows,
+    "rank one": _rank_one,
+    "same rows": _same_rows,
+    "one-hot": _one_hot,
+    "dangerous": _dangerous,
+    "few rows": _few_rows,
+}
+
+
+def blocks_of(
+    kind: str,
+    shape: Shape,
+    count: int,
+    seed: int,
+    table: Table,
+    device: torch.device,
+    *,
+    scaled: bool = True,
+) -> Tensor:
+    """(count, rows, cols) float32; `scaled`: each by a factor of 1e-8 to 1e8."""
+    draw = Draw(shape, seed, device)
+    blocks = KINDS[kind](draw, count, table)
+    return blocks * 10 ** (16 * draw.uniform(count, 1, 1) - 8) if scaled else blocks

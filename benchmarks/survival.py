@@ -1,0 +1,361 @@
+"""Whether every singular value stays in bounds: survey of hard blocks, and a climb to the worst.
+
+For each polynomial, execution, arithmetic and compute dtype: blocks of many shapes and spectra,
+scaled by 1e-8 to 1e8, through 1 to 25 steps; then a search that changes blocks so that their
+result grows. Nothing may be non-finite, and no singular value may exceed the largest of the exact
+polynomial by more than 0.15.
+
+On a GPU the kernels run; on a CPU their arithmetic is emulated. Needs torch alone.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.hard_blocks import KINDS, Shape, blocks_of
+from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
+from samestep.rules.basin import FEW_ROWS, TOLERANCE, Coefficients, as_table, basin_of
+from samestep.rules.orthogonalize import (
+    POLYNOMIALS,
+    Execution,
+    orthogonalize_plain,
+    step_coefficients,
+)
+
+SHAPES: tuple[Shape, ...] = (
+    (2, 2), (2, 8), (3, 3), (3, 6), (4, 4), (4, 16), (6, 12), (12, 6), (8, 8), (8, 32), (16, 16),
+    (16, 64), (32, 32), (32, 128), (64, 64), (64, 256), (128, 128), (128, 512), (256, 256),
+    (256, 1024),
+)  # fmt: skip
+LARGE: tuple[Shape, ...] = ((768, 768), (768, 3072), (1280, 5120), (2048, 2048))
+CLIMBED: tuple[Shape, ...] = ((2, 2), (3, 3), (3, 6), (4, 8), (6, 12), (16, 32), (80, 160))
+STEPS = (5, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5, 12, 14, 15, 5, 17, 20, 22, 25)
+ELEMENTS = 1 << 22  # of a batch at most, so that small machines manage; 32 times that on a GPU
+CHAINS = 1 << 15  # elements that climb at once; 32 times that on a GPU
+
+Run = Callable[[Tensor, Sequence[Coefficients]], Tensor]
+
+
+class Combination(NamedTuple):
+    """What is tried."""
+
+    polynomial: str
+    execution: Execution
+    by: str  # "kernels" or "plain"
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """For tables and files."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.polynomial} {self.execution} {self.by} {dtype}"
+
+
+@dataclass
+class Worst:
+    """The block that came out largest, relative to what the exact polynomial can give."""
+
+    excess: float = -float("inf")
+    value: float = 0.0
+    where: str = ""
+
+
+@dataclass
+class Result:
+    """Of one combination."""
+
+    name: str
+    blocks: int = 0
+    climbed: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+    worst: Worst = field(default_factory=Worst)
+    worst_climbed: Worst = field(default_factory=Worst)
+
+
+def combinations() -> Iterator[Combination]:
+    """All of them."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    executions: tuple[Execution, ...] = ("standard", "gram")
+    for polynomial, execution in itertools.product(POLYNOMIALS, executions):
+        for dtype in dtypes[:2]:
+            yield Combination(polynomial, execution, "kernels", dtype)
+        for dtype in dtypes:
+            yield Combination(polynomial, execution, "plain", dtype)
+
+
+def runner(combination: Combination, device: torch.device) -> Run:
+    """The function that is tried: blocks (B, rows, cols) and one triple per step."""
+    execution, dtype = combination.execution, combination.dtype
+    norm_factor = POLYNOMIALS[combination.polynomial].norm_factor
+    if combination.by == "kernels" and device.type != "cuda":
+        arithmetic = FLOAT16 if dtype == torch.float16 else BFLOAT16
+        return lambda blocks, table: emulated(
+            blocks, table, execution, norm_factor=norm_factor, arithmetic=arithmetic
+        )
+    function = orthogonalize_plain
+    if combination.by == "kernels":
+        from samestep.kernels.choice import missing_products
+        from samestep.kernels.orthogonalize import orthogonalize_blocks
+
+        reason = missing_products(device)
+        if reason is not None:
+            raise SystemExit(f"no kernels: {reason}")
+        function = orthogonalize_blocks
+    return lambda blocks, table: function(
+        blocks.double() if dtype == torch.float64 else blocks,
+        table,
+        execution,
+        norm_factor=norm_factor,
+        eps=0.0,
+        eps_form="clamp",
+        dtype=dtype,
+    )
+
+
+def upper_bounds(found: Tensor) -> Tensor:
+    """At least the largest singular value of each block: tr((Y Y^T)^64)^(1/128). inf for NaN.
+
+    At most m^(1/128) times it: 1.5 percent too much for 6 rows, 4.5 for 256.
+    """
+    Y = found.mT if found.shape[1] > found.shape[2] else found
+    wide = torch.float64 if Y.shape[1] <= 16 else torch.float32
+    largest = Y.abs().amax((1, 2), keepdim=True).to(wide).clamp_min(1e-30)
+    Y = Y.to(wide) / largest
+    power = Y @ Y.mT
+    log = torch.zeros(len(Y), dtype=torch.float64, device=Y.device)
+    for doubling in range(7):
+        trace = power.diagonal(dim1=-2, dim2=-1).sum(-1)
+        log = log + trace.double().clamp_min(1e-300).log() / 2**doubling
+        if doubling < 6:
+            power = power / trace.clamp_min(1e-30)[:, None, None]
+            power = power @ power
+    bounds = (log / 2).exp() * largest.flatten().double()
+    return torch.where(torch.isfinite(bounds), bounds, torch.inf)
+
+
+def largest_singular_value(found: Tensor) -> float:
+    """Exactly, of one block."""
+    if not bool(torch.isfinite(found).all()):
+        return float("inf")
+    return float(torch.linalg.matrix_norm(found.double().cpu(), 2))
+
+
+def judge(
+    found: Tensor, table: Sequence[Coefficients], norm_factor: float
+) -> tuple[int, float, int]:
+    """How many blocks are out of bounds, the largest singular value, and whose it is.
+
+    Bounds first; exact values of all that the bounds do not clear, and of the largest.
+    """
+    limit = basin_of(as_table(table), norm_factor).largest[-1] + TOLERANCE
+    bounds = upper_bounds(found)
+    suspects = set(torch.nonzero(bounds > limit).flatten()[:64].tolist())
+    suspects |= set(bounds.topk(min(2, len(bounds))).indices.tolist())
+    exact = {place: largest_singular_value(found[place]) for place in sorted(suspects)}
+    place = max(exact, key=lambda key: exact[key])
+    return sum(not value <= limit for value in exact.values()), exact[place], place
+
+
+def survey(
+    result: Result, run: Run, polynomial: str, shapes: Sequence[Shape], blocks: int, until: float,
+    device: torch.device, seed: int,
+) -> None:  # fmt: skip
+    """Every shape with every kind, as many rounds as it takes; the steps go round on their own."""
+    rounds = itertools.cycle(STEPS)
+    norm_factor = POLYNOMIALS[polynomial].norm_factor
+    most = ELEMENTS * (32 if device.type == "cuda" else 1)
+    cells = list(itertools.product(shapes, KINDS))
+    weights = {shape: 1 / (shape[0] * shape[1]) ** 0.75 for shape in shapes}
+    whole = sum(weights[shape] for shape, _ in cells)
+    shuffled = random.Random(seed)
+    goal = result.blocks + blocks
+    while result.blocks < goal and time.perf_counter() < until:
+        shuffled.shuffle(cells)
+        for shape, kind in cells:
+            if time.perf_counter() > until:
+                return
+            share = blocks * weights[shape] / whole
+            count = max(1, min(int(share) + 1, most // (4 * shape[0] * shape[1])))
+            steps, seed = next(rounds), seed + 1
+            table = step_coefficients(polynomial, steps)
+            given = blocks_of(kind, shape, count, seed, table, device)
+            failures, value, place = judge(run(given, table), table, norm_factor)
+            result.blocks, result.failures = result.blocks + count, result.failures + failures
+            where = f"{shape[0]}x{shape[1]} {kind}, {steps} steps, seed {seed}, block {place}"
+            note(result.worst, value, table, norm_factor, f"{where} of {count}")
+
+
+def note(
+    worst: Worst, value: float, table: Sequence[Coefficients], norm_factor: float, where: str
+) -> None:
+    """Keep it if it is the worst so far."""
+    excess = value - basin_of(as_table(table), norm_factor).largest[-1]
+    if not excess <= worst.excess:
+        worst.excess, worst.value, worst.where = excess, value, where
+
+
+def climb(
+    result: Result, run: Run, polynomial: str, shapes: Sequence[Shape], until: float,
+    device: torch.device, seed: int,
+) -> None:  # fmt: skip
+    """Change blocks at random and keep what makes the largest singular value grow."""
+    norm_factor = POLYNOMIALS[polynomial].norm_factor
+    most = CHAINS * (32 if device.type == "cuda" else 1)
+    turns = list(itertools.product((5, 3, 8), shapes))
+    for number, (steps, shape) in enumerate(turns):
+        now = time.perf_counter()
+        end = now + max(0.0, until - now) / (len(turns) - number)
+        table = step_coefficients(polynomial, steps)
+        count = max(8, most // (shape[0] * shape[1]))
+        given = blocks_of("dangerous", shape, count, seed + number, table, device, scaled=False)
+        generator = torch.Generator(device).manual_seed(seed + number)
+        values, rounds = upper_bounds(run(given, table)), 0
+        while time.perf_counter() < end:
+            changed = given + _changes(given, generator)
+            new = upper_bounds(run(changed, table))
+            better = new > values
+            given = torch.where(better[:, None, None], changed, given)
+            values = torch.where(better, new, values)
+            rounds += 1
+            if rounds % 100 == 0:  # the worst quarter starts again from the best
+                order = values.argsort(descending=True)
+                quarter = max(1, count // 4)
+                given[order[-quarter:]] = given[order[:quarter]]
+                values[order[-quarter:]] = values[order[:quarter]]
+        failures, value, place = judge(run(given, table), table, norm_factor)
+        result.climbed += count * (rounds + 1)
+        result.failures += failures
+        where = f"{shape[0]}x{shape[1]}, {steps} steps, seed {seed + number}, {rounds} rounds"
+        note(result.worst_climbed, value, table, norm_factor, f"{where}, block {place}")
+
+
+def _changes(given: Tensor, generator: torch.Generator) -> Tensor:
+    """From a tenth to a hundred-thousandth of a block, of some or all of its entries."""
+    count, rows, cols = given.shape
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=given.device)
+
+    sizes = 10 ** (-1 - 4 * uniform(count, 1, 1)) * given.abs().amax((1, 2), keepdim=True)
+    some = uniform(count, rows, cols) < uniform(count, 1, 1)
+    noise = torch.randn(given.shape, generator=generator, device=given.device)
+    return sizes * some * noise
+
+
+def tried(combination: Combination, options: argparse.Namespace, seed: int) -> Result:
+    """Survey and climb of one combination."""
+    device = torch.device(options.device)
+    start = time.perf_counter()
+    result, run = Result(combination.name), runner(combination, device)
+    arguments = (result, run, combination.polynomial)
+    end = start + options.seconds
+    with _graphs(device, small=False):  # every batch has another shape
+        survey(*arguments, SHAPES, options.blocks, start + 0.6 * options.seconds, device, seed)
+        if options.large:
+            now = time.perf_counter()
+            until = now + max(0.0, 0.5 * (end - now))
+            survey(*arguments, LARGE, 3000, until, device, seed + 500_000)
+    with _graphs(device, small=True):
+        climb(*arguments, CLIMBED, end, device, seed + 900_000)
+    result.seconds = round(time.perf_counter() - start, 1)
+    return result
+
+
+class _graphs:  # noqa: N801
+    """Whether small orthogonalizations are recorded as CUDA graphs."""
+
+    def __init__(self, device: torch.device, *, small: bool) -> None:
+        self.changes = device.type == "cuda" and not small
+
+    def __enter__(self) -> None:
+        if self.changes:
+            from samestep.kernels import replay
+
+            self.before, replay.SMALL = replay.SMALL, 0.0
+
+    def __exit__(self, *_: object) -> None:
+        if self.changes:
+            from samestep.kernels import replay
+
+            replay.SMALL = self.before
+
+
+def line_of(result: Result) -> str:
+    """A row of the table."""
+    return (
+        f"{result.name:44s} {result.blocks:>9,d} {result.worst.value:>9.4f} "
+        f"{result.worst.excess:>+9.4f} {result.climbed:>11,d} {result.worst_climbed.value:>9.4f} "
+        f"{result.worst_climbed.excess:>+9.4f} {result.failures:>6d} {result.seconds:>6.1f}"
+    )
+
+
+HEAD = (
+    f"{'':44s} {'blocks':>9s} {'worst':>9s} {'excess':>9s} {'climbed':>11s} {'worst':>9s} "
+    f"{'excess':>9s} {'failed':>6s} {'s':>6s}"
+)
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.survival", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="of each combination")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each combination at most")
+    parser.add_argument("--large", action="store_true", help="also 768x768 and up")
+    parser.add_argument("--only", default="", help="combinations whose name has all these words")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    return parser
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Try all, print the table, write JSON; 1 if anything is out of bounds."""
+    options = arguments().parse_args(given)
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    results = []
+    print(HEAD)
+    for number, combination in enumerate(combinations()):
+        if all(word in combination.name.split() for word in options.only.split()):
+            print(f"{combination.name} ...", file=sys.stderr, flush=True)
+            results.append(tried(combination, options, 1_000_000 * number + options.seed))
+            print(line_of(results[-1]), flush=True)
+    failed = [result for result in results if result.failures]
+    for result in failed:
+        worst = max(result.worst, result.worst_climbed, key=lambda worst: worst.excess)
+        print(f"out of bounds: {result.name}: {worst.value:.4f} at {worst.where}")
+    receipt = {
+        "command": "python -m benchmarks.survival",
+        "options": {**vars(options), "out": str(options.out)},
+        "torch": torch.__version__,
+        "machine": device_name(options.device),
+        "tolerance": TOLERANCE,
+        "few_rows": FEW_ROWS,
+        "results": [asdict(result) for result in results],
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "survival.json"
+    file.write_text(json.dumps(receipt, indent=2) + "\n")
+    print(f"written to {file}")
+    return 1 if failed or not results else 0
+
+
+def device_name(device: str) -> str:
+    """The machine, in words."""
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

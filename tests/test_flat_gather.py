@@ -201,7 +201,7 @@ def test_a_compiled_model():
             found.append(values(model))
         return plain_values(*cases), found
 
-    for plain, found in run_forked(2, job, timeout=60):
+    for plain, found in run_forked(2, job):
         assert all(same(result, plain) for result in found)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import sys
 import time
 import warnings
 from contextlib import suppress
@@ -18,6 +17,7 @@ import samestep
 from samestep.checkpoint import folder, loading, storage
 from samestep.checkpoint.background import finish_background
 from samestep.comm.flight import CollectiveError
+from tests.limits import limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 
@@ -103,10 +103,8 @@ def die():
 
 def killed_rank_of(job, who):
     """Two ranks of which one is killed; the other ends by itself, on a busy machine too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[run_forked.__module__], "GRACE", 10.0)
-        with pytest.raises(RanksFailed) as caught:
-            run_forked(2, job)
+    with pytest.raises(RanksFailed) as caught:
+        run_forked(2, job, grace=limit(60.0))
     assert list(caught.value.reports) == [who], caught.value
     assert "SIGKILL" in caught.value.reports[who]
 

@@ -135,7 +135,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
         with redirect_stdout(StringIO()) as shown:
             return cli.main([*QUICK, "--out", str(tmp_path)]), shown.getvalue()
 
-    results = run_forked(3, fn, timeout=60)
+    results = run_forked(3, fn)
     assert [status for status, _ in results] == [0, 0, 0]
     assert [bool(shown) for _, shown in results] == [True, False, False]
     content = json.loads((tmp_path / "receipt.json").read_text())

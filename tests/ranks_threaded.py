@@ -107,11 +107,10 @@ class _Meetings:
         with self._arrived:
             store.add("arrived", 1)
             self._arrived.notify_all()
-            self._arrived.wait_for(
-                lambda: store.add("arrived", 0) >= world_size or self._terminate.is_set()
-            )
-        if self._terminate.is_set():
-            sys.exit("the run has ended")
+            all_are_here = lambda: store.add("arrived", 0) >= world_size  # noqa: E731
+            self._arrived.wait_for(lambda: all_are_here() or self._terminate.is_set())
+            if not all_are_here():
+                sys.exit("the run has ended")
 
     def end(self) -> None:
         """Wake all ranks that wait, for ever: whoever comes later leaves at once."""

@@ -209,6 +209,7 @@ def _watch(
                 reports[rank] = _describe_exit(job, rank, info)
             if info is not None or job.file("value", rank).exists():
                 del running[rank]
+    cores = {rank: _time_on_a_core(_pid(process)) for rank, process in running.items()}
     for process in running.values():
         os.kill(_pid(process), signal.SIGUSR1)  # dump the stack
     patience = time.monotonic() + job.grace
@@ -219,10 +220,7 @@ def _watch(
     late = f"was still running {job.grace:g} s after the first failure, here:\n"
     if not reports:
         late = f"had not finished after {limit:g} s; it was here:\n"
-    return reports | {
-        rank: f"{late}{_stack(job, rank)}\n{_time_on_a_core(_pid(process))}"
-        for rank, process in running.items()
-    }
+    return reports | {rank: f"{late}{_stack(job, rank)}\n{cores[rank]}" for rank in running}
 
 
 def _is_dumping(pid: int) -> bool:

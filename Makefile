@@ -1,10 +1,11 @@
-# make venv | demo | train | test | soak | bench | test-gpu | test-browser | clean: everything happens in .venv.
+# make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-browser |
+# clean: everything happens in .venv.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: venv demo train test lint types unit coverage soak bench test-gpu test-browser clean
+.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-browser clean
 
 venv: $(STAMP)
 
@@ -34,15 +35,21 @@ lint: venv
 types: venv
 	$(PY) -m mypy
 
-# Three at a time even on two cores: ranks wait for each other a third of the time. Then those that
-# wait for ranks that never answer, and look at the clock.
+# Three at a time even on two cores: ranks wait for each other a third of the time.
+AT_A_TIME := -n 3 --dist worksteal
 unit: venv
-	$(PY) -m pytest -n 3 --dist worksteal --ignore tests/test_failures.py
-	$(PY) -m pytest -n 2 --dist worksteal tests/test_failures.py
+	$(PY) -m pytest $(AT_A_TIME)
+
+# The tests N times in random order: what was not the same each time, and how long each took.
+# BUSY=1 runs two loops beside them that keep two cores busy.
+N ?= 5
+BUSY ?=
+test-repeat: venv
+	$(PY) -m tests.repeat --times $(N) --busy $(if $(BUSY),2,0) $(AT_A_TIME) -q
 
 # The same tests, a quarter slower, with the share of lines and branches that they reach.
 coverage: venv
-	$(PY) -m pytest --cov --cov-report=term
+	$(PY) -m pytest $(AT_A_TIME) --cov --cov-report=term
 
 # Too slow for every commit: everything for 1000 steps on SOAK_RANKS ranks, whose receipts are
 # committed, and many more examples of every property. It takes about 15 core-hours: on 16 cores say
@@ -50,7 +57,7 @@ coverage: venv
 SOAK_RANKS ?= 2 3 4 8
 SOAK_LANES ?= 2
 soak: $(SOAK_RANKS:%=soak_%)
-	SAMESTEP_SOAK=1 $(PY) -m pytest --timeout 1800
+	SAMESTEP_SOAK=1 $(PY) -m pytest
 
 soak_%: venv
 	$(PY) -m samestep stress --continue --world-size $* --lanes $(SOAK_LANES) --watchdog 60 \

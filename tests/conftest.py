@@ -1,7 +1,11 @@
 """One thread per process: the tensors here are small, and ranks share the cores."""
 
 import os
+import random
+import shutil
 import signal
+from collections import Counter, defaultdict
+from pathlib import Path
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
 # Where there is a GPU, any backward pass starts threads for it, and ranks that are forked later
@@ -16,6 +20,8 @@ import torch
 from hypothesis import settings
 
 from samestep.comm.groups import registry
+from tests import limits
+from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
 
 torch.set_num_threads(1)
@@ -26,6 +32,89 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
+
+adopt_orphans()
+TEMPORARY = own_temporary_folder()
+ROOT = Path(__file__).parent.parent
+# What tools of ours leave in the checkout on purpose.
+KEPT = {".pytest_cache", ".hypothesis", ".ruff_cache", ".mypy_cache", "out", "build"}
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--shuffle", type=int, metavar="SEED", help="run files, and tests in them, in random order"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    """A test that hangs is ended, later on a slow machine."""
+    if config.getoption("timeout", None) is None:
+        config.option.timeout = limits.TEST
+
+
+def pytest_report_header(config):
+    order = config.getoption("shuffle")
+    order = "as written" if order is None else f"--shuffle {order}"
+    return f"limits are times {limits.SLOWNESS:g}, as measured; order: {order}"
+
+
+def pytest_collection_modifyitems(config, items):
+    """Files stay together, since their tests share what takes time to set up."""
+    seed = config.getoption("shuffle")
+    if seed is None:
+        return
+    files = defaultdict(list)
+    for item in sorted(items, key=lambda item: item.nodeid):
+        files[item.path].append(item)
+    chance = random.Random(seed)
+    order = list(files)
+    chance.shuffle(order)
+    for path in order:
+        chance.shuffle(files[path])
+    items[:] = [item for path in order for item in files[path]]
+
+
+def in_checkout():
+    return {path.name for path in ROOT.iterdir() if not path.name.startswith(".coverage")}
+
+
+def pytest_sessionstart(session):
+    session.in_checkout = in_checkout()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    """Nothing new lies in the checkout; temporary files are gone with their folder."""
+    shutil.rmtree(TEMPORARY, ignore_errors=True)
+    if hasattr(session.config, "workerinput"):
+        return  # told by the process that has started the workers
+    new = in_checkout() - session.in_checkout - KEPT
+    if new:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.left_in_checkout = sorted(new)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Which files take the time."""
+    left = getattr(config, "left_in_checkout", None)
+    if left:
+        terminalreporter.write_line(f"ERROR: tests have left in the checkout: {left}", red=True)
+    seconds, tests = Counter(), Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                file = report.nodeid.partition("::")[0]
+                seconds[file] += report.duration
+                tests[file] += report.when == "call"
+    if sum(seconds.values()) < 60:
+        return
+    total = sum(seconds.values())
+    terminalreporter.section(f"{total:.0f} s in tests, most of it in")
+    for file, spent in seconds.most_common(15):
+        terminalreporter.write_line(
+            f"{spent:7.1f} s {100 * spent / total:4.1f}% {tests[file]:5} tests  {file}"
+        )
 
 
 def pytest_runtest_setup(item):
@@ -56,7 +145,15 @@ def no_torchrun():
 
 
 @pytest.fixture(autouse=True)
-def no_group_outlives_its_test():
-    """Ranks are forked from here, and a child cannot end a gloo group of its parent."""
+def nothing_is_left_behind():
+    """Whoever leaves something behind fails, not the test that is disturbed by it.
+
+    Nor does a group outlive its test: ranks are forked from here, and a child cannot end a gloo
+    group of its parent.
+    """
+    before = Belongings(TEMPORARY)
     yield
     registry.forget()
+    left = before.left_behind()
+    if left:
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)

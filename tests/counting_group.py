@@ -35,6 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.limits import HANG
+
 
 class Call(NamedTuple):
     """One collective as this rank launched it."""
@@ -80,7 +82,7 @@ class SettledWork(dist.Work):
         if self._work is not None:
             self._work.wait(timeout)
         self._work = None
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + HANG
         while any(memory() is not None for memory in self._lent):
             if time.monotonic() > deadline:
                 raise RuntimeError("gloo still holds the tensors of a call that is done")
@@ -111,7 +113,7 @@ class CountingGroup(dist.ProcessGroup):
         self._launcher = ThreadPoolExecutor(1)
 
     @staticmethod
-    def install(timeout: timedelta = timedelta(seconds=10)) -> Log:
+    def install(timeout: timedelta = timedelta(seconds=HANG)) -> Log:
         """Make the default group, and with it groups to come, count; give a log that stays open.
 
         To be called by all ranks. It replaces the default group: handles from before are void.

@@ -6,7 +6,7 @@ import os
 import pytest
 from _pytest.runner import runtestprotocol
 
-PATIENCE = 110.0  # seconds, less than a test may take
+from tests.limits import HANG
 
 
 def reports_of_child(item):
@@ -26,12 +26,12 @@ def reports_of_child(item):
     child.start()
     theirs.close()
     try:
-        told = mine.recv() if mine.poll(PATIENCE) else None
+        told = mine.recv() if mine.poll(HANG) else None
     except EOFError:
         told = None
     child.kill()
     child.join()
     if told is not None:
         return [hook.pytest_report_from_serializable(config=config, data=one) for one in told]
-    why = f"its process said nothing in {PATIENCE:.0f} s, or died"
+    why = f"its process said nothing in {HANG:.0f} s, or died"
     return [pytest.TestReport(item.nodeid, item.location, {}, "failed", why, "call")]

@@ -16,13 +16,24 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 # Private, and used nowhere else: torch has no public process group whose ranks are threads.
-from torch.testing._internal.distributed import multi_threaded_pg
+from torch.testing._internal.distributed.multi_threaded_pg import (
+    Collective,
+    ProcessLocalGroup,
+    ThreadLocalWorld,
+    _install_threaded_pg,
+    _uninstall_threaded_pg,
+)
 
-from samestep.launch.failed import GRACE, RanksFailed
+from samestep.launch.failed import RanksFailed
+from tests.limits import HANG, limit
 
 
 def run_threaded(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 30.0
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = HANG,
+    grace: float = limit(5.0),
 ) -> list[Any]:
     """Return ``[fn(rank, *args) for each rank]``, run in threads of this process.
 
@@ -35,38 +46,121 @@ def run_threaded(
         fn: Called with the rank and ``args``. Its value is handed over as it is.
         *args: Passed on to ``fn``.
         timeout: Seconds after which ranks that have not returned are given up. A rank that
-            then cannot be woken stays behind as a daemon thread until its call returns.
+            then cannot be woken stays behind as a daemon thread until its call returns. It takes
+            no part in later runs: its next collective ends it.
+        grace: Seconds that ranks have to end by themselves after the first failure.
 
     Raises:
         RanksFailed: If any rank raised or did not return in time.
     """
-    if isinstance(distributed_c10d._world, multi_threaded_pg.ThreadLocalWorld):
+    if isinstance(distributed_c10d._world, ThreadLocalWorld):
         raise RuntimeError("run_threaded cannot run inside run_threaded")
-    run = _ThreadedRun(world_size, fn, args, timeout)
+    run = _ThreadedRun(world_size, fn, args, timeout, grace)
     num_threads, except_hook = torch.get_num_threads(), sys.excepthook
     torch.set_num_threads(1)  # for the new threads: sum in the same order as forked ranks
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    multi_threaded_pg._install_threaded_pg()
+    _install_threaded_pg()
     try:
         run.start_and_wait()
     finally:
-        run.end()
-        multi_threaded_pg.ProcessLocalGroup.reset()
-        multi_threaded_pg._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        torch.set_num_threads(num_threads)
-        sys.excepthook = except_hook  # every init_process_group wraps it once more
+        try:
+            run.end()
+        finally:
+            _uninstall_threaded_pg()
+            torch._C._distributed_c10d._set_thread_isolation_mode(False)
+            torch.set_num_threads(num_threads)
+            sys.excepthook = except_hook  # every init_process_group wraps it once more
     if run.reports:
         raise RanksFailed(world_size, run.reports)
     return [run.values[rank] for rank in range(world_size)]
 
 
+class _Meetings:
+    """The collectives of one run, and the end of them all.
+
+    torch keeps one dictionary of collectives and one event that ends them for the whole process.
+    There a thread that was given up, woken in the next run, would be counted among its ranks.
+    """
+
+    def __init__(self) -> None:
+        self._terminate = threading.Event()  # the name that torch's Collective asks for
+        self._running: dict[str, Collective] = {}
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition()
+
+    def start(self, collective: Any, group: ProcessLocalGroup) -> Collective:
+        """The collective that the group's ranks are in, or a new one."""
+        with self._lock:
+            name = group.pg_name
+            if name not in self._running:
+                self._running[name] = Collective(group.size(), collective, self)
+            return self._running[name]
+
+    def finish(self, collective: Collective, group: ProcessLocalGroup) -> None:
+        """Called by every rank of the group; the first one counts."""
+        with self._lock:
+            if self._running.get(group.pg_name) is collective:
+                del self._running[group.pg_name]
+
+    def wait_for_all(self, store: dist.Store, world_size: int) -> None:
+        """Until so many ranks have come with this store."""
+        with self._arrived:
+            store.add("arrived", 1)
+            self._arrived.notify_all()
+            all_are_here = lambda: store.add("arrived", 0) >= world_size  # noqa: E731
+            self._arrived.wait_for(lambda: all_are_here() or self._terminate.is_set())
+            if not all_are_here():
+                sys.exit("the run has ended")
+
+    def end(self) -> None:
+        """Wake all ranks that wait, for ever: whoever comes later leaves at once."""
+        self._terminate.set()
+        with self._arrived:
+            self._arrived.notify_all()
+        with self._lock:
+            running = list(self._running.values())
+        for collective in running:
+            for condition in (collective._start_cond, collective._done_cond):
+                with condition:
+                    condition.notify_all()
+
+
+class _Group(ProcessLocalGroup):
+    """torch's group of threads, whose collectives are those of its own run."""
+
+    meetings: _Meetings
+
+
+_mine = threading.local()
+
+
+def _make_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> _Group:
+    group = _Group(rank, world_size)
+    group.meetings = _mine.meetings
+    group.meetings.wait_for_all(store, world_size)
+    return group
+
+
+# torch's methods name the class, not the object that they are called on.
+ProcessLocalGroup._start_coll = staticmethod(lambda coll, group: group.meetings.start(coll, group))
+ProcessLocalGroup._end_coll = staticmethod(lambda coll, group: group.meetings.finish(coll, group))
+# The name is torch's, since its meshes ask for it.
+dist.Backend._plugins["THREADED"] = dist.Backend._BackendPlugin(_make_group, extended_api=False)
+
+
 class _ThreadedRun:
     def __init__(
-        self, world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        timeout: float,
+        grace: float,
     ) -> None:
-        self.world_size, self.fn, self.args, self.timeout = world_size, fn, args, timeout
+        self.world_size, self.fn, self.args = world_size, fn, args
+        self.timeout, self.grace = timeout, grace
         self.store = dist.HashStore()
+        self.meetings = _Meetings()
         self.others = set(os.listdir("/proc/self/task"))
         self.values: dict[int, Any] = {}
         self.reports: dict[int, str] = {}
@@ -89,6 +183,7 @@ class _ThreadedRun:
             self.report_running(f"had not finished after {self.timeout:g} s; it was here:\n")
 
     def run_rank(self, rank: int) -> None:
+        _mine.meetings = self.meetings
         try:
             dist.init_process_group(
                 "threaded",
@@ -99,7 +194,7 @@ class _ThreadedRun:
             )
             self.values[rank] = self.fn(rank, *self.args)
         except BaseException as error:
-            woken = isinstance(error, SystemExit) and bool(self.reports)
+            woken = isinstance(error, SystemExit) and self.meetings._terminate.is_set()
             what = "was waiting for a rank that failed" if woken else "raised"
             self.reports.setdefault(rank, f"{what}:\n{traceback.format_exc()}")
         finally:
@@ -127,17 +222,23 @@ class _ThreadedRun:
 
     def end(self) -> None:
         """Wake the ranks that wait in a collective, and abandon those that stay."""
-        patience = time.monotonic() + GRACE
+        self.meetings.end()
+        patience = time.monotonic() + self.grace
         while self.running() and time.monotonic() < patience:
-            with suppress(RuntimeError):  # it walks over a dict that ranks may be changing
-                multi_threaded_pg.ProcessLocalGroup.exception_handle(None)
-            self.wait(0.02)
+            self.wait(patience - time.monotonic())
         if self.running():
-            self.report_running(f"was still running {GRACE:g} s after the first failure, here:\n")
+            self.report_running(
+                f"was still running {self.grace:g} s after the first failure, here:\n"
+            )
             with self.closing:
                 self.abandoned = True
         # Threads are joined before they have ended for the system, and OpenMP's workers for them
         # end later still. In a rank that is forked in between, a matrix product can spin for ever.
-        patience = time.monotonic() + 0.1
-        while set(os.listdir("/proc/self/task")) - self.others and time.monotonic() < patience:
+        patience = time.monotonic() + self.grace
+        while self.ending() and time.monotonic() < patience:
             time.sleep(0.0005)
+
+    def ending(self) -> set[str]:
+        """The threads that have come with this run and are no longer known to Python."""
+        known = {str(thread.native_id) for thread in threading.enumerate()}
+        return set(os.listdir("/proc/self/task")) - self.others - known

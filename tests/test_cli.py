@@ -13,6 +13,7 @@ import pytest
 import samestep
 from samestep import cli
 from samestep.bench.crossover import command
+from tests.limits import HANG
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
@@ -132,6 +133,8 @@ import samestep.launch, samestep.bench.crossover
 sys.argv[1:] = ["--help"]
 runpy.run_module("samestep", run_name="__main__")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: samestep COMMAND" in done.stdout

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 from tests.counting_group import CountingGroup, counted
+from tests.limits import limit
 from tests.ranks import run_forked
 
 # The new names since torch 2.13, where the old ones warn.
@@ -192,7 +193,7 @@ def test_asynchronous_calls_are_told_apart_and_wait_as_usual():
 
 def test_a_failing_collective_raises_from_wait():
     def fail(rank):
-        CountingGroup.install(timeout=timedelta(seconds=0.3))
+        CountingGroup.install(timeout=timedelta(seconds=limit(1.0)))
         if rank == 0:
             work = dist.all_reduce(torch.zeros(1), async_op=True)
             with pytest.raises(RuntimeError, match=r"[Tt]imed out"):

@@ -15,6 +15,7 @@ from torch import nn
 
 import samestep
 from tests.gpu import needs_gpu, no_host_wait
+from tests.limits import HANG
 from tests.ranks import run_forked
 
 pytestmark = needs_gpu
@@ -83,8 +84,8 @@ def test_ranks_that_lack_gradients_agree_with_one_process(sharding):
         counts = opt.metrics()["present"].tolist()
         return [param.detach().cpu() for param in model.parameters()], untouched, counts
 
-    (expected,) = run_forked(1, single, timeout=100)
-    results = run_forked(world, job, timeout=100, collective_timeout=60)
+    (expected,) = run_forked(1, single)
+    results = run_forked(world, job)
     for found, untouched, counts in results:
         assert untouched
         assert counts == results[0][2]
@@ -133,7 +134,7 @@ def test_the_host_never_waits_for_the_gpu(overlap, missing):
     queue = spawn.SimpleQueue()
     process = spawn.Process(target=in_fake_world, args=(queue, overlap, missing))
     process.start()
-    process.join(100)
+    process.join(HANG)
     assert process.exitcode == 0
     milliseconds, names = queue.get()
     assert names == ["grad_norm", "present", "update_rms"]

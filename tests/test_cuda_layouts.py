@@ -118,7 +118,7 @@ def ended(layout, **options):
         }
         return values | state
 
-    first, second = run_forked(2, job, timeout=120, collective_timeout=60)
+    first, second = run_forked(2, job)
     assert differing(second, first) == []  # replicas
     return first
 

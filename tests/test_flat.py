@@ -107,7 +107,7 @@ def test_accumulation_gives_the_bits_of_one_process(world, mode):
 
         return flat_modes(run)
 
-    assert_modes_give(expected, run_forked(world, job, timeout=60))
+    assert_modes_give(expected, run_forked(world, job))
     assert not same(expected, values(Net()))
 
 

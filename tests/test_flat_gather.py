@@ -10,6 +10,8 @@ import copy
 import gc
 import io
 import pickle
+import sys
+import threading
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
+from samestep.buffers.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.stress import check
 from tests.ranks import run_forked, run_threaded
 from tests.test_overlap import LAYERS, Net, build, loss_of, make_case, same, train, values
@@ -201,7 +204,7 @@ def test_a_compiled_model():
             found.append(values(model))
         return plain_values(*cases), found
 
-    for plain, found in run_forked(2, job, timeout=60):
+    for plain, found in run_forked(2, job):
         assert all(same(result, plain) for result in found)
 
 
@@ -516,3 +519,24 @@ def test_one_process_waits_for_nothing():
     plain = Net()
     train(plain, build(plain), [ALL_LAYERS], "no_sync")
     assert same(values(model), values(plain))
+
+
+def test_optimizers_are_made_in_several_threads_at_once():
+    """One looks through all that have parameters in flight while another comes and goes."""
+    ended = threading.Event()
+
+    def come_and_go():
+        while not ended.is_set():
+            _ = [ParametersInFlight() for _ in range(20)]
+
+    other = threading.Thread(target=come_and_go)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    other.start()
+    try:
+        for _ in range(5000):
+            wait_for_anyone([])
+    finally:
+        ended.set()
+        other.join()
+        sys.setswitchinterval(interval)

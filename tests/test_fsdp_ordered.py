@@ -66,8 +66,8 @@ def plain_job(sharding, dtype=torch.float32, micro_batches=1):
 @cache
 def plain(world, **options):
     """What every other layout must give; itself the same with and without sharding."""
-    expected = run_forked(world, plain_job("none", **options), timeout=90)[0]
-    for found in run_forked(world, plain_job("zero2", **options), timeout=90):
+    expected = run_forked(world, plain_job("none", **options))[0]
+    for found in run_forked(world, plain_job("zero2", **options)):
         assert_same_bits(found, expected)
     return expected
 
@@ -100,14 +100,14 @@ def assert_same_bits(found, expected):
 def test_sharded_training_has_the_bits_of_plain_training(shape, schedule):
     world = ranks_in(shape)
     expected = plain(world)
-    for found in run_forked(world, sharded_job(shape, schedule=schedule), timeout=90):
+    for found in run_forked(world, sharded_job(shape, schedule=schedule)):
         assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_without_it_bits_differ(shape):
     world = ranks_in(shape)
-    found = run_forked(world, sharded_job(shape, ordered=False), timeout=90)[0]
+    found = run_forked(world, sharded_job(shape, ordered=False))[0]
     assert len(differing(found, plain(world))) > 20
 
 
@@ -115,7 +115,7 @@ def test_without_it_bits_differ(shape):
 def test_micro_batches_of_which_only_the_last_is_summed(shape):
     world = ranks_in(shape)
     expected = plain(world, micro_batches=2)
-    for found in run_forked(world, sharded_job(shape, micro_batches=2), timeout=90):
+    for found in run_forked(world, sharded_job(shape, micro_batches=2)):
         assert_same_bits(found, expected)
 
 
@@ -123,7 +123,7 @@ def test_micro_batches_of_which_only_the_last_is_summed(shape):
 def test_float64_where_torch_divides_before_and_after(shape):
     world = ranks_in(shape)
     expected = plain(world, dtype=torch.float64)
-    for found in run_forked(world, sharded_job(shape, dtype=torch.float64), timeout=90):
+    for found in run_forked(world, sharded_job(shape, dtype=torch.float64)):
         assert_same_bits(found, expected)
 
 
@@ -141,8 +141,8 @@ def test_tensor_parallel_with_copies_has_the_bits_of_more_shards():
         use_ordered_reduction(model)
         return train(model, samestep.MuonAdamW(model, **options), rank // 2, steps=5)
 
-    expected = run_forked(8, job, (4,), timeout=90)[0]
-    for found in run_forked(8, job, (2, 2), timeout=90):
+    expected = run_forked(8, job, (4,))[0]
+    for found in run_forked(8, job, (2, 2)):
         assert_same_bits(found, expected)
 
 
@@ -353,6 +353,6 @@ def test_on_a_gpu(shape):
         return train(model, opt, rank)
 
     world = ranks_in(shape)
-    expected = run_forked(world, plain_on_gpu, timeout=90)[0]
-    for found in run_forked(world, sharded_on_gpu, timeout=90):
+    expected = run_forked(world, plain_on_gpu)[0]
+    for found in run_forked(world, sharded_on_gpu):
         assert_same_bits(found, expected)

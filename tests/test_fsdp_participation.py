@@ -150,7 +150,7 @@ def plain(world, micro_batches=1):
         opt = samestep.MuonAdamW(model, sharding="zero2", reduction="ordered", **OPTIONS)
         return train(model, opt, rank, micro_batches=micro_batches)
 
-    return run_forked(world, job, timeout=60)[0]
+    return run_forked(world, job)[0]
 
 
 def sharded(model, mesh, **options):
@@ -187,7 +187,7 @@ def test_ranks_may_use_different_modules(shape):
     world = ranks_in(shape)
     expected = plain(world)
     assert_near(expected, alone(world))
-    for found in run_forked(world, job_of(shape), timeout=60):
+    for found in run_forked(world, job_of(shape)):
         assert_same_bits(found, expected)
 
 
@@ -204,12 +204,12 @@ def test_ranks_may_use_different_modules(shape):
 def test_the_same_in_other_ways_to_train(shape, options):
     world = ranks_in(shape)
     expected = plain(world, micro_batches=options.get("micro_batches", 1))
-    for found in run_forked(world, job_of(shape, **options), timeout=60):
+    for found in run_forked(world, job_of(shape, **options)):
         assert_same_bits(found, expected)
 
 
 def test_sums_of_the_backend():
-    for found in run_forked(3, job_of((3,), ordered=False), timeout=60):
+    for found in run_forked(3, job_of((3,), ordered=False)):
         assert_near(found, alone(3))
 
 
@@ -308,8 +308,8 @@ def test_trees_of_modules(seed, shape):
         take_part(model)
         return train_forest(model, samestep.MuonAdamW(model, **OPTIONS), rank, seed)
 
-    expected = run_forked(ranks_in(shape), plain_job, timeout=60)[0]
-    for found in run_forked(ranks_in(shape), job, timeout=60):
+    expected = run_forked(ranks_in(shape), plain_job)[0]
+    for found in run_forked(ranks_in(shape), job):
         assert_same_bits(found, expected)
 
 
@@ -581,7 +581,7 @@ def disagreement(act):
             act(model, rank)
         return str(caught.value)
 
-    messages = run_forked(3, job, timeout=20)
+    messages = run_forked(3, job)
     assert len(set(messages)) == 1
     assert "samestep.fsdp.skip(module, x)" in messages[0]
     return messages[0]

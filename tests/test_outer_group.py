@@ -92,7 +92,7 @@ def test_as_one_process(layout, world, inner):
         )
         return train(model, opt, rank)
 
-    for values, state in run_forked(world, job, timeout=60):
+    for values, state in run_forked(world, job):
         for name, value in values.items():
             assert torch.equal(value, expected[name]), name
         assert states_equal(state, expected_state)
@@ -110,7 +110,7 @@ def test_fast_sums_are_near_and_state_is_shared_inside():
         values, _ = train(model, opt, rank)
         return values, kept
 
-    results = run_forked(4, job, timeout=60)
+    results = run_forked(4, job)
     whole = sum(
         t.numel() for s in samestep.MuonAdamW(Net(), **OPTIONS).state.values() for t in s.values()
     )
@@ -150,7 +150,7 @@ def test_gradients_replicas_and_problems_reach_every_rank():
         with pytest.raises(RuntimeError if rank == 1 else RankProblemError, match=r"rank 1|sparse"):
             opt.step()
 
-    run_forked(4, job, timeout=60)
+    run_forked(4, job)
 
 
 def test_plans_are_compared_over_all_ranks():
@@ -164,7 +164,7 @@ def test_plans_are_compared_over_all_ranks():
                 **{**OPTIONS, "bucket_size": 200 + 50 * (rank > 1)},
             )
 
-    run_forked(4, job, timeout=60)
+    run_forked(4, job)
 
 
 def test_refused():

@@ -155,7 +155,7 @@ def test_overlap_gives_the_bits_of_one_process(world, mode):
                 found[sharding, overlap] = values(model)
         return found
 
-    for found in run_forked(world, job, timeout=60):
+    for found in run_forked(world, job):
         for key, result in found.items():
             assert same(result, expected), key
     assert not same(expected, values(Net()))

@@ -17,28 +17,18 @@ import torch
 import torch.distributed as dist
 
 from samestep.launch import forked
+from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked, run_threaded
+
+FOREVER = 2 * TEST  # seconds: whoever waits for it is ended as a test that hangs
 
 both_ways = pytest.mark.parametrize("run", [run_forked, run_threaded])
 # Long enough for forked ranks to start on a busy machine.
-short = {run_forked: 1.5, run_threaded: 0.5}
+short = {run_forked: limit(1.5), run_threaded: limit(0.5)}
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 
 # The new name since torch 2.13, where the old one warns.
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def children() -> set[int]:
-    """Return the child processes of this one, those that nobody has waited for included."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:  # ended meanwhile
-            continue
-        if int(fields[1]) == os.getpid():
-            found.add(int(stat.parent.name))
-    return found
 
 
 def is_running(pid: int) -> bool:
@@ -46,13 +36,6 @@ def is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def wait_for(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def open_files() -> list[str]:
@@ -68,12 +51,11 @@ def rank_threads() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch):
-    """Fail a test that leaves a process, a thread, a file, or an open file descriptor."""
+    """Fail a test that leaves a file, an open file descriptor, or a setting of this process."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    children_before, open_before = children(), open_files()
+    open_before = open_files()
     num_threads, except_hook = torch.get_num_threads(), sys.excepthook
     yield
-    assert children() == children_before
     assert multiprocessing.active_children() == []
     assert rank_threads() == []
     assert list(tmp_path.iterdir()) == []
@@ -90,11 +72,9 @@ def all_reduced(value: float) -> float:
 
 
 def failure(run, world_size, fn, **timeouts) -> RanksFailed:
-    """Return the error, and check that it came soon and left things in order."""
-    start = time.monotonic()
+    """Return the error, and check that it left things in order."""
     with pytest.raises(RanksFailed) as info:
         run(world_size, fn, **timeouts)
-    assert time.monotonic() - start < 5.0
     assert run_threaded(2, lambda rank: all_reduced(rank + 1.0)) == [3.0, 3.0]  # still works
     return info.value
 
@@ -196,12 +176,9 @@ def test_ranks_that_return_early_do_not_disturb_the_others(run):
         assert run(4, lambda rank: rank) == [0, 1, 2, 3]
 
 
-def test_a_hundred_threaded_runs_are_quick():
-    run_threaded(3, all_reduced)
-    start = time.monotonic()
+def test_a_hundred_threaded_runs():
     for i in range(100):
         assert run_threaded(3, lambda rank, i=i: all_reduced(rank + i)) == [3.0 + 3 * i] * 3
-    assert time.monotonic() - start < 3.0  # 0.3 s on an idle machine
 
 
 def test_threaded_forked_threaded():
@@ -286,22 +263,48 @@ def test_exceptions_that_are_not_errors_fail_too(run):
 
 @both_ways
 def test_a_rank_that_never_arrives_is_named_with_its_stack(run):
+    awake = threading.Event()
+
     def sleep_instead():
-        time.sleep(1.2 + short[run])
+        awake.wait(FOREVER)
 
     def fn(rank):
-        # Once awake, a thread that was given up would reduce with the ranks of another run.
         return sleep_instead() if rank == 1 else all_reduced(rank)
 
-    error = failure(run, 3, fn, timeout=short[run])
+    error = failure(run, 3, fn, timeout=short[run], grace=0.1)
+    awake.set()
     assert sorted(error.reports) == [0, 1, 2]
     for rank, report in error.reports.items():
-        assert report.startswith(f"had not finished after {short[run]} s")
+        assert report.startswith(f"had not finished after {short[run]:g} s")
         assert "in fn" in report
         assert ("in sleep_instead" in report) == (rank == 1)
         assert ("in all_reduced" in report) == (rank != 1)
         assert "multiprocessing" not in report  # nothing below fn
-    wait_for(lambda: rank_threads() == [])
+    eventually(lambda: rank_threads() == [])
+
+
+@pytest.mark.parametrize("collective", [all_reduced, lambda rank: dist.new_group([0, 1])])
+def test_a_thread_that_was_given_up_takes_no_part_in_the_next_run(collective):
+    """It wakes in the middle of it, and comes to a collective of its own run: which ends it."""
+    awake = threading.Event()
+
+    def late(rank):
+        if rank == 1:
+            awake.wait(FOREVER)
+        collective(100.0)
+
+    def next_run(rank):
+        first = all_reduced(rank)
+        if rank == 0:
+            awake.set()
+            given_up.join(HANG)
+            assert not given_up.is_alive()
+        return first, all_reduced(rank + 1.0)
+
+    with pytest.raises(RanksFailed):
+        run_threaded(2, late, timeout=0.1, grace=0.0)
+    (given_up,) = (thread for thread in threading.enumerate() if thread.name == "rank 1")
+    assert run_threaded(2, next_run) == [(1.0, 3.0)] * 2
 
 
 @both_ways
@@ -319,9 +322,10 @@ def test_a_forked_collective_ends_with_its_own_timeout():
     def fn(rank):
         return None if rank == 1 else all_reduced(rank)
 
-    error = failure(run_forked, 3, fn, collective_timeout=1.5)
+    error = failure(run_forked, 3, fn, collective_timeout=limit(1.5))
     assert sorted(error.reports) == [0, 2]
-    assert any("Timed out waiting 1500ms" in report for report in error.reports.values())
+    said = f"Timed out waiting {1000 * limit(1.5):.0f}ms"
+    assert any(said in report for report in error.reports.values())
 
 
 def test_a_killed_rank_is_named_and_the_others_ended():
@@ -329,34 +333,43 @@ def test_a_killed_rank_is_named_and_the_others_ended():
         if rank == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
-            time.sleep(60)  # would not notice by itself
+            time.sleep(FOREVER)  # would not notice by itself
         dist.recv(torch.empty(1), src=2)
 
-    error = failure(run_forked, 3, fn)
+    error = failure(run_forked, 3, fn, grace=limit(1.0))
     assert error.reports[2] == "died of SIGKILL\n"
     assert "in recv" in error.reports[0]
     assert "by peer" in error.reports[0]  # connection closed or reset
-    assert error.reports[1].startswith("was still running 1 s after the first failure")
+    assert error.reports[1].startswith(f"was still running {limit(1.0):g} s after the first")
     assert "in fn" in error.reports[1]
 
 
-def test_a_rank_that_is_stuck_is_told_from_one_that_had_no_core():
+def test_a_rank_that_is_stuck_is_told_from_one_that_had_no_core(tmp_path):
     core = min(os.sched_getaffinity(0))
+    begun = [tmp_path / f"begun_{rank}" for rank in range(4)]
 
     def fn(rank):
+        begun[rank].touch()
         if rank == 0:
-            time.sleep(60)
+            time.sleep(FOREVER)
         os.sched_setaffinity(0, {core})  # three for one core, so each waits about twice as it runs
         while True:
             pass
 
-    error = failure(run_forked, 4, fn, timeout=2.0)
+    def until_all_have_begun():
+        if not all(path.exists() for path in begun):
+            return HANG
+        time.sleep(1.0)  # for each to wait for the others
+        return 0.0
+
+    error = failure(run_forked, 4, fn, timeout=until_all_have_begun)
+    for path in begun:
+        path.unlink()
     now = [report.endswith(" was ready to run.") for _, report in sorted(error.reports.items())]
     assert now == [False, True, True, True]
     times = [re.findall(r"([\d.]+) s", error.reports[rank].splitlines()[-1]) for rank in range(4)]
-    stuck, *starved = [[float(seconds) for seconds in of_rank] for of_rank in times]
-    assert all(waited > 0.3 for _, waited in starved), times
-    assert sum(stuck) < min(ran + waited for ran, waited in starved), times
+    _, *starved = [[float(seconds) for seconds in of_rank] for of_rank in times]
+    assert all(waited > 0 for _, waited in starved), times
 
 
 def test_a_crash_shows_where_it_happened():
@@ -423,14 +436,12 @@ def test_keyboard_interrupt(run):
         if rank == 0:
             os.kill(parent, signal.SIGINT)
         if rank == 1 and run is run_forked:
-            time.sleep(60)
+            time.sleep(FOREVER)
         while True:
             all_reduced(rank)
 
-    start = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         run(3, fn)
-    assert time.monotonic() - start < 3.0
     assert run(2, all_reduced) == [1.0, 1.0]
 
 
@@ -449,7 +460,7 @@ def test_keyboard_interrupt_while_forking(monkeypatch):
 @pytest.mark.parametrize("dies", [False, True])
 def test_children_of_a_rank_are_ended(dies):
     def fn(rank):
-        sleeper = subprocess.Popen(["sleep", "60"])
+        sleeper = subprocess.Popen(["sleep", str(FOREVER)])
         os.write(pipe_write, sleeper.pid.to_bytes(4, "little"))
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -463,13 +474,13 @@ def test_children_of_a_rank_are_ended(dies):
     pid = int.from_bytes(os.read(pipe_read, 4), "little")
     os.close(pipe_read)
     os.close(pipe_write)
-    wait_for(lambda: not is_running(pid))
+    eventually(lambda: not is_running(pid))
 
 
 def test_ranks_die_with_their_parent(tmp_path):
     def fn(rank):
         os.write(pipe_write, os.getpid().to_bytes(4, "little"))
-        time.sleep(60)
+        time.sleep(FOREVER)
 
     pipe_read, pipe_write = os.pipe()
     parent = multiprocessing.get_context("fork").Process(target=run_forked, args=(2, fn))
@@ -481,5 +492,5 @@ def test_ranks_die_with_their_parent(tmp_path):
     parent.kill()
     parent.join()
     parent.close()
-    wait_for(lambda: not any(is_running(pid) for pid in pids))
+    eventually(lambda: not any(is_running(pid) for pid in pids))
     shutil.rmtree(next(tmp_path.iterdir()))  # what a killed parent cannot clean up

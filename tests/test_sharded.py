@@ -118,7 +118,7 @@ def test_fsdp2(world, schedule):
         opt = samestep.MuonAdamW(model, muon_schedule=schedule, update_rms=True, **OPTIONS)
         return train(model, opt, rank)
 
-    results = run_forked(world, job, timeout=90)
+    results = run_forked(world, job)
     for found in results:
         near(found, expected)
         assert all(torch.equal(found[0][name], results[0][0][name]) for name in expected[0])
@@ -136,7 +136,7 @@ def test_hsdp(shape, schedule):
         opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
         return train(model, opt, rank)
 
-    for found in run_forked(world, job, timeout=90):
+    for found in run_forked(world, job):
         near(found, expected)
 
 
@@ -157,5 +157,5 @@ def test_tensor_parallel_and_fsdp2(data, model_ranks):
         opt = samestep.MuonAdamW(model, **options)
         return train(model, opt, rank // model_ranks)
 
-    for found in run_forked(data * model_ranks, job, timeout=90):
+    for found in run_forked(data * model_ranks, job):
         near(found, expected)

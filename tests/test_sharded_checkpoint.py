@@ -107,9 +107,9 @@ def assert_near(found, expected):
 @pytest.mark.parametrize("options", [{}, {"muon_schedule": "gather", "chunks_ahead": 2}])
 def test_saved_on_two_ranks(tmp_path, options):
     """What is loaded is what was saved, to the bit, on any number of ranks."""
-    at_save, at_end = run_forked(2, saving(tmp_path), timeout=60)[0]
+    at_save, at_end = run_forked(2, saving(tmp_path))[0]
     for world in (2, 3, 4) if not options else (2,):
-        for at_load, found in run_forked(world, loading(tmp_path, **options), timeout=60):
+        for at_load, found in run_forked(world, loading(tmp_path, **options)):
             assert_equal(at_load, at_save)
             if world == 2 and not options:
                 assert_equal(found, at_end)
@@ -122,10 +122,10 @@ def test_master_weights(tmp_path):
         model = fsdp(Net().bfloat16())
         return model, samestep.MuonAdamW(model, **{**OPTIONS, "master_weights": True})
 
-    at_save, at_end = run_forked(2, saving(tmp_path, make), timeout=60)[0]
+    at_save, at_end = run_forked(2, saving(tmp_path, make))[0]
     assert at_save["head.weight.master_weight"].dtype == torch.float32
     for world in (2, 3):
-        for at_load, found in run_forked(world, loading(tmp_path, make), timeout=60):
+        for at_load, found in run_forked(world, loading(tmp_path, make)):
             assert_equal(at_load, at_save)
             if world == 2:
                 assert_equal(found, at_end)
@@ -150,8 +150,8 @@ def on_mesh(*shape):
 
 def test_from_one_mesh_to_another(tmp_path):
     """Tensor parallel over two ranks, then FSDP2 alone."""
-    at_save, at_end = run_forked(4, saving(tmp_path, on_mesh(2, 2)), timeout=60)[0]
-    at_load, found = run_forked(2, loading(tmp_path, on_mesh(2, 1)), timeout=60)[0]
+    at_save, at_end = run_forked(4, saving(tmp_path, on_mesh(2, 2)))[0]
+    at_load, found = run_forked(2, loading(tmp_path, on_mesh(2, 1)))[0]
     assert_equal(at_load, at_save)
     assert_near(found, at_end)
 
@@ -167,7 +167,7 @@ def test_before_the_first_step(tmp_path):
         load(model, opt, tmp_path)
         return first, snapshot(opt)
 
-    for first, found in run_forked(2, job, timeout=60):
+    for first, found in run_forked(2, job):
         assert_equal(found, first)
         assert not found["head.weight.exp_avg"].any()
 
@@ -182,7 +182,7 @@ def test_learning_rates_are_loaded(tmp_path):
         load(model, opt, tmp_path)
         return [group["lr"] for group in opt.param_groups]
 
-    for rates in run_forked(2, job, timeout=60):
+    for rates in run_forked(2, job):
         assert set(rates) == {0.125}
 
 
@@ -218,7 +218,7 @@ def test_other_forms(form):
         train(another, loaded, range(3, 5))
         return at_load, (snapshot(opt), snapshot(loaded))
 
-    for pairs in run_forked(2, job, timeout=60):
+    for pairs in run_forked(2, job):
         for expected, found in pairs:
             assert_equal(found, expected)
 
@@ -238,7 +238,7 @@ def test_the_state_dict_of_a_rank(tmp_path):
         train(another, loaded, range(BEFORE, BEFORE + AFTER))
         return snapshot(opt), snapshot(loaded)
 
-    for expected, found in run_forked(2, job, timeout=60):
+    for expected, found in run_forked(2, job):
         assert_equal(found, expected)
 
 
@@ -280,7 +280,7 @@ def test_the_state_dict_of_a_rank_with_plain_parameters():
         train_mixed(another, loaded, rank)
         return snapshot(opt), snapshot(loaded)
 
-    for expected, found in run_forked(2, job, timeout=60):
+    for expected, found in run_forked(2, job):
         assert_equal(found, expected)
 
 
@@ -301,7 +301,7 @@ def test_plain_parameters_beside_dtensors(tmp_path, sharding):
         train_mixed(another, loaded, rank)
         return snapshot(opt), snapshot(loaded)
 
-    for found in run_forked(2, job, timeout=60):
+    for found in run_forked(2, job):
         if isinstance(found, str):
             assert "rank" in found
         else:
@@ -317,7 +317,7 @@ def test_one_process_and_two_ranks(tmp_path):
 
     for number, (worlds, makers) in enumerate([((1, 2), (plain, build)), ((2, 1), (build, plain))]):
         folder = tmp_path / str(number)
-        at_save, at_end = run_forked(worlds[0], saving(folder, makers[0]), timeout=60)[0]
-        for at_load, found in run_forked(worlds[1], loading(folder, makers[1]), timeout=60):
+        at_save, at_end = run_forked(worlds[0], saving(folder, makers[0]))[0]
+        for at_load, found in run_forked(worlds[1], loading(folder, makers[1])):
             assert_equal(at_load, at_save)
             assert_near(found, at_end)

@@ -210,7 +210,7 @@ def test_orthogonalizations(shape, schedule, times):
             found.append(count[0])
         return found
 
-    results = run_forked(world, job, timeout=60)
+    results = run_forked(world, job)
     for step in range(2):
         assert sum(found[step] for found in results) == times * BLOCKS
     if schedule == "parallel":
@@ -241,7 +241,7 @@ def sent_in_a_step(shape, **options):
         assert of_others == moved.sent  # nothing is handed in for oneself
         return blocks, float(moved.sent), len(moved), len(placement.plan.chunks), rest
 
-    return run_forked(torch.Size(shape).numel(), job, timeout=60)
+    return run_forked(torch.Size(shape).numel(), job)
 
 
 def rows_of(rank, rows, ranks):
@@ -610,7 +610,7 @@ def test_options(options):
         return train(model, opt, (rank,), with_schedule(opt))
 
     limit = 2e-2 if "state_dtypes" in options else 3e-4  # one step of bfloat16
-    for found, told in run_forked(3, job, timeout=60):
+    for found, told in run_forked(3, job):
         assert_near(found, expected, limit)
         for key, value in metrics.items():
             assert torch.allclose(told[key].double(), value.double(), rtol=1e-3), key
@@ -655,7 +655,7 @@ def test_ways_to_shard(how):
         model = WRAPPERS[how](Net(36))
         return train(model, samestep.MuonAdamW(model, **options), (rank,))[0]
 
-    for found in run_forked(world, job, timeout=60):
+    for found in run_forked(world, job):
         assert_near(found, expected)
 
 
@@ -674,7 +674,7 @@ def test_mixed_precision():
         opt.zero_grad()
         return train(model, opt, (rank,))[0]
 
-    for found in run_forked(2, job, timeout=60):
+    for found in run_forked(2, job):
         assert_near(found, expected, 3e-3)
 
 
@@ -694,7 +694,7 @@ def test_master_weights():
         return {**found, "edited": edited, **train(model, opt, (0,))[0]}
 
     expected = run(Net().bfloat16())
-    for found in run_forked(2, lambda rank: run(fsdp(Net().bfloat16())), timeout=60):
+    for found in run_forked(2, lambda rank: run(fsdp(Net().bfloat16()))):
         assert found["head.weight.master_weight"].dtype == torch.float32
         assert different(found, expected) == []
 
@@ -725,7 +725,7 @@ def test_accumulation():
             found.append(snapshot(opt))
         return found
 
-    for results in run_forked(2, job, timeout=60):
+    for results in run_forked(2, job):
         for found in results:
             assert_near(found, expected)
 
@@ -769,7 +769,7 @@ def test_groups_that_are_added():
     def job(rank):
         return run(fsdp(Net()), fully_shard(Branches()), (rank,))
 
-    for found in run_forked(2, job, timeout=60):
+    for found in run_forked(2, job):
         assert_near(found, expected)
 
 
@@ -789,7 +789,7 @@ def test_several_meshes_and_plain_parameters():
         opt = samestep.MuonAdamW(model, **options)
         return train(model, opt, (rank,))
 
-    for found, told in run_forked(4, job, timeout=60):
+    for found, told in run_forked(4, job):
         assert_near(found, expected)
         for key, value in metrics.items():
             assert torch.allclose(told[key].double(), value.double(), rtol=1e-4), key
@@ -812,7 +812,7 @@ def test_replicas_of_shards_of_tensor_parallel():
         fsdp(model, mesh["replicate", "shard"])
         return train(model, samestep.MuonAdamW(model, **options), (rank // 2,))
 
-    for found, told in run_forked(8, job, timeout=90, collective_timeout=60):
+    for found, told in run_forked(8, job):
         assert_near(found, expected)
         for key, value in metrics.items():
             assert torch.allclose(told[key].double(), value.double(), rtol=1e-4), key
@@ -834,7 +834,7 @@ def test_replicas_hold_the_same_bits(schedule):
                 found[f"{name}.{key}"] = local
         return found
 
-    results = run_forked(4, job, timeout=60)
+    results = run_forked(4, job)
     for rank in (0, 1):
         assert different(results[rank + 2], results[rank]) == []
 
@@ -882,7 +882,7 @@ def test_another_model_on_other_ranks(options):
             fully_shard(model, mesh=mesh, ignored_params={model.always.bias})
         return run(stage, model, (rank % 2,), mesh.get_group())
 
-    for rank, (found, metrics) in enumerate(run_forked(4, job, timeout=60)):
+    for rank, (found, metrics) in enumerate(run_forked(4, job)):
         values, told = expected[rank // 2]
         assert_near(found, values)
         for key, value in told.items():
@@ -1038,7 +1038,7 @@ def test_a_problem_where_parameters_are_on_several_meshes(what):
         return type(caught.value).__name__
 
     own = "RuntimeError" if what == "gradient" else "ValueError"
-    assert run_forked(4, job, collective_timeout=3) == [own, *3 * ["RankProblemError"]]
+    assert run_forked(4, job) == [own, *3 * ["RankProblemError"]]
 
 
 def test_a_copy_that_is_not_finite():
@@ -1054,7 +1054,7 @@ def test_a_copy_that_is_not_finite():
         opt.step()
         return different(snapshot(opt), before)
 
-    assert run_forked(4, job, collective_timeout=3) == 4 * [[]]
+    assert run_forked(4, job) == 4 * [[]]
 
 
 def test_a_rule_without_stages():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from tests.limits import HANG
 
 STEPS_BEFORE, STEPS_AFTER = 3, 3
 
@@ -193,6 +194,7 @@ def test_a_fresh_process_continues_bit_for_bit(tmp_path: Path):
     subprocess.run(
         [sys.executable, "-c", IN_ANOTHER_PROCESS, source, target, str(torch.get_num_threads())],
         check=True,
+        timeout=HANG,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     continued = torch.load(target, weights_only=True)

@@ -28,7 +28,7 @@ def test_layouts_agree_and_bytes_are_saved():
     def job(rank):
         return {name: trained(rank, 2, layout) for name, layout in LAYOUTS.items()}
 
-    for found in run_forked(2, job, timeout=60):
+    for found in run_forked(2, job):
         values, state, _ = found["none"]
         for other, other_state, dtypes in found.values():
             assert dtypes == {

@@ -96,7 +96,7 @@ def test_every_layout_has_the_state_of_one_process(world):
                 assert_same_bits(opt.whole_state(), expected[case])
         return True
 
-    assert run_forked(world, job, timeout=90) == [True] * world
+    assert run_forked(world, job) == [True] * world
     for state in expected.values():
         moved = [t for of_name in state.values() for key, t in of_name.items() if t.any()]
         assert len(moved) > 20  # it is not zeros that were compared

@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import SWALR
 
 import samestep
+from tests.limits import HANG
 
 
 def load_battery() -> types.ModuleType:
@@ -627,7 +628,11 @@ def test_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
     script = f"from {__name__} import *; resume_in_this_process({str(tmp_path)!r})"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=90
+        [sys.executable, "-c", script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG,
     )
     assert done.returncode == 0, done.stderr
     train(model, optimizer, range(5, 15))

@@ -21,7 +21,7 @@ class ParametersInFlight:
     def __init__(self) -> None:
         self._arrivals: dict[Tensor, Callable[[], None]] = {}
         self._watched: set[Tensor] = set()
-        _tables.add(self)
+        _tables.add(weakref.ref(self, _tables.discard))
 
     def watch(self, model: nn.Module) -> None:
         """From now on the modules of a model wait for their own parameters."""
@@ -76,11 +76,15 @@ class _Nothing:
         """The copied or loaded model belongs to no optimizer."""
 
 
-_tables: "weakref.WeakSet[ParametersInFlight]" = weakref.WeakSet()
+# A set of references, since a WeakSet cannot be looked through while another thread makes an
+# optimizer. Copying a set is one step for all threads.
+_tables: set["weakref.ref[ParametersInFlight]"] = set()
 
 
 def wait_for_anyone(params: Iterable[Tensor]) -> None:
     """Return when these have arrived, whichever optimizer has sent them on their way."""
     wanted = list(params)
-    for table in list(_tables):
-        table.wait_for(wanted)
+    for reference in list(_tables):
+        table = reference()
+        if table is not None:
+            table.wait_for(wanted)

@@ -6,6 +6,7 @@ import gc
 import math
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -43,6 +44,7 @@ class _Job:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     collective_timeout: float
+    grace: float
     directory: Path
     parent: int
     returned_read: int
@@ -64,6 +66,7 @@ def run_forked(
     *args: Any,
     timeout: float | Callable[[], float] = 30.0,
     collective_timeout: float = 10.0,
+    grace: float = GRACE,
 ) -> list[Any]:
     """Return ``[fn(rank, *args) for each rank]``, run in forked processes joined by gloo.
 
@@ -77,6 +80,7 @@ def run_forked(
         timeout: Seconds after which ranks that have not returned are ended; a function may give
             them more as they get on.
         collective_timeout: The timeout of the default process group, in seconds.
+        grace: Seconds that the other ranks have to end by themselves after the first failure.
 
     Raises:
         RanksFailed: If any rank raised, died, or did not return in time.
@@ -89,7 +93,8 @@ def run_forked(
     # new thread forks. It outlives the ranks, since its end would count as the parent's death.
     with tempfile.TemporaryDirectory(prefix="ranks_") as directory, ThreadPoolExecutor(1) as forker:
         pipes = *os.pipe(), *os.pipe()
-        job = _Job(world_size, fn, args, collective_timeout, Path(directory), os.getpid(), *pipes)
+        limits = collective_timeout, grace
+        job = _Job(world_size, fn, args, *limits, Path(directory), os.getpid(), *pipes)
         processes = [fork.Process(target=_run_rank, args=(job, r)) for r in range(world_size)]
         forking = forker.submit(_fork_all, processes)
         try:
@@ -191,7 +196,7 @@ def _watch(
     limit = 0.0
     while running:
         limit = timeout() if callable(timeout) else timeout
-        if time.monotonic() > min(start + limit, failure + GRACE):
+        if time.monotonic() > min(start + limit, failure + job.grace):
             break
         # Looking often would cost ranks that compute; who has ended or returned is heard of.
         ends = [process.sentinel for process in running.values()]
@@ -204,19 +209,28 @@ def _watch(
                 reports[rank] = _describe_exit(job, rank, info)
             if info is not None or job.file("value", rank).exists():
                 del running[rank]
+    cores = {rank: _time_on_a_core(_pid(process)) for rank, process in running.items()}
     for process in running.values():
         os.kill(_pid(process), signal.SIGUSR1)  # dump the stack
-    patience = time.monotonic() + 0.5
-    while time.monotonic() < patience and not all(job.text("stack", rank) for rank in running):
+    patience = time.monotonic() + job.grace
+    while time.monotonic() < patience:
+        if all(job.text("stack", r) and not _is_dumping(_pid(p)) for r, p in running.items()):
+            break
         time.sleep(POLL)
-    time.sleep(0.02 if running else 0.0)  # a dump that has begun is done within this
-    late = f"was still running {GRACE:g} s after the first failure, here:\n"
+    late = f"was still running {job.grace:g} s after the first failure, here:\n"
     if not reports:
         late = f"had not finished after {limit:g} s; it was here:\n"
-    return reports | {
-        rank: f"{late}{_stack(job, rank)}\n{_time_on_a_core(_pid(process))}"
-        for rank, process in running.items()
-    }
+    return reports | {rank: f"{late}{_stack(job, rank)}\n{cores[rank]}" for rank in running}
+
+
+def _is_dumping(pid: int) -> bool:
+    """Whether the process is inside its handler of SIGUSR1, which is blocked meanwhile."""
+    bit = 1 << (signal.SIGUSR1 - 1)
+    masks = []
+    for status in Path(f"/proc/{pid}/task").glob("*/status"):
+        with suppress(OSError):  # the thread has ended
+            masks += re.findall(r"^SigBlk:\s*(\w+)", status.read_text(), re.MULTILINE)
+    return any(int(mask, 16) & bit for mask in masks)
 
 
 def _describe_exit(job: _Job, rank: int, info: os.waitid_result) -> str:
@@ -261,7 +275,7 @@ def _load_values(job: _Job) -> list[Any]:
 
 
 def _end_processes(job: _Job, processes: Sequence[BaseProcess]) -> None:
-    patience = time.monotonic() + GRACE
+    patience = time.monotonic() + job.grace
     for rank, process in enumerate(processes):
         if process.pid is None:  # never started
             continue

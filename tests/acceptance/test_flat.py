@@ -22,8 +22,6 @@ from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-pytestmark = pytest.mark.timeout(600)  # for slow machines
-
 STEPS, FEWER = 200 if SOAK else 50, 12
 EVERYTHING = 1 << 30  # elements: all in one bucket
 PER_PARAMETER = [{"sharding": "none"}, {"sharding": "zero2", "overlap_grad_reduce": True}]
@@ -45,7 +43,7 @@ def assert_all_alike(world, steps, modes, alone=None):
     def job(rank):
         return [train(rank, steps, **options) for options in modes]
 
-    results = run_forked(world, job, timeout=280, collective_timeout=60)
+    results = run_forked(world, job)
     params, state = alone or results[0][0]
     for rank, result in enumerate(results):
         for options, found in zip(modes, result, strict=True):
@@ -168,7 +166,7 @@ def bytes_in_storages(tensors):
 
 @cache
 def measured(world, sharding):
-    return run_forked(world, train_and_measure, world, sharding, timeout=280, collective_timeout=60)
+    return run_forked(world, train_and_measure, world, sharding)
 
 
 @pytest.mark.parametrize("world", [2, 4, 8])

@@ -21,8 +21,6 @@ from tests.ranks import run_forked
 from tests.soak import SOAK
 from tests.test_sharded import Net, fsdp, loss_of
 
-pytestmark = pytest.mark.timeout(300)  # for slow machines
-
 STEPS, FEWER = 100, 20
 FEWER_STEPS = {3: 40, 4: 25, 8: 12}  # of so many ranks, on two cores
 ADAMW, MUON = 2e-5, 3e-4  # how far parameters of either rule may be apart
@@ -112,7 +110,7 @@ def train(world, layout, shape, hidden, steps, **options):
             take_step(opt, [loss_of(model, data_rank, step)])
         return snapshot(opt)
 
-    return run_forked(world, job, timeout=250, collective_timeout=60)
+    return run_forked(world, job)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +208,7 @@ def test_data_experts_and_tensor_parallel(dim):
         axes = {name: param.device_mesh.mesh_dim_names for name, param in model.named_parameters()}
         return axes, train_mixture(model, (rank // 4,))
 
-    for axes, found in run_forked(8, job, timeout=200, collective_timeout=60):
+    for axes, found in run_forked(8, job):
         assert axes["experts.weight"] == ("data", "expert")
         assert axes["up.weight"] == ("data", "model")
         assert axes["head.weight"] == ("data",)

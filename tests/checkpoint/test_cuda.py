@@ -29,7 +29,7 @@ def on_host(values):
 def test_from_a_gpu_to_a_gpu_and_to_the_host(tmp_path, monkeypatch, way):
     monkeypatch.setattr(storage, "AT_ONCE", 64)  # several copies per tensor
     # In a process of its own: others fork from this one, which must not use CUDA itself.
-    run_forked(1, saved_and_loaded, tmp_path, way, timeout=100)
+    run_forked(1, saved_and_loaded, tmp_path, way)
 
 
 def saved_and_loaded(rank, tmp_path, way):

@@ -54,7 +54,7 @@ def saved(tmp_path_factory):
         samestep.load(folder_of(path, FSDP, "dp_local"), model, opt)  # waits for it
         return found
 
-    return path, run_forked(2, job, timeout=90)[0]
+    return path, run_forked(2, job)[0]
 
 
 @pytest.mark.parametrize("case", [FLAT, FSDP], ids=lambda case: case.layout)
@@ -73,7 +73,7 @@ def test_what_was_saved_comes_back(saved, case):
             wrong += [] if facts == ({"step": 2}, 2, 0.01) else [(name, facts)]
         return wrong
 
-    assert run_forked(2, job, timeout=60) == [[], []]
+    assert run_forked(2, job) == [[], []]
 
 
 def load_with_torch(folder, model, opt):
@@ -94,7 +94,7 @@ def test_fsdp_dtensor_is_what_torch_reads_and_writes(saved, tmp_path):
         dcp.save({"model": of_model, "optimizer": of_opt}, checkpoint_id=tmp_path / "theirs")
         return wrong
 
-    assert run_forked(3, job, timeout=60) == [[], [], []]
+    assert run_forked(3, job) == [[], [], []]
     for folder in (folder_of(path, FSDP, "fsdp_dtensor"), tmp_path / "theirs"):
         found = build(Case("one", 1), seed=3)
         samestep.load(folder, *found)

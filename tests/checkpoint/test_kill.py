@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ import samestep
 from samestep.checkpoint import folder, loading, storage
 from samestep.checkpoint.background import finish_background
 from samestep.comm.flight import CollectiveError
+from tests.limits import limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 
@@ -52,8 +54,22 @@ def newest(path):
     return number
 
 
-def killed_after(seconds, act):
-    """Fork, wait until the child begins, and kill it."""
+def die_at_file(number):
+    """Be killed just before the n-th time that this process touches a file or folder."""
+    left = number
+
+    def count(event, _):
+        nonlocal left
+        if event == "open" or event.startswith("os."):
+            left -= 1
+            if left == 0:
+                die()
+
+    sys.addaudithook(count)
+
+
+def killed(act, prepare=lambda: None, seconds=None):
+    """Fork, and let the child act until it is killed: so long after it has begun, or by itself."""
     ready, begins = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -61,12 +77,14 @@ def killed_after(seconds, act):
     if child == 0:
         try:
             os.write(begins, b"x")
+            prepare()
             act()
         finally:
             os._exit(1)
     os.read(ready, 1)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     os.close(ready)
     os.close(begins)
@@ -80,12 +98,13 @@ def test_killed_at_any_moment(tmp_path, way):
     opt = samestep.AdamW(model)
     samestep.save(tmp_path / "0", model, opt, extra=0)
     before, first, leftovers = 0, 1, 0
-    for _ in range(KILLS // 2):
+    for kill in range(KILLS // 2):
         first += 10_000
-        killed_after(
-            chance.uniform(0.0, 0.15),
-            lambda first=first: save_without_end(tmp_path, model, opt, first, way),
-        )
+        act = partial(save_without_end, tmp_path, model, opt, first, way)
+        if kill % 2:
+            killed(act, seconds=chance.uniform(0.0, 0.15))
+        else:  # of which one save has about 50
+            killed(act, partial(die_at_file, chance.randint(60, 200)))
         leftovers += any(path.name.endswith(".partial") for path in tmp_path.iterdir())
         number = newest(tmp_path)
         assert number >= before
@@ -103,10 +122,8 @@ def die():
 
 def killed_rank_of(job, who):
     """Two ranks of which one is killed; the other ends by itself, on a busy machine too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules[run_forked.__module__], "GRACE", 10.0)
-        with pytest.raises(RanksFailed) as caught:
-            run_forked(2, job)
+    with pytest.raises(RanksFailed) as caught:
+        run_forked(2, job, grace=limit(60.0))
     assert list(caught.value.reports) == [who], caught.value
     assert "SIGKILL" in caught.value.reports[who]
 

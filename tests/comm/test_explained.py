@@ -7,6 +7,7 @@ import torch.distributed as dist
 from samestep.comm.collectives import CollectiveError
 from samestep.comm.explained import explained
 from samestep.comm.groups import registry
+from tests.limits import limit
 from tests.ranks import run_forked, run_threaded
 
 
@@ -30,7 +31,7 @@ def test_what_needs_no_explanation_comes_through(mine):
 
 
 def test_who_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.5)
+    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
 
     def job(rank):
         dist.all_reduce(torch.ones(1))
@@ -40,6 +41,6 @@ def test_who_is_missing_is_named(monkeypatch):
             explained("a step", registry.of(), lambda: dist.all_reduce(torch.ones(4)))
         return str(caught.value)
 
-    *others, _ = run_forked(3, job, collective_timeout=1.0)
+    *others, _ = run_forked(3, job, collective_timeout=limit(2.0))
     for message in others:
         assert message.startswith("a step failed: rank 2 did not answer within")

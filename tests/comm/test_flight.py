@@ -10,6 +10,8 @@ import torch
 from samestep.comm.collectives import CollectiveError, exchange_segments, total
 from samestep.comm.flight import SLICE, Flight
 from samestep.comm.groups import registry
+from samestep.comm.roll_call import RollCall
+from tests.limits import eventually, limit
 from tests.ranks import run_forked, run_threaded
 
 
@@ -35,10 +37,8 @@ def test_those_who_wait_for_a_rank_that_failed_by_itself_learn_why():
 
     def job(rank):
         group = registry.of()
-        start = time.monotonic()
         with pytest.raises(CollectiveError) as caught:
             (bad if rank == 1 else good)(group)
-        assert time.monotonic() - start < 2
         return str(caught.value)
 
     first, second, third = run_forked(3, job)
@@ -51,21 +51,24 @@ def test_those_who_wait_for_a_rank_that_failed_by_itself_learn_why():
     assert "Another" not in second
 
 
-def test_a_group_fails_once(monkeypatch):
+def test_a_group_fails_once(monkeypatch, tmp_path):
     """The second error needs no second roll call."""
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 1.0)
+    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
+    asked = []
+    ask = RollCall._ask
+    monkeypatch.setattr(RollCall, "_ask", lambda *args: asked.append(None) or ask(*args))
 
     def job(rank):
         if rank == 1:
-            time.sleep(2.5)
+            eventually((tmp_path / "done").exists)
             return
-        for patience in (3.0, 0.5):
-            start = time.monotonic()
-            with pytest.raises(CollectiveError, match="t failed: rank 1 did not answer within 2 s"):
+        for _ in range(2):
+            with pytest.raises(CollectiveError, match=r"t failed: rank 1 did not answer within \d"):
                 total("t", torch.ones(3), registry.of()).wait()
-            assert time.monotonic() - start < patience
+            assert len(asked) == 1
+        (tmp_path / "done").touch()
 
-    run_forked(2, job, collective_timeout=1.0)
+    run_forked(2, job, collective_timeout=limit(2.0))
 
 
 def test_without_a_store_the_error_is_the_backends_own():

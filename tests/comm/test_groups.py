@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from samestep.comm.collectives import CollectiveError, total
 from samestep.comm.groups import rank_group, registry
+from tests.limits import limit
 from tests.ranks import run_forked, run_threaded
 
 
@@ -64,7 +65,7 @@ def test_groups_of_an_earlier_default_group_are_forgotten():
             store = dist.PrefixStore("next", dist.group.WORLD.get_group_store())
             dist.barrier()
             dist.destroy_process_group()
-            timeout = timedelta(seconds=5)
+            timeout = timedelta(seconds=limit(60.0))
             dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timeout)
             dist.barrier()
         return [a is not b or a is None for a, b in zip(found[:3], found[3:], strict=True)]
@@ -73,12 +74,13 @@ def test_groups_of_an_earlier_default_group_are_forgotten():
 
 
 def test_a_new_group_has_the_timeout_that_was_asked_for(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 1.0)
+    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
+    seconds = limit(1.0)
 
     def job(rank):
-        group = registry.of_ranks([0, 1], timedelta(seconds=1))
+        group = registry.of_ranks([0, 1], timedelta(seconds=seconds))
         if rank == 0:
-            with pytest.raises(RuntimeError, match="Timed out waiting 1000ms"):
+            with pytest.raises(RuntimeError, match=f"Timed out waiting {1000 * seconds:.0f}ms"):
                 total("t", torch.ones(1), group).wait()
 
     run_forked(3, job)
@@ -133,8 +135,8 @@ def test_a_group_that_only_its_members_know_can_be_told_to_everyone():
         return known, [str(creation) for creation in registry.creations]
 
     first, _, _, last = run_forked(4, job)
-    assert first == ([True, False], ["group of ranks 0, 1, timeout 10 s"])
-    assert last == ([False, True], ["group of ranks 2, 3, timeout 10 s"])
+    assert first == ([True, False], [f"group of ranks 0, 1, timeout {limit(120.0):g} s"])
+    assert last == ([False, True], [f"group of ranks 2, 3, timeout {limit(120.0):g} s"])
 
 
 def test_a_group_that_everyone_has_made_is_not_made_again_by_its_members():
@@ -144,7 +146,10 @@ def test_a_group_that_everyone_has_made_is_not_made_again_by_its_members():
         return [(c.members, c.timeout, c.everyone, c.mine) for c in registry.creations]
 
     for rank, made in enumerate(run_forked(4, job)):
-        assert made == [((0, 1), 10.0, True, rank < 2), ((2, 3), 10.0, True, rank >= 2)]
+        assert made == [
+            ((0, 1), limit(120.0), True, rank < 2),
+            ((2, 3), limit(120.0), True, rank >= 2),
+        ]
 
 
 def test_a_new_group_has_the_timeout_of_the_default_group():
@@ -153,7 +158,9 @@ def test_a_new_group_has_the_timeout_of_the_default_group():
         backends = [g.handle._get_backend(torch.device("cpu")) for g in groups if g is not None]
         return [backend.options._timeout.total_seconds() for backend in backends]
 
-    assert run_forked(3, job, collective_timeout=7.0) == [[7.0, 7.0], [7.0], [7.0, 7.0]]
+    assert run_forked(3, job, collective_timeout=limit(77.0)) == [
+        [limit(77.0)] * n for n in (2, 1, 2)
+    ]
 
 
 def test_the_creation_of_a_group_is_logged_before_and_after(caplog):

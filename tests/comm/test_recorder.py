@@ -34,6 +34,7 @@ from samestep.comm.recorder import FlightRecorder
 from samestep.comm.traffic import Traffic, Transfer
 from tests.counting_group import counted
 from tests.gpu import needs_gpu
+from tests.limits import HANG, eventually, limit
 from tests.ranks import run_forked
 from tests.test_overlap import Net, build, make_case, train
 
@@ -73,11 +74,22 @@ def launch(
     return _launch(transfer, options.pop("call", lambda: work))
 
 
-def eventually(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The recorder's time; the watchdog looks as often as ever."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 class Listener(logging.Handler):
@@ -238,21 +250,21 @@ def test_bytes_are_those_that_a_process_group_counts():
     assert first[:7] == [7, 7, 7, 4, 1, 4, 6]
 
 
-def test_the_time_that_the_host_waits_is_told_from_the_time_in_flight():
-    def job(rank):
-        total("all are here", torch.ones(3), registry.of()).wait()
-        with FlightRecorder() as recorder:
-            if rank == 1:
-                time.sleep(0.6)
-            pending = total("t", torch.ones(3), registry.of())
-            time.sleep(0.2)
-            pending.wait()
-        (record,) = recorder.records
-        return record.waited, record.finished - record.launched
+def test_the_time_that_the_host_waits_is_told_from_the_time_in_flight(clock):
+    class Slow(Work):
+        def wait(self, *_):
+            clock.now += 0.5
 
-    (waited, flown), (waited_late, _) = run_forked(2, job)
-    assert 0.25 < waited < flown - 0.15
-    assert waited_late < waited
+    with FlightRecorder() as recorder:
+        flights = [launch("a", work=Slow()), launch("b", work=Slow())]
+        clock.now += 2.0
+        for flight in flights:
+            flight.wait()
+    first, second = recorder.records
+    assert (first.waited, first.finished - first.launched) == (0.5, 2.5)
+    assert (second.waited, second.finished - second.launched) == (0.5, 3.0)
+    totals = recorder.totals["all_reduce"]
+    assert (totals.waited, totals.in_flight) == (1.0, 5.5)
 
 
 # --- the ring ---------------------------------------------------------------------------------
@@ -341,12 +353,15 @@ def test_refuses(options, problem):
         FlightRecorder(**options)
 
 
-def test_a_dump_is_json_with_ages():
+def test_a_dump_is_json_with_ages(clock):
     with FlightRecorder() as recorder:
         assert recorder.dump()["rank"] is None
-        launch("a").wait()
+        first = launch("a")
+        clock.now += 0.25
+        first.wait()
+        clock.now += 0.5
         flight = launch("b")
-        time.sleep(0.05)
+        clock.now += 1.0
         dump = json.loads(json.dumps(recorder.dump()))
     assert dump["rank"] == 7
     assert dump["count"] == 2
@@ -354,7 +369,8 @@ def test_a_dump_is_json_with_ages():
     first, second = dump["records"]
     assert dump["in_flight"] == [second]
     assert second["finished_ago"] is None
-    assert 0.05 < second["launched_ago"] < first["finished_ago"] < first["launched_ago"] < 5
+    ages = [second["launched_ago"], first["finished_ago"], first["launched_ago"]]
+    assert ages == [1.0, 1.5, 1.75]
     assert (second["name"], second["ranks"], second["failed"]) == ("b", [4, 7], False)
     assert "launched" not in first
     assert dump["totals"]["all_reduce"]["calls"] == 2
@@ -364,18 +380,14 @@ def test_a_dump_is_json_with_ages():
 # --- failures ---------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short_answers(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 1.0)
+def test_after_a_hang_the_operation_is_still_in_flight(monkeypatch, tmp_path):
+    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
 
-
-@pytest.mark.usefixtures("short_answers")
-def test_after_a_hang_the_operation_is_still_in_flight():
     def job(rank):
         with FlightRecorder() as recorder:
             total("fine", torch.ones(3), registry.of()).wait()
             if rank == 1:
-                time.sleep(2.5)
+                eventually((tmp_path / "done").exists)
                 return None
             with pytest.raises(CollectiveError) as caught:
                 total("hanging", torch.ones(3), registry.of()).wait()
@@ -385,17 +397,18 @@ def test_after_a_hang_the_operation_is_still_in_flight():
             (record,) = recorder.in_flight
             assert record is recorder.records[-1]
             assert record.failed
-            assert record.waited > 0.9
-            assert recorder.overdue(0.5) == []  # its error has been told
+            assert record.waited > 0.0
+            assert recorder.overdue(0.0) == []  # its error has been told
             (entry,) = recorder.dump()["in_flight"]
             assert (entry["name"], entry["failed"], entry["finished_ago"]) == (
                 "hanging",
                 True,
                 None,
             )
+            (tmp_path / "done").touch()
             return operation, positions
 
-    assert run_forked(2, job, collective_timeout=1.0)[0] == ("hanging", {0: "hanging"})
+    assert run_forked(2, job, collective_timeout=limit(2.0))[0] == ("hanging", {0: "hanging"})
 
 
 def test_an_error_has_the_operation_of_each_rank():
@@ -438,15 +451,21 @@ def watchdogs():
     return [thread for thread in threading.enumerate() if thread.name == "samestep watchdog"]
 
 
-def test_the_watchdog_writes_and_warns_once(tmp_path):
+def test_the_watchdog_writes_and_warns_once(tmp_path, clock):
+    """Time passes for rank 0 alone, once it has launched what rank 1 is late for."""
     folder = tmp_path / "new" / "flights"
 
+    def pass_time(record):
+        if record.name == "late sum" and record.ranks.index(dist.get_rank()) == 0:
+            clock.now += 1.0
+
     def job(rank):
-        total("all are here", torch.ones(3), registry.of()).wait()
-        with heard() as said, FlightRecorder(watchdog=0.4, folder=folder) as recorder:
+        with heard() as said, FlightRecorder(watchdog=0.1, folder=folder) as recorder:
+            recorder.on_launch.append(pass_time)
             total("fine", torch.ones(3), registry.of()).wait()
             if rank == 1:
-                time.sleep(1.2)
+                eventually((folder / "rank_0.json").exists)
+                time.sleep(0.2)  # it looks several times more
             total("late sum", torch.ones(3), registry.of()).wait()
             assert recorder.in_flight == ()
         assert watchdogs() == []
@@ -462,7 +481,7 @@ def test_the_watchdog_writes_and_warns_once(tmp_path):
     dump = json.loads((folder / "rank_0.json").read_text())
     assert [record["name"] for record in dump["records"]] == ["fine", "late sum"]
     assert [record["name"] for record in dump["in_flight"]] == ["late sum"]
-    assert dump["in_flight"][0]["launched_ago"] > 0.4
+    assert dump["in_flight"][0]["launched_ago"] == 1.0
 
 
 def test_the_oldest_is_named_with_the_number_of_those_behind(messages):
@@ -500,7 +519,7 @@ def test_the_watchdog_sees_a_launch_that_hangs(messages):
     """Connections are made by the first launch."""
     released = threading.Event()
     with FlightRecorder(watchdog=0.05):
-        call = lambda: released.wait(5) and Work()  # noqa: E731
+        call = lambda: released.wait(HANG) and Work()  # noqa: E731
         thread = threading.Thread(target=lambda: launch("first", call=call).wait())
         thread.start()
         eventually(lambda: messages)
@@ -560,7 +579,7 @@ def test_it_is_off_in_forked_children():
 def test_a_training_run_sees_the_warning_and_can_end():
     """Without a word about logging, and without stop()."""
     script = """
-import time, torch, samestep
+import sys, torch, samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import RankGroup
 class Handle:
@@ -570,13 +589,18 @@ class Work:
 torch.distributed.all_reduce = lambda *args, **options: Work()
 samestep.FlightRecorder(watchdog=0.05).start()
 pending = total("stuck", torch.zeros(3), RankGroup(Handle(), 1, 2, (4, 7)))
-time.sleep(0.5)
+sys.stdin.read()
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0
-    assert done.stderr.count("rank 7: stuck has been in flight for ") == 1
+    with subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        first = process.stderr.readline()
+        _, rest = process.communicate(timeout=HANG)  # which also ends its input
+    assert (process.returncode, rest) == (0, "")
+    assert "rank 7: stuck has been in flight for " in first
 
 
 # --- on a GPU ---------------------------------------------------------------------------------
@@ -589,7 +613,7 @@ class Event:
         return self.passed
 
 
-def test_what_a_stream_waits_for_is_in_flight_until_it_has_passed(monkeypatch):
+def test_what_a_stream_waits_for_is_in_flight_until_it_has_passed(monkeypatch, clock):
     events = []
     monkeypatch.setattr(
         module, "recorded_event", lambda device: events.append(Event()) or events[-1]
@@ -598,15 +622,16 @@ def test_what_a_stream_waits_for_is_in_flight_until_it_has_passed(monkeypatch):
         for name in ("a", "b"):
             launch(name).wait()
         assert [record.name for record in recorder.in_flight] == ["a", "b"]
-        time.sleep(0.05)
-        assert [record.name for record in recorder.overdue(0.04)] == ["a", "b"]
+        clock.now += 0.5
+        assert recorder.overdue(0.75) == []
+        assert [record.name for record in recorder.overdue(0.25)] == ["a", "b"]
         events[0].passed = True
-        assert [record.name for record in recorder.overdue(0.04)] == ["b"]
+        assert [record.name for record in recorder.overdue(0.25)] == ["b"]
         assert recorder.records[0].finished is not None
         events[1].passed = True
         launch("c")
         assert recorder.records[1].finished is not None
-        assert recorder.totals["all_reduce"].in_flight > 0.1
+        assert recorder.totals["all_reduce"].in_flight == 1.0
 
 
 def test_a_gpu_that_has_failed_does_not_keep_what_is_known_from_being_told(monkeypatch):
@@ -632,15 +657,16 @@ def test_a_stream_that_is_stuck_is_reported():
             on_gpu("quick").wait()
             torch.cuda.synchronize()
             torch.cuda._sleep(2_000_000_000)  # about a second
-            start = time.monotonic()
+            passed = torch.cuda.Event()
+            passed.record()
             on_gpu("stuck").wait()
-            assert time.monotonic() - start < 0.1  # the host does not wait
+            assert not passed.query()  # the host does not wait
             assert [record.name for record in recorder.in_flight] == ["stuck"]
             eventually(lambda: said)
             torch.cuda.synchronize()
             assert recorder.in_flight == ()
         return said
 
-    (said,) = run_forked(1, job, timeout=60)
+    (said,) = run_forked(1, job)
     assert len(said) == 1
     assert "rank 7: stuck has been in flight for " in said[0]

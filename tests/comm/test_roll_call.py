@@ -8,9 +8,11 @@ import time
 import pytest
 import torch.distributed as dist
 
+from samestep.comm import roll_call
 from samestep.comm.background import Background
 from samestep.comm.processes import this_process
 from samestep.comm.roll_call import Answer, RollCall
+from tests.limits import HANG, eventually
 
 MINE, THEIRS = Answer("mine", None), Answer("theirs", "error")
 
@@ -26,71 +28,87 @@ def ended_process():
     return f"{machine} {pid} {int(start) - 1}"
 
 
-def hold(call, expected=(0, 1)):
-    """Hold it, and say how long that took."""
-    start = time.monotonic()
-    return call.hold(MINE, start, expected), time.monotonic() - start
+class Clock:
+    """Time that passes by sleeping alone."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
 
 
-def test_a_group_in_the_store_of_a_failed_one_starts_anew(store):
-    for group in range(3):
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(roll_call, "time", clock)
+    return clock
+
+
+def test_a_group_in_the_store_of_a_failed_one_starts_anew(store, monkeypatch):
+    monkeypatch.setattr(roll_call, "LAST_CALL_S", HANG)
+    for _ in range(3):
         first, second = RollCall(store, 0), RollCall(store, 1)
         assert not looked(first)
         assert not looked(second)
         held = Background(lambda call=first: call.hold(MINE, time.monotonic(), [0, 1]))
-        deadline = time.monotonic() + 3
-        while not second.has_begun():
-            assert time.monotonic() < deadline, group
+        eventually(second.has_begun)
         assert second.hold(THEIRS, time.monotonic(), [0, 1]).complete
-        assert held.ended(3)
+        assert held.ended(HANG)
         assert held.value.answers == {0: MINE, 1: THEIRS}
 
 
 def looked(call):
     """What a look into the store says once it has been joined."""
-    deadline = time.monotonic() + 0.2
-    while time.monotonic() < deadline:
-        if call.has_begun():
-            return True
-    return False
+    assert call._joined.ended(HANG)
+    found = call.has_begun()
+    if call._look is not None:  # it took longer than one look may
+        assert call._look.ended(HANG)
+        found = call.has_begun()
+    return found
 
 
-def test_an_answer_counts_though_its_process_has_ended_since(store):
+def test_an_answer_counts_though_its_process_has_ended_since(store, clock):
     store.set("samestep/1/process/1", ended_process())
     store.set("samestep/1/answer/1", json.dumps(THEIRS))
     store.set("samestep/1/read/1", "")
-    attendance, seconds = hold(RollCall(store, 0))
+    attendance = RollCall(store, 0).hold(MINE, 100.0, (0, 1))
     assert attendance.answers == {0: MINE, 1: THEIRS}
     assert attendance.ended == set()
     assert attendance.complete
-    assert seconds < 0.5
+    assert clock.now == 100.0
 
 
-def test_a_process_that_has_ended_is_not_waited_for(store):
+def test_a_process_that_has_ended_is_not_waited_for(store, clock):
     store.set("samestep/1/process/1", ended_process())
-    attendance, seconds = hold(RollCall(store, 0))
+    attendance = RollCall(store, 0).hold(MINE, 100.0, (0, 1))
     assert attendance.answers == {0: MINE}
     assert attendance.ended == {1}
-    assert seconds < 0.5
+    assert clock.now == 100.0
 
 
-def test_whoever_has_answered_can_still_read(store):
+def test_whoever_has_answered_can_still_read(store, monkeypatch):
     """The store may end with the process that returns first."""
+    monkeypatch.setattr(roll_call, "LAST_CALL_S", HANG)
     store.set("samestep/1/answer/1", json.dumps(THEIRS))
     held = Background(lambda: RollCall(store, 0).hold(MINE, time.monotonic(), (0, 1)))
-    assert not held.ended(0.4)
+    eventually(lambda: store.check(["samestep/1/read/0"]))  # it knows all that it asks for
+    assert not held.ended(0.1)
     store.set("samestep/1/read/1", "")
-    assert held.ended(0.4)
+    assert held.ended(HANG)
 
 
-def test_a_silent_rank_has_its_time_from_the_launch_and_from_the_failure(store, monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.6)
-    monkeypatch.setattr("samestep.comm.roll_call.LAST_CALL_S", 0.3)
-    for ago, least in ((0.0, 0.6), (0.2, 0.4), (9.0, 0.3)):
-        start = time.monotonic()
+def test_a_silent_rank_has_its_time_from_the_launch_and_from_the_failure(store, clock, monkeypatch):
+    monkeypatch.setattr(roll_call, "ANSWER_S", 0.6)
+    monkeypatch.setattr(roll_call, "LAST_CALL_S", 0.3)
+    for ago, seconds in ((0.0, 0.6), (0.2, 0.4), (9.0, 0.3)):
+        start = clock.now
         attendance = RollCall(store, 0).hold(MINE, start - ago, (0, 1))
-        assert least <= time.monotonic() - start < least + 0.2
-        assert attendance.seconds == pytest.approx(ago + least, abs=0.05)
+        assert seconds <= clock.now - start < seconds + 2 * roll_call.POLL_S
+        assert attendance.seconds == pytest.approx(ago + seconds)
         assert attendance.complete
 
 
@@ -99,9 +117,8 @@ class BrokenStore:
         raise RuntimeError("gone")
 
 
-def test_a_store_that_is_gone_ends_it(store):
+def test_a_store_that_is_gone_ends_it(clock):
     call = RollCall(BrokenStore(), 0)
     assert not call.has_begun()
-    attendance, seconds = hold(call)
-    assert not attendance.complete
-    assert seconds < 0.5
+    assert not call.hold(MINE, 100.0, (0, 1)).complete
+    assert clock.now == 100.0

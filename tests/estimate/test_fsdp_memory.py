@@ -44,7 +44,7 @@ if SOAK:
 
 @pytest.mark.parametrize(("world", "mesh"), CASES)
 def test_units_and_gradients_are_foreseen(world, mesh):
-    ranks = run_forked(world, measured, mesh, timeout=60)
+    ranks = run_forked(world, measured, mesh)
     degrees, plan = Degrees(world, **mesh), gpt_plan(SHAPE)
     for rank, found in enumerate(ranks):
         stage = rank // (world // degrees.pp)

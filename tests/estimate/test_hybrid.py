@@ -26,8 +26,6 @@ from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def measured(rank, world, cases, reduction):
     """Per case: schedule and holders, what backward and step launch, and bytes."""
@@ -115,7 +113,7 @@ def expected_of_fsdp(collectives, plan, degrees, rank):
 
 def check(world, cases, reduction="fast"):
     """Hold all of it against ranks; gives the largest share by which a peak was missed."""
-    ranks = run_forked(world, measured, world, cases, reduction, timeout=280)
+    ranks = run_forked(world, measured, world, cases, reduction)
     worst = 0.0
     for number, (name, kind) in enumerate(cases):
         degrees, scenario = degrees_of(name, world), kind(3, world)

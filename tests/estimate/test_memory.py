@@ -12,8 +12,6 @@ from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def storages(tensors):
     """Bytes of distinct memory, and where it is."""
@@ -68,7 +66,7 @@ def _gradients(training):
 
 @pytest.mark.parametrize("world", [2, 4, *([8] if SOAK else [])])
 def test_memory_of_every_layout_is_foreseen(world):
-    ranks = run_forked(world, measured, world, timeout=240)
+    ranks = run_forked(world, measured, world)
     worst = 0.0
     for layout in layouts_on(world):
         plan = blueprint_of(layout, Large(3, world), world, "fast")

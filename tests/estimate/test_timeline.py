@@ -66,7 +66,7 @@ def traced(rank, world):
 
 
 def test_a_real_run_and_a_simulated_one_have_the_same_operations_in_the_same_order():
-    ranks = run_forked(4, traced, 4, timeout=120)
+    ranks = run_forked(4, traced, 4)
     assert set(ranks[0]) == set(SHOWN)
     for layout in layouts_on(4):
         if layout.name not in SHOWN:

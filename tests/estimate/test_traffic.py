@@ -15,8 +15,6 @@ from tests.estimate.layouts import MUON, SHAPES, AllPresent, Clipped, blueprint_
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def counted(rank, world, kind, reduction):
     """Per layout: lines of the plans, the schedule, and what the second step launched."""
@@ -59,7 +57,7 @@ if SOAK:
 
 @pytest.mark.parametrize(("world", "kind", "reduction"), CASES)
 def test_every_collective_of_every_layout_is_foreseen(world, kind, reduction):
-    ranks = run_forked(world, counted, world, kind, reduction, timeout=240)
+    ranks = run_forked(world, counted, world, kind, reduction)
     assert len(ranks[0]) >= (12 if world == 4 else 11)
     for layout in layouts_on(world):
         plan = blueprint_of(layout, kind(3, world), world, reduction)
@@ -102,7 +100,7 @@ def groups_of_their_own(rank, world, kind):
 
 @pytest.mark.parametrize("kind", ["experts", "copies"])
 def test_groups_with_ranks_of_their_own(kind):
-    ranks = run_forked(4, groups_of_their_own, 4, kind, timeout=100)
+    ranks = run_forked(4, groups_of_their_own, 4, kind)
     with torch.device("meta"):
         model = Matrices(SHAPES)
     more = {"crossover": 64, "bucket_size": 1500, "max_grad_norm": 1.0, "update_rms": True}

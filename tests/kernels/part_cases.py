@@ -312,7 +312,7 @@ def on_ranks(made, shape, by_kernels=True, **options):
         here = {name: param.to_local().detach() for name, param in params.items()}
         return values(opt, params), here
 
-    results = run_forked(ranks, job, timeout=100, collective_timeout=60)
+    results = run_forked(ranks, job)
     first, here = results[0]
     for other, its in results[1:]:
         assert different(other, first) == []

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import HANG
+
 
 @pytest.mark.parametrize("cases", ["cases.py", "part_cases.py"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.timeout(400)
 def test_kernels_give_what_plain_torch_gives(cases):
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
@@ -21,7 +22,7 @@ def test_kernels_give_what_plain_torch_gives(cases):
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=HANG,
         check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]

@@ -100,7 +100,7 @@ def test_torchs_shards(name):
             assert torch.equal(tensor.to_local(), numbered[box.slices]), shape
             assert found_on_this_rank(tensor, shape) in (None, box)
 
-    run_forked(4, job, timeout=60)
+    run_forked(4, job)
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), (3, 2), (2, 3)])
@@ -126,4 +126,4 @@ def test_fsdp_over_tensor_parallel(data, model):
             box = local_box(tuple(param.shape), (data, model), cuts, mesh.get_coordinate())
             assert torch.equal(param.to_local(), values[box.slices])
 
-    run_forked(data * model, job, timeout=60)
+    run_forked(data * model, job)

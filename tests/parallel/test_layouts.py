@@ -56,7 +56,7 @@ def run_all(rank, given):
 def prove_all(ranks: int, chosen: list[Case]) -> dict[str, Outcome]:
     """Outcomes by name; the ranks are started once for all of them."""
     given = [(case, reference(case)) for case in chosen]
-    of_ranks = run_forked(ranks, run_all, given, timeout=150)
+    of_ranks = run_forked(ranks, run_all, given)
     return {c.name: reduce(Outcome.merged, [own[c.name] for own in of_ranks]) for c in chosen}
 
 
@@ -138,7 +138,7 @@ def drift(rank):
 
 
 def test_copies_differ_by_bits():
-    for same, message in run_forked(2, drift, timeout=30):
+    for same, message in run_forked(2, drift):
         assert same == 2
         assert message.startswith("parameter 'bias' differs between ranks 0 and 1")
 
@@ -160,7 +160,7 @@ def test_blocks_compile_once():
     torch.set_num_threads(1)
     options = {"sequences": 4, "steps": 3, "compile": "aot_eager"}
     case = Case("compiled", 2, ROOMY, {"ep": 2}, **options)
-    found = reduce(Outcome.merged, run_forked(2, quietly, case, reference(case), timeout=150))
+    found = reduce(Outcome.merged, run_forked(2, quietly, case, reference(case)))
     assert found.failures() == []
     assert found.graphs > 0
     assert found.recompiled == 0

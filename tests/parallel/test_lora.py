@@ -228,9 +228,7 @@ def train(rank, tp, sequence_parallel, when, rule, path=None, steps=STEPS):
 def test_factors_are_trained_as_in_one_process(tp, sequence_parallel, when, rule, tmp_path):
     wanted, norms, after = alone(2, rule)
     assert min(norms) > 1.2 * LIMIT
-    found = run_forked(
-        2 * tp, train, tp, sequence_parallel, when, rule, tmp_path / "a", timeout=300.0
-    )
+    found = run_forked(2 * tp, train, tp, sequence_parallel, when, rule, tmp_path / "a")
     for grads, own_norms, params, placements, copies in found:
         assert own_norms == pytest.approx(norms, rel=1e-3)
         assert copies == len(params) * (1 if tp == 1 else 1.5)  # half of the factors are cut in two
@@ -293,7 +291,7 @@ def test_hooks_combine_gradients_for_any_optimizer(tp):
     fill(samestep.MuonAdamW(model))
     for step in (0, 1):
         backward(model, step, range(2))
-    for found in run_forked(2 * tp, hooked, tp, timeout=120.0):
+    for found in run_forked(2 * tp, hooked, tp):
         for name, param in adapters(model).named_parameters():
             torch.testing.assert_close(found[name], param.grad / 2, rtol=0, atol=1e-6, msg=name)
 
@@ -316,7 +314,7 @@ def plain(rank):
 
 def test_replicas_without_a_mesh():
     _, _, wanted = alone(2)
-    first, second = run_forked(2, plain, timeout=300.0)
+    first, second = run_forked(2, plain)
     for name, param in first[0].items():
         torch.testing.assert_close(param, wanted[name], rtol=0, atol=2e-5, msg=name)
         assert torch.equal(first[1][name], second[1][name])

@@ -129,7 +129,7 @@ MESHES = [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"ep": 2}]
 
 @pytest.fixture(scope="module")
 def outcomes():
-    first, _ = run_forked(2, differences, MESHES, timeout=90)
+    first, _ = run_forked(2, differences, MESHES)
     return dict(zip(map(str, MESHES), first, strict=True))
 
 

@@ -93,7 +93,7 @@ def same(kind, config):
 
 
 def test_what_cannot_be_applied():
-    for found in run_forked(2, refusals, timeout=60):
+    for found in run_forked(2, refusals):
         assert "differs between ranks 0 and 1 before they are laid out: seed" in found["seeds"]
         assert "blocks.0.attention has 1), which would run beside" in found["hooks"]
         assert "the plan says nothing about scale" in found["unnamed"]
@@ -114,7 +114,7 @@ def allowed(rank):
 
 
 def test_the_replicate_list_has_exceptions_with_a_reason():
-    run_forked(2, allowed, timeout=60)
+    run_forked(2, allowed)
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -17,6 +17,7 @@ import samestep
 from samestep.comm.checksum import checksum
 from samestep.stress import check
 from tests.gpu import needs_gpu
+from tests.limits import HANG
 from tests.ranks import run_forked
 
 pytestmark = needs_gpu
@@ -60,7 +61,7 @@ def test_ranks_on_a_gpu_find_the_flipped_bit():
         sums = [(int(checksum(p)), int(checksum(p.cpu()))) for p in model.parameters()]
         return same, [(d.name, d.ranks, d.index, d.count) for d in found], on_gpu, sums
 
-    for same, found, on_gpu, sums in run_forked(2, job, timeout=100, collective_timeout=60):
+    for same, found, on_gpu, sums in run_forked(2, job):
         assert same == []
         assert found == [
             ("layers.1.weight", (1,), (3, 5), 1),
@@ -100,7 +101,7 @@ def test_the_host_waits_once():
         queue = spawn.SimpleQueue()
         process = spawn.Process(target=in_fake_world, args=(queue, *shape))
         process.start()
-        process.join(100)
+        process.join(HANG)
         assert process.exitcode == 0
         milliseconds, waits = queue.get()
         print(f"{shape}: {milliseconds:.1f} ms")  # noqa: T201

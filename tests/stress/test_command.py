@@ -31,6 +31,7 @@ from samestep.stress.own_model import own_model
 from samestep.stress.sample import Ending
 from samestep.stress.schema import check_receipt
 from samestep.stress.torchrun_ranks import TorchrunRanks
+from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked
 
 QUICK = ["stress", "--scenario", "dist_adamw_muon", "--steps", "8", "--sample-every", "4"]
@@ -135,7 +136,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
         with redirect_stdout(StringIO()) as shown:
             return cli.main([*QUICK, "--out", str(tmp_path)]), shown.getvalue()
 
-    results = run_forked(3, fn, timeout=60)
+    results = run_forked(3, fn)
     assert [status for status, _ in results] == [0, 0, 0]
     assert [bool(shown) for _, shown in results] == [True, False, False]
     content = json.loads((tmp_path / "receipt.json").read_text())
@@ -149,6 +150,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
 
 def test_a_rank_of_torchrun_that_vanishes_is_not_waited_for(tmp_path):
     """Rank 1 is gone after the first case: the others notice before the next, and stop."""
+    seconds = round(limit(3.0))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -159,16 +161,16 @@ def test_a_rank_of_torchrun_that_vanishes_is_not_waited_for(tmp_path):
         meet, meetings = TorchrunRanks._meet, []
 
         def meet_or_vanish(self):
-            meetings.append(time.monotonic())
+            meetings.append(None)
             if rank == 1 and len(meetings) == 2:
                 self._pulse.stop()  # as the end of its process would
-                time.sleep(60)
+                time.sleep(2 * TEST)
             meet(self)
 
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as shown:
             patch.setattr(TorchrunRanks, "_meet", meet_or_vanish)
-            status = cli.main([*QUICK, "--watchdog", "2", "--out", str(tmp_path)])
-        return status, shown.getvalue(), time.monotonic() - meetings[-1]
+            status = cli.main([*QUICK, "--watchdog", f"{seconds:g}", "--out", str(tmp_path)])
+        return status, shown.getvalue()
 
     results = multiprocessing.get_context("fork").SimpleQueue()
 
@@ -176,17 +178,17 @@ def test_a_rank_of_torchrun_that_vanishes_is_not_waited_for(tmp_path):
         results.put((rank, fn(rank)))
         (tmp_path / f"told_{rank}").touch()
 
-    def limit():
-        return 0.0 if len(list(tmp_path.glob("told_*"))) == 2 else 60.0
+    def until_told():
+        return 0.0 if len(list(tmp_path.glob("told_*"))) == 2 else HANG
 
     with pytest.raises(RanksFailed) as caught:
-        run_forked(3, tell, timeout=limit)
+        run_forked(3, tell, timeout=until_told)
     assert 1 in caught.value.reports
     found = dict(results.get() for _ in range(2))
     assert (found[0][0], found[2][0]) == (1, 0)
-    assert "rank 1 was not heard of for 2 s between two cases" in " ".join(found[0][1].split())
+    said = " ".join(found[0][1].split())
+    assert f"rank 1 was not heard of for {seconds} s between two cases" in said
     assert "stopping here" in found[0][1]
-    assert max(found[0][2], found[2][2]) < 10
     content = json.loads((tmp_path / "receipt.json").read_text())
     found = [case["status"] for case in content["cases"] if case["status"] != "does_not_apply"]
     assert found == ["exact", "exact", "failed"]
@@ -482,26 +484,25 @@ def test_a_mutant_that_survives_fails_the_command(
 def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, status):
     """Also a second one, which comes while the ranks are ended or the receipt is written."""
     code = "import sys; from samestep.cli import main; sys.exit(main())"
-    arguments = [*QUICK, "--steps", "300", "--out", str(tmp_path / "out"), "--layout", "zero2"]
+    # So many steps that it does not end by itself.
+    arguments = [*QUICK, "--steps", "1000", "--sample-every", "1000", "--layout", "zero2"]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
+        [sys.executable, "-c", code, *arguments, "--out", str(tmp_path / "out")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TMPDIR": str(temporary)},
     ) as process:
-        deadline = time.monotonic() + 60
-        while not list(temporary.iterdir()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        time.sleep(0.3)
+        # Each rank makes this file once it can be ended as a rank.
+        eventually(lambda: len(list(temporary.glob("ranks_*/stack_*"))) == 2)
         ranks = children(process.pid)
         assert [path.name[:6] for path in temporary.iterdir()] == ["ranks_"]
         for number in signals:
             process.send_signal(number)
             time.sleep(0.05)
-        shown, errors = process.communicate(timeout=60)
+        shown, errors = process.communicate(timeout=HANG)
     assert (process.returncode, errors) == (status, "")
     assert "Stopped before the end" in shown
     content = json.loads((tmp_path / "out" / "receipt.json").read_text())

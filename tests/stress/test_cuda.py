@@ -7,6 +7,7 @@ import pytest
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.ranks import ForkedRanks
 from tests.gpu import needs_gpu
+from tests.limits import HANG
 
 pytestmark = needs_gpu
 
@@ -15,7 +16,7 @@ pytestmark = needs_gpu
 def test_layouts_are_the_same_to_the_bit(scenario):
     layouts = ["one_process", "none", "zero2_overlap", "flat_gather_overlap", "fsdp2_parallel"]
     results = []
-    campaign = Campaign(ForkedRanks(2, 60.0, "cuda"))
+    campaign = Campaign(ForkedRanks(2, HANG, "cuda"))
     campaign.run_all([Case(scenario, layout, 2, 20, 5) for layout in layouts], results.append)
     found = {result.case.layout: (result.status, result.findings) for result in results}
     assert {status for status, _ in found.values()} == {"exact"}, found

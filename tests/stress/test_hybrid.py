@@ -12,10 +12,11 @@ from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST, Layout, layout_
 from samestep.stress.options import Options
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from tests.limits import HANG
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-pytestmark = [pytest.mark.usefixtures("no_torchrun"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.usefixtures("no_torchrun")
 
 
 def cases(tmp_path, **options):
@@ -56,7 +57,7 @@ def test_where_they_apply(scenario, layout, world, reason):
 
 @pytest.mark.parametrize("scenario", SCENARIOS_ON_REQUEST if SOAK else ["hybrid_gpt"])
 def test_layouts_are_near_the_reference_and_replicas_the_same(scenario):
-    campaign = Campaign(ForkedRanks(4, watchdog=60.0))
+    campaign = Campaign(ForkedRanks(4, watchdog=HANG))
     layouts = list(LAYOUTS_ON_REQUEST) if SOAK else ["hybrid_tp_sp_ep", "hybrid_pp_ep"]
     results = []
     campaign.run_all([Case(scenario, layout, 4, 2, 2) for layout in layouts], results.append)

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from samestep import cli
 from samestep.stress import command
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.lanes import LaneDiedError, Lanes
+from tests.limits import HANG, eventually
 
 SCENARIOS = ["dist_adamw_muon", "clipped", "schedules"]
 
@@ -79,13 +79,15 @@ def test_a_signal_ends_all_lanes_and_writes_what_there_is(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        deadline = time.monotonic() + 60
-        while len(descendants(process.pid)) < 6 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        everyone = descendants(process.pid)
-        assert len(everyone) == 6, "two lanes with two ranks each"
+        everyone = []
+
+        def two_lanes_with_two_ranks_each():
+            everyone[:] = descendants(process.pid)
+            return len(everyone) == 6
+
+        eventually(two_lanes_with_two_ranks_each)
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=60)
+        shown, errors = process.communicate(timeout=HANG)
     assert (process.returncode, errors) == (130, "")
     assert "Stopped before the end" in shown
     content = json.loads((tmp_path / "out" / "receipt.json").read_text())

@@ -12,14 +12,13 @@ from samestep.stress.layouts import layout_named
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.mutation import MutantRunner
 from samestep.stress.scenarios import scenario_named
+from tests.limits import limit
 from tests.soak import SOAK
-
-pytestmark = pytest.mark.timeout(300)  # for slow machines
 
 
 @pytest.fixture(scope="module")
 def runner():
-    return MutantRunner(watchdog=2.0)
+    return MutantRunner(watchdog=limit(2.0))
 
 
 # `samestep stress --mutants` runs all; here some of each kind.

@@ -11,9 +11,7 @@ from samestep.stress.layouts import LAYOUTS
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.relay import Relay
 from samestep.stress.scenarios import SCENARIOS
-
-pytestmark = pytest.mark.timeout(300)  # for slow machines
-
+from tests.limits import HANG
 
 load = samestep.load
 
@@ -37,7 +35,7 @@ def with_load(replacement):
 )
 def test_what_is_not_loaded_is_noticed(tmp_path, monkeypatch, layout, replacement, checks):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    campaign = Campaign(ForkedRanks(2, watchdog=30.0))
+    campaign = Campaign(ForkedRanks(2, watchdog=HANG))
     cases = [Case("resume_midrun", name, 2, 10, 10) for name in ("one_process", layout)]
     results = []
     campaign.run_all(cases, results.append, patch=lambda: with_load(replacement))

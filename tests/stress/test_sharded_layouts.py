@@ -12,9 +12,8 @@ from samestep.stress.layouts import LAYOUTS
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import case_entry
 from samestep.stress.scenarios import SCENARIOS
+from tests.limits import HANG
 from tests.stress.test_cases import run
-
-pytestmark = pytest.mark.timeout(300)  # for slow machines
 
 SHARDED = [name for name, layout in LAYOUTS.items() if layout.parameters != "plain"]
 # Real forward passes with layers apart; presence; groups; saving; sums of micro-batches; a scaler.
@@ -84,7 +83,7 @@ def test_what_does_not_apply_is_told_and_not_run():
     assert closing_sentence("clean", list(map(case_entry, results)), []) == (
         "[green]All 1 cases are clean: every difference is exactly 0.[/]"
     )
-    alone = Campaign(ForkedRanks(2, 5.0)).run(Case("different_start", "tp_fsdp2", 2, 3, 1))
+    alone = Campaign(ForkedRanks(2, HANG)).run(Case("different_start", "tp_fsdp2", 2, 3, 1))
     assert "Nothing was run" in closing_sentence("clean", [case_entry(alone)], [])
 
 

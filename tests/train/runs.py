@@ -13,7 +13,6 @@ from samestep import cli
 from samestep.train import trainer
 from tests.ranks import run_forked
 
-TIMEOUT = 90.0
 STEPS = 10
 # Seven sequences are divided unevenly by 2 and 3 ranks, and one at a time leaves empty parts.
 TINY = {
@@ -41,7 +40,7 @@ def words(out: Path, data: Path, **changes: object) -> list[str]:
 
 def train(ranks: int, arguments: list[str], *, stop_in: int | None = None) -> list[int]:
     """Train on forked ranks; return their exit statuses. Ctrl-C comes in step `stop_in`."""
-    return run_forked(ranks, _rank, arguments, stop_in, timeout=TIMEOUT)
+    return run_forked(ranks, _rank, arguments, stop_in)
 
 
 def _rank(rank: int, arguments: list[str], stop_in: int | None) -> int:

@@ -8,7 +8,7 @@ import torch
 from samestep import cli
 from samestep.train import trainer
 from tests.ranks import run_forked
-from tests.train.runs import TIMEOUT, losses, rows, text_file, train, words
+from tests.train.runs import losses, rows, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
@@ -43,7 +43,7 @@ def test_a_run_goes_on_in_other_meshes(tmp_path):
         ["--tp", "2", "--pp", "2"],
     ]
     given = [[*arguments, *mesh] for mesh in meshes]
-    assert run_forked(4, go_on, 3, given, timeout=2 * TIMEOUT) == [[130, 130, 0]] * 4
+    assert run_forked(4, go_on, 3, given) == [[130, 130, 0]] * 4
     assert train(1, words(tmp_path / "alone", data, **SHAPE, **EXPERTS)) == [0]
     for key in ("loss", "val_loss"):
         found, expected = losses(tmp_path / "out", key), losses(tmp_path / "alone", key)
@@ -103,7 +103,7 @@ def test_axes_that_do_not_fit_the_ranks(tmp_path, capfd):
         "--replicate leaves one rank per copy": {"replicate": 2},
     }
     given = [words(tmp_path / "out", data, **{**SHAPE, **flags}) for flags in attempts.values()]
-    assert run_forked(2, refused, given, timeout=60) == [[2] * len(given)] * 2
+    assert run_forked(2, refused, given) == [[2] * len(given)] * 2
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2 * len(given)  # forked ranks all say it
     for message in attempts:

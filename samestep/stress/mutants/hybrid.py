@@ -12,7 +12,6 @@ from samestep.parallel.experts import Places
 from samestep.stress.mutants.mutant import mutant
 
 GPT = "hybrid_gpt"
-PATIENCE = 30.0  # groups and FSDP2 units are made first, and no bug here hangs
 
 
 @mutant(
@@ -21,7 +20,6 @@ PATIENCE = 30.0  # groups and FSDP2 units are made first, and no bug here hangs
     scenario=GPT,
     layout="hybrid_tp",
     steps=1,
-    patience=PATIENCE,
 )
 def router_sharded() -> list[Any]:
     """As if the plan had it among the columns."""
@@ -42,7 +40,6 @@ def router_sharded() -> list[Any]:
     scenario=GPT,
     layout="hybrid_tp",
     steps=2,
-    patience=PATIENCE,
 )
 def norm_not_synchronized() -> list[Any]:
     """Ranks have heads of their own, and nobody adds up."""
@@ -55,7 +52,6 @@ def norm_not_synchronized() -> list[Any]:
     scenario=GPT,
     layout="hybrid_tp_sp",
     steps=2,
-    patience=PATIENCE,
 )
 def sequence_parts_not_added() -> list[Any]:
     """As if every rank had seen the whole sequence."""
@@ -82,7 +78,6 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     scenario=GPT,
     layout="hybrid_ep",
     steps=1,
-    patience=PATIENCE,
 )
 def expert_predicate_off_the_wrong_mesh() -> list[Any]:
     """`expert_tensor_parallel=0` makes no mesh of its own."""
@@ -101,7 +96,6 @@ def expert_predicate_off_the_wrong_mesh() -> list[Any]:
     scenario=GPT,
     layout="hybrid_ep",
     steps=2,
-    patience=PATIENCE,
 )
 def experts_divided_by_their_own_ranks() -> list[Any]:
     """FSDP2's own mean; Muon's direction does not see it, the joint norm does."""
@@ -119,7 +113,6 @@ def experts_divided_by_their_own_ranks() -> list[Any]:
     layout="hybrid_tp_sp_ep",
     world=4,
     steps=1,
-    patience=PATIENCE,
 )
 def duplicate_group() -> list[Any]:
     """Nobody looks whether there is one. All ranks ask alike, or the second group could hang."""
@@ -140,7 +133,6 @@ def duplicate_group() -> list[Any]:
     scenario=GPT,
     layout="hybrid_tp",
     steps=1,
-    patience=PATIENCE,
 )
 def ranks_disagree_on_a_predicate() -> list[Any]:
     """The last rank says that it cuts nothing."""
@@ -159,7 +151,6 @@ def ranks_disagree_on_a_predicate() -> list[Any]:
     scenario="hybrid_lora",
     layout="hybrid_ep",
     steps=2,
-    patience=PATIENCE,
 )
 def lora_not_synchronized() -> list[Any]:
     """Gradients are taken for what the factors are: whole."""

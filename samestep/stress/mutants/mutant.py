@@ -17,7 +17,6 @@ class Mutant:
 
     patch: changes the code under test while it is entered, in every rank.
     expected: the check that the story names; being caught by another one only is an accident.
-    patience: seconds that a collective may take at least, where starting takes a while.
     """
 
     name: str
@@ -29,7 +28,6 @@ class Mutant:
     world: int = 2
     steps: int = 16
     reduction: str = "ordered"
-    patience: float = 0.0
 
 
 MUTANTS: dict[str, Mutant] = {}

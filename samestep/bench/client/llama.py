@@ -64,8 +64,15 @@ def make_model(options: Options, seed: int) -> nn.Module:
     dtype, device = DTYPES[options.dtype], device_of(options.device)
     if options.model == "builtin":
         return Llama(options.shape).to(device=device, dtype=dtype)
+    return from_transformers(options.shape, options.sequence, dtype).to(device)
+
+
+def transformers_version(options: Options) -> str | None:
+    """Of what the model comes from; BadRequestError where that is asked for and missing."""
+    if options.model == "builtin":
+        return None
     try:
-        return from_transformers(options.shape, options.sequence, dtype).to(device)
+        return str(peer("transformers").__version__)
     except ImportError as error:
         raise BadRequestError(
             f"--model transformers cannot be had ({reason(error)}): pip install transformers, or "
@@ -168,7 +175,9 @@ def set_rate(optimizer: Any, step: int, steps: int) -> None:
     fallen = max(0, step + 1 - rise) / max(1, steps - rise)
     share = min(1.0, (step + 1) / rise) * (1 - (1 - END) * fallen)
     for group in optimizer.param_groups:
-        group["lr"] = group.setdefault("initial_lr", group["lr"]) * share
+        if "initial_lr" not in group:
+            group["initial_lr"] = float(group["lr"])  # dion's is a tensor that it writes to
+        group["lr"] = group["initial_lr"] * share
 
 
 # The command
@@ -199,11 +208,7 @@ def parse(words: Sequence[str], prog: str) -> Options:
 def run(options: Options) -> int:
     """Do what the options ask."""
     make_importable(options.peer_path)
-    version = None
-    if options.model == "transformers":
-        with torch.device("meta"):
-            make_model(options, 0)  # is it there? Nothing has been written yet
-        version = peer("transformers").__version__
+    version = transformers_version(options)
     client = Client(
         "llama",
         lambda seed: make_model(options, seed),

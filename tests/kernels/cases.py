@@ -298,6 +298,37 @@ def test_muon_is_that_of_plain_torch(shape, own):
     )
 
 
+@pytest.mark.parametrize("own", [{}, {"compute_dtype": torch.float16}, NANOCHAT])
+def test_no_result_depends_on_the_power_of_an_earlier_step(own):
+    options = {**MUON.defaults, **own}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    found = []
+    for power in (1.0, 2.0**-30, 2.0**30):  # what is written first is 0 or infinite
+        torch.manual_seed(1)
+        params, grads, states = muon_case(24, 40, options)
+        blocks = MuonBlocks(params, states)
+        blocks.powers.fill_(power)
+        muon_(
+            [(blocks, gradients(grads))], Step(scalars, options, None, False, None), measure=False
+        )
+        found.append([*params, *(tensor for state in states for tensor in state.values())])
+        assert not blocks.outliers.any()
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+
+
+def test_an_update_that_is_not_finite_is_flagged():
+    options = {**MUON.defaults}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    params, grads, states = muon_case(24, 40, options, count=3)
+    grads[1][3, 3] = torch.inf
+    blocks = MuonBlocks(params, states)
+    muon_([(blocks, gradients(grads))], Step(scalars, options, None, False, None), measure=False)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert blocks.outliers.tolist() == [0, 1, 0]
+
+
 def test_a_shape_and_its_transpose_are_orthogonalized_together():
     options = {**MUON.defaults, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}

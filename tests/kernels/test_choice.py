@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from importlib.util import find_spec
 
 import pytest
@@ -9,9 +10,13 @@ import torch
 from torch import nn
 
 import samestep
+from samestep.apply import GroupMath
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.groups import rank_group
 from samestep.kernels import choice, measure, ways
+from samestep.param_groups import LAYOUT_KEYS
+from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule
 from tests.ranks import run_forked
 
 
@@ -100,3 +105,18 @@ def test_ranks_take_the_way_of_the_first():
         return dict(ways.settled)
 
     assert run_forked(3, job) == [{(64, 64): "large"}] * 3
+
+
+def test_options_that_kernels_do_not_know_are_plain_torchs(monkeypatch):
+    pytest.importorskip("triton")
+    update = importlib.import_module("samestep.kernels.update")
+    monkeypatch.setattr(update, "kernels_run", lambda table, dtype, device: True)
+    cpu = torch.device("cpu")
+    for rule in (MuonRule(), AdamWRule()):
+        read = {k: v for k, v in rule.defaults.items() if k not in rule.schedulable | LAYOUT_KEYS}
+        math = GroupMath(rule, {}, read, None, False, None, None)
+        assert update.can_run(math, cpu)
+        assert not update.can_run(math._replace(options={**read, "new_option": False}), cpu)
+    math = GroupMath(MuonRule(), {}, {**MuonRule.defaults}, None, False, None, None)
+    unknown = {**math.options, "momentum_form": "heavy ball"}
+    assert not update.can_run(math._replace(options=unknown), cpu)

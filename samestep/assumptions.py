@@ -398,7 +398,7 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "no process group later",
         "No process group of several ranks is made after the optimizer.",
-        "samestep.mistakes:refuse_late_group",
+        "samestep.mistakes:has_process_group",
         "every step",
         "a question to torch on the host",
         _alone,

@@ -12,8 +12,12 @@ from importlib import import_module
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from torch import Tensor, float16
+
+from samestep.buffers.gradients import gradient_dtype
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.distribution import Distribution
+from samestep.param_groups import parameter_names
 
 if TYPE_CHECKING:
     from samestep.replicated import ReplicatedParameters
@@ -49,7 +53,7 @@ class Assumption:
     taken_for_granted: a sentence.
     check: "module:function" or "module:Class.method", which holds it; None: nobody does.
     when: it runs.
-    cost: of the check, in words.
+    cost: of the check, in words; where nobody checks, what helps or why nobody can.
     here: what it means for an optimizer at hand; None: it does not concern that.
     """
 
@@ -79,13 +83,13 @@ def explain(facts: Facts) -> str:
     told = [(entry, here) for entry in REGISTER if (here := entry.here(facts)) is not None]
     for entry, here in told:
         if entry.check is not None:
-            checked = f"checked ({_when(entry.when)}) by {entry.check}; {entry.cost}"
+            checked = f"Checked {_when(entry.when)} by {entry.check}; cost: {entry.cost}"
             lines += _lines(entry, here, checked)
     unchecked = [(entry, here) for entry, here in told if entry.check is None]
     if unchecked:
-        lines += ["Not checked by anybody:", ""]
+        lines += ["What nobody checks", ""]
     for entry, here in unchecked:
-        lines += _lines(entry, here, entry.cost)
+        lines += _lines(entry, here, f"Not checked: {entry.cost}")
     return "\n".join(lines).rstrip()
 
 
@@ -101,11 +105,7 @@ def _when(when: When) -> str:
 
 def _lines(entry: Assumption, here: str, checked: str) -> Iterator[str]:
     yield entry.name
-    for text in (
-        entry.taken_for_granted,
-        f"Here: {here}.",
-        checked[:1].upper() + checked[1:] + ".",
-    ):
+    for text in (entry.taken_for_granted, f"Here: {here}.", f"{checked}."):
         yield from wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
     yield ""
 
@@ -117,66 +117,107 @@ def _many(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _plain_params(facts: Facts) -> int:
-    return sum(len(plan.params) for plan in facts.replicated)
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _plain_params(facts: Facts) -> str:
+    return _many(sum(len(plan.params) for plan in facts.replicated), "plain parameter")
+
+
+def _averages_here(facts: Facts) -> bool:
+    return bool(facts.replicated) and facts.distribution.grads == "local"
 
 
 def _who_averages(facts: Facts) -> str | None:
-    """Who averages the gradients of what."""
+    """Of every parameter: who averages the gradients of its copies."""
     found = []
     for plan in facts.replicated:
-        what = _many(len(plan.params), "plain parameter")
-        ranks = ranks_text(plan.group.members)
+        what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
         if facts.distribution.grads == "reduced":
-            found.append(f'{what}: averaged by somebody else over {ranks}, as grads="reduced" says')
+            found.append(f'{what} on {ranks} averaged by somebody else (grads="reduced", or DDP)')
             continue
         outside = "" if facts.outer is None else f", then over {ranks_text(facts.outer.members)}"
-        found.append(f"{what}: averaged by samestep over {ranks}{outside}")
+        found.append(f"{what} averaged by samestep over {ranks}{outside}")
+    by_fsdp = _managed_by_fsdp(facts)
     for sharded in facts.sharded:
-        what = _many(len(sharded.params), "DTensor")
         names = sharded.mesh.mesh_dim_names
-        axes = "" if not names else f" (mesh axes {', '.join(names)})"
-        found.append(
-            f"{what}: reduced before they come here, by FSDP2 or tensor parallel, over "
-            f"{ranks_text(sharded.group.members)}{axes}"
-        )
-    if not found:
-        return None if facts.ranks is None else "nothing is shared"
-    return "; ".join(found)
+        axes = f" (mesh axes {', '.join(names)})" if names else ""
+        where = f"on {ranks_text(sharded.group.members)}{axes}"
+        managed = sum(id(param) in by_fsdp for param in sharded.params)
+        others = len(sharded.params) - managed
+        if managed:
+            found.append(f"{_many(managed, 'DTensor')} {where} averaged by FSDP2")
+        if others:
+            found.append(
+                f"{_many(others, 'DTensor')} {where} combined by the layers that hold them, such "
+                "as those of tensor parallel"
+            )
+    return "; ".join(found) or None
 
 
 def _among_ranks(facts: Facts) -> str | None:
     if not facts.replicated:
         return None
     groups = dict.fromkeys(plan.group.members for plan in facts.replicated)
-    return f"{_many(_plain_params(facts), 'parameter')} on " + "; ".join(map(ranks_text, groups))
+    return f"{_plain_params(facts)} on " + "; ".join(map(ranks_text, groups))
 
 
-def _any_sharing(facts: Facts) -> str | None:
-    plans = len(facts.replicated) + len(facts.sharded)
-    return _many(plans, "plan") if plans else None
+def _plans(facts: Facts) -> str | None:
+    count = len(facts.replicated) + len(facts.sharded)
+    return _many(count, "plan") if count else None
 
 
 def _dtensors(facts: Facts) -> str | None:
     return _many(sum(len(s.params) for s in facts.sharded), "DTensor") if facts.sharded else None
 
 
-def _all_groups(facts: Facts) -> str | None:
+def _outside_of_meshes(facts: Facts) -> str | None:
+    """DTensors on meshes that leave out some of the ranks."""
+    if facts.ranks is None:
+        return None
+    found = [
+        f"{_some([spec.name for spec in sharded.specs])} on {ranks_text(sharded.group.members)}"
+        for sharded in facts.sharded
+        if not set(facts.ranks.members) <= set(sharded.group.members)
+    ]
+    return "; ".join(found) or None
+
+
+def _groups(facts: Facts) -> str | None:
     return _many(len(facts.groups), "group")
 
 
-def _averages_local(facts: Facts) -> bool:
-    return bool(facts.replicated) and facts.distribution.grads == "local"
+def _reduced_gradients(facts: Facts) -> str | None:
+    if not facts.replicated or facts.distribution.grads == "local":
+        return None
+    return _plain_params(facts)
 
 
 def _overlapped(facts: Facts) -> str | None:
-    if not (_averages_local(facts) and facts.distribution.overlap_grad_reduce):
+    if not (_averages_here(facts) and facts.distribution.overlap_grad_reduce):
         return None
-    return f"{_many(_plain_params(facts), 'parameter')}, reduced inside backward"
+    return f"{_plain_params(facts)}, reduced inside backward (overlap_grad_reduce)"
 
 
-def _same_loss(facts: Facts) -> str | None:
-    if not _averages_local(facts):
+def _on_their_way(facts: Facts) -> str | None:
+    if not (facts.replicated and facts.distribution.overlap_param_gather):
+        return None
+    return f"{_plain_params(facts)}, still on their way after the step (overlap_param_gather)"
+
+
+def _narrow_sums(facts: Facts) -> str | None:
+    """Gradients that travel in float16."""
+    if not _averages_here(facts):
+        return None
+    asked = facts.distribution.reduce_dtype
+    params = [param for plan in facts.replicated for param in plan.params]
+    narrow = sum((asked or gradient_dtype(param)) == float16 for param in params)
+    return f"{_many(narrow, 'gradient')} of float16" if narrow else None
+
+
+def _equal_weight(facts: Facts) -> str | None:
+    if not _averages_here(facts):
         return None
     return "ranks with fewer tokens count as much as others"
 
@@ -184,19 +225,51 @@ def _same_loss(facts: Facts) -> str | None:
 def _finite(facts: Facts) -> str | None:
     if facts.max_grad_norm is None:
         return None
-    return f"max_grad_norm={facts.max_grad_norm:g} skips the step on all ranks if not"
+    return f"max_grad_norm={facts.max_grad_norm:g} skips the step on all ranks if they are not"
 
 
-def _not_finite(facts: Facts) -> str | None:
+def _finite_unasked(facts: Facts) -> str | None:
     if facts.max_grad_norm is not None:
         return None
-    return "without max_grad_norm (math.inf: only the check) they reach parameters and state"
+    return "without max_grad_norm (math.inf: only the check) others reach parameters and state"
 
 
-def _after_construction(facts: Facts) -> str | None:
-    if facts.ranks is None and not facts.sharded:
+def _other_ranks(facts: Facts) -> str | None:
+    if facts.ranks is None:
         return None
-    return "weights, options and state that one rank changes by itself are found there"
+    return f"parameters, options and state on {ranks_text(facts.ranks.members)}"
+
+
+def _fused_and_cut(facts: Facts) -> str | None:
+    """Weights of several blocks whose rows are cut by more than FSDP2."""
+    if not facts.sharded:
+        return None
+    by_fsdp = _managed_by_fsdp(facts)
+    found = [
+        name
+        for index, group in enumerate(facts.groups)
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True)
+        if group.get("split_sizes")
+        and param.dim() == 2
+        and _row_cuts(param) > (id(param) in by_fsdp)
+    ]
+    return _some(found) if found else None
+
+
+def _managed_by_fsdp(facts: Facts) -> set[int]:
+    """The DTensors that FSDP2 manages, by id."""
+    if not facts.sharded:
+        return set()
+    from samestep.fsdp.units import managed_beside  # DTensors take long to import
+
+    params = [param for sharded in facts.sharded for param in sharded.params]
+    return set(map(id, managed_beside(params)))
+
+
+def _row_cuts(param: Tensor) -> int:
+    """Over how many axes of its mesh the rows are cut."""
+    placements = getattr(param, "placements", ())
+    return sum(getattr(placement, "dim", None) == 0 for placement in placements)
 
 
 def _alone(facts: Facts) -> str | None:
@@ -217,9 +290,9 @@ def _narrow(facts: Facts) -> str | None:
 
 
 def _local(facts: Facts) -> str | None:
-    if not _averages_local(facts):
+    if not _averages_here(facts):
         return None
-    return f"{_many(_plain_params(facts), 'parameter')} with gradients of each rank's own data"
+    return f"{_plain_params(facts)} with gradients of each rank's own data"
 
 
 def _edited(facts: Facts) -> str | None:
@@ -230,12 +303,21 @@ def _edited(facts: Facts) -> str | None:
 
 REGISTER: tuple[Assumption, ...] = (
     Assumption(
+        "averages",
+        "The copies of every parameter are averaged by somebody, and by one only.",
+        "samestep.copies:refuse_copies_nobody_averages",
+        "construction",
+        "nothing where a mesh has all ranks, else 64 bytes and two bits for each rank, from each "
+        "rank",
+        _who_averages,
+    ),
+    Assumption(
         "same plan",
         "All ranks that share parameters have built the same model and optimizer.",
         "samestep.comm.agreement:require_same_lines",
         "construction",
         "32 bytes from every rank",
-        _any_sharing,
+        _plans,
     ),
     Assumption(
         "equal start",
@@ -243,25 +325,34 @@ REGISTER: tuple[Assumption, ...] = (
         "loaded.",
         "samestep.replicated:ReplicatedParameters.mend_replicas",
         "construction",
-        "a checksum of every parameter, 8 bytes of each travel",
+        "a checksum of every parameter, of which 8 bytes travel",
         _among_ranks,
     ),
     Assumption(
-        "unchanged parameters",
-        "Parameters are those that the optimizer was built with, in the same shape, dtype and "
-        "memory layout; options that decide the state stay as they were.",
+        "unchanged groups",
+        "Parameters are those that the optimizer was built with, in the same shape and dtype, and "
+        "options that decide the state stay as they were.",
         "samestep.group_checks:GroupChecks.check",
         "every step",
         "a look at each parameter on the host",
-        _all_groups,
+        _groups,
+    ),
+    Assumption(
+        "unchanged memory",
+        "Plain parameters stay contiguous, and those in flat buffers stay there.",
+        "samestep.replicated:ReplicatedParameters._parameter_problem",
+        "every step",
+        "a look at each parameter on the host",
+        _among_ranks,
     ),
     Assumption(
         "missing gradients",
-        "A rank may lack a gradient that others have; then zeros stand for it.",
+        "A rank may lack a gradient that others have (zeros stand for it), or may be unable to "
+        "take the step (then no rank takes it).",
         "samestep.comm.presence:PresenceAgreement.agree",
         "every step",
         "8 bytes for each parameter travel",
-        _any_sharing,
+        _plans,
     ),
     Assumption(
         "gradients placed alike",
@@ -270,6 +361,15 @@ REGISTER: tuple[Assumption, ...] = (
         "every step",
         "a look at each gradient on the host",
         _dtensors,
+    ),
+    Assumption(
+        "one order of launches",
+        "No other optimizer reduces gradients inside the same backward: on ranks that lack a "
+        "gradient their reductions would meet in another order.",
+        "samestep.buffers.launch_order:LaunchOrder.rival",
+        "every step",
+        "a look at other optimizers of this process",
+        _overlapped,
     ),
     Assumption(
         "gradients left alone",
@@ -285,7 +385,7 @@ REGISTER: tuple[Assumption, ...] = (
         "samestep.group_keys:refuse_lost_keys",
         "construction",
         "a look at each key; one of a library that is not in the list is kept without a word",
-        _all_groups,
+        _groups,
     ),
     Assumption(
         "process group first",
@@ -298,7 +398,7 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "no process group later",
         "No process group of several ranks is made after the optimizer.",
-        "samestep.mistakes:refuse_late_group",
+        "samestep.mistakes:has_process_group",
         "every step",
         "a question to torch on the host",
         _alone,
@@ -356,6 +456,15 @@ REGISTER: tuple[Assumption, ...] = (
         _edited,
     ),
     Assumption(
+        "room for sums",
+        "Sums of gradients fit into the dtype in which a backend adds them up; those of float16 "
+        "are divided first.",
+        "samestep.buffers.reduction:divides_first",
+        "every step",
+        "one more pass over float16 gradients, nothing for others",
+        _narrow_sums,
+    ),
+    Assumption(
         "finite gradients",
         "Averaged gradients are finite.",
         "samestep.gradient_norm:square_sum",
@@ -365,27 +474,74 @@ REGISTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         "equal ever after",
-        "Copies stay equal between steps.",
+        "Ranks change parameters, options (such as learning rates) and state in step() alone, or "
+        "all of them in the same way.",
         "samestep.stress.check:check",
         "stress.check",
         "a checksum of every parameter and one all-reduce of a few bytes",
-        _after_construction,
+        _other_ranks,
+    ),
+    Assumption(
+        "copies beside a mesh",
+        "Ranks that hold copies of a DTensor outside of its mesh see the same data, as along a "
+        "tensor parallel axis, and so have the same gradients: nobody averages them.",
+        "samestep.stress.outside_copies:OutsideCopies.drifts",
+        "stress.check",
+        "a checksum of what is held, and 128 bytes from every rank",
+        _outside_of_meshes,
+    ),
+    # What nobody checks.
+    Assumption(
+        "reduced gradients",
+        "Gradients of plain parameters come averaged, the same on every rank.",
+        None,
+        "never",
+        "samestep.stress.check finds the copies that drift apart if they do not",
+        _reduced_gradients,
+    ),
+    Assumption(
+        "equal weight of ranks",
+        "The loss of every rank is a mean over as many samples or tokens as on other ranks, since "
+        "the mean of gradients is taken over ranks.",
+        None,
+        "never",
+        "gradients do not tell",
+        _equal_weight,
+    ),
+    Assumption(
+        "nothing in between",
+        "Between backward and step() nobody else launches collectives on the same process group: a "
+        "rank that lacks a gradient launches its reductions in step() alone. A second optimizer "
+        "without overlap steps after this one.",
+        None,
+        "never",
+        "a collective that fails names the rank and the collective it was in",
+        _overlapped,
+    ),
+    Assumption(
+        "reads after arrival",
+        "Whoever reads parameters outside of a module's forward calls wait_for_parameters() first.",
+        None,
+        "never",
+        "poison_early_reads=True shows reads that come too early",
+        _on_their_way,
+    ),
+    Assumption(
+        "projections in one weight",
+        "Where tensor parallel cuts the rows of a weight that holds several projections "
+        "(split_sizes), the model's forward knows which rows it has: the update is right in any "
+        "case, a forward that splits its part into three is not.",
+        None,
+        "never",
+        "samestep.parallel refuses such a plan; a model that was cut by others is not looked into",
+        _fused_and_cut,
     ),
     Assumption(
         "finite gradients, unchecked",
         "Averaged gradients are finite.",
         None,
         "never",
-        "max_grad_norm or check_gradients=True looks",
-        _not_finite,
-    ),
-    Assumption(
-        "equal weight of ranks",
-        "The loss of every rank is a mean over as many samples or tokens as on other ranks: the "
-        "mean of gradients is taken over ranks.",
-        None,
-        "never",
-        "it is not to be seen in gradients",
-        _same_loss,
+        "max_grad_norm looks at the mean, check_gradients=True at every rank's own",
+        _finite_unasked,
     ),
 )

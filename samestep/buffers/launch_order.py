@@ -6,15 +6,17 @@ Backward completes their buckets in an order that ranks need not share.
 Two optimizers that launch inside one backward have no common order. Which ones take part in a
 backward is not known before it: an optimizer may replace another, or two models have one each.
 So where two are made on the same ranks before the first of them has taken a step, both hold their
-launches back until a step of theirs has shown that the other had no gradients meanwhile. If it
-had, that step is refused on every rank, and nothing was launched in two orders. One that comes
-later finds out in the first step as well, but holds nothing back.
+launches back until a step of theirs has shown that the other had no gradients in the same
+backward. If it had, that step is refused on every rank, and nothing was launched in two orders.
+One that comes later is found out in the first step as well, but holds nothing back.
 """
 
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
+
+import torch
 
 
 class Launcher(Protocol):
@@ -50,8 +52,9 @@ class LaunchOrder:
         self._next = 0
         self._names: list[str] = []  # of parameters that are reduced inside backward
         self._ranks: set[int] = set()  # that take part in it
-        self._held_back = self._refused = self._has_stepped = False
-        self._began = self._arrived = 0  # by the clock of rounds; 0: no gradient in this one
+        self._waits_for: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()  # launches are held back
+        self._refused = self._has_stepped = False
+        self._backwards: set[int] = set()  # passes that gave gradients since the last step
 
     def __str__(self) -> str:
         return f"{self._owner} ({len(self._names)} parameters from {self._names[0]!r} on)"
@@ -65,19 +68,25 @@ class LaunchOrder:
         _inside_backward.orders.add(self)
         for other in self._others():
             if not other._has_stepped:
-                self._held_back = other._held_back = True
+                self._waits_for.add(other)
+                other._waits_for.add(self)
 
     def stepped(self) -> None:
         """A step was taken in which no other optimizer was in use."""
         self._has_stepped = True
-        self._held_back = self._refused
+        if not self._refused:
+            self._waits_for.clear()
 
     def rival(self) -> "LaunchOrder | None":
-        """Another optimizer that launches inside backward, and has had gradients meanwhile."""
-        found = next((other for other in self._others() if other._arrived >= self._began), None)
-        if found is not None:  # whoever goes on all the same does so without overlap
-            self._refused = found._refused = self._held_back = found._held_back = True
-        return found
+        """Another optimizer that launches inside a backward from which this one has gradients."""
+        for other in self._others():
+            if not self._backwards.isdisjoint(other._backwards):
+                # Whoever goes on all the same does so without overlap.
+                self._refused = other._refused = True
+                self._waits_for.add(other)
+                other._waits_for.add(self)
+                return other
+        return None
 
     def _others(self) -> Iterator["LaunchOrder"]:
         for other in list(_inside_backward.orders):
@@ -99,17 +108,15 @@ class LaunchOrder:
     def restart(self) -> None:
         """A plan has begun a new round."""
         self._next = 0
-        self._arrived = 0
-        _inside_backward.rounds += 1
-        self._began = _inside_backward.rounds
+        self._backwards.clear()
 
     def gradient_arrived(self) -> None:
         """Backward has finished a gradient that is reduced inside of it."""
-        self._arrived = _inside_backward.rounds
+        self._backwards.add(torch._C._current_graph_task_id())
 
     def launch_complete(self) -> None:
         """Launch what is complete, up to the first bucket that is not."""
-        if self._held_back:
+        if self._waits_for:  # and is alive
             return
         while (turn := self._turn()) is not None and turn.launcher.is_complete(turn.bucket):
             turn.launcher.make_room()
@@ -132,14 +139,9 @@ class LaunchOrder:
 
 
 class _InsideBackward(threading.local):
-    """Those that launch inside backward and are alive; per thread, as ranks are in tests.
-
-    `rounds` counts the rounds of all: what came before an optimizer's own round does not concern
-    it, such as the gradients of one that was given up.
-    """
+    """Those that launch inside backward and are alive; per thread, as ranks are in tests."""
 
     def __init__(self) -> None:
-        self.rounds = 1
         self.orders: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()
 
 

@@ -8,10 +8,11 @@ buckets in the same order, whatever order autograd has and whatever it leaves ou
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from samestep.buffers.gradients import FlatGradients, PackedGradients
@@ -30,7 +31,7 @@ from samestep.distribution import Distribution
 from samestep.plan.sharding import Bucket, ShardingPlan
 
 # One per parameter: of two optimizers that have it, the last one reduces it inside backward.
-_hooks = WeakTensorKeyDictionary()
+_hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
 
 
 class GradientReducer:

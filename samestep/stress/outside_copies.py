@@ -52,7 +52,7 @@ class OutsideCopies:
             if mesh not in inside:
                 inside[mesh] = set(ranks.members) <= set(mesh.mesh.flatten().tolist())
             if not inside[mesh]:
-                part = Part(kind, name, tensor.detach().to_local())
+                part = Part(kind, name, tensor.to_local().detach())
                 alike.setdefault(_place(tensor), []).append(part)
         kinds = list(alike.items())
         if len(kinds) > KINDS:

@@ -7,11 +7,11 @@ import pytest
 from samestep.comm.recorder import FlightRecorder
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.command import Session
-from samestep.stress.hybrid_training import HybridTraining
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST, Layout, layout_named, register
 from samestep.stress.options import Options
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from samestep.stress.sharded_training import GroupLogs
 from tests.limits import HANG
 from tests.ranks import run_forked
 from tests.soak import SOAK
@@ -29,9 +29,11 @@ def test_they_run_when_they_are_named_and_not_otherwise(tmp_path):
     assert {scenario for scenario, _ in usual} == set(SCENARIOS)
     assert {layout for _, layout in usual} == set(LAYOUTS)
     named = cases(tmp_path, world_size=8, scenario="hybrid_gpt")
-    assert [layout for _, layout in named] == ["one_process", *LAYOUTS_ON_REQUEST]
+    hybrid = [name for name in LAYOUTS_ON_REQUEST if name.startswith("hybrid_")]
+    assert [layout for _, layout in named] == ["one_process", *hybrid]
     assert cases(tmp_path, scenario="hybrid_gpt", layout="zero2") == [("hybrid_gpt", "zero2")]
-    assert set(SCENARIOS_ON_REQUEST) == {"hybrid_gpt", "hybrid_lora"}
+    refused = {"tensor_parallel_alone", "two_optimizers", "fused_qkv_cut"}
+    assert set(SCENARIOS_ON_REQUEST) == {"hybrid_gpt", "hybrid_lora"} | refused
 
 
 def test_a_layout_has_one_name():
@@ -73,12 +75,11 @@ def test_logs_are_compared_group_by_group():
     """Ranks 2 and 3 launch others than 0 and 1, which is fine; then rank 3 alone does."""
 
     def job(rank):
-        training = object.__new__(HybridTraining)
-        training._logs, training.rank = {}, rank
+        logs = GroupLogs()
         pair = (0, 1) if rank < 2 else (2, 3)
 
         def launch(elements):
-            training._note(
+            logs._note(
                 SimpleNamespace(
                     ranks=pair, kind="all_reduce", name="n", elements=elements, dtype="f"
                 )
@@ -86,9 +87,9 @@ def test_logs_are_compared_group_by_group():
 
         launch(pair[0])
         with FlightRecorder() as recorder:
-            first = training.log(recorder)
+            first = logs.compared(recorder)
             launch(7 if rank == 3 else 8)
-            return first, training.log(recorder)
+            return first, logs.compared(recorder)
 
     found = run_forked(4, job)
     assert len({first for first, _ in found}) == 1

@@ -15,7 +15,6 @@ from samestep.stress.mutants.mutant import mutant
     layout="tp_alone",
     world=4,
     steps=4,
-    patience=30.0,  # groups and FSDP2 units are made first, and nothing hangs
 )
 def nobody_averages_over_data() -> list[Any]:
     """Copies on other meshes are not looked for."""
@@ -48,7 +47,6 @@ def two_orders_of_launches() -> list[Any]:
     scenario="fused_qkv_cut",
     layout="hybrid_tp",
     steps=2,
-    patience=30.0,
 )
 def fused_qkv_cut_by_rows() -> list[Any]:
     """It looks like any other column layer."""

@@ -152,9 +152,10 @@ def _segments(table: Table, dtype: torch.dtype, few_rows: bool) -> tuple[tuple[i
     return tuple(zip((0, *ends[:-1]), ends, strict=True))
 
 
+@lru_cache(maxsize=256)
 def unsafe_step(table: Table, norm_factor: float, dtype: torch.dtype) -> str | None:
     """Why a table cannot run in a dtype even with every step alone, with the numbers; or None."""
-    basin = basin_of(table, norm_factor)
+    basin, u = basin_of(table, norm_factor), ROUNDOFF[dtype]
     final = basin.largest[-1]
     if not final <= LARGEST_RESULT:
         step = next(k for k, s in enumerate(basin.largest) if not s <= LARGEST_RESULT)
@@ -163,17 +164,16 @@ def unsafe_step(table: Table, norm_factor: float, dtype: torch.dtype) -> str | N
             f"{step} and to {final:.4g} at the end, where {LARGEST_RESULT} is the most that is "
             "still orthogonalization"
         )
-    reached = basin.largest[0] * (1 + ROUNDOFF[dtype])
-    for step in range(len(table) + 1):
+    for step, (largest, edge) in enumerate(zip(basin.largest, basin.edge, strict=True)):
         if step:
-            alone = _noise(table[step - 1 : step], ROUNDOFF[dtype], True, reached)
-            reached = _largest(table[step - 1], reached) + alone.total
-        if not reached <= basin.edge[step]:
+            noise = _noise(table[step - 1 : step], u, True, basin.largest[step - 1]).total
+        else:
+            noise = u * largest
+        if not largest + noise <= edge:
             return (
-                f"after step {step} the largest singular value is {basin.largest[step]:.4f} in "
-                f"exact arithmetic and up to {reached:.4f} in {str(dtype).removeprefix('torch.')}, "
-                f"and beyond {basin.edge[step]:.4f} the steps that follow end more than "
-                f"{TOLERANCE} above {final:.4f}"
+                f"after step {step} the largest singular value is {largest:.4f}, rounding adds up "
+                f"to {noise:.2g}, and above {edge:.4f} the steps that follow end more than "
+                f"{TOLERANCE} over the {final:.4f} of exact arithmetic"
             )
     return None
 

@@ -121,15 +121,20 @@ def coefficients(name: str, value: Any) -> None:
 
 
 def own_table(
-    name: str, table: Sequence[Coefficients], norm_factor: float, dtype: torch.dtype
+    name: str, table: Sequence[Coefficients], norm_factor: float, dtype: torch.dtype | None
 ) -> None:
-    """A table whose singular values stay in the basin, also when rounded to `dtype`."""
-    reason = unsafe_step(as_table(table), norm_factor, dtype)
+    """A table whose singular values stay where they converge, also when rounded to `dtype`.
+
+    None: the narrowest that will do is chosen later, at most 32 bits.
+    """
+    chosen = dtype or torch.float32
+    reason = unsafe_step(as_table(table), norm_factor, chosen)
     if reason is not None:
+        wider = "" if dtype in (None, torch.float32) else "compute_dtype=torch.float32, or "
         raise ValueError(
-            f"{name} is not safe in {str(dtype).removeprefix('torch.')}: {reason}; "
-            "try compute_dtype=torch.float32, orthogonalize='polar-express' (which divides by 1.01 "
-            "times the norm, 'newton-schulz' by the norm), or other coefficients"
+            f"{name} cannot run in {str(chosen).removeprefix('torch.')}: {reason}; give {wider}"
+            "a table with more room (docs/rules.md), as by multiplying s with 1 / 1.02 in all of "
+            "its polynomials but the last"
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samestep.rules import checks
-from samestep.rules.basin import TOLERANCE, as_table, basin_of
+from samestep.rules.basin import TOLERANCE, Coefficients, as_table, basin_of
 from samestep.rules.numbers import in_dtype, number, on_host
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
@@ -53,7 +53,7 @@ class MuonRule:
         "scale_decay": False,  # weight decay with the adjusted learning rate
         "split_sizes": None,
         "flatten": False,
-        "compute_dtype": None,  # None: float16 on accelerators, float32 on CPU
+        "compute_dtype": None,  # None: float16 on accelerators if the table has room, else float32
         "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
@@ -79,11 +79,9 @@ class MuonRule:
         if options["ns_coefficients"] is not None:
             checks.own_table(
                 "ns_coefficients",
-                step_coefficients(
-                    options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
-                ),
+                _table(options),
                 POLYNOMIALS[options["orthogonalize"]].norm_factor,
-                options["compute_dtype"] or torch.float16,
+                options["compute_dtype"],
             )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
@@ -142,7 +140,7 @@ class MuonRule:
         options: Options,
     ) -> Direction:
         """Orthogonalization and what else needs whole blocks: (B, rows, cols)."""
-        if len(prepared) > 1 and _depends_on_company(prepared, options["compute_dtype"]):
+        if len(prepared) > 1 and _depends_on_company(prepared, options):
             alone = [
                 self.transform(
                     prepared[place : place + 1].clone(),
@@ -196,13 +194,15 @@ class MuonRule:
         return decayed.addcmul_(direction, step_size)
 
 
-def _depends_on_company(blocks: Tensor, compute_dtype: torch.dtype | None) -> bool:
+def _depends_on_company(blocks: Tensor, options: Options) -> bool:
     """Whether bits of a block would depend on its stack, which differs from layout to layout.
 
     cuBLAS chooses how to multiply wide numbers by how many blocks there are.
     """
-    dtype = compute_dtype or default_compute_dtype(blocks)
-    return blocks.is_cuda and dtype.itemsize > 2 and not torch.compiler.is_compiling()
+    if not blocks.is_cuda:
+        return False
+    dtype = options["compute_dtype"] or default_compute_dtype(blocks, _table(options))
+    return dtype.itemsize > 2 and not torch.compiler.is_compiling()
 
 
 def accumulate_momentum(
@@ -276,11 +276,14 @@ def lr_factor(rows: int, cols: int, adjust_lr: str | None) -> float:
 
 def largest_singular_value(options: Options) -> float:
     """More than any singular value that the orthogonalization of a group can give."""
-    table = step_coefficients(
+    norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
+    return basin_of(as_table(_table(options)), norm_factor).largest[-1] + TOLERANCE
+
+
+def _table(options: Options) -> list[Coefficients]:
+    return step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
     )
-    norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
-    return basin_of(as_table(table), norm_factor).largest[-1] + TOLERANCE
 
 
 def decay_weights(

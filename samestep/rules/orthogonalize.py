@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.choice import missing_products
-from samestep.rules.basin import FEW_ROWS, gram_segments
+from samestep.rules.basin import FEW_ROWS, as_table, gram_segments, unsafe_step
 from samestep.rules.basin import Coefficients as Coefficients  # part of this interface
 
 Execution = Literal["standard", "gram"]
@@ -79,7 +79,7 @@ def orthogonalize(
     rows, cols = blocks.shape[-2:]
     if blocks.numel() == 0:
         return blocks.clone()
-    dtype = compute_dtype or default_compute_dtype(blocks)
+    dtype = compute_dtype or default_compute_dtype(blocks, table)
     by_kernels = kernels_run(table, dtype, blocks.device)
     if by_kernels:
         from samestep.kernels.orthogonalize import orthogonalize_blocks as run
@@ -133,19 +133,30 @@ def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch
         and dtype in (torch.bfloat16, torch.float16)
         and not torch.compiler.is_compiling()
         and all(c != 0 for _, _, c in table)
+        and has_room(table)
         and missing_products(device) is None
     )
 
 
-def default_compute_dtype(blocks: Tensor) -> torch.dtype:
+def default_compute_dtype(
+    blocks: Tensor, table: Sequence[Coefficients] | None = None
+) -> torch.dtype:
     """16 bits where the hardware is made for it, 32 on CPU; float64 blocks keep theirs.
 
     float16, not bfloat16: blocks are scaled, so its range suffices, and its 3 bits more are what
-    the margins of Polar Express are about.
+    the margins of Polar Express are about. A table that has no room even for those: 32 bits.
     """
     if blocks.dtype == torch.float64:
         return torch.float64
-    return torch.float32 if blocks.device.type == "cpu" else torch.float16
+    if blocks.device.type == "cpu" or not (table is None or has_room(table)):
+        return torch.float32
+    return torch.float16
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_room(table: Sequence[Coefficients]) -> bool:
+    """Whether singular values stay in the basin when all is rounded to float16."""
+    return unsafe_step(as_table(table), 1.0, torch.float16) is None
 
 
 def step_coefficients(

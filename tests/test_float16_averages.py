@@ -89,7 +89,7 @@ def run_layouts(rank, names):
 
 @pytest.fixture(scope="module")
 def found():
-    return run_forked(RANKS, run_layouts, list(LAYOUTS), timeout=60)
+    return run_forked(RANKS, run_layouts, list(LAYOUTS))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -110,7 +110,7 @@ def test_sums_of_float16_would_overflow(monkeypatch):
     """Where a backend adds: without the division the step is skipped."""
     monkeypatch.setattr(reduction, "divides_first", lambda *_, **__: False)
     names = ["none", "zero2 overlap", "flat zero2 overlap"]
-    for of_rank in run_forked(RANKS, run_layouts, names, timeout=60):
+    for of_rank in run_forked(RANKS, run_layouts, names):
         for name in names:
             means, _ = of_rank[name]
             assert means[0]["weight"].eq(0).all(), name

@@ -286,11 +286,14 @@ def test_a_rank_that_never_arrives_is_named_with_its_stack(run):
 @pytest.mark.parametrize("collective", [all_reduced, lambda rank: dist.new_group([0, 1])])
 def test_a_thread_that_was_given_up_takes_no_part_in_the_next_run(collective):
     """It wakes in the middle of it, and comes to a collective of its own run: which ends it."""
-    awake = threading.Event()
+    asleep, awake = threading.Event(), threading.Event()
 
     def late(rank):
-        if rank == 1:
-            awake.wait(FOREVER)
+        if rank == 0:
+            asleep.wait(HANG)
+            raise ValueError("rank 1 is given up")
+        asleep.set()
+        awake.wait(FOREVER)
         collective(100.0)
 
     def next_run(rank):
@@ -302,7 +305,7 @@ def test_a_thread_that_was_given_up_takes_no_part_in_the_next_run(collective):
         return first, all_reduced(rank + 1.0)
 
     with pytest.raises(RanksFailed):
-        run_threaded(2, late, timeout=0.1, grace=0.0)
+        run_threaded(2, late, grace=0.0)
     (given_up,) = (thread for thread in threading.enumerate() if thread.name == "rank 1")
     assert run_threaded(2, next_run) == [(1.0, 3.0)] * 2
 

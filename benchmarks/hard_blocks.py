@@ -68,7 +68,8 @@ def _low_rank(draw: Draw, count: int, table: Table) -> Tensor:
 
 def _equilibrated(draw: Draw, count: int, table: Table) -> Tensor:
     blocks = draw.normal(count, draw.rows, draw.cols)
-    return blocks / blocks.norm(dim=2, keepdim=True)
+    of_rows: Tensor = blocks.norm(dim=2, keepdim=True)
+    return blocks / of_rows
 
 
 def _uneven_rows(draw: Draw, count: int, table: Table) -> Tensor:

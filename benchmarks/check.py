@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,6 +92,11 @@ def batch(rank: int, number: int, options: Options) -> Tensor:
     return torch.randint(options.vocabulary, shape, generator=generator)
 
 
+def backward(model: GPT, tokens: Tensor, targets: Tensor) -> None:
+    """Gradients of a batch."""
+    model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
+
+
 def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
     """Train, check in turns, and check once more with a difference; gives the parameter count."""
     model = build_model(options)
@@ -99,7 +105,7 @@ def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
     for number in range(options.steps + 1):
         tokens, targets = batch(rank, number, options)
         moments = Times(
-            [timed(lambda data=(tokens, targets): model.loss(*data).backward())],
+            [timed(partial(backward, model, tokens, targets))],
             [timed(optimizer.step)],
             [
                 timed(lambda: check(model, optimizer))

@@ -9,14 +9,16 @@ import json
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 import samestep
 from benchmarks.twin import Twin
@@ -35,7 +37,10 @@ class Options:
     out: Path = Path("out/bench")
 
 
-def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[list[Tensor], list[Tensor]]:
+Parameters = list[nn.Parameter]
+
+
+def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[Parameters, Parameters]:
     """(matrices, all other parameters), with random values and gradients."""
     shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
     matrices = [nn.Parameter(torch.randn(shape) * 0.02) for _ in range(layers) for shape in shapes]
@@ -46,10 +51,10 @@ def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[list[Tenso
     return matrices, others
 
 
-def milliseconds(step: object) -> float:
+def milliseconds(step: Callable[[], object]) -> float:
     """Wall time of one call."""
     start = time.perf_counter()
-    step()  # type: ignore[operator]
+    step()
     return 1e3 * (time.perf_counter() - start)
 
 
@@ -58,15 +63,20 @@ def measure(width: int, options: Options) -> dict[str, float]:
     torch.manual_seed(0)
     matrices, others = gpt_parameters(width, options.layers, options.vocabulary)
     copies = gpt_parameters(width, options.layers, options.vocabulary)
-    muon = {
+    muon: dict[str, Any] = {
         "rule": "muon", "params": matrices,
         "orthogonalize": "newton-schulz", "adjust_lr": "match_rms_adamw",
     }  # fmt: skip
-    adamw = {"rule": "adamw", "params": others, "betas": (0.9, 0.999), "weight_decay": 0.01}
+    adamw: dict[str, Any] = {
+        "rule": "adamw",
+        "params": others,
+        "betas": (0.9, 0.999),
+        "weight_decay": 0.01,
+    }
     ours = samestep.MuonAdamW([muon, adamw])
     ours_muon, ours_adamw = samestep.MuonAdamW([muon]), samestep.MuonAdamW([adamw])
     twin = Twin(*copies)
-    steps = {
+    steps: dict[str, Callable[[], object]] = {
         "ours": ours.step, "twin": twin.step,
         "ours_muon": ours_muon.step, "twin_muon": twin.muon.step,
         "ours_adamw": ours_adamw.step, "twin_adamw": twin.adamw.step,
@@ -78,8 +88,9 @@ def measure(width: int, options: Options) -> dict[str, float]:
             if round_number > 0:  # the first round allocates state and warms up
                 times[name].append(elapsed)
     result = {name: statistics.median(values) for name, values in times.items()}
-    flops = sum(orthogonalize_flops(*param.shape) for param in matrices)
-    plain = sum(orthogonalize_flops(*param.shape, execution="standard") for param in matrices)
+    sizes = [(param.shape[0], param.shape[1]) for param in matrices]
+    flops = sum(orthogonalize_flops(*size) for size in sizes)
+    plain = sum(orthogonalize_flops(*size, execution="standard") for size in sizes)
     result["ours_gflops_per_s"] = flops / result["ours_muon"] / 1e6
     result["twin_gflops_per_s"] = plain / result["twin_muon"] / 1e6
     result["flops_ratio"] = flops / plain

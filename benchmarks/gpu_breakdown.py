@@ -125,7 +125,7 @@ def on_ranks(options: argparse.Namespace, command: str, ranks: int, backend: str
     Ranks are started afresh: the profiler sees no GPU from a process that was forked by a thread.
     """
     with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
-        torch.multiprocessing.spawn(
+        torch.multiprocessing.spawn(  # type: ignore[no-untyped-call]
             on_rank, (options, command, ranks, backend, folder), nprocs=ranks
         )
         reports = (Path(folder) / str(rank) for rank in range(ranks))
@@ -174,7 +174,7 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     params = [param for param in model.parameters() if isinstance(param, DTensor)]
     for param in params:
-        grad = torch.empty_like(param)
+        grad: Any = torch.empty_like(param)  # a DTensor
         grad.to_local().normal_(generator=generator)
         param.grad = grad
 

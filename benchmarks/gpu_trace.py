@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -47,8 +46,13 @@ class Share(NamedTuple):
 
     def per(self, count: int) -> "Share":
         """The mean of some repetitions."""
-        longest = [(name, ms / count) for name, ms in self.longest]
-        return Share(*(ms / count for ms in self[:4]), longest)
+        return Share(
+            self.wall / count,
+            self.products / count,
+            self.elementwise / count,
+            self.moved / count,
+            [(name, ms / count) for name, ms in self.longest],
+        )
 
 
 def device_work(call: Callable[[], T]) -> tuple[list[Work], T]:
@@ -74,16 +78,18 @@ def share_of(work: Sequence[Work], wall: float) -> Share:
     moves = [each for each in work if is_move(each.name)]
     computing = [each for each in work if not is_move(each.name)]
     products = [each for each in computing if is_product(each.name)]
-    longest: Counter[str] = Counter()
+    sums: dict[str, float] = {}
     for each in work:
-        longest[short(each.name)] += (each.end - each.begin) / 1e3
+        name = short(each.name)
+        sums[name] = sums.get(name, 0.0) + (each.end - each.begin) / 1e3
+    longest = sorted(sums.items(), key=lambda item: item[1], reverse=True)
     in_products = covered(products)
     return Share(
         wall,
         in_products,
         covered(computing) - in_products,
         covered(moves),
-        longest.most_common(SHOWN),
+        longest[:SHOWN],
     )
 
 

@@ -170,9 +170,12 @@ class ModelledGroup(dist.ProcessGroup):
     def __init__(
         self, link: ModelledLink, store: dist.Store, rank: int, size: int, timeout: timedelta
     ) -> None:
-        super().__init__(rank, size)  # torch refuses the store from a Python subclass
+        # torch refuses the store from a Python subclass.
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._link, self._store, self._name = link, store, ""
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._gloo: Any = dist.ProcessGroupGloo(
+            store, rank, size, timeout
+        )  # not all of it has types
 
     # torch's own versions of these ask a registered backend, which would not be modelled.
 
@@ -185,7 +188,7 @@ class ModelledGroup(dist.ProcessGroup):
         return "modelled"
 
     @property
-    def group_name(self) -> str:
+    def group_name(self) -> Any:  # a str, of which newer torch has a type of its own
         """As torch knows the group."""
         return self._name
 
@@ -224,14 +227,14 @@ class ModelledGroup(dist.ProcessGroup):
         launch = self._gloo._reduce_scatter_base
         return self._launch("reduce_scatter", self._share([input]), launch, output, input, *opts)
 
-    def barrier(self, opts: Any) -> dist.Work:
+    def barrier(self, opts: Any = None) -> dist.Work:
         """Nothing travels."""
         return self._launch("barrier", 0, self._gloo.barrier, opts)
 
     # Their names before torch 2.13.
-    alltoall_base = all_to_all_single
-    _allgather_base = all_gather_single
-    _reduce_scatter_base = reduce_scatter_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    _allgather_base = all_gather_single  # type: ignore[assignment]
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
 
     def _share(self, tensors: list[Tensor]) -> float:
         return sum(tensor.nbytes for tensor in tensors) * (self.size() - 1) / self.size()

@@ -6,6 +6,7 @@ uneven), or because it is on the link or behind others there (exposed communicat
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from benchmarks.timeline import Trace
@@ -120,11 +121,8 @@ class Results:
     def row(self, case: Case, link: str) -> dict[str, Any]:
         """One case on one link, against the same without a pipeline."""
         plain = case.unpipelined
-        medians = {
-            f"{key}_ms": self.median(case, link, lambda step, key=key: getattr(step, key))
-            for key in Step._fields
-        }
-        kept = {}
+        medians = {f"{key}_ms": self.median(case, link, attrgetter(key)) for key in Step._fields}
+        kept: dict[str, Any] = {}
         if case.pipelined:
             kept["exposed_of_unpipelined"] = medians["exposed_ms"] / self.median(
                 plain, link, _exposed

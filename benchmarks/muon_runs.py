@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.rule_optimizer
-from benchmarks.modelled_link import ModelledLink, Speed
+from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, computed
 from benchmarks.timeline import Trace
 from examples.gpt import GPT, GPTConfig
@@ -123,10 +124,11 @@ class Training:
         size = (2, self._shape.sequences, self._shape.tokens)
         tokens, targets = torch.randint(self._shape.vocabulary, size, generator=self._generator)
         self._optimizer.zero_grad()
-        self._model.loss(tokens, targets).backward()
+        self._model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
         dist.barrier()
         self._link.set_speed(*speed)
-        self._link.transfers = transfers = []
+        transfers: list[Transfer] = []
+        self._link.transfers = transfers
         self._marks.clear()
         self._optimizer.step()
         self._link.set_speed(0.0, float("inf"))
@@ -156,10 +158,9 @@ def on_rank(
     """Every case on every link, in turns, back and forth."""
     link.install()
     marks = Marks(link.now)
-    samestep.rule_optimizer.execute = marks.execute
     recorder = samestep.FlightRecorder()
     recorder.on_launch.append(lambda record: _give_name(link, record))
-    with recorder:
+    with patch.object(samestep.rule_optimizer, "execute", marks.execute), recorder:
         trainings = {case: Training(case, shape, link, marks) for case in CASES}
         speeds = calibrate(trainings[CASES[-1]], regime)
         for training in trainings.values():

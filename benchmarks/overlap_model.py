@@ -25,7 +25,8 @@ class RecomputedGPT(GPT):
         for number, block in enumerate(self.blocks):
             if number != self.skipped:
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
-        return self.head(self.norm(x))
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 def build(width: int, layers: int, vocabulary: int, tokens: int) -> RecomputedGPT:

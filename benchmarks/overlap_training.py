@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import samestep
-from benchmarks.modelled_link import ModelledLink, Speed
+from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.overlap_model import RecomputedGPT, build
 from benchmarks.timeline import Trace
 
@@ -78,17 +78,16 @@ class Training:
             "overlap_param_gather": case.gather,
             "bucket_size": self.parameters // case.parts,
         }
-        if case.rule == "MuonAdamW":
-            self.optimizer = samestep.MuonAdamW(self.model, **options)
-        else:
-            self.optimizer = samestep.AdamW(self.model, **options)
+        rule: Any = getattr(samestep, case.rule)
+        self.optimizer = rule(self.model, **options)
 
     def run(self, speed: Speed, steps: int, skip_at: int) -> tuple[list[Sample], Trace]:
         """Steps on a link, after one that fills the pipeline; `skip_at` leaves a layer out."""
         batches = [self._batch(step) for step in range(steps + 1)]
         dist.barrier()
         self._link.set_speed(*speed)
-        self._link.transfers = transfers = []
+        transfers: list[Transfer] = []
+        self._link.transfers = transfers
         now = self._link.now
         last = dist.get_rank() == dist.get_world_size() - 1
         marks: list[tuple[str, float, float]] = []
@@ -99,13 +98,12 @@ class Training:
             times = [now()]
             loss = self.model.loss(tokens, targets)
             times.append(now())
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             times.append(now())
             self.optimizer.step()
             self.optimizer.zero_grad()
             times.append(now())
-            for name, *span in zip(("forward", "backward", "step"), times, times[1:], strict=False):
-                marks.append((name, *span))
+            marks += zip(("forward", "backward", "step"), times, times[1:], strict=False)
         ended = now()
         self.optimizer.wait_for_parameters()
         self._link.set_speed(0.0, float("inf"))
@@ -117,12 +115,14 @@ class Training:
             own = transfers[firsts[step] : firsts[step + 1] if step < steps else None]
             waits = [wait for transfer in transfers for wait in transfer.waits]
             samples.append(
-                Sample(
-                    end - begin,
-                    *(stop - start for _, start, stop in phases),
-                    sum(transfer.seconds for transfer in own),
-                    sum(stop - start for start, stop in waits if begin <= start < end),
-                    step == skip_at,
+                Sample._make(
+                    [
+                        end - begin,
+                        *(stop - start for _, start, stop in phases),
+                        sum(transfer.seconds for transfer in own),
+                        sum(stop - start for start, stop in waits if begin <= start < end),
+                        step == skip_at,
+                    ]
                 )
             )
         return samples, Trace(marks, transfers)

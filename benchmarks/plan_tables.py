@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
@@ -54,7 +55,7 @@ def stages() -> Iterator[str]:
         model = load_model(name, torch.bfloat16)
         cells = []
         for sharding in ("none", "zero1", "zero2", "zero3"):
-            settings = Settings(sharding=sharding, muon=False, clip=False)  # type: ignore[arg-type]
+            settings = Settings(sharding=sharding, muon=False, clip=False)
             plan = stage_blueprint(model, Degrees(ranks), settings, CUDA, 0)
             kept = max(kept_memory(plan, rank) for rank in (0, ranks - 1))
             whole = 2 * model.parameters
@@ -85,10 +86,15 @@ def muon_savings() -> Iterator[str]:
 
 def timelines() -> tuple[list[str], dict[str, bytes]]:
     """Parallel Muon: four ways to run Muon over shards, on four ranks."""
-    layer = {"qkv": (1536, 1024), "out": (1024, 1024), "up": (4096, 1024), "down": (1024, 4096)}
+    layer: dict[str, tuple[int, ...]] = {
+        "qkv": (1536, 1024),
+        "out": (1024, 1024),
+        "up": (4096, 1024),
+        "down": (1024, 4096),
+    }
     shapes = {f"{name}_{i}": shape for i in range(6) for name, shape in layer.items()}
     machine = replace(PRESETS["mi250x8"], inside=Link(3e-5, 1.2e10, 2e-6))
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "distributed": {"muon_schedule": "gather"},
         "parallel": {"owners": "cyclic", "chunks_ahead": 0},
         "re-scheduled": {"owners": "cyclic"},

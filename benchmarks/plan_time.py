@@ -38,7 +38,7 @@ MODELS = {
     "large": Shape("large", 1024, 192, 4, 3, 3, 64, 768, gated=False),
 }
 SIDES = (32, 64, 128, 192)  # of blocks that are measured
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, Any]] = {
     "zero2": {"sharding": "zero2"},
     "flat zero1": {"sharding": "zero1", "buffers": "flat"},
     "none": {"sharding": "none"},

@@ -34,7 +34,7 @@ class Options:
 def measure(rank: int, options: Options) -> list[float]:
     """Milliseconds of each round, from a barrier to the answer."""
     names = [str(number) for number in range(options.parameters)]
-    presence = PresenceAgreement(names, registry.of(), torch.device("cpu"))
+    presence = PresenceAgreement(names, [registry.of()], torch.device("cpu"))
     times = []
     for step in range(options.rounds):
         here = [(number + rank + step) % 3 > 0 for number in range(options.parameters)]

@@ -46,7 +46,11 @@ def chrome_trace(shown: Mapping[str, Sequence[Trace]]) -> bytes:
                 add(pid, 0, name, begin, end)
             for transfer in trace.transfers:
                 launched = round(1e6 * (transfer.launched - origin), 1)
-                about = {"launched": launched, "bytes": transfer.bytes, "kind": transfer.kind}
+                about: dict[str, Any] = {
+                    "launched": launched,
+                    "bytes": transfer.bytes,
+                    "kind": transfer.kind,
+                }
                 add(pid, 2, transfer.name, transfer.start, transfer.end, **about)
                 for begin, end in transfer.waits:
                     add(pid, 1, f"wait: {transfer.name}", begin, end)

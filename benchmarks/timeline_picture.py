@@ -71,8 +71,8 @@ def picture(
 def _draw(ax: Axes, panel: Panel, look: Look, longest: float) -> None:
     def bar(y: float, height: float, kind: str, start: float, stop: float, text: str = "") -> None:
         begin, width = 1e3 * (start - panel.begin), 1e3 * (stop - start)
-        edge = {"edgecolor": "white", "linewidth": 0.6}
-        ax.barh(y, width, left=begin, height=height, color=look.colours[kind], **edge)
+        color = look.colours[kind]
+        ax.barh(y, width, left=begin, height=height, color=color, edgecolor="white", linewidth=0.6)
         fits = stop - start > CHARACTER * len(text) * longest
         if text and fits and start >= panel.begin and stop <= panel.end + 1e-3:
             ax.text(begin + width / 2, y, text, ha="center", va="center", fontsize=8, clip_on=True)

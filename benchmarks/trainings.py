@@ -51,7 +51,7 @@ class Training(NamedTuple):
         cpu, start = time.process_time(), time.perf_counter()
         loss = cross_entropy(self.called(tokens).flatten(0, 1), targets.flatten())
         forward = time.perf_counter()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.step()
         self.zero_grad()
         end = time.perf_counter()

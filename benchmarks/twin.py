@@ -17,7 +17,7 @@ class UnbatchedMuon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Momentum, five quintic steps, decay, update."""
         for group in self.param_groups:
             lr, mu = group["lr"], group["momentum"]

@@ -26,8 +26,6 @@ from samestep.parallel.stack import Stack
 from samestep.stress.scenarios.hybrid import HybridGPT
 from samestep.train.gpt import GPTConfig
 
-MESH = {"tp": 2, "sequence_parallel": True, "ep": 2}  # FSDP2 has the rest
-
 
 def lane(layers: int) -> HybridGPT:
     """Width 128, heads of 32, 2 KV heads, 128 tokens, 8 experts of 64, a sequence per rank."""
@@ -44,9 +42,9 @@ def lane(layers: int) -> HybridGPT:
 def train(layers: int, steps: int, told: dict[str, Any], marks: Path | None) -> None:
     """Fill `told` as it goes; a file in `marks` says that a step was taken."""
     scenario = lane(layers)
-    mesh = build(**MESH)
+    mesh = build(tp=2, sequence_parallel=True, ep=2)  # FSDP2 has the rest
     model = scenario.model_to_cut()
-    stack = Stack(model, scenario.plan(), mesh, loss=mean_loss, ordered=True)
+    stack = Stack(model, scenario.plans()[0], mesh, loss=mean_loss, ordered=True)
     optimizer = stack.optimizer(reduction="ordered", **scenario.options())
     told["hosts"] = list(mesh.hosts)
     told["trace"] = stack.trace(tell=lambda line: None)["ranks"][mesh.rank]

@@ -93,11 +93,14 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 class MainWeights:
     """An optimizer on fp32 copies of parameters: gradients are copied in, and values back."""
 
-    def __init__(self, build: Callable[[Sequence[tuple[str, Tensor]]], Any], model: nn.Module):
-        self._params = list(model.parameters())
-        self._main = [nn.Parameter(p.detach().float()) for p in self._params]
-        for main in self._main:
-            main.grad = torch.zeros_like(main)
+    def __init__(
+        self, build: Callable[[Sequence[tuple[str, Tensor]]], Any], model: nn.Module
+    ) -> None:
+        self._params: list[Tensor] = list(model.parameters())
+        self._main: list[Tensor] = [nn.Parameter(p.detach().float()) for p in self._params]
+        self._grads = [torch.zeros_like(main) for main in self._main]
+        for main, grad in zip(self._main, self._grads, strict=True):
+            main.grad = grad
         names = [name for name, _ in model.named_parameters()]
         self._inner = build(list(zip(names, self._main, strict=True)))
         self.param_groups = self._inner.param_groups
@@ -105,7 +108,9 @@ class MainWeights:
     @torch.no_grad()
     def step(self) -> None:
         """One step of the copies."""
-        torch._foreach_copy_([p.grad for p in self._main], [p.grad for p in self._params])
+        given = [p.grad for p in self._params if p.grad is not None]
+        assert len(given) == len(self._grads)
+        torch._foreach_copy_(self._grads, given)
         self._inner.step()
         torch._foreach_copy_(self._params, self._main)
 

@@ -4,6 +4,8 @@ B sequences, T tokens, C channels, H query heads, G key/value heads, D channels 
 """
 
 from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -125,9 +127,9 @@ class Llama(nn.Module):
 
 def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> nn.Module:
     """The same model of transformers, weights drawn in `dtype`; ImportError where it is missing."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    # Not a package of ours: without its types here, and not there everywhere.
+    transformers: Any = import_module("transformers")
+    config = transformers.LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -143,7 +145,7 @@ def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> 
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)  # and not `.to`, which would round its angles too
     try:
-        model: nn.Module = LlamaForCausalLM(config)
+        model: nn.Module = transformers.LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
     return model

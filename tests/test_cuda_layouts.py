@@ -5,6 +5,7 @@ Needs one GPU. Ranks that are processes share it, with gloo between them.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,6 +82,12 @@ class Given(nn.Module):
             for number, part in enumerate(self.parts)
             for place, param in enumerate(part.parameters())
         }
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    """How products are computed is measured once for all layouts, whoever else measures it too."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 STEPS = 10

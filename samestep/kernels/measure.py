@@ -54,12 +54,13 @@ def _measured(
     measure: Measure,
 ) -> dict[Shape, Way]:
     """Those that are known from before, and the others by measurement."""
-    kept = _kept(device)
-    known = {**kept, **settled}
+    known = {**_kept(device), **settled}
     new = {shape: _fastest(shape, device, measure) for shape in shapes if shape not in known}
+    # What another process has found meanwhile counts: later ones will read it, and have its bits.
+    found = {**new, **_kept(device)}
     if new:
-        _keep({**kept, **new}, device)
-    return {**known, **new}
+        _keep(found, device)
+    return {**found, **settled}
 
 
 def _fastest(shape: Shape, device: torch.device, measure: Measure) -> Way:

@@ -28,6 +28,7 @@ from samestep.kernels.tables import Table
 from samestep.kernels.ways import padded
 from samestep.rules.muon import largest_singular_value, lr_factor
 from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
+from samestep.rules.rule import Options
 from samestep.state import MASTER, State
 
 TILE = 64  # rows and columns of a block that one program works on
@@ -123,10 +124,17 @@ def finished(blocks: GivenBlocks, directions: Tensor, step: Step, dtype: torch.d
     What they are multiplied with is in them: rounded the same for all, also for the owner.
     """
     factors, kind, _ = _factors(blocks, directions, step, blocks.writes)
+    if _in_bfloat16(step.options):
+        directions = directions.bfloat16()
     if factors is not None:
         along = {1: (-1, 1, 1), 2: (blocks.count, -1, 1), 3: (blocks.count, 1, -1)}[kind]
         directions = directions.float() * factors.view(along)
     return directions.to(dtype)
+
+
+def _in_bfloat16(options: Options) -> bool:
+    """Whether directions are rounded to bfloat16 before and after: they travel so, by default."""
+    return options["compute_dtype"] is not torch.float16
 
 
 def _device(blocks: MuonBlocks | GivenBlocks) -> torch.device:
@@ -160,6 +168,7 @@ def _step_along(
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
         TALL=blocks.tall,
+        BFLOAT16=_in_bfloat16(options),
         HAS_MASTER=len(blocks.targets.tensors) == 2,
         HAS_ONLY_IF=step.only_if is not None,
         HAS_WRITES=grads.writes is not None,
@@ -184,7 +193,7 @@ class _Numbers(NamedTuple):
 def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
     blocks, options = source[0], step.options
-    bfloat16 = options["compute_dtype"] is not torch.float16
+    bfloat16 = _in_bfloat16(options)
     if options["equilibrate"] and bfloat16:
         # Rows of any size: their digits are all there, until they have one norm.
         given = directions.view(torch.bfloat16)

@@ -61,7 +61,10 @@ def stepped(
 
 @triton.jit
 def rounded_direction(u, BFLOAT16: tl.constexpr):
-    """What is orthogonalized, in float32: in bfloat16 it is the same as what travels to owners."""
+    """What is orthogonalized, or came of it, in float32.
+
+    Rounded to bfloat16 it is what others have to whom it travels: layouts have the same bits.
+    """
     if BFLOAT16:
         u = u.to(tl.bfloat16).to(tl.float32)
     return u
@@ -435,6 +438,7 @@ def step_along(
     SCALE_DECAY: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     TALL: tl.constexpr,
+    BFLOAT16: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     HAS_ONLY_IF: tl.constexpr,
     HAS_WRITES: tl.constexpr,
@@ -456,7 +460,7 @@ def step_along(
         u = tl.load(own + col_ * long + row_, (col_ < cols) & (row_ < rows), 0.0).T
     else:
         u = tl.load(own + row * long + col, inside, 0.0)
-    u = u.to(tl.float32)
+    u = rounded_direction(u.to(tl.float32), BFLOAT16)
     fits = tl.sum(tl.where(inside, u * u, 0.0)) <= limit
     if fits == 0:  # also if it is NaN
         tl.store(flags + number, 1)

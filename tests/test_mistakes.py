@@ -22,12 +22,22 @@ import samestep
 from samestep import mistakes
 from tests.ranks import run_forked
 
-PAGE = " ".join((Path(__file__).parents[1] / "docs" / "mistakes.md").read_text().split())
+PAGE = (Path(__file__).parents[1] / "docs" / "mistakes.md").read_text()
+QUOTED = {
+    " ".join(paragraph.split())
+    for paragraph in PAGE.split("\n\n")
+    if all(line.startswith("    ") for line in paragraph.splitlines())
+}
 
 
 def on_the_page(message: object) -> bool:
-    """Whether the page quotes it, whatever its line breaks."""
-    return f" {message} " in PAGE
+    """Whether the page quotes all of it, whatever its line breaks."""
+    return str(message) in QUOTED
+
+
+def test_the_page_quotes_what_tests_have_heard():
+    """Each of these is asserted below: a message that is dropped leaves the page too."""
+    assert len(QUOTED) == 14
 
 
 def heard(action: Callable[[], object]) -> list[str]:

@@ -42,6 +42,7 @@ def own_temporary_folder() -> Path:
     usual = os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{usual}/torchinductor_{getpass.getuser()}")
     folder = Path(tempfile.mkdtemp(prefix="samestep_tests_", dir=usual))
+    folder.chmod(0o711)  # tests that put down root's rights reach what is inside
     os.environ["TMPDIR"] = str(folder)
     tempfile.tempdir = None  # it is asked for again
     return folder

@@ -112,7 +112,7 @@ def ranks():
     text = observed(alone, net(), {}, 0)
     return [
         ({phase: names | alone.seen[phase] for phase, names in seen.items()}, texts | {ALONE: text})
-        for seen, texts in run_forked(4, run, timeout=60)
+        for seen, texts in run_forked(4, run)
     ]
 
 

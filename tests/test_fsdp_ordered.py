@@ -19,7 +19,7 @@ from samestep.comm.recorder import FlightRecorder
 from samestep.fsdp import use_ordered_reduction
 from tests.gpu import needs_gpu
 from tests.ranks import run_forked
-from tests.test_failures import die, messages_of, timed
+from tests.test_failures import die, messages_of
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
 AXES = ("replicate", "shard")
@@ -265,9 +265,9 @@ def test_a_rank_that_died_in_backward_is_named():
         loss = model(inputs(rank)).sum()
         if rank == 2:
             die()
-        timed(loss.backward)
+        loss.backward()
 
-    for message in messages_of(job, within=6):
+    for message in messages_of(job):
         assert message.startswith("reduction of the outermost FSDP module failed: "), message
         assert "rank 2" in message
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import time
 from functools import cache
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-STEPS, FEWER = 200 if SOAK else 50, 12
+STEPS, FEWER = 200 if SOAK else 24, 12
 EVERYTHING = 1 << 30  # elements: all in one bucket
 PER_PARAMETER = [{"sharding": "none"}, {"sharding": "zero2", "overlap_grad_reduce": True}]
 
@@ -88,7 +87,7 @@ def test_two_hundred_steps_to_the_bit(world, modes):
         (3, [flat("zero1", 1000, True, True), flat("zero2", EVERYTHING, False, False)]),
         (5, [flat("zero1", EVERYTHING, False, True)]),
         (7, [flat("zero2", 256, True, True)]),
-        (8, [flat("zero1", 1000, True, True)]),
+        *([(8, [flat("zero1", 1000, True, True)])] if SOAK else []),
     ],
 )
 def test_the_bits_of_one_process(world, modes):
@@ -169,7 +168,7 @@ def measured(world, sharding):
     return run_forked(world, train_and_measure, world, sharding)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, 8] if SOAK else [2, 4])
 def test_bytes_of_a_step(world):
     """Counted by a process group in between: nothing travels twice, and hardly any padding.
 
@@ -275,13 +274,10 @@ def plan_llama():
 def test_planning_a_large_model_on_many_ranks():
     def job(rank):
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        start = time.process_time()
         lines = plan_llama()
-        seconds = time.process_time() - start
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-        return len(lines), seconds, grown
+        return len(lines), grown
 
-    ((lines, seconds, grown),) = run_forked(1, job)
+    ((lines, grown),) = run_forked(1, job)
     assert lines > 80 * 7
-    assert seconds < 10
     assert grown < 1e9

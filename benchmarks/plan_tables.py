@@ -75,7 +75,10 @@ def muon_savings() -> Iterator[str]:
             ]
             model = torch.nn.Sequential(*layers)
         optimizer = samestep.Muon(
-            model, sharding="zero2", state_dtypes={"momentum_buffer": torch.bfloat16}
+            model,
+            sharding="zero2",
+            state_dtypes={"momentum_buffer": torch.bfloat16},
+            master_weights=False,
         )
         plan = blueprint(optimizer, one_axis(ranks))
         whole = sum(param.nbytes for param in model.parameters())

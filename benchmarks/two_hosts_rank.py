@@ -3,14 +3,16 @@
 Started by torchrun. Its last line of output is JSON, also if it fails.
 """
 
+import argparse
 import json
 import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -69,18 +71,26 @@ def mean_loss(logits: Any, targets: Tensor) -> Tensor:
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def main() -> int:
-    """Train as torchrun says; give the exit status."""
-    layers, steps, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-    marks = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What `benchmarks.two_hosts` asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("layers", type=int)
+    parser.add_argument("steps", type=int)
+    parser.add_argument("timeout", type=float, help="seconds that a collective may take")
+    parser.add_argument("marks", type=Path, nargs="?", help="folder for a file per rank and step")
+    return parser.parse_args(given)
+
+
+def main(options: argparse.Namespace) -> NoReturn:
+    """Train as torchrun says; end with the exit status."""
     torch.set_num_threads(1)
     told: dict[str, Any] = {"host": socket.gethostname(), "losses": []}
     status = 0
     last = time.time()
     try:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout))
         told["rank"] = dist.get_rank()
-        train(layers, steps, told, marks)
+        train(options.layers, options.steps, told, options.marks)
     except Exception as error:
         status = 1
         told["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
@@ -93,4 +103,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(arguments())

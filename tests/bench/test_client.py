@@ -11,7 +11,8 @@ from torch import nn
 
 import samestep
 from samestep import cli
-from samestep.bench.client import nanochat, report
+from samestep.bench.client import llama, nanochat, report
+from samestep.bench.client.llama_model import Llama, LlamaShape
 from samestep.bench.client.training import Contestant, NotFinite, Training
 from samestep.bench.gpu import show
 
@@ -340,6 +341,154 @@ def test_peers_that_do_not_fit_are_refused(tmp_path, capsys, peers, text, files,
     assert not (tmp_path / "out").exists()
 
 
+# Llama
+
+
+# dion's Muon as SGD, which keeps learning rates in tensors of its own, as the real one does.
+DION = {
+    "dion/__init__.py": """
+        import torch
+        class Muon(torch.optim.Optimizer):
+            def __init__(self, groups, lr, **options):
+                assert not options["use_triton"] and options["adjust_lr"] == "rms_norm"
+                super().__init__(groups, {"lr": lr, "algorithm": "muon"})
+                for group in self.param_groups:
+                    group["lr"] = torch.tensor(lr)
+                self.rates = [group["lr"] for group in self.param_groups]
+                self.seen = []
+            @torch.no_grad()
+            def step(self):
+                for group, rate in zip(self.param_groups, self.rates):
+                    group["lr"] = rate.fill_(float(group["lr"]))
+                    for p in group["params"]:
+                        assert (p.ndim == 1) <= (group["algorithm"] == "adamw")
+                        p -= rate * p.grad
+        """,
+}
+
+
+def llama_words(text, out, *more):
+    return [
+        "bench", "client", "llama", "--model", "builtin", "--device", "cpu", "--data", str(text),
+        "--layers", "1", "--width", "64", "--batch", "2", "--sequence", "16", "--steps", "6",
+        "--warmup", "2", "--seeds", "3", "--out", str(out), *more,
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("plain")
+def test_llama(tmp_path, capsys, peers, text):
+    write(peers, DION)
+    assert cli.main(llama_words(text, tmp_path, "--peer-path", str(peers))) == 0
+    content = json.loads((tmp_path / "llama.json").read_text())
+    assert content["model"]["model"] == "builtin"
+    assert content["model"]["transformers"] is None
+    assert content["model"]["dtype"] == "bfloat16"
+    found = {each["name"]: each for each in content["seeds"][0]["trainings"]}
+    assert list(found) == ["ours", "dion", "ours-adamw", "torch-adamw", "torch-adamw-16bit"]
+    for training in found.values():
+        assert training["failed"] is None
+        assert training["losses"][0] == found["ours"]["losses"][0]
+        assert training["validation_loss"] < training["losses"][0]
+    # Main weights by hand and by us: the same rule, and 16 bits alone are something else.
+    assert found["ours-adamw"]["losses"] == pytest.approx(found["torch-adamw"]["losses"], abs=1e-3)
+    assert found["torch-adamw-16bit"]["losses"] != found["torch-adamw"]["losses"]
+    rivals = {each["name"]: each["rival"] for each in content["contestants"]}
+    assert rivals["ours"] == "dion"
+    assert rivals["ours-adamw"] == "torch-adamw"
+
+
+@pytest.mark.usefixtures("plain")
+def test_llama_without_dion_goes_on_without_it(tmp_path, capsys, peers, text):
+    assert cli.main(llama_words(text, tmp_path, "--variants", "ours", "dion")) == 0
+    content = json.loads((tmp_path / "llama.json").read_text())
+    ours, dion = content["seeds"][0]["trainings"]
+    assert dion["failed"] == "ImportError: no dion here; --peer-path names a checkout"
+    assert ours["final_loss"] is not None
+
+
+def test_llama_of_transformers_is_refused_without_it(tmp_path, capsys, text, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    out = tmp_path / "out"
+    assert cli.main(llama_words(text, out, "--model", "transformers")) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: --model transformers cannot be had (ModuleNotFoundError")
+    assert shown.endswith("or --model builtin for the same shapes without it\n")
+    assert not out.exists()
+
+
+@pytest.mark.usefixtures("plain")
+def test_llama_of_transformers_gets_the_shape(tmp_path, capsys, text, monkeypatch):
+    made = []
+
+    class Model(Llama):
+        def __init__(self, config):
+            made.append((config, torch.get_default_dtype()))
+            super().__init__(LlamaShape(256, 64, 192, 1, 1, 1))
+
+        def forward(self, input_ids):
+            return SimpleNamespace(logits=super().forward(input_ids))
+
+    fake = SimpleNamespace(
+        LlamaConfig=lambda **given: given, LlamaForCausalLM=Model, __version__="9.9"
+    )
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    words = llama_words(text, tmp_path, "--model", "transformers", "--variants", "ours")
+    assert cli.main(words) == 0
+    [(config, dtype)] = made
+    assert dtype == torch.bfloat16
+    assert torch.get_default_dtype() == torch.float32
+    assert config["hidden_size"] == 64
+    assert config["intermediate_size"] == 192
+    assert config["max_position_embeddings"] == 16
+    content = json.loads((tmp_path / "llama.json").read_text())
+    assert content["model"]["transformers"] == "9.9"
+    assert content["seeds"][0]["trainings"][0]["final_loss"] is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--width 32", "--width must be at least 64, got 32"),
+        ("--width 100", "--width must be a multiple of 64, got 100"),
+        ("--lr 0", "--lr must be above 0, got 0.0"),
+        ("--model gpt", "argument --model: invalid choice: 'gpt'"),
+    ],
+)
+def test_what_llama_cannot_do(tmp_path, capsys, text, more, message):
+    assert cli.main(llama_words(text, tmp_path, *more.split())) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {message}")
+    assert shown.err.count("\n") == 1
+
+
+def test_our_llama_is_causal_and_has_fewer_key_heads():
+    torch.manual_seed(0)
+    shape = LlamaShape(256, 64, 128, 2, num_attention_heads=4, num_key_value_heads=2)
+    model = Llama(shape)
+    assert model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
+    tokens = torch.randint(256, (1, 8))
+    changed = tokens.clone()
+    changed[0, 5] = (tokens[0, 5] + 1) % 256
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(-1).all()
+    swapped = tokens[:, [1, 0, *range(2, 8)]]
+    assert not torch.allclose(model(swapped)[:, -1], before[:, -1], atol=1e-7)  # positions count
+
+
+def test_learning_rates_of_llama_rise_and_fall_from_where_they_began():
+    """Also of an optimizer that writes the rate it was given into a tensor of its own."""
+    rate = torch.tensor(0.5)
+    optimizer = SimpleNamespace(param_groups=[{"lr": rate}])
+    seen = []
+    for step in range(20):
+        llama.set_rate(optimizer, step, 20)
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.param_groups[0]["lr"] = rate.fill_(seen[-1])
+    assert seen[:3] == pytest.approx([0.25, 0.5, 0.5 * (1 - 0.9 / 18)])
+    assert seen[-1] == pytest.approx(0.05)
+
+
 # Groups
 
 
@@ -356,14 +505,14 @@ MUON = {
 
 def test_groups_of_adamw_key_by_key():
     assert nanochat.our_group(ADAMW) == {
-        "rule": "adamw", "kind": "adamw", "params": [PARAM], "lr": 0.31, "betas": (0.81, 0.96),
+        "rule": "adamw", "params": [PARAM], "lr": 0.31, "betas": (0.81, 0.96),
         "eps": 1e-11, "weight_decay": 0.013, "initial_lr": 0.5,
     }  # fmt: skip
 
 
 def test_groups_of_muon_key_by_key():
     assert nanochat.our_group(MUON) == {
-        **samestep.presets.nanochat(), "kind": "muon", "params": [PARAM], "lr": 0.021,
+        **samestep.presets.nanochat(), "params": [PARAM], "lr": 0.021,
         "momentum": 0.94, "ns_steps": 4, "variance_beta2": 0.87, "weight_decay": 0.27,
         "initial_lr": 0.6,
     }  # fmt: skip
@@ -373,7 +522,7 @@ def test_groups_of_muon_key_by_key():
 def test_groups_with_other_keys_are_refused(group):
     with pytest.raises(ValueError, match=r"unknown \['colour'\], missing \[\]"):
         nanochat.our_group({**group, "colour": "red"})
-    for key in group.keys() - set(nanochat.KEPT):
+    for key in group.keys() - {"kind", *nanochat.KEPT}:
         with pytest.raises(ValueError, match=rf"unknown \[\], missing \['{key}'\]"):
             nanochat.our_group({k: v for k, v in group.items() if k != key})
     with pytest.raises(ValueError, match="of kind 'sgd', and only adamw and muon are known"):

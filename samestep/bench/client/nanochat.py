@@ -55,8 +55,7 @@ KEYS = {
         "weight_decay": "weight_decay",
     },
 }
-# Kept as they are: ours leaves keys alone that it does not know, and the schedule reads these.
-KEPT = ("params", "kind", "initial_lr")
+KEPT = ("params", "initial_lr")  # as they are: ours leaves keys alone that it does not know
 
 
 def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
     if kind not in KEYS:
         raise ValueError(f"a group of kind {kind!r}, and only {' and '.join(KEYS)} are known here")
     spelled = KEYS[kind]
-    unknown = [key for key in group if key not in spelled and key not in KEPT]
+    unknown = [key for key in group if key not in ("kind", *spelled, *KEPT)]
     missing = [key for key in spelled if key not in group]
     if unknown or missing:
         raise ValueError(
@@ -113,7 +112,7 @@ def set_groups(optimizer: Any, step: int, steps: int) -> None:
     """Before a step: the same lines for its optimizer and for ours."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * rate_share(step, steps)
-        if group["kind"] == "muon":
+        if (group.get("kind") or group["rule"]) == "muon":
             group["momentum"] = muon_momentum(step, steps)
             group["weight_decay"] = muon_decay(step, steps)
 
@@ -195,9 +194,10 @@ def its_optimizer(model: nn.Module, lr_scale: float = 1.0) -> Any:
 
 
 def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> samestep.MuonAdamW:
-    """Ours for the same groups."""
+    """Ours for the same groups; like nanochat's, without 32-bit copies of 16-bit embeddings."""
     groups = its_optimizer(model, lr_scale).param_groups
-    return samestep.MuonAdamW([our_group(group) for group in groups], **options)
+    mapped = [our_group(group) for group in groups]
+    return samestep.MuonAdamW(mapped, master_weights=False, **options)
 
 
 def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:

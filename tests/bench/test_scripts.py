@@ -1,0 +1,166 @@
+"""Every script of benchmarks/ starts, explains itself, and runs at its smallest setting."""
+
+import json
+import runpy
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmarks
+from benchmarks import (
+    check,
+    checkpoint,
+    cpu_step,
+    gpu_breakdown,
+    gpu_training,
+    overlap,
+    plan_tables,
+    plan_time,
+    presence,
+    survival,
+    two_hosts_rank,
+    two_ranks,
+)
+from benchmarks.overlap_training import Shape
+from tests.ranks import run_forked
+
+FOLDER = Path(benchmarks.__file__).parent
+SCRIPTS = sorted(
+    path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()
+)
+RUN_ELSEWHERE = {
+    "muon_schedules": "tests.bench.test_muon_schedules",
+    "two_hosts": "tests.mesh.test_two_hosts",
+}
+
+pytestmark = pytest.mark.usefixtures("no_torchrun")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_explain_themselves(name, capsys, monkeypatch):
+    module = f"benchmarks.{name}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__")
+    assert ended.value.code == 0
+    assert "usage: " in capsys.readouterr().out
+
+
+def test_every_script_is_run_by_a_test():
+    here = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    for name, module in RUN_ELSEWHERE.items():
+        assert f"benchmarks.{name}" in Path(import_module(module).__file__).read_text()
+    assert {name for name in SCRIPTS if name not in here} == set(RUN_ELSEWHERE)
+
+
+def written(folder, name):
+    return json.loads((folder / name).read_text())
+
+
+def test_check(tmp_path, capsys):
+    small = {"width": 64, "layers": 1, "vocabulary": 32, "sequences": 1, "tokens": 8}
+    one = check.Options(**small, steps=1, checks=1, optimizers=("AdamW zero2",), out=tmp_path)
+    check.main(one)
+    assert len(written(tmp_path, "check.json")["results"]) == 1
+
+
+def test_checkpoint(tmp_path, capsys):
+    checkpoint.main(checkpoint.Options(parameters=1e4, rounds=2, out=tmp_path))
+    [ours] = written(tmp_path, "checkpoint.json")["ranks"][0]["seconds"]["ours"]
+    assert ours > 0
+
+
+def test_cpu_step(tmp_path, capsys):
+    cpu_step.main(cpu_step.Options(widths=(16,), layers=1, vocabulary=8, rounds=1, out=tmp_path))
+    [found] = written(tmp_path, "cpu_step.json")["milliseconds"].values()
+    assert found["parameters"] == 12 * 16**2 + 3 * 16 + 2 * 8 * 16
+    assert found["flops_ratio"] == 1  # blocks so small are multiplied step by step
+
+
+def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
+    """Ranks are forked here: with torch imported afresh they take seconds to start."""
+
+    def forked(function, arguments, nprocs):
+        torch.multiprocessing.start_processes(function, arguments, nprocs, start_method="fork")
+
+    monkeypatch.setattr(torch.multiprocessing, "spawn", forked)
+    words = ["--device", "cpu", "--width", "16", "--layers", "1", "--vocabulary", "8"]
+    gpu_breakdown.run(gpu_breakdown.arguments([*words, "--out", str(tmp_path)]), "as a test")
+    content = written(tmp_path, "breakdown.json")
+    assert [case["title"] for case in content["cases"]] == [c.title for c in gpu_breakdown.CASES]
+
+
+def test_gpu_training(tmp_path, capsys, monkeypatch):
+    text = torch.arange(2000).remainder(7).to(torch.uint8)
+    monkeypatch.setattr(gpu_training, "library_bytes", lambda: text)
+    words = ["--device", "cpu", "--width", "16", "--layers", "1", "--steps", "3", "--seeds", "0"]
+    words += ["--sequences", "1", "--context", "8", "--out", str(tmp_path)]
+    gpu_training.run(gpu_training.arguments(words), "as a test")
+    content = written(tmp_path, "training_gpu.json")
+    assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
+
+
+def test_overlap(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(overlap, "SHARDINGS", ("zero2",))
+    monkeypatch.setattr(overlap, "ATTEMPTS", 1)
+    shape = Shape(width=16, layers=2, vocabulary=16, sequences=1, tokens=8)
+    overlap.main(
+        overlap.Options(
+            shape=shape, rounds=1, steps=3, clock="cpu", links=("middle",), only_main=True,
+            out=tmp_path,
+        )
+    )  # fmt: skip
+    assert written(tmp_path, "overlap.json")["options"]["rounds"] == 1
+
+
+def test_plan_tables(tmp_path, capsys):
+    plan_tables.main(plan_tables.Options(only="muon", out=tmp_path))
+    assert capsys.readouterr().out.count("|") > 10
+
+
+def test_plan_time(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(plan_time, "MODELS", {"small": plan_time.MODELS["small"]})
+    monkeypatch.setattr(plan_time, "SIDES", (32, 64))
+    plan_time.main(plan_time.Options(ranks=(2,), rounds=1, clock="cpu", out=tmp_path))
+    assert (tmp_path / "plan_time_cpu.json").exists()
+
+
+def test_presence(tmp_path, capsys):
+    presence.main(presence.Options(ranks=(2,), parameters=3, rounds=2, out=tmp_path))
+    times = written(tmp_path, "presence.json")["milliseconds"]["2"]
+    assert len(times) == 2
+    assert min(times) > 0
+
+
+def test_survival(tmp_path, capsys):
+    one = "polar-express gram kernels float16"
+    words = ["--blocks", "64", "--seconds", "0.1", "--only", one, "--out", str(tmp_path)]
+    assert survival.main(words) == 0
+    [result] = written(tmp_path, "survival.json")["results"]
+    assert result["name"] == one
+
+
+def of_two_hosts(rank):
+    told = {"losses": []}
+    two_hosts_rank.train(1, 1, told, None)
+    return told
+
+
+def test_two_hosts_rank():
+    told = run_forked(4, of_two_hosts)
+    assert [len(each["losses"]) for each in told] == [1] * 4
+    assert all(each["checksum"] for each in told)
+
+
+def test_two_ranks(tmp_path, capsys):
+    two_ranks.main(
+        two_ranks.Options(
+            width=64, layers=1, vocabulary=16, sequences=1, tokens=8, muon_rounds=1,
+            adamw_rounds=1, out=tmp_path,
+        )
+    )  # fmt: skip
+    assert written(tmp_path, "two_ranks.json")

@@ -71,7 +71,8 @@ def expected_run(
 def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], None]) -> Expected:
     model = scenario.model()
     options = scenario.options()
-    optimizer = samestep.MuonAdamW(scenario.model(), **options)
+    # Alone on purpose, also where torchrun has started more: gradients are averaged by hand.
+    optimizer = samestep.MuonAdamW(scenario.model(), grads="reduced", **options)
     reference = Reference(named_params(model), named_groups(optimizer))
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()

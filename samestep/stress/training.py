@@ -45,9 +45,9 @@ class Training:
     ) -> None:
         self.scenario, self.layout, self.rank = scenario, layout, rank
         self._device = device
-        self._distribution: dict[str, Any] = {} if layout.one_process else dict(layout.options)
-        if not layout.one_process:
-            self._distribution["reduction"] = reduction
+        self._distribution: dict[str, Any] = {**layout.options, "reduction": reduction}
+        if layout.one_process:  # which averages by hand, also where torchrun has started more
+            self._distribution = {"grads": "reduced"}
         self._added: list[AddGroup] = []
         self.model = self._new_model()
         if scenario.starts_differ and rank > 0:

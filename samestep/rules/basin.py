@@ -7,7 +7,7 @@ have their extrema where a quadratic in s^2 is zero):
 - `largest[k]`: the largest singular value that k exact steps can give, from [0, 1 / norm factor];
 - `edge[k]`: how far up all singular values may lie before step k, such that the remaining exact
   steps end at most `TOLERANCE` above `largest[-1]`. Just beyond it the quintics grow without end:
-  of five steps of Polar Express, 2.01 after step 2 ends at 1.29, and 2.05 at 10.
+  of five steps of Polar Express, 2.01 after step 2 ends in bounds, and 2.02 at 48.
 
 What lies between them is the margin that rounding has. Its size is a model, stated here and
 measured by `python -m benchmarks.survival`; u is the unit roundoff of the compute dtype.

@@ -98,27 +98,32 @@ def _one_hot(draw: Draw, count: int, table: Table) -> Tensor:
 
 
 def dangerous_values(table: Table) -> list[float]:
-    """Where k exact steps give their largest value, for each k: no rounding is harmless there."""
+    """Where k exact steps come near their largest value, for each k: all peaks, small and large.
+
+    No rounding is harmless there, and a large one carries the most of what polynomials lose.
+    """
     starts = torch.logspace(-5, 0, 20_001, dtype=torch.float64)
     values, found = starts, []
     for a, b, c in table:
         values = values * (a + values**2 * (b + values**2 * c))
-        found.append(float(starts[values.abs().argmax()]))
-    return found
+        size = values.abs()
+        peaks = (
+            (size[1:-1] >= size[:-2]) & (size[1:-1] >= size[2:]) & (size[1:-1] > 0.97 * size.max())
+        )
+        found += starts[1:-1][peaks].tolist()
+    return found or [1.0]
 
 
 def _dangerous(draw: Draw, count: int, table: Table) -> Tensor:
     """Singular values at the dangerous places, and one that brings the norm to 1."""
-    places = torch.tensor(dangerous_values(table)[:5], device=draw.device)
-    chosen = places[
-        (draw.uniform(count, draw.short) * len(places)).long().clamp_max(len(places) - 1)
-    ]
-    chosen = chosen * (0.95 + 0.1 * draw.uniform(count, draw.short))
-    chosen = chosen * (draw.uniform(count, draw.short) < draw.uniform(count, 1))
-    chosen[:, 0] = 0
-    chosen = torch.where((chosen.square().cumsum(1) < 0.9), chosen, 0.0)
-    chosen[:, 0] = (1 - chosen.square().sum(1)).sqrt()
-    return draw.turned(chosen)
+    places = torch.tensor(dangerous_values(table[:5]), device=draw.device)
+    chosen = (draw.uniform(count, draw.short) * len(places)).long().clamp_max(len(places) - 1)
+    values = places[chosen] * (0.97 + 0.06 * draw.uniform(count, draw.short))
+    values = values * (draw.uniform(count, draw.short) < draw.uniform(count, 1))
+    values[:, 0] = 0
+    values = torch.where(values.square().cumsum(1) < 0.95, values, 0.0)
+    values[:, 0] = (1 - values.square().sum(1)).clamp_min(0.0).sqrt()
+    return draw.turned(values)
 
 
 def _few_rows(draw: Draw, count: int, table: Table) -> Tensor:

@@ -25,7 +25,7 @@ class Arithmetic(NamedTuple):
 
 FLOAT16 = Arithmetic()
 BFLOAT16 = Arithmetic(before=torch.bfloat16)
-# Up to version 0.9: blocks and the last polynomial in bfloat16. Singular values escape.
+# What the kernels did at first: blocks and the last polynomial in bfloat16. Singular values escape.
 OLD = Arithmetic(blocks=torch.bfloat16)
 OLD_SEGMENTS = ((0, 2), (2, 5))
 

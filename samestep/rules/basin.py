@@ -7,7 +7,7 @@ have their extrema where a quadratic in s^2 is zero):
 - `largest[k]`: the largest singular value that k exact steps can give, from [0, 1 / norm factor];
 - `edge[k]`: how far up all singular values may lie before step k, such that the remaining exact
   steps end at most `TOLERANCE` above `largest[-1]`. Just beyond it the quintics grow without end:
-  of five steps of Polar Express, 2.01 after step 2 ends at 1.29, and 2.05 at 10.
+  of five steps of Polar Express, 2.01 after step 2 ends in bounds, and 2.02 at 48.
 
 What lies between them is the margin that rounding has. Its size is a model, stated here and
 measured by `python -m benchmarks.survival`; u is the unit roundoff of the compute dtype.
@@ -234,7 +234,7 @@ def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> Noise:
         error = values[k] * values[k]
         if k:  # P A P is rounded twice: after P A, which is then multiplied with P again
             error = math.hypot(error, factors[k - 1] * values[k - 1] * values[k])
-        gram.append(_lift(steps[k:], values[k], size * u * error) - values[-1])
+        gram.append(_lift(steps[k:], values[k], size * u * error))
     return Noise(
         factor=SIZE * u * math.prod(factors) * largest * math.sqrt(max(1, len(steps) - 1)),
         gram=math.hypot(*gram),
@@ -243,16 +243,21 @@ def _noise(steps: Table, u: float, few_rows: bool, largest: float) -> Noise:
 
 
 def _lift(steps: Table, largest: float, error: float) -> float:
-    """The largest s |q(x)| for s up to `largest` and x = s^2 - error, s^2 or s^2 + error."""
-    found = 0.0
+    """How much larger s |q(x)| gets for s up to `largest` if x is s^2 - error or s^2 + error."""
+    exact = lifted = 0.0
     for place in range(POINTS):
         s = largest * 10 ** (-4 * place / POINTS)
-        for start in (s * s - error, s * s, s * s + error):
-            x, value = start, s
-            for a, b, c in steps:
-                factor = a + x * (b + x * c)
-                value *= factor
-                x *= factor * factor
-            if not abs(value) <= found:
-                found = abs(value)
-    return found
+        exact = max(exact, _result(steps, s, s * s))
+        for x in (s * s - error, s * s + error):
+            value = _result(steps, s, x)
+            lifted = lifted if value <= lifted else value  # NaN stays
+    return lifted - exact if not lifted <= exact else 0.0
+
+
+def _result(steps: Table, s: float, x: float) -> float:
+    """|s q(x)| of a singular value s whose square the Gram matrix has as x."""
+    for a, b, c in steps:
+        factor = a + x * (b + x * c)
+        s *= factor
+        x *= factor * factor
+    return abs(s)

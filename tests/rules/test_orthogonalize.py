@@ -406,19 +406,16 @@ def test_the_number_of_steps_cuts_or_extends_the_table(method, steps, execution)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_custom_coefficients_are_cut_and_extended_too(execution):
+def test_as_many_triples_as_are_given_are_run(execution):
     table = [(3.0, -3.5, 1.4), (2.5, -2.2, 0.7), (1.9, -1.3, 0.4)]
     M = make_matrix("random", (40, 24), torch.float64)
-    for steps in (2, 3, 5):
-        X = orthogonalize(
-            M,
-            method="newton-schulz",
-            steps=steps,
-            coefficients=table,
-            compute_dtype=torch.float64,
-            execution=execution,
-        )
-        assert max_error(X, reference_orthogonalize(to_numpy(M), table, steps)) < 1e-12
+    options = {"method": "newton-schulz", "execution": execution}
+    for given, steps, run in ((table, None, 3), (table, 3, 3), (table, 5, 5), (table[0], None, 5)):
+        X = orthogonalize(M, steps=steps, coefficients=given, **options)
+        triples = given if given is table else [given]
+        assert max_error(X, reference_orthogonalize(to_numpy(M), triples, run)) < 1e-12
+    with pytest.raises(ValueError, match=r"ns_steps is 2, but ns_coefficients has 3 triples.*None"):
+        orthogonalize(M, steps=2, coefficients=table, **options)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

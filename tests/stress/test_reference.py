@@ -141,7 +141,7 @@ def muon_options(draw_: Any) -> dict[str, Any]:
         "momentum_form": st.sampled_from(["ema", "sum"]),
         "orthogonalize": st.sampled_from(["polar-express", "newton-schulz"]),
         "ns_steps": st.integers(1, 6),
-        "ns_coefficients": st.none() | triple | st.lists(triple, min_size=1, max_size=4),
+        "ns_coefficients": st.none() | triple,
         "execution": st.sampled_from([None, "standard", "gram"]),
         "eps": st.sampled_from([0.0, 1e-7, 0.5, 5.0]),
         "eps_form": st.sampled_from(["clamp", "add"]),
@@ -151,6 +151,9 @@ def muon_options(draw_: Any) -> dict[str, Any]:
     }
     flags = ("nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "maximize")
     choices.update({key: st.booleans() for key in flags})
+    if draw_(st.booleans()):  # a triple per step, and at least as many steps
+        choices["ns_coefficients"] = st.lists(triple, min_size=1, max_size=4)
+        choices["ns_steps"] = st.none() | st.integers(4, 6)
     return {key: draw_(choice) for key, choice in choices.items()}
 
 

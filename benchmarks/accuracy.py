@@ -1,0 +1,153 @@
+"""How far orthogonalizations are from their own polynomial in float64: ours and those of peers.
+
+The same blocks for all, by shape and spectrum: the distance relative to the exact result, median
+and worst. A peer's loop runs if `--peer-path` leads to its checkout. Needs torch alone.
+"""
+
+import argparse
+import importlib
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.hard_blocks import Shape, blocks_of
+from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
+from benchmarks.survival import device_name
+from samestep.rules.basin import Coefficients
+from samestep.rules.orthogonalize import cheaper_execution, orthogonalize, step_coefficients
+
+SHAPES: tuple[Shape, ...] = ((6, 12), (64, 64), (128, 128), (128, 512), (256, 1024))
+LARGE: tuple[Shape, ...] = ((768, 768), (768, 3072), (2048, 2048))
+SPECTRA = ("gaussian", "power law", "steep", "low rank", "equilibrated", "uneven rows")
+POLAR, QUINTIC = step_coefficients("polar-express"), step_coefficients("newton-schulz")
+
+
+class Contestant(NamedTuple):
+    """A function of a batch (B, rows, cols) float32, and the polynomial it is to compute."""
+
+    name: str
+    call: Callable[[Tensor], Tensor]
+    table: Sequence[Coefficients]
+    norm_factor: float
+
+
+def contestants(device: torch.device) -> Iterator[Contestant]:
+    """Ours as it runs on the device (emulated on a CPU), as it was, and who can be imported."""
+    on_gpu = device.type == "cuda"
+
+    def ours(arithmetic: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+        if on_gpu:
+            return lambda X: orthogonalize(X, compute_dtype=dtype)
+        return lambda X: emulated(
+            X, POLAR, cheaper_execution(*X.shape[1:]), norm_factor=1.01, arithmetic=arithmetic
+        )
+
+    def before(X: Tensor) -> Tensor:
+        wide = max(X.shape[1:]) >= 1.5 * min(X.shape[1:])
+        return emulated(
+            X, POLAR, "standard", norm_factor=1.01, arithmetic=OLD,
+            segments=OLD_SEGMENTS if wide else None,
+        )  # fmt: skip
+
+    yield Contestant("ours, float16", ours(FLOAT16, torch.float16), POLAR, 1.01)
+    yield Contestant("ours, bfloat16", ours(BFLOAT16, torch.bfloat16), POLAR, 1.01)
+    yield Contestant("ours before, emulated", before, POLAR, 1.01)
+    yield Contestant("nanochat's loop", _nanochat, POLAR, 1.01)
+    yield Contestant("torch", _each(_peer("torch.optim._muon", "_zeropower_via_newtonschulz")),
+                     QUINTIC, 1.0)  # fmt: skip
+    try:
+        dion = _peer("dion.polar_express", "polar_express_triton" if on_gpu else "polar_express")
+        plain = dion if on_gpu else getattr(dion, "_torchdynamo_orig_callable", dion)
+        yield Contestant("dion", plain, POLAR, 1.02)
+    except ImportError as error:
+        print(f"dion takes no part: {error}", file=sys.stderr)
+
+
+def _peer(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+def _each(function: Any) -> Callable[[Tensor], Tensor]:
+    """It takes one matrix, and scales it in place."""
+    return lambda X: torch.stack([function(matrix.clone(), QUINTIC[0], 5, 1e-7) for matrix in X])
+
+
+def _nanochat(blocks: Tensor) -> Tensor:
+    """The loop of nanochat/optim.py, which is the middle of a larger function there."""
+    X = blocks.bfloat16()
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
+    X = X.mT if X.shape[1] > X.shape[2] else X
+    for a, b, c in POLAR:
+        A = X @ X.mT
+        B = b * A + c * (A @ A)
+        X = a * X + B @ X
+    found: Tensor = X.mT if blocks.shape[1] > blocks.shape[2] else X
+    return found
+
+
+def exact(blocks: Tensor, contestant: Contestant) -> Tensor:
+    """Its polynomial in float64."""
+    X = blocks.double()
+    X = X / (torch.linalg.matrix_norm(X, keepdim=True) * contestant.norm_factor)
+    X = X.mT if X.shape[1] > X.shape[2] else X
+    for a, b, c in contestant.table:
+        A = X @ X.mT
+        X = a * X + (b * A + c * A @ A) @ X
+    found: Tensor = X.mT if blocks.shape[1] > blocks.shape[2] else X
+    return found
+
+
+def distances(blocks: Tensor, contestant: Contestant) -> list[float]:
+    """Of each block, relative to the norm of the exact result."""
+    wanted = exact(blocks, contestant)
+    found = contestant.call(blocks.clone()).double()
+    norms = torch.linalg.matrix_norm(found - wanted) / torch.linalg.matrix_norm(wanted)
+    return [float(norm) for norm in norms]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Measure all, print the table, write JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--blocks", type=int, default=8, help="of each shape and spectrum")
+    parser.add_argument("--large", action="store_true", help="also 768x768 and up")
+    parser.add_argument("--peer-path", type=Path, action="append", default=[])
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args(given)
+    sys.path[:0] = [str(path) for path in options.peer_path]
+    device = torch.device(options.device)
+    present = list(contestants(device))
+    print(f"{'':26s}" + "".join(f"{who.name:>24s}" for who in present))
+    rows = []
+    for shape in (*SHAPES, *(LARGE if options.large else ())):
+        for number, kind in enumerate(SPECTRA):
+            blocks = blocks_of(kind, shape, options.blocks, number, POLAR, device, scaled=False)
+            found = {who.name: distances(blocks, who) for who in present}
+            cells = {
+                name: {"median": statistics.median(of), "worst": max(of)}
+                for name, of in found.items()
+            }
+            rows.append({"shape": shape, "spectrum": kind, "distances": cells})
+            texts = (f"{cell['median']:.5f} / {cell['worst']:.5f}" for cell in cells.values())
+            print(f"{f'{shape[0]}x{shape[1]} {kind}':26s}" + "".join(f"{t:>24s}" for t in texts))
+    receipt = {
+        "command": "python -m benchmarks.accuracy",
+        "blocks": options.blocks,
+        "torch": torch.__version__,
+        "machine": device_name(options.device),
+        "distances to the polynomial in float64, relative": rows,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "accuracy.json").write_text(json.dumps(receipt, indent=2) + "\n")
+    print(f"written to {options.out / 'accuracy.json'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -62,7 +62,7 @@ def test_fifty_steps_against_one_process(world):
             assert all(torch.equal(first[name], expected[name]) for name in first), mode
 
 
-# --- sizes: a GPT of 12 layers ---------------------------------------------------------------------
+# --- sizes: a GPT of 12 layers ------------------------------------------------------------------
 
 WIDE = {"width": 512 if SOAK else 256, "layers": 12}
 CHEAP = {"orthogonalize": "newton-schulz", "ns_steps": 1, "variance_beta2": None}

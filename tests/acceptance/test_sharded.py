@@ -21,7 +21,7 @@ from tests.ranks import run_forked
 from tests.soak import SOAK
 from tests.test_sharded import Net, fsdp, loss_of
 
-STEPS, FEWER = 100, 20
+STEPS, FEWER = 100, 20 if SOAK else 8
 FEWER_STEPS = {2: 40, 3: 20, 4: 12, 8: 8}  # of so many ranks, on two cores
 ADAMW, MUON = 2e-5, 3e-4  # how far parameters of either rule may be apart
 OPTIONS = {

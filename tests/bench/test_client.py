@@ -13,8 +13,9 @@ import samestep
 from samestep import cli
 from samestep.bench.client import llama, nanochat, report
 from samestep.bench.client.llama_model import Llama, LlamaShape
-from samestep.bench.client.training import Contestant, NotFinite, Training
+from samestep.bench.client.training import Batches, Contestant, NotFinite, Training
 from samestep.bench.gpu import show
+from samestep.train.corpus import load_file
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 PEERS = ("nanochat", "dion")
@@ -487,6 +488,28 @@ def test_learning_rates_of_llama_rise_and_fall_from_where_they_began():
         optimizer.param_groups[0]["lr"] = rate.fill_(seen[-1])
     assert seen[:3] == pytest.approx([0.25, 0.5, 0.5 * (1 - 0.9 / 18)])
     assert seen[-1] == pytest.approx(0.05)
+
+
+# Batches
+
+
+def test_batches_follow_from_the_seed_and_the_step(text):
+    options = SimpleNamespace(batch=2, sequence=16)
+    corpus = load_file(text)
+
+    def batches(seed):
+        return Batches(corpus, options, torch.device("cpu"), seed)
+
+    inputs, targets = batches(0).training(3)
+    assert inputs.shape == targets.shape == (2, 16)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(inputs, batches(0).training(3)[0])
+    assert not torch.equal(inputs, batches(0).training(4)[0])
+    assert not torch.equal(inputs, batches(1).training(3)[0])
+    held_out = [list(batches(seed).validation()) for seed in (0, 1)]
+    assert len(held_out[0]) == 8
+    for (one, _), (other, _) in zip(*held_out, strict=True):
+        assert torch.equal(one, other)
 
 
 # Groups

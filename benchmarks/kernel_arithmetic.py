@@ -73,11 +73,15 @@ def _polynomial(
     identity = torch.eye(X.shape[1], device=X.device)
     A = _symmetric(X, X)
     A = A if scales is None else A * (scales * scales)
-    A = (A + (_shift(table[0]) if len(table) == 1 else 0.0) * identity).half().float()
+    A = (
+        (A + (_shift(table[0]) if len(table) == 1 and scales is None else 0.0) * identity)
+        .half()
+        .float()
+    )
     Q: Tensor | None = None
     for number, (a, b, c) in enumerate(table):
         last = number + 1 == len(table)
-        shift = _shift((a, b, c)) if last else 0.0
+        shift = _shift((a, b, c)) if last and not (Q is None and scales is not None) else 0.0
         P = c * _symmetric(A, A) + (a - c * shift * shift) * identity
         P = P if shift else P + b * A
         if Q is None and last:

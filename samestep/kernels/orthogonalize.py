@@ -100,7 +100,7 @@ def _orthogonalized(
             X,
             X,
             scales=None if own is None else own.square(),
-            shift=_shift(table[start]) if stop == start + 1 else 0.0,
+            shift=_shift(table[start]) if stop == start + 1 and own is None else 0.0,
         )
         Q = _polynomial(A, table[start:stop], own)
         X = torch.bmm(Q, X, out=rooms[number % 2])
@@ -122,7 +122,8 @@ def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None)
     for number, (a, b, c) in enumerate(table):
         last = number + 1 == len(table)
         alone = last and Q is None
-        shift = _shift((a, b, c)) if last else 0.0
+        # Eigenvalues of the first A are about 1 / m: a shift of the order of 1 would round them.
+        shift = _shift((a, b, c)) if last and not (alone and scales is not None) else 0.0
         P = symmetric_product(
             A,
             A,

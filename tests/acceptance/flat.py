@@ -61,7 +61,7 @@ class GPT(nn.Module):
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for param in self.parameters():
-                param.normal_(std=0.3, generator=generator)
+                param.normal_(std=0.3 * min(1.0, 16 / width) ** 0.5, generator=generator)
 
     def forward(self, tokens, skip=()):
         """`skip`: layers that are left out."""

@@ -438,7 +438,9 @@ def test_metrics_are_those_of_the_whole_model_on_every_rank(sharding):
     expected = single_opt.metrics()
     assert 0 < int(expected["present"].sum()) < len(list(single.parameters()))
     for found in run_forked(world, job):
-        assert found.keys() == expected.keys() == {"grad_norm", "present", "update_rms"}
+        assert found.keys() == expected.keys()
+        assert found.keys() == {"grad_norm", "outliers", "present", "update_rms"}
+        assert not found["outliers"].any()
         assert torch.equal(found["present"], expected["present"])
         for key in ("grad_norm", "update_rms"):
             assert torch.allclose(found[key], expected[key], rtol=1e-9, equal_nan=True), key

@@ -32,7 +32,9 @@ ALONE = (
         mesh={"tp": 2, "ep": 2, "sequence_parallel": True, "expert_tensor_parallel": 1},
     ),
 )
-LAYOUTS = {**LAYOUTS_ON_REQUEST, **{layout.name: layout for layout in ALONE}}
+# The others on request are mistakes, which are made to be refused.
+HYBRID = [layout for layout in LAYOUTS_ON_REQUEST.values() if layout.parameters == "hybrid"]
+LAYOUTS = {layout.name: layout for layout in (*HYBRID, *ALONE)}
 
 
 class Model(HybridGPT):
@@ -92,7 +94,7 @@ def foreseen(name, scenario, reduction, stage):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = samestep.MuonAdamW(model, **scenario.options(), reduction=reduction)
-    plan = scenario.plan()
+    (plan,) = scenario.plans()
     shares = plan_shares(model, plan, degrees)
     units = stack_units(model, dict(plan.named(model, "blocks")), shares, degrees)
     passes = passes_1f1b(stage, degrees.pp, degrees.pp)

@@ -9,10 +9,10 @@ from samestep.estimate.collectives import Launches
 from samestep.estimate.memory import rank_memory
 from samestep.partial_gradients import is_partial
 from samestep.plan.schedule import line_of
-from samestep.stress.layouts import LAYOUTS_ON_REQUEST
 from samestep.stress.sharded_training import new_training
 from tests.estimate.calls import Calls, settled
 from tests.estimate.hybrid import (
+    HYBRID,
     LAYOUTS,
     Factors,
     Measured,
@@ -168,6 +168,6 @@ def test_everything_is_foreseen(world, cases, reduction, record_property):
 
 def test_every_layout_of_the_harness_is_held():
     on_eight = set(layouts_on(8))
-    assert on_eight >= set(LAYOUTS_ON_REQUEST)
+    assert on_eight >= {layout.name for layout in HYBRID}
     assert {layout for layout, _ in (*PAIRS, *FOURS)} <= on_eight
     assert [len(layouts_on(world)) for world in (2, 4, 8)] == [5, 10, 12]

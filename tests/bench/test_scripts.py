@@ -11,6 +11,7 @@ import torch
 
 import benchmarks
 from benchmarks import (
+    accuracy,
     check,
     checkpoint,
     cpu_step,
@@ -59,6 +60,13 @@ def test_every_script_is_run_by_a_test():
 
 def written(folder, name):
     return json.loads((folder / name).read_text())
+
+
+def test_accuracy(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(accuracy, "SHAPES", ((6, 12),))
+    assert accuracy.main(["--blocks", "1", "--out", str(tmp_path)]) == 0
+    rows = written(tmp_path, "accuracy.json")["distances to the polynomial in float64, relative"]
+    assert {row["spectrum"] for row in rows} == set(accuracy.SPECTRA)
 
 
 def test_check(tmp_path, capsys):

@@ -83,7 +83,7 @@ def explain(facts: Facts) -> str:
     told = [(entry, here) for entry in REGISTER if (here := entry.here(facts)) is not None]
     for entry, here in told:
         if entry.check is not None:
-            checked = f"Checked {_when(entry.when)} by {entry.check}; cost: {entry.cost}"
+            checked = f"Checked {_when(entry.when)}; cost: {entry.cost} ({entry.check})"
             lines += _lines(entry, here, checked)
     unchecked = [(entry, here) for entry, here in told if entry.check is None]
     if unchecked:
@@ -231,7 +231,13 @@ def _finite(facts: Facts) -> str | None:
 def _finite_unasked(facts: Facts) -> str | None:
     if facts.max_grad_norm is not None:
         return None
-    return "without max_grad_norm (math.inf: only the check) others reach parameters and state"
+    # Gradients that are averaged elsewhere never pass the check of each rank's own.
+    own = " or check_gradients=True (each rank's own)" if _averages_here(facts) else ""
+    return (
+        "NaN or inf gradients are not caught before they reach parameters and state. To catch "
+        "them, pass max_grad_norm= (math.inf checks without clipping; it looks at the averaged "
+        f"gradients){own}"
+    )
 
 
 def _other_ranks(facts: Facts) -> str | None:
@@ -334,7 +340,7 @@ REGISTER: tuple[Assumption, ...] = (
         "options that decide the state stay as they were.",
         "samestep.group_checks:GroupChecks.check",
         "every step",
-        "a look at each parameter on the host",
+        "negligible time on the CPU",
         _groups,
     ),
     Assumption(
@@ -342,7 +348,7 @@ REGISTER: tuple[Assumption, ...] = (
         "Plain parameters stay contiguous, and those in flat buffers stay there.",
         "samestep.replicated:ReplicatedParameters._parameter_problem",
         "every step",
-        "a look at each parameter on the host",
+        "negligible time on the CPU",
         _among_ranks,
     ),
     Assumption(
@@ -359,7 +365,7 @@ REGISTER: tuple[Assumption, ...] = (
         "The gradient of a DTensor is placed as the DTensor is.",
         "samestep.sharded:ShardedTensors._gradient_problem",
         "every step",
-        "a look at each gradient on the host",
+        "negligible time on the CPU",
         _dtensors,
     ),
     Assumption(
@@ -368,7 +374,7 @@ REGISTER: tuple[Assumption, ...] = (
         "gradient their reductions would meet in another order.",
         "samestep.buffers.launch_order:LaunchOrder.rival",
         "every step",
-        "a look at other optimizers of this process",
+        "negligible time on the CPU",
         _overlapped,
     ),
     Assumption(
@@ -376,7 +382,7 @@ REGISTER: tuple[Assumption, ...] = (
         "Nobody changes a gradient after it was reduced inside backward.",
         "samestep.buffers.reduction:GradientReducer._changed_gradient",
         "every step",
-        "a look at each gradient on the host",
+        "negligible time on the CPU",
         _overlapped,
     ),
     Assumption(
@@ -384,7 +390,8 @@ REGISTER: tuple[Assumption, ...] = (
         "Every key of a group is read by its rule, or is somebody else's and changes nothing.",
         "samestep.group_keys:refuse_lost_keys",
         "construction",
-        "a look at each key; one of a library that is not in the list is kept without a word",
+        "negligible time on the CPU; keys from libraries that samestep does not know are kept "
+        "silently",
         _groups,
     ),
     Assumption(
@@ -392,7 +399,8 @@ REGISTER: tuple[Assumption, ...] = (
         "Ranks that were started together have a process group when the optimizer is built.",
         "samestep.mistakes:warn_of_missing_group",
         "construction",
-        "a look at RANK and WORLD_SIZE in the environment; ranks started otherwise are not seen",
+        "negligible time on the CPU; known from RANK and WORLD_SIZE in the environment, so "
+        "ranks started otherwise are not seen",
         _alone,
     ),
     Assumption(
@@ -400,7 +408,7 @@ REGISTER: tuple[Assumption, ...] = (
         "No process group of several ranks is made after the optimizer.",
         "samestep.mistakes:has_process_group",
         "every step",
-        "a question to torch on the host",
+        "negligible time on the CPU",
         _alone,
     ),
     Assumption(
@@ -408,7 +416,7 @@ REGISTER: tuple[Assumption, ...] = (
         "A plain parameter is all of that parameter, not a flattened shard of FSDP1.",
         "samestep.mistakes:refuse_flat_parameter",
         "construction",
-        "a look at each parameter",
+        "negligible time on the CPU",
         _all_params,
     ),
     Assumption(
@@ -417,7 +425,7 @@ REGISTER: tuple[Assumption, ...] = (
         "purpose.",
         "samestep.mistakes:warn_of_lost_updates",
         "construction",
-        "a look at each dtype; a model that is turned to 16 bits later is not seen",
+        "negligible time on the CPU; a model that is turned to 16 bits later is not seen",
         _narrow,
     ),
     Assumption(
@@ -425,8 +433,8 @@ REGISTER: tuple[Assumption, ...] = (
         "What the model trains is what the optimizer has; none came, was unfrozen or replaced.",
         "samestep.mistakes:TrainingWatch.look_at_model",
         "first step",
-        "a walk over the model, and again before steps 2, 4, 8, ...; not seen if the optimizer was "
-        "given parameters in place of a model",
+        "negligible time on the CPU, again before steps 2, 4, 8, ...; not seen if the "
+        "optimizer was given parameters in place of a model",
         _all_params,
     ),
     Assumption(
@@ -434,7 +442,8 @@ REGISTER: tuple[Assumption, ...] = (
         "Steps come after backward, and gradients are not cleared in between.",
         "samestep.mistakes:TrainingWatch.look_at_gradients",
         "first step",
-        "a look at what is present, until a gradient was seen; three empty steps are told",
+        "negligible time on the CPU, until a gradient was seen; warns after three steps "
+        "without gradients",
         _all_params,
     ),
     Assumption(
@@ -442,8 +451,8 @@ REGISTER: tuple[Assumption, ...] = (
         "Nobody else averages gradients that are averaged here.",
         "samestep.mistakes:warn_of_ddp",
         "first step",
-        "a look at live DistributedDataParallel modules; one that is made after the first step, "
-        "and gradients averaged by hand, are not seen",
+        "negligible time on the CPU; a DistributedDataParallel that is made after the first "
+        "step, and gradients averaged by hand, are not seen",
         _local,
     ),
     Assumption(
@@ -451,8 +460,8 @@ REGISTER: tuple[Assumption, ...] = (
         "Nobody clips or edits gradients by what one rank sees before they are averaged.",
         "samestep.mistakes:GradientEdits.look",
         "first step",
-        "a hook on each parameter that is taken away after two steps; only edits of all gradients, "
-        "where they lie, are told, and later ones are not seen",
+        "a hook on each parameter that is taken away after two steps; warns only if all gradients "
+        "were edited in place, and later edits are not seen",
         _edited,
     ),
     Assumption(
@@ -541,7 +550,7 @@ REGISTER: tuple[Assumption, ...] = (
         "Averaged gradients are finite.",
         None,
         "never",
-        "max_grad_norm looks at the mean, check_gradients=True at every rank's own",
+        "it would cost one reading of every gradient",
         _finite_unasked,
     ),
 )

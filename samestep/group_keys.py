@@ -5,6 +5,7 @@ nobody knows is kept. One that we know, on a rule that does not read it, is a mi
 the training: it raises, and says what to write instead.
 """
 
+import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -137,6 +138,12 @@ def said_here(key: str, value: Any = ...) -> str | None:
     if peer.here.startswith("always"):
         return f"{key!r} is {peer.whose}; here weight decay or moments are {peer.here}"
     return f"{key!r} is {peer.whose} spelling, which would do nothing here: write {peer.here}"
+
+
+def likely_option(key: str, rule: Rule) -> str | None:
+    """The option of a rule that a key nobody knows is a typo of; None: of none."""
+    close = difflib.get_close_matches(str(key), rule.defaults, n=1, cutoff=0.85)
+    return close[0] if close else None
 
 
 def options_of_rule(rule: Rule) -> set[str]:

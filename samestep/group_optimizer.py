@@ -165,7 +165,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             refuse_late_group()
             self._expects_no_group = False  # a group of this process alone
         if self._watch.is_due():
-            self._watch.look_at_model(self.param_groups)
+            self._watch.look_at_model(self.param_groups, self.defaults.get("rule"))
             if self._watch.at_first_step and self._distribution.grads == "local":
                 for plan in self._replicated:
                     names = (spec.name for spec in plan.plan.params)

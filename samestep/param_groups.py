@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.group_keys import said_here
+from samestep.group_keys import OF_EVERY_GROUP, likely_option, said_here
 from samestep.layout.blocks import Block, blocks_of
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
@@ -33,8 +33,9 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
     name = group.get("rule")
     if name is None:
         raise ValueError(
-            'a parameter group has no rule: add "rule": "muon" or "rule": "adamw" to it, or '
-            "pass a model or named parameters to have them routed"
+            'a parameter group has no rule: a group given as a dict needs "rule": "muon" (hidden '
+            'matrices) or "rule": "adamw" (biases, norms, embeddings); only a whole model, or a '
+            "list of (name, parameter), has its rules chosen"
         )
     if name not in RULES:
         raise ValueError(f"rule {name!r} is not known; choose one of {sorted(RULES)}")
@@ -64,22 +65,17 @@ def complete(group: Mapping[str, Any], rule_options: Mapping[str, Mapping[str, A
     completed.update(rule_options.get(rule.name, {}))
     completed.update(own_spelling(group))
     check(completed)
-    _warn_of_slips(group, rule)
+    _warn_of_typos(group, rule)
     return completed
 
 
-def _warn_of_slips(group: Mapping[str, Any], rule: Rule) -> None:
-    """Keys of others are kept in silence, but a near miss of one of ours is a slip."""
-    known = {
-        "params",
-        "param_names",
-        "adjust_lr_fn",
-        *(key for r in RULES.values() for key in r.defaults),
-    }
-    for key in group.keys() - known:
-        close = difflib.get_close_matches(str(key), rule.defaults, n=1, cutoff=0.85)
-        if close:
-            warn_user(f"group key {key!r} is not known; did you mean {close[0]!r}?")
+def _warn_of_typos(group: Mapping[str, Any], rule: Rule) -> None:
+    """Keys of others are kept in silence, but a near miss of one of ours is a typo."""
+    known = OF_EVERY_GROUP.union({"adjust_lr_fn"}, *(r.defaults for r in RULES.values()))
+    for key in group:
+        meant = None if key in known else likely_option(key, rule)
+        if meant is not None:
+            warn_user(f"group key {key!r} is not known and has no effect; did you mean {meant!r}?")
 
 
 def check(group: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor, nn
 
 from samestep.elsewhere import Elsewhere
-from samestep.group_keys import options_of_rule, why_lost
+from samestep.group_keys import likely_option, options_of_rule, why_lost
 from samestep.param_groups import Group, name_matches
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
@@ -316,7 +316,9 @@ def _refuse_lost_overrides(name: str, rule: Rule, options: Mapping[str, Any]) ->
     for key, value in options.items():
         reason = why_lost(key, value, rule)
         if reason is None and key not in options_of_rule(rule):
-            reason = f"{key!r} is no option of rule {rule.name!r}"
+            meant = likely_option(key, rule)
+            hint = "" if meant is None else f"; did you mean {meant!r}?"
+            reason = f"{key!r} is no option of rule {rule.name!r}{hint}"
         if reason:
             raise ValueError(f"overrides: {name!r} follows rule {rule.name!r}, and {reason}")
 

@@ -167,7 +167,9 @@ def test_what_nobody_checks_comes_last_and_is_called_so(ranks):
         assert "  Checked " not in unchecked
     assert "projections in one weight" in texts["tensor parallel"]
     assert "Here: 0.weight." in texts["tensor parallel"]
-    assert "max_grad_norm looks at the mean" in texts["reduced"]
+    assert "pass max_grad_norm= (math.inf checks" in " ".join(texts["reduced"].split())
+    for name in ("reduced", ALONE, "flat"):  # the check is of gradients that are averaged here
+        assert ("check_gradients=True" in texts[name]) == (name == "flat")
     assert "finite gradients, unchecked" not in texts["overlap"]
 
 

@@ -514,7 +514,7 @@ def test_a_model_with_nothing_to_train(kind, build):
 def test_plain_parameters_have_no_rule():
     refused_at_construction(
         lambda m: samestep.MuonAdamW(m.parameters()),
-        ValueError, "no rule", '"rule": "muon"', "model or named parameters",
+        ValueError, "no rule", '"rule": "muon"', "only a whole model",
     )  # fmt: skip
 
 

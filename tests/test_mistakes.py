@@ -37,7 +37,7 @@ def on_the_page(message: object) -> bool:
 
 def test_the_page_quotes_what_tests_have_heard():
     """Each of these is asserted below: a message that is dropped leaves the page too."""
-    assert len(QUOTED) == 14
+    assert len(QUOTED) == 17
 
 
 def heard(action: Callable[[], object]) -> list[str]:
@@ -74,7 +74,7 @@ def test_ranks_of_torchrun_without_a_process_group_are_told(monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     (message,) = heard(lambda: samestep.MuonAdamW(small_model()))
     assert on_the_page(message)
-    samestep.MuonAdamW(small_model(), grads="reduced")  # they shall train apart
+    samestep.MuonAdamW(small_model(), grads="reduced")  # meant to train separately
     monkeypatch.setenv("WORLD_SIZE", "1")
     samestep.MuonAdamW(small_model())
 
@@ -140,7 +140,9 @@ def test_16_bit_parameters_without_a_word_on_master_weights_are_told(kind: Any):
 
     (message,) = heard(lambda: kind(model()))
     assert on_the_page(message) or kind is samestep.Muon
-    assert "parameters are float16" in message or kind is not samestep.Muon
+    if kind is samestep.Muon:  # the figures are bfloat16's
+        assert "parameters are float16" in message
+        assert "%" not in message
     kind(model(), master_weights=True)
     opt = kind(model(), master_weights=False)
     param = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
@@ -170,6 +172,39 @@ def test_a_model_that_got_other_parameters_is_told():
     new_head[1] = nn.Linear(4, 4)
     (message,) = heard(lambda: train(new_head, opt))
     assert message.startswith("1.weight, 1.bias have gradients, but the optimizer does not")
+
+
+def test_the_warning_names_a_call_that_trains_what_was_missing_and_comes_again_for_others():
+    model = nn.Sequential(*small_model(), nn.Linear(4, 4))
+    model[:2].requires_grad_(False)
+    opt = samestep.MuonAdamW(model)
+    model[0].requires_grad_(True)
+    (message,) = heard(lambda: train(model, opt, steps=4))  # looked at three times
+    assert message.startswith("0.weight, 0.bias have gradients")
+    with pytest.raises(ValueError) as caught:
+        opt.add_param_group({"params": [("0.weight", model[0].weight)]})
+    assert on_the_page(caught.value)
+    opt.add_param_group({"params": [("0.weight", model[0].weight)], "rule": "muon"})
+    (message,) = heard(lambda: train(model, opt, steps=8))
+    assert message.startswith("0.bias have gradients")
+    opt.add_param_group({"params": [("0.bias", model[0].bias)], "rule": "adamw"})
+    before = copy.deepcopy(model[0].state_dict())
+    train(model, opt, steps=8)  # in silence
+    assert all(not torch.equal(before[name], value) for name, value in model[0].named_parameters())
+    model[1].requires_grad_(True)
+    (message,) = heard(lambda: train(model, opt, steps=16))
+    assert message.startswith("1.weight, 1.bias have gradients")
+
+
+def test_an_optimizer_of_one_rule_is_not_told_of_another():
+    model = small_model()
+    model[0].requires_grad_(False)
+    opt = samestep.AdamW(model)
+    model[0].requires_grad_(True)
+    (message,) = heard(lambda: train(model, opt))
+    assert message.endswith('or add them: opt.add_param_group({"params": [("name", p)]})')
+    opt.add_param_group({"params": [(f"0.{name}", p) for name, p in model[0].named_parameters()]})
+    train(model, opt, steps=8)
 
 
 def test_a_model_that_was_sharded_after_construction_is_refused_on_every_rank():
@@ -422,6 +457,16 @@ def test_keys_that_would_do_nothing_are_refused(groups: list[dict[str, Any]]):
     given = [{"params": [nn.Parameter(torch.ones(4, 4))], **own} for own in groups]
     with pytest.raises(ValueError) as caught:
         samestep.MuonAdamW(given)
+    assert on_the_page(caught.value)
+
+
+def test_a_typo_is_told_in_a_group_and_refused_in_overrides():
+    model, typo = nn.Linear(4, 4), {"momentun": 0.9}
+    given = [{"params": [model.weight], "rule": "muon", **typo}]
+    (message,) = heard(lambda: samestep.MuonAdamW(given))
+    assert on_the_page(message)
+    with pytest.raises(ValueError) as caught:
+        samestep.MuonAdamW(model, overrides={"weight": typo})
     assert on_the_page(caught.value)
 
 

@@ -58,7 +58,11 @@ def muon_memory(ranks, sharding):
         model = torch.nn.Sequential(*layers)
     state = {"momentum_buffer": torch.bfloat16}
     optimizer = samestep.Muon(
-        model, sharding=sharding, state_dtypes=state, overlap_grad_reduce=sharding == "zero2"
+        model,
+        sharding=sharding,
+        state_dtypes=state,
+        overlap_grad_reduce=sharding == "zero2",
+        master_weights=False,
     )
     plan = blueprint(optimizer, one_axis(ranks))
     whole = sum(param.nbytes for param in model.parameters())

@@ -1201,7 +1201,9 @@ def test_what_happens_instead(wrong):
         return
     with pytest.raises(instead[0], match=instead[1]):
         construct(wrong.optimizer, wrong.entry, params, given.kwargs)
-    assert all(torch.equal(t, old) for t, old in zip(tensors_in(params), before, strict=True))
+    for tensor, old in zip(tensors_in(params), before, strict=True):
+        # torch gives memory as it found it, which may be NaN
+        torch.testing.assert_close(tensor.detach(), old, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

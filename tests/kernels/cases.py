@@ -268,17 +268,18 @@ def stacked(params, grads, states, scalars, options, factor):
     )
 
 
+SUM = {"momentum_form": "sum", "nesterov": False, "adjust_lr": None}
+QUINTIC = {"eps": 0.0, "weight_decay": 0.0, "orthogonalize": "newton-schulz"}
+
+
 @pytest.mark.parametrize(
-    "own",
+    ("shape", "own"),
     [
-        {},
-        {"momentum_form": "sum", "nesterov": False, "adjust_lr": None},
-        {"eps": 0.0, "weight_decay": 0.0, "orthogonalize": "newton-schulz"},
-        NANOCHAT,
+        *((shape, own) for shape in SHAPES for own in ({}, NANOCHAT)),
+        (SHAPES[0], SUM),
+        (SHAPES[1], QUINTIC),
     ],
-    ids=["default", "sum", "newton-schulz", "nanochat"],
 )
-@pytest.mark.parametrize("shape", SHAPES)
 def test_muon_is_that_of_plain_torch(shape, own):
     options = {**MUON.defaults, **own, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
@@ -303,9 +304,9 @@ def test_no_result_depends_on_the_power_of_an_earlier_step(own):
     options = {**MUON.defaults, **own}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
     found = []
-    for power in (1.0, 2.0**-30, 2.0**30):  # what is written first is 0 or infinite
+    for power in (2.0**-30, 2.0**30):  # what is written first is 0 or infinite
         torch.manual_seed(1)
-        params, grads, states = muon_case(24, 40, options)
+        params, grads, states = muon_case(16, 24, options)
         blocks = MuonBlocks(params, states)
         blocks.powers.fill_(power)
         muon_(
@@ -313,8 +314,7 @@ def test_no_result_depends_on_the_power_of_an_earlier_step(own):
         )
         found.append([*params, *(tensor for state in states for tensor in state.values())])
         assert not blocks.outliers.any()
-    assert all(map(torch.equal, found[0], found[1]))
-    assert all(map(torch.equal, found[0], found[2]))
+    assert all(map(torch.equal, *found))
 
 
 def test_an_update_that_is_not_finite_is_flagged():

@@ -5,6 +5,7 @@ import multiprocessing
 import resource
 import signal
 import subprocess
+import tempfile
 import time
 from contextlib import nullcontext
 
@@ -78,7 +79,11 @@ def test_a_killed_run_goes_on_and_leaves_the_receipt_of_one_run(tmp_path):
     assert cli.main([*ARGUMENTS, "--out", str(whole)]) == 0
     arguments = [*ARGUMENTS, "--lanes", "2", "--out", str(parts)]
 
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+
     def until_killed():
+        tempfile.tempdir = str(scratch)  # who is killed cannot tidy up
         command.Progress._take = take_two_and_wait
         cli.main(arguments)
 

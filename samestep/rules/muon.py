@@ -53,7 +53,9 @@ class MuonRule:
         "scale_decay": False,  # weight decay with the adjusted learning rate
         "split_sizes": None,
         "flatten": False,
-        "compute_dtype": None,  # None: float16 on accelerators if the table has room, else float32
+        # None: 16 bits on accelerators if the table has room, else 32. Kernels multiply in float16
+        # what was rounded to bfloat16, and round the result to it: so it travels between ranks.
+        "compute_dtype": None,
         "state_dtypes": None,  # {"momentum_buffer": torch.bfloat16}: kept so, updated in 32 bits
     }
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})

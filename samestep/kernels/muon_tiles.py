@@ -1,7 +1,9 @@
 """Triton kernels for both ends of Muon, on tiles of blocks: `samestep.rules.muon` has the formulas.
 
 Arithmetic is in float32, sums are in float64. The formulas are functions of their own, which
-`part_tiles` calls too: so parts of a block get the bits that the whole gets.
+`part_tiles` calls too: so parts of a block get the bits that the whole gets. Loops over sizes that
+the compiler does not know are `while`s whose counter begins as a tensor (`tl.program_id(0) * 0`):
+Triton's interpreter, through which tests run these kernels, takes no such size in `range`.
 """
 
 import triton

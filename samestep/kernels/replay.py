@@ -54,7 +54,8 @@ def _record(function: Function, X: Tensor, scales: Tensor) -> _Recorded:
     stream = torch.cuda.Stream(X.device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(X.device))
     with torch.cuda.stream(stream):
-        graph.capture_begin()
+        # Other threads (gloo's, NCCL's, a data loader's) allocate and wait as they like.
+        graph.capture_begin(capture_error_mode="thread_local")
         try:
             result = function(own_X, own_scales)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -15,6 +16,7 @@ from tests.gpu import needs_gpu, no_host_wait
 pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
+    from samestep.kernels.orthogonalize import orthogonalize_blocks
     from tests.kernels.cases import *  # noqa: F403
 
 
@@ -253,3 +255,28 @@ def test_a_block_does_not_depend_on_its_company():
         together = orthogonalize(blocks)
         alone = torch.stack([orthogonalize(block) for block in blocks])
         assert torch.equal(together, alone)
+
+
+def test_small_blocks_are_recorded_while_other_threads_use_the_device():
+    """As gloo's threads do, which copy between host and device whenever they like."""
+    ended, done = threading.Event(), []
+
+    def others():
+        while not ended.is_set():
+            room = torch.empty(1 << 20, dtype=torch.uint8).pin_memory()
+            done.append(room.to("cuda").sum().item())
+            torch.cuda.empty_cache()
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for width in range(80, 320, 16):  # a graph each
+            blocks = torch.randn(2, width, 2 * width, device="cuda")
+            table = samestep.rules.orthogonalize.step_coefficients("polar-express", 5)
+            norm = {"norm_factor": 1.01, "eps": 1e-7, "eps_form": "add"}
+            found = orthogonalize_blocks(blocks, table, "gram", dtype=torch.bfloat16, **norm)
+            assert torch.isfinite(found).all()
+    finally:
+        ended.set()
+        thread.join()
+    assert done

@@ -17,6 +17,7 @@ else:
 
 import pytest
 import torch
+import torch._dynamo  # once here, not in every rank that is forked
 from hypothesis import settings
 
 from samestep.comm.groups import registry

@@ -129,6 +129,8 @@ def test_python_m_samestep_and_the_library_need_no_extras():
     code = """
 import runpy, sys
 sys.modules.update(rich=None, tyro=None, matplotlib=None)
+import samestep
+assert "torch._dynamo" not in sys.modules, "importing takes twice as long"
 import samestep.launch, samestep.bench.crossover
 sys.argv[1:] = ["--help"]
 runpy.run_module("samestep", run_name="__main__")

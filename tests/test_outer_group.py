@@ -9,6 +9,7 @@ import torch.distributed as dist
 import samestep
 from samestep.comm.presence import RankProblemError
 from tests.ranks import run_forked
+from tests.soak import SOAK
 from tests.test_full_values import Net, backward, states_equal
 
 LAYOUTS = {
@@ -79,8 +80,13 @@ def alone(world, inner):
     return {name: p.detach().clone() for name, p in model.named_parameters()}, opt.whole_state()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("world", "inner"), [(4, 2), (6, 2), (6, 3)])
+WORLDS = [(4, 2), (6, 2), (6, 3)]  # of ranks, of which so many are in an inner group
+CASES = [(layout, *WORLDS[place % 3]) for place, layout in enumerate(LAYOUTS)]
+if SOAK:
+    CASES = [(layout, *world) for layout in LAYOUTS for world in WORLDS]
+
+
+@pytest.mark.parametrize(("layout", "world", "inner"), CASES)
 def test_as_one_process(layout, world, inner):
     expected, expected_state = alone(world, inner)
 

@@ -33,6 +33,7 @@ from torch.optim.swa_utils import SWALR
 
 import samestep
 from tests.limits import HANG
+from tests.soak import SOAK
 
 
 def load_battery() -> types.ModuleType:
@@ -622,6 +623,7 @@ def resume_in_this_process(folder: str) -> None:
     torch.save(snapshot(model, optimizer), Path(folder, "resumed.pt"))
 
 
+@pytest.mark.skipif(not SOAK, reason="as in test_state_dict.py: make soak runs it")
 def test_resumes_in_a_fresh_process_bit_for_bit(tmp_path):
     model, optimizer, checkpoint = saved_after(PROCESS_CASE, 5)
     torch.save(checkpoint, tmp_path / "checkpoint.pt")
@@ -1010,9 +1012,17 @@ def torch_counterpart(optimizer: Optimizer, lr: float | Tensor) -> Optimizer:
     return torch.optim.SGD(groups, momentum=0.95)  # 0.95 is Muon's default
 
 
-@default_cases
+# A tensor is the harder one; the rules of MuonAdamW are those of the others.
+SCHEDULED = [
+    pytest.param(case, kind, id=f"{kind}-{case.optimizer}")
+    for case in DEFAULT_CASES
+    for kind in ("float", "tensor")
+    if kind == "tensor" or case.optimizer == "MuonAdamW" or SOAK
+]
+
+
 @every_schedule
-@pytest.mark.parametrize("kind", ["float", "tensor"])
+@pytest.mark.parametrize(("case", "kind"), SCHEDULED)
 def test_schedules(case, schedule, kind):
     lr: float | Tensor = 0.01 if kind == "float" else torch.tensor(0.01)
     model = Regression(case)

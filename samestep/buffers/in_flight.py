@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ class ParametersInFlight:
             reads_children = isinstance(module, READ_THEIR_CHILDREN)
             own = list(module.parameters(recurse=reads_children))
             if own:
-                wait = _WaitFor(self, recurse=reads_children)
+                wait = _kind_of_hook()(self, recurse=reads_children)
                 module.register_forward_pre_hook(wait, prepend=True)
                 module.register_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(wait)  # type: ignore[no-untyped-call]
@@ -63,12 +64,22 @@ class _WaitFor:
         self._in_flight = in_flight
         self._recurse = recurse
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, module: nn.Module, *_: object) -> None:
         self._in_flight.wait_for(module.parameters(recurse=self._recurse))
 
     def __reduce__(self) -> Any:
         return _Nothing, ()
+
+
+@cache
+def _kind_of_hook() -> type[_WaitFor]:
+    """The hooks, which compilers leave alone from now on.
+
+    To say so imports all of torch._dynamo, as long again as torch itself: not before there is one.
+    """
+    disable: Any = torch.compiler.disable
+    _WaitFor.__call__ = disable(_WaitFor.__call__)  # type: ignore[method-assign]
+    return _WaitFor
 
 
 class _Nothing:

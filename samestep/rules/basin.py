@@ -27,12 +27,13 @@ is what there is when nothing longer will do, and must keep its noise inside the
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+F = TypeVar("F", bound=Callable[..., Any])
 Coefficients = tuple[float, float, float]
 Table = tuple[Coefficients, ...]
 
@@ -113,7 +114,17 @@ def growth(table: Table, start: int, stop: int, largest: float) -> float:
     return math.prod((a * a for a, _, _ in table[start : stop - 1]), start=largest * largest)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def constant_for_compilers(function: F) -> F:
+    """A compiler runs it once and takes its result for a constant.
+
+    As `torch.compiler.assume_constant_result`, which would import all of torch._dynamo: as long
+    again as torch itself, where most never compile.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_for_compilers
 def gram_segments(
     table: Sequence[Coefficients], dtype: torch.dtype, rows: int
 ) -> tuple[tuple[int, int], ...]:

@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.choice import missing_products
-from samestep.rules.basin import FEW_ROWS, as_table, gram_segments, unsafe_step
+from samestep.rules.basin import (
+    FEW_ROWS,
+    as_table,
+    constant_for_compilers,
+    gram_segments,
+    unsafe_step,
+)
 from samestep.rules.basin import Coefficients as Coefficients  # part of this interface
 
 Execution = Literal["standard", "gram"]
@@ -154,7 +160,7 @@ def default_compute_dtype(
     return torch.float16
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_for_compilers
 def has_room(table: Sequence[Coefficients]) -> bool:
     """Whether singular values stay in the basin when all is rounded to float16."""
     return _has_room(as_table(table))

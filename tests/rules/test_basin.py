@@ -38,6 +38,8 @@ from samestep.rules.orthogonalize import (
     orthogonalize,
     step_coefficients,
 )
+from tests.limits import HANG
+from tests.soak import SOAK
 
 CPU = torch.device("cpu")
 HALVES = [torch.float16, torch.bfloat16]
@@ -292,7 +294,7 @@ def test_polynomials_rounded_to_bfloat16_are_caught():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", POLYNOMIALS)
 def test_plain_torch_keeps_every_kind_in_bounds(method, execution, dtype):
-    for steps in (1, 2, 3, 4, 5, 6, 8, 12, 15, 25):
+    for steps in (1, 2, 3, 4, 5, 6, 8, 12, 15, 25) if SOAK else (1, 2, 5, 7, 25):
         table = step_coefficients(method, steps)
         for seed, kind in enumerate(KINDS):
             shape = ((3, 6), (8, 8), (12, 5))[(seed + steps) % 3]
@@ -343,7 +345,7 @@ def test_the_emulation_is_what_the_kernels_compute():
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]

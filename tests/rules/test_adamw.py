@@ -10,8 +10,9 @@ import torch
 
 import samestep
 from tests.reference import ReferenceAdamW, relative_error, to_numpy
+from tests.soak import SOAK
 
-STEPS = 100
+STEPS = 100 if SOAK else 30
 SHAPES = [(0,), (1,), (7,), (33, 5), (2, 3, 4)]
 
 OPTIONS = {

@@ -1,7 +1,7 @@
 """Every Muon preset against its recipe written out in float64, and against torch.optim.Muon.
 
 Each step brings a fresh random gradient of full rank, with momentum and weight decay on, and
-parameters and momentum are compared after every one of the 20 steps. The second half of the
+parameters and momentum are compared after every step. The second half of the
 file turns the references wrong on purpose, one ingredient at a time, to show that these
 comparisons would notice.
 """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import samestep.checkpoint  # noqa: F401
 from samestep import cli
-from samestep.train import trainer
+from samestep.train import journal, trainer
 from tests.ranks import run_forked
 
 STEPS = 10
@@ -38,12 +38,19 @@ def words(out: Path, data: Path, **changes: object) -> list[str]:
     return [str(word) for pair in options.items() for word in pair]
 
 
-def train(ranks: int, arguments: list[str], *, stop_in: int | None = None) -> list[int]:
-    """Train on forked ranks; return their exit statuses. Ctrl-C comes in step `stop_in`."""
-    return run_forked(ranks, _rank, arguments, stop_in)
+def train(
+    ranks: int, arguments: list[str], *, stop_in: int | None = None, draws: bool = False
+) -> list[int]:
+    """Train on forked ranks; return their exit statuses. Ctrl-C comes in step `stop_in`.
+
+    Drawing the losses takes longer than the rest: only who looks at the picture has it drawn.
+    """
+    return run_forked(ranks, _rank, arguments, stop_in, draws)
 
 
-def _rank(rank: int, arguments: list[str], stop_in: int | None) -> int:
+def _rank(rank: int, arguments: list[str], stop_in: int | None, draws: bool) -> int:
+    if not draws:
+        journal.picture = lambda rows: b""
     if dist.get_world_size() == 1:
         dist.destroy_process_group()  # as without torchrun
     optimizer_step = trainer.Trainer._balance_experts

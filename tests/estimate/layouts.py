@@ -12,6 +12,7 @@ from samestep.layout.dtensor_shards import Cut
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.models import Matrices, named_params
 from samestep.stress.scenario import RATES, GradientScenario
+from tests.soak import SOAK
 
 SHAPES = {
     "embedding": (70, 24),
@@ -24,6 +25,7 @@ SHAPES = {
     "head": (70, 24),
 }
 WIDER = {name: tuple(4 * size for size in shape) for name, shape in SHAPES.items()}
+ON_FOUR = ("zero2", "flat_zero2_overlap", "hsdp", "tp_fsdp2", "ep_fsdp2")
 MUON = ("first", "second", "up", "down", "experts")
 
 
@@ -74,6 +76,13 @@ def layouts_on(world):
         for layout in LAYOUTS.values()
         if not layout.one_process and layout.reason_against(AllPresent, world) is None
     ]
+
+
+def some_on(world):
+    """A sample, each layout at one number of ranks: on four those to which it matters."""
+    if SOAK:
+        return layouts_on(world)
+    return [layout for layout in layouts_on(world) if (layout.name in ON_FOUR) == (world == 4)]
 
 
 def grid_and_spread(layout, world):

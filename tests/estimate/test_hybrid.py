@@ -145,8 +145,8 @@ PAIRS = [
     ("hybrid_pp", Model),
 ]  # fmt: skip
 FOURS = [
-    ("hybrid_tp_sp", Model), ("hybrid_hsdp", Model), ("hybrid_pp_ep", Measured),
-    ("hybrid_tp_sp_ep", Factors),
+    ("hybrid_hsdp", Model), ("hybrid_tp_sp_ep", Factors),
+    *([("hybrid_tp_sp", Model), ("hybrid_pp_ep", Measured)] * SOAK),
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from samestep.estimate.memory import rank_memory
 from samestep.sharded import local_part
 from samestep.stress.sharded_training import new_training
 from tests.counting_group import CountingGroup
-from tests.estimate.layouts import Large, blueprint_of, layouts_on
+from tests.estimate.layouts import Large, blueprint_of, some_on
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
@@ -26,7 +26,7 @@ def measured(rank, world):
     """Per layout: parameters, state, and the peak of backward and step."""
     CountingGroup.install()
     found = {}
-    for layout in layouts_on(world):
+    for layout in some_on(world):
         scenario = Large(3, world)
         training = new_training(scenario, layout, rank, reduction="fast")
         optimizer = training.optimizer
@@ -68,7 +68,7 @@ def _gradients(training):
 def test_memory_of_every_layout_is_foreseen(world):
     ranks = run_forked(world, measured, world)
     worst = 0.0
-    for layout in layouts_on(world):
+    for layout in some_on(world):
         plan = blueprint_of(layout, Large(3, world), world, "fast")
         for rank, (params, state, passing) in enumerate(each[layout.name] for each in ranks):
             memory = rank_memory(plan, rank)

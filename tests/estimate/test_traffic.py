@@ -11,15 +11,27 @@ from samestep.estimate.grid import Grid
 from samestep.plan.schedule import line_of
 from samestep.stress.models import Matrices
 from samestep.stress.sharded_training import new_training
-from tests.estimate.layouts import MUON, SHAPES, AllPresent, Clipped, blueprint_of, layouts_on
+from tests.estimate.layouts import (
+    MUON,
+    SHAPES,
+    AllPresent,
+    Clipped,
+    blueprint_of,
+    layouts_on,
+    some_on,
+)
 from tests.ranks import run_forked
 from tests.soak import SOAK
+
+
+def chosen(world):
+    return layouts_on(world) if world == 2 else some_on(world)
 
 
 def counted(rank, world, kind, reduction):
     """Per layout: lines of the plans, the schedule, and what the second step launched."""
     found = {}
-    for layout in layouts_on(world):
+    for layout in chosen(world):
         training = new_training(kind(3, world), layout, rank, reduction=reduction)
         training.step(0)
         training.optimizer.wait_for_parameters()
@@ -58,8 +70,7 @@ if SOAK:
 @pytest.mark.parametrize(("world", "kind", "reduction"), CASES)
 def test_every_collective_of_every_layout_is_foreseen(world, kind, reduction):
     ranks = run_forked(world, counted, world, kind, reduction)
-    assert len(ranks[0]) >= (12 if world == 4 else 11)
-    for layout in layouts_on(world):
+    for layout in chosen(world):
         plan = blueprint_of(layout, kind(3, world), world, reduction)
         for rank, found in enumerate(ranks):
             _, schedule, records = found[layout.name]
@@ -96,6 +107,11 @@ def groups_of_their_own(rank, world, kind):
         with recorder:
             optimizer.step()
     return [(r.name, r.kind, r.elements, r.dtype, r.sent) for r in recorder.records]
+
+
+def test_every_layout_is_chosen_on_two_ranks_and_on_more():
+    assert len(chosen(2)) >= 11
+    assert len({layout.name for layout in (*chosen(3), *chosen(4))}) >= 12
 
 
 @pytest.mark.parametrize("kind", ["experts", "copies"])

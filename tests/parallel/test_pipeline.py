@@ -67,6 +67,7 @@ def gradients_alone_of(dp_rank):
     return gpt().loss(inputs, targets).item()
 
 
+LONG = 20 if SOAK else 4  # steps
 OVERLAP = {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 
@@ -87,7 +88,7 @@ def train(rank, stages, options, steps, layout):
 
 @pytest.mark.parametrize(
     ("case", "steps", "layout"),
-    [("2 stages x 2", 20, {}), ("interleaved x 2", 20 if SOAK else 4, OVERLAP)],
+    [("2 stages x 2", LONG, {}), ("interleaved x 2", LONG, OVERLAP)],
 )
 def test_steps_are_those_of_one_process(case, steps, layout):
     """With clipping active: one norm over all stages."""

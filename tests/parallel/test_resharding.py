@@ -9,6 +9,7 @@ from samestep.parallel.prove import Case, mean_loss, new_model, optimizer_keywor
 from samestep.parallel.stack import Stack
 from samestep.train.gpt import GPTConfig
 from samestep.train.gpt_plan import gpt_plan
+from tests.checkpoint.training import spoil
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
@@ -68,8 +69,9 @@ def save_all(rank, folder):
 def load_all(rank, folder):
     found = {}
     for name in MESHES:
+        _, stack, opt = laid_out(name, seed=7)
         for source in MESHES:
-            _, stack, opt = laid_out(name, seed=7)
+            spoil(stack.model, opt)
             samestep.load(folder / source, stack.model, opt)
             found[source, name] = values(opt)
     return found

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ from samestep import cli
 from samestep.stress import command
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.lanes import LaneDiedError, Lanes
-from tests.limits import HANG, eventually
+from tests.limits import eventually
+from tests.stress.forked_command import running
 
 SCENARIOS = ["dist_adamw_muon", "clipped", "schedules"]
 
@@ -71,14 +70,8 @@ def test_receipts_are_those_of_one_lane(tmp_path, no_torchrun, monkeypatch):
 
 
 def test_a_signal_ends_all_lanes_and_writes_what_there_is(tmp_path):
-    code = "import sys; from samestep.cli import main; sys.exit(main())"
     arguments = ["stress", "--layout", "zero2", "--lanes", "2", "--steps", "300"]
-    with subprocess.Popen(
-        [sys.executable, "-c", code, *arguments, "--out", str(tmp_path / "out")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with running([*arguments, "--out", str(tmp_path / "out")], tmp_path) as process:
         everyone = []
 
         def two_lanes_with_two_ranks_each():
@@ -87,8 +80,8 @@ def test_a_signal_ends_all_lanes_and_writes_what_there_is(tmp_path):
 
         eventually(two_lanes_with_two_ranks_each)
         process.send_signal(signal.SIGINT)
-        shown, errors = process.communicate(timeout=HANG)
-    assert (process.returncode, errors) == (130, "")
+        returned, shown, errors = process.ended()
+    assert (returned, errors) == (130, "")
     assert "Stopped before the end" in shown
     content = json.loads((tmp_path / "out" / "receipt.json").read_text())
     assert content["verdict"] == "interrupted"

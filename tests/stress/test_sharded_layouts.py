@@ -13,7 +13,7 @@ from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import case_entry
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG
-from tests.stress.test_cases import run
+from tests.stress.test_cases import STEPS, run
 
 SHARDED = [name for name, layout in LAYOUTS.items() if layout.parameters != "plain"]
 # Real forward passes with layers apart; presence; groups; saving; sums of micro-batches; a scaler.
@@ -35,9 +35,12 @@ def test_there_are_five():
 def test_every_sharded_layout_is_exact(layout):
     world = 4 if layout == "hsdp" else 2
     for scenario in TELLING[SHARDED.index(layout) % 3 :: 3]:
-        for result in run(scenario, ["one_process", layout], world, steps=14):
+        for result in run(scenario, ["one_process", layout], world, STEPS[scenario]):
             assert (result.status, result.findings) == ("exact", []), result.case
-            assert [sample.step for sample in result.samples] == [11, 14]
+            assert [sample.step for sample in result.samples] == [
+                STEPS[scenario] // 2,
+                STEPS[scenario],
+            ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ def test_every_sharded_layout_is_exact(layout):
 )
 def test_uneven_and_strided_shards(world, scenario):
     layouts = [name for name in SHARDED if world % 2 == 0 or name != "hsdp"]
-    for result in run(scenario, ["one_process", *layouts], world, steps=8):
+    for result in run(scenario, ["one_process", *layouts], world, steps=4):
         assert (result.status, result.findings) == ("exact", []), result.case
 
 
@@ -56,7 +59,7 @@ def test_sums_that_are_not_divided_work_on_gloo_with_fast_reduction():
 
 
 def test_sums_of_the_backend_are_near():
-    first, *others = run("clipped", ["one_process", "hsdp"], 4, steps=8, reduction="fast")
+    first, *others = run("clipped", ["one_process", "hsdp"], 4, steps=4, reduction="fast")
     assert first.status == "exact"
     for result in others:
         assert (result.status, result.findings) == ("within_tolerance", []), result.case

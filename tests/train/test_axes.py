@@ -6,15 +6,18 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.train import trainer
+from samestep.train import journal, trainer
 from tests.ranks import run_forked
+from tests.soak import SOAK
 from tests.train.runs import losses, rows, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
+EACH = 3 if SOAK else 2  # steps on each mesh
+STEPS = 3 * EACH
 SHAPE = {
-    "layers": 4, "heads": 4, "kv_heads": 2, "context": 8, "batch_size": 4, "micro_batch": 2,
-    "eval_sequences": 4, "steps": 9, "save_every": 3, "eval_every": 9, "keep": 5,
+    "layers": 2, "heads": 4, "kv_heads": 2, "context": 8, "batch_size": 4, "micro_batch": 2,
+    "eval_sequences": 4, "steps": STEPS, "save_every": EACH, "eval_every": STEPS, "keep": 5,
 }  # fmt: skip
 EXPERTS = {"experts": 4, "expert_size": 8}
 
@@ -30,40 +33,47 @@ def go_on(rank: int, steps: int, runs: list[list[str]]) -> list[int]:
             raise KeyboardInterrupt
 
     trainer.Trainer._save = save_and_stop  # in this process, which ends soon
+    journal.picture = lambda rows: b""
     return [cli.main(["train", *arguments]) for arguments in runs]
 
 
 def test_a_run_goes_on_in_other_meshes(tmp_path):
-    """Tensor parallel of 2, 1 and 2 ranks, experts on 2 and 4: the run of one process."""
+    """Tensor parallel of 2, 1 and 2 ranks, experts on 2 or 4: the run of one process."""
     data = text_file(tmp_path)
     arguments = words(tmp_path / "out", data, **SHAPE, **EXPERTS)
-    meshes = [
-        ["--tp", "2", "--sp", "--ep", "2"],
-        ["--ep", "4"],
-        ["--tp", "2", "--pp", "2"],
-    ]
-    given = [[*arguments, *mesh] for mesh in meshes]
-    assert run_forked(4, go_on, 3, given) == [[130, 130, 0]] * 4
+    on_four, on_two = [["--tp", "2", "--sp", "--ep", "2"]], [["--ep", "2"], ["--pp", "2"]]
+    names = ["pipe1.data1.expert2.model2", "pipe1.data1.expert2.model1"]
+    names += ["pipe2.data1.expert1.model1"]
+    if SOAK:
+        on_four, on_two = [*on_four, ["--ep", "4"], ["--tp", "2", "--pp", "2"]], []
+        names[1:] = ["pipe1.data1.expert4.model1", "pipe2.data1.expert1.model2"]
+    ended = []
+    for ranks, meshes in ((4, on_four), (2, on_two)):
+        if meshes:
+            given = [[*arguments, *mesh] for mesh in meshes]
+            first, *others = run_forked(ranks, go_on, EACH, given)
+            assert others == [first] * (ranks - 1)
+            ended += first
+    assert ended == [130, 130, 0]
     assert train(1, words(tmp_path / "alone", data, **SHAPE, **EXPERTS)) == [0]
     for key in ("loss", "val_loss"):
         found, expected = losses(tmp_path / "out", key), losses(tmp_path / "alone", key)
         assert found == pytest.approx(expected, abs=1e-4)
     meshed = [row["mesh"] for row in rows(tmp_path / "out") if row.get("event") == "mesh"]
-    assert meshed == [
-        "pipe1.data1.expert2.model2", "pipe1.data1.expert4.model1", "pipe2.data1.expert1.model2",
-    ]  # fmt: skip
+    assert meshed == names
 
 
 def test_factors_on_a_mesh(tmp_path):
     """LoRA, tensor parallel and FSDP2 together, beside one process."""
+    few = {**SHAPE, "steps": 3, "save_every": 3, "layers": 1}
     data = text_file(tmp_path)
-    arguments = words(tmp_path / "out", data, **{**SHAPE, "steps": 4}, tp=2, lora_rank=2)
+    arguments = words(tmp_path / "out", data, **few, tp=2, lora_rank=2)
     assert train(4, [*arguments, "--lora", "--sp"]) == [0] * 4
-    alone = words(tmp_path / "alone", data, **{**SHAPE, "steps": 4}, lora_rank=2)
+    alone = words(tmp_path / "alone", data, **few, lora_rank=2)
     assert train(1, [*alone, "--lora"]) == [0]
     assert losses(tmp_path / "out") == pytest.approx(losses(tmp_path / "alone"), abs=1e-4)
     found = losses(tmp_path / "out")
-    assert found[4] != found[1]
+    assert found[3] != found[1]
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def values(opt):
 
 def whole(tensor):
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def laid_out(name, seed):
@@ -51,12 +51,19 @@ def laid_out(name, seed):
     return case, stack, stack.optimizer(**optimizer_keywords(case))
 
 
+def sources_of(name):
+    """What a mesh loads: everything, or the checkpoints of the two that come after it."""
+    names = list(MESHES)
+    place = names.index(name)
+    return names if SOAK else [*names, *names][place + 1 : place + 3]
+
+
 def save_all(rank, folder):
     found = {}
     for name in MESHES:
         case, stack, opt = laid_out(name, seed=0)
         rows = case.sequences // stack.mesh.degrees.batch_ranks
-        for step in range(2):
+        for step in range(2 if SOAK else 1):
             tokens = tokens_of(case, step)[rows * stack.batch_place :][:rows]
             stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
             opt.step()
@@ -70,7 +77,7 @@ def load_all(rank, folder):
     found = {}
     for name in MESHES:
         _, stack, opt = laid_out(name, seed=7)
-        for source in MESHES:
+        for source in sources_of(name):
             spoil(stack.model, opt)
             samestep.load(folder / source, stack.model, opt)
             found[source, name] = values(opt)
@@ -92,7 +99,7 @@ def test_every_mesh_loads_every_other(tmp_path):
     for source in MESHES:
         wanted = merged(saved, source)
         assert any("momentum_buffer" in name for name in wanted)
-        for name in MESHES:
+        for name in [name for name in MESHES if source in sources_of(name)]:
             for own in loaded:  # every rank, not only the last that has a name
                 part = own[source, name]
                 assert differing(part, {key: wanted[key] for key in part}) == [], (source, name)

@@ -32,6 +32,7 @@ from samestep.stress.schema import check_receipt
 from samestep.stress.torchrun_ranks import TorchrunRanks
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked
+from tests.soak import SOAK
 from tests.stress.forked_command import running
 
 QUICK = ["stress", "--scenario", "dist_adamw_muon", "--steps", "4", "--sample-every", "2"]
@@ -125,7 +126,14 @@ def test_everything_known_is_listed(capsys):
         assert name in shown
 
 
-def test_ranks_of_torchrun_are_joined(tmp_path):
+def restrict(monkeypatch, *layouts):
+    """All layouts are those, but for `make soak`."""
+    if not SOAK:
+        monkeypatch.setattr(command, "LAYOUTS", {name: LAYOUTS[name] for name in layouts})
+
+
+def test_ranks_of_torchrun_are_joined(tmp_path, monkeypatch):
+    restrict(monkeypatch, "one_process", "zero2", "flat_zero2_overlap", "fsdp2_parallel", "hsdp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -142,7 +150,7 @@ def test_ranks_of_torchrun_are_joined(tmp_path):
     content = json.loads((tmp_path / "receipt.json").read_text())
     assert (content["ran"]["runtime_mode"], content["ran"]["world_size"]) == ("torchrun", 3)
     assert {case["layout"]: case["status"] for case in content["cases"]} == {
-        name: "does_not_apply" if name == "hsdp" else "exact" for name in LAYOUTS
+        name: "does_not_apply" if name == "hsdp" else "exact" for name in command.LAYOUTS
     }
     ran = [case for case in content["cases"] if case["status"] != "does_not_apply"]
     assert all(len(case["samples"]) == 2 for case in ran)
@@ -348,9 +356,10 @@ def test_long_and_short_scenarios():
     assert {case.sample_every for case in session.cases() if case.steps == 50} == {50}
 
 
-def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path):
+def test_long_and_short_layouts_meet_though_samples_do_not_divide(tmp_path, monkeypatch):
     """6 steps against 2, sampled every 4: the short ones are compared after 2, in all layouts."""
     options = ["--steps", "6", "--other-steps", "2", "--sample-every", "4", "--out", str(tmp_path)]
+    restrict(monkeypatch, "one_process", "none", "zero1", "flat_zero1", "fsdp2_gather")
     assert cli.main(["stress", "--scenario", "dist_adamw_muon", *options]) == 0
     receipt = json.loads((tmp_path / "receipt.json").read_text())
     assert (receipt["asked"]["steps"], receipt["asked"]["other_steps"]) == (6, 2)
@@ -484,7 +493,7 @@ def test_a_mutant_that_survives_fails_the_command(
 def test_a_signal_ends_the_ranks_and_writes_what_there_is(tmp_path, signals, status):
     """Also a second one, which comes while the ranks are ended or the receipt is written."""
     # So many steps that it does not end by itself.
-    arguments = [*QUICK, "--steps", "1000", "--sample-every", "1000", "--layout", "zero2"]
+    arguments = [*QUICK, "--steps", "300", "--sample-every", "300", "--layout", "zero2"]
     with running([*arguments, "--out", str(tmp_path / "out")], tmp_path) as process:
         temporary = process.temporary
         # Each rank makes this file once it can be ended as a rank.

@@ -13,6 +13,7 @@ from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import case_entry
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG
+from tests.soak import SOAK
 from tests.stress.test_cases import STEPS, run
 
 SHARDED = [name for name, layout in LAYOUTS.items() if layout.parameters != "plain"]
@@ -31,10 +32,20 @@ def test_there_are_five():
     assert SHARDED == ["fsdp2_gather", "fsdp2_parallel", "hsdp", "tp_fsdp2", "ep_fsdp2"]
 
 
+def chosen(layout):
+    """Scenarios that take turns: each in a layout at least."""
+    place = SHARDED.index(layout)
+    return TELLING[place % 3 :: 3] if SOAK else TELLING[place::5]
+
+
+def test_every_scenario_has_a_layout():
+    assert {scenario for layout in SHARDED for scenario in chosen(layout)} == set(TELLING)
+
+
 @pytest.mark.parametrize("layout", SHARDED)
 def test_every_sharded_layout_is_exact(layout):
     world = 4 if layout == "hsdp" else 2
-    for scenario in TELLING[SHARDED.index(layout) % 3 :: 3]:
+    for scenario in chosen(layout):
         for result in run(scenario, ["one_process", layout], world, STEPS[scenario]):
             assert (result.status, result.findings) == ("exact", []), result.case
             assert [sample.step for sample in result.samples] == [

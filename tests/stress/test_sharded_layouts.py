@@ -59,7 +59,7 @@ def test_every_sharded_layout_is_exact(layout):
 )
 def test_uneven_and_strided_shards(world, scenario):
     layouts = [name for name in SHARDED if world % 2 == 0 or name != "hsdp"]
-    for result in run(scenario, ["one_process", *layouts], world, steps=4):
+    for result in run(scenario, ["one_process", *layouts], world, steps=8 if SOAK else 4):
         assert (result.status, result.findings) == ("exact", []), result.case
 
 
@@ -70,7 +70,9 @@ def test_sums_that_are_not_divided_work_on_gloo_with_fast_reduction():
 
 
 def test_sums_of_the_backend_are_near():
-    first, *others = run("clipped", ["one_process", "hsdp"], 4, steps=4, reduction="fast")
+    first, *others = run(
+        "clipped", ["one_process", "hsdp"], 4, steps=8 if SOAK else 4, reduction="fast"
+    )
     assert first.status == "exact"
     for result in others:
         assert (result.status, result.findings) == ("within_tolerance", []), result.case

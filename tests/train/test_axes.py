@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("no_torchrun")
 EACH = 3 if SOAK else 2  # steps on each mesh
 STEPS = 3 * EACH
 SHAPE = {
-    "layers": 2, "heads": 4, "kv_heads": 2, "context": 8, "batch_size": 4, "micro_batch": 2,
+    "layers": 4 if SOAK else 2, "heads": 4, "kv_heads": 2, "context": 8, "batch_size": 4, "micro_batch": 2,
     "eval_sequences": 4, "steps": STEPS, "save_every": EACH, "eval_every": STEPS, "keep": 5,
 }  # fmt: skip
 EXPERTS = {"experts": 4, "expert_size": 8}
@@ -65,7 +65,7 @@ def test_a_run_goes_on_in_other_meshes(tmp_path):
 
 def test_factors_on_a_mesh(tmp_path):
     """LoRA, tensor parallel and FSDP2 together, beside one process."""
-    few = {**SHAPE, "steps": 3, "save_every": 3, "layers": 1}
+    few = {**SHAPE, "steps": 3, "save_every": 3, "layers": 4 if SOAK else 1}
     data = text_file(tmp_path)
     arguments = words(tmp_path / "out", data, **few, tp=2, lora_rank=2)
     assert train(4, [*arguments, "--lora", "--sp"]) == [0] * 4

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.usefixtures("no_torchrun")
 EACH = 3 if SOAK else 2  # steps on each mesh
 STEPS = 3 * EACH
 SHAPE = {
-    "layers": 4 if SOAK else 2, "heads": 4, "kv_heads": 2, "context": 8, "batch_size": 4, "micro_batch": 2,
+    "layers": 4 if SOAK else 2, "heads": 4, "kv_heads": 2, "context": 8, "batch_size": 4,
+    "micro_batch": 2,
     "eval_sequences": 4, "steps": STEPS, "save_every": EACH, "eval_every": STEPS, "keep": 5,
 }  # fmt: skip
 EXPERTS = {"experts": 4, "expert_size": 8}

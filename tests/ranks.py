@@ -65,7 +65,7 @@ def run_cases(
         return found
 
     results = run_forked(world_size, job_of_all, **limits)
-    return [(case, list(found)) for case, found in zip(cases, zip(*results), strict=True)]
+    return [(case, [of_rank[n] for of_rank in results]) for n, case in enumerate(cases)]
 
 
 @cache

@@ -17,7 +17,8 @@ from torch import nn
 
 import samestep
 from samestep.comm.presence import RankProblemError
-from tests.ranks import run_forked, run_threaded
+from tests.ranks import run_cases, run_forked, run_threaded
+from tests.soak import SOAK
 from tests.test_overlap import (
     LAYERS,
     Net,
@@ -91,13 +92,15 @@ def lies_in(opt, param):
 # --- the same bits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["no_sync", "synchronize"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_accumulation_gives_the_bits_of_one_process(world, mode):
-    all_cases = [[[make_case(r, s, b) for b in range(3)] for r in range(world)] for s in range(6)]
-    expected = single_process(all_cases, mode)
+@pytest.mark.parametrize("world", [2, 3] if SOAK else [3])
+def test_accumulation_gives_the_bits_of_one_process(world):
+    steps, batches = (6, 3) if SOAK else (4, 2)
+    all_cases = [
+        [[make_case(rank, step, batch) for batch in range(batches)] for rank in range(world)]
+        for step in range(steps)
+    ]
 
-    def job(rank):
+    def job(rank, mode):
         def run(**options):
             model = Net()
             opt = build(model, **options)
@@ -107,8 +110,10 @@ def test_accumulation_gives_the_bits_of_one_process(world, mode):
 
         return flat_modes(run)
 
-    assert_modes_give(expected, run_forked(world, job))
-    assert not same(expected, values(Net()))
+    for mode, results in run_cases(world, ["no_sync", "synchronize"], job):
+        expected = single_process(all_cases, mode)
+        assert_modes_give(expected, results)
+        assert not same(expected, values(Net()))
 
 
 @st.composite
@@ -132,7 +137,7 @@ def runs(draw):
     st.booleans(),
     st.sampled_from([1, 70, 300, 1 << 30]),
 )
-@settings(max_examples=15)
+@settings(max_examples=100 if SOAK else 6)
 def test_any_graphs_give_the_bits_of_one_process(run, mode, sharding, overlap, gather, bucket_size):
     """Also with more ranks than there are matrices."""
     world, pattern = run
@@ -164,7 +169,7 @@ def test_any_graphs_give_the_bits_of_one_process(run, mode, sharding, overlap, g
 
 def test_gradients_set_by_hand():
     """Also ones that lie elsewhere, transposed; ranks lack different ones, and some have zeros."""
-    world, steps = 3, 6
+    world, steps = 3, 6 if SOAK else 4
 
     def make(param, place, rank, step):
         grad = gradient(param, place, rank, step)
@@ -190,7 +195,7 @@ def test_the_layout_does_not_show_in_the_state():
         def run(**options):
             model = Model()
             opt = build_model(model, reduction="ordered", bucket_size=300, **options)
-            ranks_steps(model, opt, rank, 6)
+            ranks_steps(model, opt, rank, 6 if SOAK else 4)
             return whole_state(opt)
 
         return run(sharding="none"), flat_modes(run)
@@ -280,11 +285,10 @@ def test_frozen_then_unfrozen():
 # --- what a step does beside averaging ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [0.05, math.inf])
-def test_the_joint_norm(limit):
+def test_the_joint_norm():
     """Gaps and segments of others do not count. Partial sums differ, so norms do in last digits."""
 
-    def job(rank):
+    def job(rank, limit):
         def run(**options):
             model = Net()
             opt = build(model, max_grad_norm=limit, **options)
@@ -297,7 +301,8 @@ def test_the_joint_norm(limit):
 
         return run(sharding="none"), flat_modes(run)
 
-    for (norms, plain), found in run_forked(3, job):
+    both = [found for _, results in run_cases(3, [0.05, math.inf], job) for found in results]
+    for (norms, plain), found in both:
         assert all(norm > 0.05 for norm in norms)
         for flat_norms, flat in found.values():
             assert flat_norms == pytest.approx(norms, rel=1e-5)

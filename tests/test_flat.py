@@ -433,11 +433,10 @@ def test_gradients_may_be_edited_without_overlap():
         assert all(bits_equal(found, plain) for found in flats)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_thrown_away_leave_no_trace(set_to_none):
+def test_gradients_that_are_thrown_away_leave_no_trace():
     """A micro-batch that is dropped, and zero_grad after every step."""
 
-    def job(rank):
+    def job(rank, set_to_none):
         def run(drop, **options):
             model = Net()
             opt = build(model, **options)
@@ -453,8 +452,9 @@ def test_gradients_that_are_thrown_away_leave_no_trace(set_to_none):
 
         return run(False, sharding="none"), flat_modes(lambda **options: run(True, **options))
 
-    for plain, found in run_forked(2, job):
-        assert_modes_give(plain, [found])
+    for _, results in run_cases(2, [True, False], job):
+        for plain, found in results:
+            assert_modes_give(plain, [found])
 
 
 # --- other parameters --------------------------------------------------------------------------
@@ -470,7 +470,7 @@ def test_two_models_with_two_optimizers():
                 build(models[0], **options),
                 build_model(models[1], reduction="ordered", bucket_size=300, **options),
             ]
-            for step in range(3):
+            for step in range(2):
                 loss_of(models[0], (torch.arange(6) + rank, LAYERS, 1)).backward()
                 ranks_steps(models[1], opts[1], rank, 1, first=step)
                 opts[0].step()
@@ -499,7 +499,7 @@ def test_several_dtypes_with_master_weights():
             opt = build_model(
                 model, reduction="ordered", bucket_size=100, master_weights=True, **options
             )
-            ranks_steps(model, opt, rank, 6)
+            ranks_steps(model, opt, rank, 6 if SOAK else 3)
             if options["sharding"] != "none":
                 assert len(buffers_of(opt)) == 3
                 assert all(lies_in(opt, p) for p in trainable(model).values() if p.numel())
@@ -517,7 +517,7 @@ def test_gradients_that_travel_in_another_dtype():
         def run(**options):
             model = Net()
             opt = build(model, reduce_dtype=torch.bfloat16, **options)
-            for step in range(4):
+            for step in range(4 if SOAK else 2):
                 for batch in range(2):
                     case = make_case(rank, step, batch) or make_case(0, 0, 0)
                     loss_of(model, case).backward()
@@ -729,7 +729,7 @@ def test_a_group_added_on_the_way():
             opt = samestep.MuonAdamW(model, **SMALL, reduction="ordered", **options)
             ranks_steps(model, opt, rank, 2)
             grow(model, opt)
-            ranks_steps(model, opt, rank, 3, first=2)
+            ranks_steps(model, opt, rank, 2, first=2)
             for micro in range(2):  # through autograd, in rounds
                 for place, param in enumerate(model.parameters()):
                     grad = torch.full_like(param, 1.0 + rank + micro + place)
@@ -803,7 +803,7 @@ def test_a_group_with_ranks_and_a_divisor_of_its_own():
                 ],
                 **options,
             )
-            for step in range(3):
+            for step in range(2):
                 train(model, opt, [(torch.arange(6) + rank + step, LAYERS, 1)], "no_sync")
             assert options["sharding"] == "none" or len(buffers_of(opt)) == 2
             return values(model)

@@ -20,7 +20,8 @@ import samestep
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.fsdp.participation import participation_of
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
 from tests.test_fsdp_ordered import assert_same_bits, mesh_of, ranks_in
 
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.7, "bucket_size": 200, "waves": 1}
@@ -179,7 +180,7 @@ def assert_near(found, expected):
         assert (found[key] - value).abs().max() <= limit, key
 
 
-SHAPES = [(2,), (3,), (4,), (2, 2)]
+SHAPES = [(3,), (2, 2), *([(2,), (4,)] if SOAK else [])]
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -297,20 +298,19 @@ def train_forest(model, opt, rank, seed):
 
 @pytest.mark.parametrize(("seed", "shape"), [(8, (3,)), (29, (2,)), (38, (2, 2))])
 def test_trees_of_modules(seed, shape):
-    def plain_job(rank):
+    def job(rank, case):
         model = Forest(seed)
-        opt = samestep.MuonAdamW(model, sharding="zero2", reduction="ordered", **OPTIONS)
-        return train_forest(model, opt, rank, seed)
-
-    def job(rank):
-        model = Forest(seed).sharded(mesh_of(shape))
+        if case == "plain":
+            opt = samestep.MuonAdamW(model, sharding="zero2", reduction="ordered", **OPTIONS)
+            return train_forest(model, opt, rank, seed)
+        model = model.sharded(mesh_of(shape))
         use_ordered_reduction(model)
         take_part(model)
         return train_forest(model, samestep.MuonAdamW(model, **OPTIONS), rank, seed)
 
-    expected = run_forked(ranks_in(shape), plain_job)[0]
-    for found in run_forked(ranks_in(shape), job):
-        assert_same_bits(found, expected)
+    (_, expected), (_, results) = run_cases(ranks_in(shape), ["plain", "sharded"], job)
+    for found in results:
+        assert_same_bits(found, expected[0])
 
 
 class Containers(nn.Module):

@@ -3,15 +3,23 @@
 ``run_forked`` has real processes and gloo; ``run_threaded`` takes a few milliseconds.
 """
 
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+import samestep
 from samestep import launch
 from samestep.launch import RanksFailed
 from tests.limits import HANG, limit
 from tests.ranks_threaded import run_threaded
 
-__all__ = ["RanksFailed", "run_forked", "run_threaded"]
+__all__ = ["RanksFailed", "run_cases", "run_forked", "run_threaded"]
 
 
 def run_forked(
@@ -26,6 +34,7 @@ def run_forked(
 
     A test that itself waits for one of them to pass gives a short one, by `tests.limits.limit`.
     """
+    _prepare()
     return launch.run_forked(
         world_size,
         fn,
@@ -34,3 +43,42 @@ def run_forked(
         collective_timeout=collective_timeout,
         grace=grace,
     )
+
+
+def run_cases(
+    world_size: int, cases: Iterable[Any], job: Callable[[int, Any], Any], **limits: Any
+) -> list[tuple[Any, list[Any]]]:
+    """`job(rank, case)` of one case after another, on ranks that are started once.
+
+    Gives each case with the values of all ranks. An error tells of which case it is.
+    """
+    cases = list(cases)
+
+    def job_of_all(rank: int) -> list[Any]:
+        found = []
+        for case in cases:
+            try:
+                found.append(job(rank, case))
+            except BaseException as error:
+                error.add_note(f"in case {case}")
+                raise
+        return found
+
+    results = run_forked(world_size, job_of_all, **limits)
+    return [(case, [of_rank[n] for of_rank in results]) for n, case in enumerate(cases)]
+
+
+@cache
+def _prepare() -> None:
+    """Import and compute here, once, what every forked rank would for itself.
+
+    No backward pass, since that starts threads which ranks would lack.
+    """
+    for name in ("sharded", "sharded_blocks", "block_stages", "comm.meshes", "partial_gradients"):
+        importlib.import_module(f"samestep.{name}")
+    matrix = nn.Parameter(torch.eye(2))
+    matrix.grad = torch.eye(2)
+    samestep.Muon([matrix]).step()
+    # torch's first look at an operation on DTensors; no test has so many ranks.
+    mesh = DeviceMesh("cpu", torch.arange(61), _init_backend=False, _rank=0)
+    nn.Parameter(DTensor.from_local(torch.eye(2), mesh, [Shard(0)], run_check=False)).detach()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -80,6 +81,9 @@ def assert_same_bits(
         assert torch.equal(a, b)
         for key, tensor in reference.state[b].items():
             assert torch.equal(optimizer.state[a][key], tensor), key
+
+
+Muon = functools.partial(samestep.Muon, ns_steps=1)  # a small graph
 
 
 # --- Schedules -----------------------------------------------------------------------------
@@ -215,10 +219,10 @@ def test_a_number_that_leaks_into_the_graph_would_be_seen(leak):
 # --- Graphs --------------------------------------------------------------------------------
 
 
-@torch._dynamo.config.patch(recompile_limit=3)  # 8 unless told: fewer shapes will do
+@torch._dynamo.config.patch(recompile_limit=2)  # 8 unless told: fewer shapes will do
 def test_more_shapes_than_torch_recompiles_one_function_for():
     """Past its limit torch would raise here, since every graph has to be whole."""
-    count = 5
+    count = 3
     params = draw_parameters([(2 + i, 3) for i in range(count)] + [(2 + i,) for i in range(count)])
     expected = twins(params)
 
@@ -236,16 +240,17 @@ def test_more_shapes_than_torch_recompiles_one_function_for():
     assert_same_bits(optimizer, params, reference, expected)
 
 
-@torch._dynamo.config.patch(recompile_limit=3)
+@torch._dynamo.config.patch(recompile_limit=2)
 def test_the_limit_that_is_avoided_exists():
     """So that the test above can fail: one function for all shapes does hit the limit."""
     compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False, fullgraph=True)
-    for size in (2, 3, 4):
+    for size in (2, 3):
         compiled(torch.ones(size))
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        compiled(torch.ones(5))
+        compiled(torch.ones(4))
 
 
+@pytest.mark.skipif(not SOAK, reason="torch's own limit takes as many graphs: make soak")
 def test_more_shapes_than_the_limit_as_it_is():
     """The same with torch's own limit; the graphs of AdamW are the cheaper ones."""
     params = draw_parameters([(2 + i,) for i in range(torch._dynamo.config.recompile_limit + 1)])
@@ -262,7 +267,7 @@ def test_absent_parameters():
 
     def make(params: Sequence[nn.Parameter], **options: Any) -> samestep.MuonAdamW:
         groups = [{"params": params[:3], "rule": "muon"}, {"params": params[3:], "rule": "adamw"}]
-        return samestep.MuonAdamW(groups, 0.02, **options)
+        return samestep.MuonAdamW(groups, 0.02, ns_steps=1, **options)
 
     optimizer, reference = make(params, compile="eager"), make(expected)
     patterns = [(1, 1, 1, 1, 1), (1, 0, 1, 0, 1), (0, 0, 1, 1, 0), (0, 0, 0, 0, 0)]
@@ -322,7 +327,7 @@ KINDS: dict[str, tuple[str, list[Tensor], dict[str, Any]]] = {
     ],
 )
 def test_parameters_of_every_kind(rule, values, options):
-    make = {"muon": samestep.Muon, "adamw": samestep.AdamW}[rule]
+    make = {"muon": Muon, "adamw": samestep.AdamW}[rule]
     params = [nn.Parameter(value.clone(memory_format=torch.preserve_format)) for value in values]
     expected = twins(params)
     optimizer = make(params, lr=0.02, compile="eager", **options)
@@ -335,10 +340,10 @@ def test_parameters_of_every_kind(rule, values, options):
     assert_same_bits(optimizer, params, reference, expected)
 
 
-@pytest.mark.parametrize("make", [samestep.Muon, samestep.AdamW])
+@pytest.mark.parametrize("make", [Muon, samestep.AdamW])
 def test_an_option_changed_mid_run_counts(make):
     """Options are part of a graph, so each of their values has a graph of its own."""
-    key, value = ("nesterov", False) if make is samestep.Muon else ("maximize", True)
+    key, value = ("nesterov", False) if make is Muon else ("maximize", True)
     params = draw_parameters([(6, 4)])
     expected = twins(params)
     optimizer, reference = make(params, compile="eager"), make(expected)
@@ -351,7 +356,7 @@ def test_an_option_changed_mid_run_counts(make):
     assert_same_bits(optimizer, params, reference, expected)
 
 
-@pytest.mark.parametrize("make", [samestep.Muon, samestep.AdamW])
+@pytest.mark.parametrize("make", [Muon, samestep.AdamW])
 def test_saved_loaded_and_copied(make):
     params = draw_parameters([(6, 4)])
     optimizer = make(params, compile="eager")

@@ -17,7 +17,8 @@ from torch import nn
 
 import samestep
 from samestep.comm.presence import RankProblemError
-from tests.ranks import run_forked, run_threaded
+from tests.ranks import run_cases, run_forked, run_threaded
+from tests.soak import SOAK
 from tests.test_overlap import (
     LAYERS,
     Net,
@@ -91,13 +92,15 @@ def lies_in(opt, param):
 # --- the same bits -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["no_sync", "synchronize"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_accumulation_gives_the_bits_of_one_process(world, mode):
-    all_cases = [[[make_case(r, s, b) for b in range(3)] for r in range(world)] for s in range(6)]
-    expected = single_process(all_cases, mode)
+@pytest.mark.parametrize("world", [2, 3] if SOAK else [3])
+def test_accumulation_gives_the_bits_of_one_process(world):
+    steps, batches = (6, 3) if SOAK else (4, 2)
+    all_cases = [
+        [[make_case(rank, step, batch) for batch in range(batches)] for rank in range(world)]
+        for step in range(steps)
+    ]
 
-    def job(rank):
+    def job(rank, mode):
         def run(**options):
             model = Net()
             opt = build(model, **options)
@@ -107,8 +110,10 @@ def test_accumulation_gives_the_bits_of_one_process(world, mode):
 
         return flat_modes(run)
 
-    assert_modes_give(expected, run_forked(world, job))
-    assert not same(expected, values(Net()))
+    for mode, results in run_cases(world, ["no_sync", "synchronize"], job):
+        expected = single_process(all_cases, mode)
+        assert_modes_give(expected, results)
+        assert not same(expected, values(Net()))
 
 
 @st.composite
@@ -132,7 +137,7 @@ def runs(draw):
     st.booleans(),
     st.sampled_from([1, 70, 300, 1 << 30]),
 )
-@settings(max_examples=15)
+@settings(max_examples=100 if SOAK else 6)
 def test_any_graphs_give_the_bits_of_one_process(run, mode, sharding, overlap, gather, bucket_size):
     """Also with more ranks than there are matrices."""
     world, pattern = run
@@ -164,7 +169,7 @@ def test_any_graphs_give_the_bits_of_one_process(run, mode, sharding, overlap, g
 
 def test_gradients_set_by_hand():
     """Also ones that lie elsewhere, transposed; ranks lack different ones, and some have zeros."""
-    world, steps = 3, 6
+    world, steps = 3, 6 if SOAK else 4
 
     def make(param, place, rank, step):
         grad = gradient(param, place, rank, step)
@@ -190,7 +195,7 @@ def test_the_layout_does_not_show_in_the_state():
         def run(**options):
             model = Model()
             opt = build_model(model, reduction="ordered", bucket_size=300, **options)
-            ranks_steps(model, opt, rank, 6)
+            ranks_steps(model, opt, rank, 6 if SOAK else 4)
             return whole_state(opt)
 
         return run(sharding="none"), flat_modes(run)
@@ -280,11 +285,10 @@ def test_frozen_then_unfrozen():
 # --- what a step does beside averaging ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [0.05, math.inf])
-def test_the_joint_norm(limit):
+def test_the_joint_norm():
     """Gaps and segments of others do not count. Partial sums differ, so norms do in last digits."""
 
-    def job(rank):
+    def job(rank, limit):
         def run(**options):
             model = Net()
             opt = build(model, max_grad_norm=limit, **options)
@@ -297,7 +301,8 @@ def test_the_joint_norm(limit):
 
         return run(sharding="none"), flat_modes(run)
 
-    for (norms, plain), found in run_forked(3, job):
+    both = [found for _, results in run_cases(3, [0.05, math.inf], job) for found in results]
+    for (norms, plain), found in both:
         assert all(norm > 0.05 for norm in norms)
         for flat_norms, flat in found.values():
             assert flat_norms == pytest.approx(norms, rel=1e-5)
@@ -428,11 +433,10 @@ def test_gradients_may_be_edited_without_overlap():
         assert all(bits_equal(found, plain) for found in flats)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_that_are_thrown_away_leave_no_trace(set_to_none):
+def test_gradients_that_are_thrown_away_leave_no_trace():
     """A micro-batch that is dropped, and zero_grad after every step."""
 
-    def job(rank):
+    def job(rank, set_to_none):
         def run(drop, **options):
             model = Net()
             opt = build(model, **options)
@@ -448,8 +452,9 @@ def test_gradients_that_are_thrown_away_leave_no_trace(set_to_none):
 
         return run(False, sharding="none"), flat_modes(lambda **options: run(True, **options))
 
-    for plain, found in run_forked(2, job):
-        assert_modes_give(plain, [found])
+    for _, results in run_cases(2, [True, False], job):
+        for plain, found in results:
+            assert_modes_give(plain, [found])
 
 
 # --- other parameters --------------------------------------------------------------------------
@@ -465,7 +470,7 @@ def test_two_models_with_two_optimizers():
                 build(models[0], **options),
                 build_model(models[1], reduction="ordered", bucket_size=300, **options),
             ]
-            for step in range(3):
+            for step in range(2):
                 loss_of(models[0], (torch.arange(6) + rank, LAYERS, 1)).backward()
                 ranks_steps(models[1], opts[1], rank, 1, first=step)
                 opts[0].step()
@@ -494,7 +499,7 @@ def test_several_dtypes_with_master_weights():
             opt = build_model(
                 model, reduction="ordered", bucket_size=100, master_weights=True, **options
             )
-            ranks_steps(model, opt, rank, 6)
+            ranks_steps(model, opt, rank, 6 if SOAK else 3)
             if options["sharding"] != "none":
                 assert len(buffers_of(opt)) == 3
                 assert all(lies_in(opt, p) for p in trainable(model).values() if p.numel())
@@ -512,7 +517,7 @@ def test_gradients_that_travel_in_another_dtype():
         def run(**options):
             model = Net()
             opt = build(model, reduce_dtype=torch.bfloat16, **options)
-            for step in range(4):
+            for step in range(4 if SOAK else 2):
                 for batch in range(2):
                     case = make_case(rank, step, batch) or make_case(0, 0, 0)
                     loss_of(model, case).backward()
@@ -724,7 +729,7 @@ def test_a_group_added_on_the_way():
             opt = samestep.MuonAdamW(model, **SMALL, reduction="ordered", **options)
             ranks_steps(model, opt, rank, 2)
             grow(model, opt)
-            ranks_steps(model, opt, rank, 3, first=2)
+            ranks_steps(model, opt, rank, 2, first=2)
             for micro in range(2):  # through autograd, in rounds
                 for place, param in enumerate(model.parameters()):
                     grad = torch.full_like(param, 1.0 + rank + micro + place)
@@ -798,7 +803,7 @@ def test_a_group_with_ranks_and_a_divisor_of_its_own():
                 ],
                 **options,
             )
-            for step in range(3):
+            for step in range(2):
                 train(model, opt, [(torch.arange(6) + rank + step, LAYERS, 1)], "no_sync")
             assert options["sharding"] == "none" or len(buffers_of(opt)) == 2
             return values(model)

@@ -18,20 +18,21 @@ import samestep
 from samestep.comm.recorder import FlightRecorder
 from samestep.fsdp import use_ordered_reduction
 from tests.gpu import needs_gpu
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
 from tests.test_failures import die, messages_of
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
 AXES = ("replicate", "shard")
-SHAPES = [(2,), (3,), (4,), (2, 2), (2, 3)]
-LAYOUTS = [(shape, schedule) for shape in SHAPES for schedule in ("parallel", "gather")]
+SHAPES = [(2,), (3,), (2, 2), *([(4,), (2, 3)] if SOAK else [])]
+STEPS = 12 if SOAK else 4  # every expert, and one of them again
 
 
 def mesh_of(shape, device="cpu"):
     return init_device_mesh(device, shape, mesh_dim_names=AXES[-len(shape) :])
 
 
-def train(model, opt, data_rank, *, steps=12, micro_batches=1):
+def train(model, opt, data_rank, *, steps=STEPS, micro_batches=1):
     """All values and state, after steps of which only the last micro-batch is summed."""
     for step in range(steps):
         for batch in range(micro_batches):
@@ -54,33 +55,29 @@ def train(model, opt, data_rank, *, steps=12, micro_batches=1):
     return {key: value.cpu() for key, value in (values | state).items()}
 
 
-def plain_job(sharding, dtype=torch.float32, micro_batches=1):
-    def job(rank):
+@cache
+def plain(world, dtype=torch.float32, micro_batches=1):
+    """What every other layout must give; itself the same with and without sharding."""
+
+    def job(rank, sharding):
         model = Net().to(dtype)
         opt = samestep.MuonAdamW(model, sharding=sharding, reduction="ordered", **OPTIONS)
         return train(model, opt, rank, micro_batches=micro_batches)
 
-    return job
+    (_, whole), (_, shared) = run_cases(world, ["none", "zero2"], job)
+    for found in shared:
+        assert_same_bits(found, whole[0])
+    return whole[0]
 
 
-@cache
-def plain(world, **options):
-    """What every other layout must give; itself the same with and without sharding."""
-    expected = run_forked(world, plain_job("none", **options))[0]
-    for found in run_forked(world, plain_job("zero2", **options)):
-        assert_same_bits(found, expected)
-    return expected
-
-
-def sharded_job(shape, *, ordered=True, dtype=torch.float32, schedule="parallel", micro_batches=1):
-    def job(rank):
-        model = fsdp(Net().to(dtype), mesh_of(shape))
-        for _ in range(2 * ordered):  # a second time changes nothing
-            use_ordered_reduction(model)
-        opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
-        return train(model, opt, rank, micro_batches=micro_batches)
-
-    return job
+def train_sharded(
+    rank, shape, *, ordered=True, dtype=torch.float32, schedule="parallel", micro_batches=1
+):
+    model = fsdp(Net().to(dtype), mesh_of(shape))
+    for _ in range(2 * ordered):  # a second time changes nothing
+        use_ordered_reduction(model)
+    opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
+    return train(model, opt, rank, micro_batches=micro_batches)
 
 
 def ranks_in(shape):
@@ -96,34 +93,34 @@ def assert_same_bits(found, expected):
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize(("shape", "schedule"), LAYOUTS)
-def test_sharded_training_has_the_bits_of_plain_training(shape, schedule):
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sharded_training_has_the_bits_of_plain_training(shape):
+    """And does not have them without ordered sums, where more than two numbers are added."""
     world = ranks_in(shape)
     expected = plain(world)
-    for found in run_forked(world, sharded_job(shape, schedule=schedule)):
-        assert_same_bits(found, expected)
-
-
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
-def test_without_it_bits_differ(shape):
-    world = ranks_in(shape)
-    found = run_forked(world, sharded_job(shape, ordered=False))[0]
-    assert len(differing(found, plain(world))) > 20
+    cases = [{"schedule": "parallel"}, {"schedule": "gather"}]
+    cases += [{"ordered": False}] if world > 2 else []
+    results = run_cases(world, cases, lambda rank, case: train_sharded(rank, shape, **case))
+    for _, of_ranks in results[:2]:
+        for found in of_ranks:
+            assert_same_bits(found, expected)
+    if world > 2:
+        assert len(differing(results[2][1][0], expected)) > 20
 
 
 @pytest.mark.parametrize("shape", [(3,), (2, 2)])
 def test_micro_batches_of_which_only_the_last_is_summed(shape):
     world = ranks_in(shape)
     expected = plain(world, micro_batches=2)
-    for found in run_forked(world, sharded_job(shape, micro_batches=2)):
+    for found in run_forked(world, lambda rank: train_sharded(rank, shape, micro_batches=2)):
         assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3)])
+@pytest.mark.parametrize("shape", [(3,), *([(2, 3)] if SOAK else [])])
 def test_float64_where_torch_divides_before_and_after(shape):
     world = ranks_in(shape)
     expected = plain(world, dtype=torch.float64)
-    for found in run_forked(world, sharded_job(shape, dtype=torch.float64)):
+    for found in run_forked(world, lambda rank: train_sharded(rank, shape, dtype=torch.float64)):
         assert_same_bits(found, expected)
 
 
@@ -139,11 +136,11 @@ def test_tensor_parallel_with_copies_has_the_bits_of_more_shards():
             )
         fsdp(model, mesh[AXES[-len(shape) :]])
         use_ordered_reduction(model)
-        return train(model, samestep.MuonAdamW(model, **options), rank // 2, steps=5)
+        return train(model, samestep.MuonAdamW(model, **options), rank // 2, steps=5 if SOAK else 2)
 
-    expected = run_forked(8, job, (4,))[0]
-    for found in run_forked(8, job, (2, 2)):
-        assert_same_bits(found, expected)
+    (_, expected), (_, results) = run_cases(8, [(4,), (2, 2)], job)
+    for found in results:
+        assert_same_bits(found, expected[0])
 
 
 # --- one gradient, added by hand ----------------------------------------------------------------
@@ -182,25 +179,31 @@ def ordered_sum(grads):
     return total
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(3,), (2, 3)])
-def test_gradients_of_16_bits_are_added_in_fp32(shape, dtype):
+def test_gradients_of_16_bits_are_added_in_fp32_and_the_divide_factor_is_kept(shape):
     world = ranks_in(shape)
-    scale = 2.0**-20 if dtype == torch.float16 else 1.0  # subnormals: halves are not exact
-    expected = ordered_sum([gradient(rank, dtype, scale) for rank in range(world)]) / world
-    for reduce_dtype in (None, torch.float32):
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-        for found in run_forked(world, sharded_gradient, shape, policy, scale):
-            assert torch.equal(found, expected)
+    cases = [
+        (dtype, reduce_dtype, None)
+        for dtype in (torch.bfloat16, torch.float16)
+        for reduce_dtype in (None, torch.float32)
+    ]
+    cases.append((torch.float32, None, 7.0))
 
+    def scale_of(dtype):
+        return 2.0**-20 if dtype == torch.float16 else 1.0  # subnormals: halves are not exact
 
-@pytest.mark.parametrize("shape", [(3,), (2, 3)])
-def test_divide_factor_is_kept(shape):
-    world = ranks_in(shape)
-    expected = ordered_sum([gradient(rank, torch.float32) for rank in range(world)]) / 7.0
-    policy = MixedPrecisionPolicy()
-    for found in run_forked(world, sharded_gradient, shape, policy, 1.0, 7.0):
-        assert torch.equal(found, expected)
+    def job(rank, case):
+        dtype, reduce_dtype, divide_by = case
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=reduce_dtype
+        )
+        return sharded_gradient(rank, shape, policy, scale_of(dtype), divide_by)
+
+    for (dtype, reduce_dtype, divide_by), results in run_cases(world, cases, job):
+        grads = [gradient(rank, dtype, scale_of(dtype)) for rank in range(world)]
+        expected = ordered_sum(grads) / (divide_by or world)
+        for found in results:
+            assert torch.equal(found, expected), (dtype, reduce_dtype, divide_by)
 
 
 def test_all_reduce_of_the_last_micro_batch_only():

@@ -20,8 +20,9 @@ import samestep
 from samestep.comm.agreement import RanksDisagreeError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.fsdp.participation import participation_of
-from tests.ranks import run_forked
-from tests.test_fsdp_ordered import assert_same_bits, mesh_of, ranks_in
+from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
+from tests.test_fsdp_ordered import assert_same_bits, differing, mesh_of, ranks_in
 
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.7, "bucket_size": 200, "waves": 1}
 STEPS = 7
@@ -160,16 +161,17 @@ def sharded(model, mesh, **options):
     return fully_shard(model, mesh=mesh, **options)
 
 
-def job_of(shape, *, check=False, ordered=True, micro_batches=1, save_memory=False, **options):
-    def job(rank):
-        model = sharded(Net(skip, save_memory), mesh_of(shape), **options)
-        if ordered:
-            use_ordered_reduction(model)
-        take_part(model, check=check)
-        opt = samestep.MuonAdamW(model, **OPTIONS)
-        return train(model, opt, rank, micro_batches=micro_batches)
-
-    return job
+def train_sharded(shape, rank, options):
+    """`options`: of the training, the model and `fully_shard`."""
+    options = dict(options)
+    micro_batches = options.pop("micro_batches", 1)
+    check, ordered = options.pop("check", False), options.pop("ordered", True)
+    model = sharded(Net(skip, options.pop("save_memory", False)), mesh_of(shape), **options)
+    if ordered:
+        use_ordered_reduction(model)
+    take_part(model, check=check)
+    opt = samestep.MuonAdamW(model, **OPTIONS)
+    return train(model, opt, rank, micro_batches=micro_batches)
 
 
 def assert_near(found, expected):
@@ -179,37 +181,31 @@ def assert_near(found, expected):
         assert (found[key] - value).abs().max() <= limit, key
 
 
-SHAPES = [(2,), (3,), (4,), (2, 2)]
+WAYS = {
+    (2,): [{"reshard_after_forward": False}, *([{}] if SOAK else [])],
+    (3,): [{}, {"save_memory": True}],
+    (2, 2): [{"check": True, "save_memory": True}, *([{}] if SOAK else [])],
+    **({(4,): [{}]} if SOAK else {}),
+}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", WAYS)
 def test_ranks_may_use_different_modules(shape):
+    """Also with parameters that stay whole, with recomputed activations, and checked."""
     world = ranks_in(shape)
     expected = plain(world)
     assert_near(expected, alone(world))
-    for found in run_forked(world, job_of(shape)):
-        assert_same_bits(found, expected)
+    for options, results in run_cases(world, WAYS[shape], partial(train_sharded, shape)):
+        for found in results:
+            assert differing(found, expected) == [], options
 
 
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ((3,), {"save_memory": True}),
-        ((2,), {"reshard_after_forward": False}),
-        ((2, 2), {"check": True, "save_memory": True}),
-        ((3,), {"micro_batches": 2}),
-    ],
-    ids=["checkpointed", "kept_whole", "checked", "accumulated"],
-)
-def test_the_same_in_other_ways_to_train(shape, options):
-    world = ranks_in(shape)
-    expected = plain(world, micro_batches=options.get("micro_batches", 1))
-    for found in run_forked(world, job_of(shape, **options)):
-        assert_same_bits(found, expected)
-
-
-def test_sums_of_the_backend():
-    for found in run_forked(3, job_of((3,), ordered=False)):
+def test_micro_batches_and_sums_of_the_backend():
+    ways = [{"micro_batches": 2}, {"ordered": False}]
+    (_, accumulated), (_, unordered) = run_cases(3, ways, partial(train_sharded, (3,)))
+    for found in accumulated:
+        assert_same_bits(found, plain(3, micro_batches=2))
+    for found in unordered:
         assert_near(found, alone(3))
 
 
@@ -297,20 +293,19 @@ def train_forest(model, opt, rank, seed):
 
 @pytest.mark.parametrize(("seed", "shape"), [(8, (3,)), (29, (2,)), (38, (2, 2))])
 def test_trees_of_modules(seed, shape):
-    def plain_job(rank):
+    def job(rank, case):
         model = Forest(seed)
-        opt = samestep.MuonAdamW(model, sharding="zero2", reduction="ordered", **OPTIONS)
-        return train_forest(model, opt, rank, seed)
-
-    def job(rank):
-        model = Forest(seed).sharded(mesh_of(shape))
+        if case == "plain":
+            opt = samestep.MuonAdamW(model, sharding="zero2", reduction="ordered", **OPTIONS)
+            return train_forest(model, opt, rank, seed)
+        model = model.sharded(mesh_of(shape))
         use_ordered_reduction(model)
         take_part(model)
         return train_forest(model, samestep.MuonAdamW(model, **OPTIONS), rank, seed)
 
-    expected = run_forked(ranks_in(shape), plain_job)[0]
-    for found in run_forked(ranks_in(shape), job):
-        assert_same_bits(found, expected)
+    (_, expected), (_, results) = run_cases(ranks_in(shape), ["plain", "sharded"], job)
+    for found in results:
+        assert_same_bits(found, expected[0])
 
 
 class Containers(nn.Module):

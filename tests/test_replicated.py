@@ -24,6 +24,7 @@ import samestep
 from samestep.comm.agreement import RanksDisagreeError
 from tests.ranks import RanksFailed, run_forked, run_threaded
 from tests.reference import ReferenceAdamW, ReferenceTorch, relative_error, to_numpy
+from tests.soak import SOAK
 
 ADAMW_TOLERANCE, MUON_TOLERANCE = 2e-5, 3e-4
 SHARDINGS = ("none", "zero1", "zero2")
@@ -192,7 +193,7 @@ def run_all_modes(rank, steps, rank_options):
 
 @pytest.mark.parametrize(
     ("world", "steps", "bucket_size"),
-    [(2, 10, 100), (3, 10, 300)],
+    [(2, 10, 100), (3, 10, 300)] if SOAK else [(3, 7, 100)],  # a pattern takes seven
 )
 def test_every_mode_against_one_process(world, steps, bucket_size):
     single = Model()
@@ -215,7 +216,7 @@ def test_every_mode_against_one_process(world, steps, bucket_size):
 
 
 def test_the_state_of_owned_pieces_is_that_of_one_process():
-    steps, world = 10, 3
+    steps, world = 10 if SOAK else 4, 3
     single = Model()
     single_opt = build(single)
     single_steps(single, single_opt, world, steps)
@@ -316,7 +317,7 @@ SMALL = {
 
 
 @given(presence_patterns(), st.sampled_from(SHARDINGS), st.sampled_from([1, 10]))
-@settings(max_examples=25)
+@settings(max_examples=200 if SOAK else 8)
 def test_any_presence_does_not_hang_and_leaves_the_absent_alone(case, sharding, crossover):
     """Values, all state and step counts of what is absent everywhere, bit for bit."""
     world, pattern = case

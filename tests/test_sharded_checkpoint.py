@@ -18,12 +18,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samestep
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:.*:UserWarning")
 
-BEFORE, AFTER = 3, 3  # steps
+BEFORE, AFTER = (3, 3) if SOAK else (2, 2)  # steps
 
 
 def build(**options):
@@ -104,17 +105,21 @@ def assert_near(found, expected):
         assert (found[name] - value).abs().max() < 2e-5, name
 
 
-@pytest.mark.parametrize("options", [{}, {"muon_schedule": "gather", "chunks_ahead": 2}])
-def test_saved_on_two_ranks(tmp_path, options):
-    """What is loaded is what was saved, to the bit, on any number of ranks."""
+def test_saved_on_two_ranks(tmp_path):
+    """What is loaded is what was saved, to the bit, on any number of ranks and other options."""
     at_save, at_end = run_forked(2, saving(tmp_path))[0]
-    for world in (2, 3, 4) if not options else (2,):
-        for at_load, found in run_forked(world, loading(tmp_path, **options)):
+    jobs = {
+        "the same": loading(tmp_path),
+        "others": loading(tmp_path, muon_schedule="gather", chunks_ahead=2),
+    }
+    for case, results in run_cases(2, jobs, lambda rank, case: jobs[case](rank)):
+        for at_load, found in results:
             assert_equal(at_load, at_save)
-            if world == 2 and not options:
-                assert_equal(found, at_end)
-            else:
-                assert_near(found, at_end)
+            (assert_equal if case == "the same" else assert_near)(found, at_end)
+    for world in (3, 4) if SOAK else (3,):
+        for at_load, found in run_forked(world, loading(tmp_path)):
+            assert_equal(at_load, at_save)
+            assert_near(found, at_end)
 
 
 def test_master_weights(tmp_path):
@@ -122,13 +127,15 @@ def test_master_weights(tmp_path):
         model = fsdp(Net().bfloat16())
         return model, samestep.MuonAdamW(model, **{**OPTIONS, "master_weights": True})
 
-    at_save, at_end = run_forked(2, saving(tmp_path, make))[0]
+    jobs = {"saved": saving(tmp_path, make), "loaded": loading(tmp_path, make)}
+    (_, saved), (_, loaded) = run_cases(2, jobs, lambda rank, case: jobs[case](rank))
+    at_save, at_end = saved[0]
     assert at_save["head.weight.master_weight"].dtype == torch.float32
-    for world in (2, 3):
-        for at_load, found in run_forked(world, loading(tmp_path, make)):
-            assert_equal(at_load, at_save)
-            if world == 2:
-                assert_equal(found, at_end)
+    for at_load, found in loaded:
+        assert_equal(at_load, at_save)
+        assert_equal(found, at_end)
+    for at_load, _ in run_forked(3, loading(tmp_path, make)):
+        assert_equal(at_load, at_save)
 
 
 def on_mesh(*shape):
@@ -186,11 +193,10 @@ def test_learning_rates_are_loaded(tmp_path):
         assert set(rates) == {0.125}
 
 
-@pytest.mark.parametrize("form", ["whole", "from the first rank", "flattened"])
-def test_other_forms(form):
+def test_other_forms():
     """Whole tensors on every rank, on the first alone, or flat keys."""
 
-    def job(rank):
+    def job(rank, form):
         model, opt = build()
         train(model, opt, range(BEFORE))
         another, loaded = build()
@@ -214,13 +220,14 @@ def test_other_forms(form):
                 options=options,
             )
         at_load = snapshot(opt), snapshot(loaded)
-        train(model, opt, range(3, 5))
-        train(another, loaded, range(3, 5))
+        train(model, opt, range(BEFORE, BEFORE + AFTER))
+        train(another, loaded, range(BEFORE, BEFORE + AFTER))
         return at_load, (snapshot(opt), snapshot(loaded))
 
-    for pairs in run_forked(2, job):
-        for expected, found in pairs:
-            assert_equal(found, expected)
+    for _, results in run_cases(2, ["whole", "from the first rank", "flattened"], job):
+        for pairs in results:
+            for expected, found in pairs:
+                assert_equal(found, expected)
 
 
 def test_the_state_dict_of_a_rank(tmp_path):
@@ -284,28 +291,28 @@ def test_the_state_dict_of_a_rank_with_plain_parameters():
         assert_equal(found, expected)
 
 
-@pytest.mark.parametrize("sharding", ["zero2", "none"])
-def test_plain_parameters_beside_dtensors(tmp_path, sharding):
+def test_plain_parameters_beside_dtensors(tmp_path):
     """A checkpoint that was written can be loaded; what cannot be saved is refused before."""
 
-    def job(rank):
+    def job(rank, sharding):
         model, opt = make_mixed(sharding=sharding)
         train_mixed(model, opt, rank)
         try:
-            save(model, opt, tmp_path)
+            save(model, opt, tmp_path / sharding)
         except Exception as error:
             return str(error)
         another, loaded = make_mixed(sharding=sharding)
-        load(another, loaded, tmp_path)
+        load(another, loaded, tmp_path / sharding)
         train_mixed(model, opt, rank)
         train_mixed(another, loaded, rank)
         return snapshot(opt), snapshot(loaded)
 
-    for found in run_forked(2, job):
-        if isinstance(found, str):
-            assert "rank" in found
-        else:
-            assert_equal(found[1], found[0])
+    for _, results in run_cases(2, ["zero2", "none"], job):
+        for found in results:
+            if isinstance(found, str):
+                assert "rank" in found
+            else:
+                assert_equal(found[1], found[0])
 
 
 def test_one_process_and_two_ranks(tmp_path):

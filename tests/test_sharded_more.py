@@ -25,7 +25,8 @@ from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from tests import test_sharded
 from tests.counting_group import counted
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
 from tests.test_sharded import STEPS, Net, fsdp, loss_of
 
 ROW = {"rule": "muon", "variance_beta2": None}
@@ -103,24 +104,20 @@ def from_equal_gradients(ranks, **options):
     return snapshot(opt)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_the_number_of_ranks_changes_no_bit():
+    cases = [
         {"variance_beta2": 0.9, "cautious": True, "bucket_size": 200},
         {"variance_beta2": 0.9, "momentum_form": "sum", "equilibrate": True, "renormalize": True},
         {"scale_decay": True, "nesterov": False, "muon_schedule": "gather"},
-    ],
-    ids=["parallel", "other stages", "gather"],
-)
-def test_the_number_of_ranks_changes_no_bit(options):
-    results = {
-        ranks: run_forked(ranks, lambda _, n=ranks: from_equal_gradients(n, **options))
-        for ranks in (1, 2, 4)
-    }
-    plain = from_equal_gradients(None, **options)
-    for ranks, found in results.items():
-        for rank, values in enumerate(found):
-            assert different(values, plain) == [], (ranks, rank)
+    ]
+    plain = [from_equal_gradients(None, **options) for options in cases]
+    for ranks in (1, 2, 3, 4) if SOAK else (1, 3):
+        results = run_cases(
+            ranks, cases, lambda _, options, n=ranks: from_equal_gradients(n, **options)
+        )
+        for expected, (options, of_ranks) in zip(plain, results, strict=True):
+            for rank, found in enumerate(of_ranks):
+                assert different(found, expected) == [], (ranks, rank, options)
 
 
 def thin(ranks, variance_beta2):
@@ -140,11 +137,11 @@ def thin(ranks, variance_beta2):
     return snapshot(opt)
 
 
-@pytest.mark.parametrize("variance_beta2", [None, 0.9])
-def test_matrices_of_one_row_or_column(variance_beta2):
-    expected = thin(None, variance_beta2)
-    for found in run_forked(2, lambda _: thin(2, variance_beta2)):
-        assert different(found, expected) == []
+def test_matrices_of_one_row_or_column():
+    for variance_beta2, results in run_cases(2, [None, 0.9], lambda _, beta2: thin(2, beta2)):
+        expected = thin(None, variance_beta2)
+        for found in results:
+            assert different(found, expected) == [], variance_beta2
 
 
 def mixed_dtypes(ranks):
@@ -190,15 +187,12 @@ def counted_matrices():
         yield count
 
 
-@pytest.mark.parametrize(
-    ("shape", "schedule", "times"),
-    [((4,), "parallel", 1), ((3,), "gather", 3), ((2, 2), "parallel", 1), ((2, 2), "gather", 4)],
-)
-def test_orthogonalizations(shape, schedule, times):
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+def test_orthogonalizations(shape):
     """One rank computes each block; if all gather, each of them does."""
     world = torch.Size(shape).numel()
 
-    def job(rank):
+    def job(rank, schedule):
         names = ("replicate", "shard")[-len(shape) :]
         model = fsdp(Net(), init_device_mesh("cpu", shape, mesh_dim_names=names))
         opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
@@ -210,20 +204,21 @@ def test_orthogonalizations(shape, schedule, times):
             found.append(count[0])
         return found
 
-    results = run_forked(world, job)
-    for step in range(2):
-        assert sum(found[step] for found in results) == times * BLOCKS
-    if schedule == "parallel":
-        assert max(found[0] for found in results) < BLOCKS  # they share the work
+    for schedule, results in run_cases(world, ["parallel", "gather"], job):
+        times = 1 if schedule == "parallel" else world
+        for step in range(2):
+            assert sum(found[step] for found in results) == times * BLOCKS
+        if schedule == "parallel":
+            assert max(found[0] for found in results) < BLOCKS  # they share the work
 
 
 # --- what is sent --------------------------------------------------------------------------------
 
 
-def sent_in_a_step(shape, **options):
-    """Bytes of each rank's step, by collective, and the owners of all blocks."""
+def sent_in_a_step(shape, *cases):
+    """For each case of options, of each rank: bytes of its step, and the owners of all blocks."""
 
-    def job(rank):
+    def job(rank, options):
         with counted():
             names = ("replicate", "shard")[-len(shape) :]
             model = fsdp(Net(), init_device_mesh("cpu", shape, mesh_dim_names=names))
@@ -241,7 +236,7 @@ def sent_in_a_step(shape, **options):
         assert of_others == moved.sent  # nothing is handed in for oneself
         return blocks, float(moved.sent), len(moved), len(placement.plan.chunks), rest
 
-    return run_forked(torch.Size(shape).numel(), job)
+    return [results for _, results in run_cases(torch.Size(shape).numel(), cases, job)]
 
 
 def rows_of(rank, rows, ranks):
@@ -270,10 +265,8 @@ def least(blocks, shards, replicas):
     return total
 
 
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)])
-def test_bytes(shape):
+def assert_least_bytes(shape, results):
     """Not one more than needed: no padding, and nothing twice."""
-    results = sent_in_a_step(shape)
     blocks = results[0][0]
     assert len(blocks) == BLOCKS
     shards, replicas = shape[-1], shape[0] if len(shape) == 2 else 1
@@ -283,26 +276,31 @@ def test_bytes(shape):
         assert [call.op for call in rest] == ["all_reduce"]  # presence
 
 
-def test_bytes_of_the_variance():
-    """It goes to all other ranks: one number per row of a tall block, per column of a wide one."""
-    without, with_it = sent_in_a_step((4,)), sent_in_a_step((4,), variance_beta2=0.9)
-    more = sum(found[1] for found in with_it) - sum(found[1] for found in without)
-    numbers = 2 * ((9 + 10 + 14) + 33) + 3 * 5
-    assert more == 4 * 3 * numbers
+def test_bytes_with_replicas():
+    (results,) = sent_in_a_step((2, 2), {})
+    assert_least_bytes((2, 2), results)
 
 
-def test_blocks_that_travel_in_16_bits():
-    half = sent_in_a_step((2,), block_dtype=torch.bfloat16)
-    whole = sent_in_a_step((2,))
+def test_bytes_and_blocks_that_travel_in_16_bits():
+    whole, half = sent_in_a_step((2,), {}, {"block_dtype": torch.bfloat16})
+    assert_least_bytes((2,), whole)
     assert 2 * sum(found[1] for found in half) == sum(found[1] for found in whole)
 
 
-def test_gathering_everywhere():
-    """Every rank gets all parts of the others, and nothing goes back."""
-    results = sent_in_a_step((4,), muon_schedule="gather")
+def test_bytes_of_the_variance_and_of_gathering_everywhere():
+    """The variance goes to all others: one number per row of a tall block, or column of a wide.
+
+    Where all gather, every rank gets all parts of the others, and nothing goes back.
+    """
+    cases = {}, {"variance_beta2": 0.9}, {"muon_schedule": "gather"}
+    without, with_it, gathered = sent_in_a_step((4,), *cases)
+    assert_least_bytes((4,), without)
+    more = sum(found[1] for found in with_it) - sum(found[1] for found in without)
+    numbers = 2 * ((9 + 10 + 14) + 33) + 3 * 5
+    assert more == 4 * 3 * numbers
     elements = 2 * (33 * 5 + 33 * 5) + 3 * 25 + 5
-    assert sum(found[1] for found in results) == 4 * 3 * elements
-    assert all(calls == chunks for _, _, calls, chunks, _ in results)
+    assert sum(found[1] for found in gathered) == 4 * 3 * elements
+    assert all(calls == chunks for _, _, calls, chunks, _ in gathered)
 
 
 def test_experts_sharded_by_expert_stay_where_they_are():
@@ -357,11 +355,10 @@ def moves_in_flight():
         yield count
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 100])
-def test_the_pipeline(ahead):
+def test_the_pipeline():
     """While a chunk is computed, the next are collected and the one before is given back."""
 
-    def job(rank):
+    def job(rank, ahead):
         model = fsdp(Net())
         opt = samestep.MuonAdamW(model, **{**OPTIONS, "bucket_size": 80, "chunks_ahead": ahead})
         loss_of(model, rank, 0).backward()
@@ -370,20 +367,21 @@ def test_the_pipeline(ahead):
         assert count[0] == 0
         return chunk_lines(opt), count[1]
 
-    for lines, most in run_forked(2, job):
-        chunks = 1 + max(chunk for _, chunk in lines)
-        assert chunks >= 5
-        for kind in ("Collect", "Transform", "GiveBack", "Apply"):
-            assert [chunk for other, chunk in lines if other == kind] == list(range(chunks))
-        place = {line: index for index, line in enumerate(lines)}
-        for chunk in range(chunks):
-            later, latest = min(chunk + ahead, chunks - 1), min(chunk + ahead + 1, chunks)
-            assert place["Collect", later] < place["Transform", chunk]
-            assert latest == chunks or place["Collect", latest] > place["Transform", chunk]
-            assert place["GiveBack", chunk] == place["Transform", chunk] + 1
-            if chunk:
-                assert place["Apply", chunk - 1] > place["GiveBack", chunk]
-        assert most == min(ahead, chunks - 1) + 2 - (ahead >= chunks)
+    for ahead, results in run_cases(2, [1, 2, 100], job):
+        for lines, most in results:
+            chunks = 1 + max(chunk for _, chunk in lines)
+            assert chunks >= 5
+            for kind in ("Collect", "Transform", "GiveBack", "Apply"):
+                assert [chunk for other, chunk in lines if other == kind] == list(range(chunks))
+            place = {line: index for index, line in enumerate(lines)}
+            for chunk in range(chunks):
+                later, latest = min(chunk + ahead, chunks - 1), min(chunk + ahead + 1, chunks)
+                assert place["Collect", later] < place["Transform", chunk]
+                assert latest == chunks or place["Collect", latest] > place["Transform", chunk]
+                assert place["GiveBack", chunk] == place["Transform", chunk] + 1
+                if chunk:
+                    assert place["Apply", chunk - 1] > place["GiveBack", chunk]
+            assert most == min(ahead, chunks - 1) + 2 - (ahead >= chunks)
 
 
 def test_without_a_pipeline_one_chunk_is_over_before_the_next_begins():
@@ -456,16 +454,16 @@ def run_branches(model, opt, ranks, steps):
     return metrics
 
 
-@pytest.mark.parametrize("schedule", ["parallel", "gather"])
-@pytest.mark.parametrize("apart", [True, False])
-def test_a_parameter_without_gradient_is_untouched(apart, schedule):
+def test_a_parameter_without_gradient_is_untouched():
+    cases = [(apart, schedule) for apart in (True, False) for schedule in ("parallel", "gather")]
     options = {"lr": 1e-2, "variance_beta2": 0.9, "master_weights": True}
     plain = Branches()
     alone = samestep.MuonAdamW(plain, **options)
     run_branches(plain, alone, (0, 1), range(2))
     expected = snapshot(alone)
 
-    def job(rank):
+    def job(rank, case):
+        apart, schedule = case
         model = Branches()
         if apart:
             fully_shard(model.at_times)
@@ -478,7 +476,8 @@ def test_a_parameter_without_gradient_is_untouched(apart, schedule):
         assert torch.equal(model.frozen.weight.full_tensor(), frozen)
         return before, snapshot(opt), metrics["present"].sum().item()
 
-    for before, after, present in run_forked(2, job):
+    of_all = [found for _, results in run_cases(2, cases, job) for found in results]
+    for before, after, present in of_all:
         changed = different(after, before)
         assert sorted(changed) == sorted(name for name in before if name.startswith("always"))
         assert before["at_times.weight.variance"].any()
@@ -567,7 +566,7 @@ def with_schedule(opt):
     return torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step % 3))
 
 
-def train(model, opt, ranks, scheduler=None, dtype=None):
+def train(model, opt, ranks, scheduler=None, dtype=None, steps=STEPS):
     """`dtype`: of what forward computes with."""
 
     def forward(tokens, expert):
@@ -575,7 +574,7 @@ def train(model, opt, ranks, scheduler=None, dtype=None):
         return functional_call(model, narrow, (tokens, expert)).float()
 
     called = model if dtype is None else forward
-    for step in range(STEPS):
+    for step in range(steps):
         losses = [loss_of(called, rank, step) for rank in ranks]
         (sum(losses) / len(losses)).backward()
         opt.step()
@@ -586,34 +585,28 @@ def train(model, opt, ranks, scheduler=None, dtype=None):
     return snapshot(opt), metrics
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"maximize": True},
-        {"state_dtypes": {"momentum_buffer": torch.bfloat16, "exp_avg": torch.bfloat16}},
-        {"fused": True, "owners": "cyclic"},
-        {"amsgrad": True, "scale_decay": True, "adjust_lr": "original"},
-        {"preset": "nanochat"},
-        {"update_rms": True, "chunks_ahead": 3},
-    ],
-    ids=lambda options: " ".join(map(str, options)),
-)
-def test_options(options):
+def test_options():
     """Three ranks, one of which holds none of the row and two of the five-row matrices' rows."""
-    plain = Net()
-    alone = samestep.MuonAdamW(plain, **{**OPTIONS, **options})
-    expected, metrics = train(plain, alone, range(3), with_schedule(alone))
+    cases = [
+        {"maximize": True, "update_rms": True, "chunks_ahead": 3},
+        {"state_dtypes": {"momentum_buffer": torch.bfloat16, "exp_avg": torch.bfloat16}},
+        {"fused": True, "owners": "cyclic", "scale_decay": True, "adjust_lr": "original"},
+        {"preset": "nanochat", "amsgrad": True},
+    ]
 
-    def job(rank):
-        model = fsdp(Net())
+    def run(model, ranks, options):
         opt = samestep.MuonAdamW(model, **{**OPTIONS, **options})
-        return train(model, opt, (rank,), with_schedule(opt))
+        return train(model, opt, ranks, with_schedule(opt))
 
-    limit = 2e-2 if "state_dtypes" in options else 3e-4  # one step of bfloat16
-    for found, told in run_forked(3, job):
-        assert_near(found, expected, limit)
-        for key, value in metrics.items():
-            assert torch.allclose(told[key].double(), value.double(), rtol=1e-3), key
+    results = run_cases(3, cases, lambda rank, options: run(fsdp(Net()), (rank,), options))
+    for options, of_ranks in results:
+        expected, metrics = run(Net(), range(3), options)
+        limit = 2e-2 if "state_dtypes" in options else 3e-4  # one step of bfloat16
+        for found, told in of_ranks:
+            assert_near(found, expected, limit)
+            for key, value in metrics.items():
+                same = torch.allclose(told[key].double(), value.double(), rtol=1e-3)
+                assert same, (options, key)
 
 
 def as_usual(model, **options):
@@ -644,19 +637,21 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("how", WRAPPERS)
-def test_ways_to_shard(how):
-    world = 4 if how == "in part" else 2
+@pytest.mark.parametrize("world", [2, 4])
+def test_ways_to_shard(world):
+    """Resharded in part: on half of four ranks."""
+    ways = [how for how in WRAPPERS if (how == "in part") == (world == 4)]
     plain = Net(36)
     options = {**OPTIONS, "overrides": OWN_RULES}
     expected, _ = train(plain, samestep.MuonAdamW(plain, **options), range(world))
 
-    def job(rank):
+    def job(rank, how):
         model = WRAPPERS[how](Net(36))
         return train(model, samestep.MuonAdamW(model, **options), (rank,))[0]
 
-    for found in run_forked(world, job):
-        assert_near(found, expected)
+    for _, results in run_cases(world, ways, job):
+        for found in results:
+            assert_near(found, expected)
 
 
 def test_mixed_precision():
@@ -798,8 +793,9 @@ def test_several_meshes_and_plain_parameters():
 def test_replicas_of_shards_of_tensor_parallel():
     """Three axes: replicas, shards, and columns or rows."""
     options = {**OPTIONS, "overrides": OWN_RULES, "update_rms": True}
+    steps = STEPS if SOAK else 2
     plain = Net(36)
-    expected, metrics = train(plain, samestep.MuonAdamW(plain, **options), range(4))
+    expected, metrics = train(plain, samestep.MuonAdamW(plain, **options), range(4), steps=steps)
 
     def job(rank):
         names = ("replicate", "shard", "model")
@@ -810,7 +806,7 @@ def test_replicas_of_shards_of_tensor_parallel():
                 block, mesh["model"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
             )
         fsdp(model, mesh["replicate", "shard"])
-        return train(model, samestep.MuonAdamW(model, **options), (rank // 2,))
+        return train(model, samestep.MuonAdamW(model, **options), (rank // 2,), steps=steps)
 
     for found, told in run_forked(8, job):
         assert_near(found, expected)
@@ -818,15 +814,14 @@ def test_replicas_of_shards_of_tensor_parallel():
             assert torch.allclose(told[key].double(), value.double(), rtol=1e-4), key
 
 
-@pytest.mark.parametrize("schedule", ["parallel", "gather"])
-def test_replicas_hold_the_same_bits(schedule):
+def test_replicas_hold_the_same_bits():
     """Also where nobody looks: whole values are put together from one of them."""
 
-    def job(rank):
+    def job(rank, schedule):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = fsdp(Net(), mesh)
         opt = samestep.MuonAdamW(model, muon_schedule=schedule, **OPTIONS)
-        train(model, opt, (rank,))
+        train(model, opt, (rank,), steps=STEPS if SOAK else 2)
         found = {}
         for name, param in model.named_parameters():
             for key, tensor in (("value", param.detach()), *opt.state[param].items()):
@@ -834,9 +829,9 @@ def test_replicas_hold_the_same_bits(schedule):
                 found[f"{name}.{key}"] = local
         return found
 
-    results = run_forked(4, job)
-    for rank in (0, 1):
-        assert different(results[rank + 2], results[rank]) == []
+    for schedule, results in run_cases(4, ["parallel", "gather"], job):
+        for rank in (0, 1):
+            assert different(results[rank + 2], results[rank]) == [], schedule
 
 
 def test_adamw_has_the_bits_of_torch():
@@ -858,11 +853,10 @@ def test_adamw_has_the_bits_of_torch():
         assert different(ours, theirs) == []
 
 
-@pytest.mark.parametrize("options", [{}, {"update_rms": True}], ids=["plain", "update_rms"])
-def test_another_model_on_other_ranks(options):
+def test_another_model_on_other_ranks():
     """As in a pipeline: two stages of two ranks each, which have no parameter in common."""
 
-    def run(stage, model, ranks, process_group=None):
+    def run(options, stage, model, ranks, process_group=None):
         own = {**OPTIONS, **options} if stage else {"lr": 1e-2, **options}
         opt = samestep.MuonAdamW(model, process_group=process_group, **own)
         if stage:
@@ -870,9 +864,7 @@ def test_another_model_on_other_ranks(options):
         metrics = run_branches(model, opt, ranks, range(3))
         return snapshot(opt), metrics
 
-    expected = [run(0, Branches(), range(2)), run(1, Net(), range(2))]
-
-    def job(rank):
+    def job(rank, options):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))["data"]
         stage = rank // 2
         model = Net() if stage else Branches()
@@ -880,13 +872,17 @@ def test_another_model_on_other_ranks(options):
             fsdp(model, mesh)
         else:
             fully_shard(model, mesh=mesh, ignored_params={model.always.bias})
-        return run(stage, model, (rank % 2,), mesh.get_group())
+        return run(options, stage, model, (rank % 2,), mesh.get_group())
 
-    for rank, (found, metrics) in enumerate(run_forked(4, job)):
-        values, told = expected[rank // 2]
-        assert_near(found, values)
-        for key, value in told.items():
-            assert torch.allclose(metrics[key].double(), value.double(), rtol=1e-4, equal_nan=True)
+    for options, results in run_cases(4, [{"update_rms": True}, *([{}] if SOAK else [])], job):
+        expected = [run(options, 0, Branches(), range(2)), run(options, 1, Net(), range(2))]
+        for rank, (found, metrics) in enumerate(results):
+            values, told = expected[rank // 2]
+            assert_near(found, values)
+            for key, value in told.items():
+                assert torch.allclose(
+                    metrics[key].double(), value.double(), rtol=1e-4, equal_nan=True
+                ), (options, key)
 
 
 class Normed(nn.Module):
@@ -983,12 +979,12 @@ def wrong_gradient(kind, param):
     return DTensor.from_local(whole, param.device_mesh, [Replicate()], run_check=False)
 
 
-@pytest.mark.parametrize("kind", ["plain", "replicated"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_a_gradient_that_does_not_fit(kind, mixed):
+def test_a_gradient_that_does_not_fit():
     """On one rank: all raise, and nothing has changed."""
+    cases = [(kind, mixed) for kind in ("plain", "replicated") for mixed in (False, True)]
 
-    def job(rank):
+    def job(rank, case):
+        kind, mixed = case
         model = Branches()
         ignored = {model.always.bias} if mixed else set()
         fully_shard(model, ignored_params=ignored)
@@ -1004,10 +1000,10 @@ def test_a_gradient_that_does_not_fit(kind, mixed):
             opt.step()
         return str(caught.value), different(snapshot(opt), before)
 
-    first, second = run_forked(2, job)
-    assert "rank 1 could not take the step" in first[0]
-    assert "the gradient of 'always.weight' on rank 1" in second[0]
-    assert first[1] == second[1] == []
+    for case, (first, second) in run_cases(2, cases, job):
+        assert "rank 1 could not take the step" in first[0], case
+        assert "the gradient of 'always.weight' on rank 1" in second[0], case
+        assert first[1] == second[1] == [], case
 
 
 def data_and_tensor_parallel():
@@ -1021,11 +1017,10 @@ def data_and_tensor_parallel():
     return fsdp(model, mesh["data"])
 
 
-@pytest.mark.parametrize("what", ["gradient", "option"])
-def test_a_problem_where_parameters_are_on_several_meshes(what):
+def test_a_problem_where_parameters_are_on_several_meshes():
     """Tensor parallel and FSDP2: a rank's problem reaches those that share no mesh with it."""
 
-    def job(rank):
+    def job(rank, what):
         model = data_and_tensor_parallel()
         opt = samestep.MuonAdamW(model, overrides=OWN_RULES)
         loss_of(model, rank // 2, 0).backward()
@@ -1037,8 +1032,9 @@ def test_a_problem_where_parameters_are_on_several_meshes(what):
             opt.step()
         return type(caught.value).__name__
 
-    own = "RuntimeError" if what == "gradient" else "ValueError"
-    assert run_forked(4, job) == [own, *3 * ["RankProblemError"]]
+    for what, names in run_cases(4, ["gradient", "option"], job):
+        own = "RuntimeError" if what == "gradient" else "ValueError"
+        assert names == [own, *3 * ["RankProblemError"]]
 
 
 def test_a_copy_that_is_not_finite():
@@ -1103,21 +1099,20 @@ KEYWORDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "mixed"),
-    # Nobody would have reduced the gradients of plain parameters.
-    [(o, mixed) for o in KEYWORDS for mixed in (False, True) if not (mixed and "grads" in o)],
-    ids=str,
-)
-def test_keywords_of_plain_parameters(options, mixed):
+def test_keywords_of_plain_parameters():
     """They concern the plain parameters beside DTensors, of which there may be none."""
+    # Nobody would have reduced the gradients of plain parameters.
+    cases = [
+        (o, mixed) for o in KEYWORDS for mixed in (False, True) if not (mixed and "grads" in o)
+    ]
     own = {"lr": 1e-2, "variance_beta2": 0.9, "max_grad_norm": 1.0}
     plain = Branches()
     alone = samestep.MuonAdamW(plain, **own)
     run_branches(plain, alone, (0, 1), range(4))
     expected = snapshot(alone)
 
-    def job(rank):
+    def job(rank, case):
+        options, mixed = case
         model = Branches()
         ignored = {model.at_times.weight, model.always.bias} if mixed else set()
         fully_shard(model, ignored_params=ignored)
@@ -1125,5 +1120,6 @@ def test_keywords_of_plain_parameters(options, mixed):
         run_branches(model, opt, (rank,), range(4))
         return snapshot(opt)
 
-    for found in run_forked(2, job):
-        assert_near(found, expected)
+    for _, results in run_cases(2, cases, job):
+        for found in results:
+            assert_near(found, expected)

@@ -21,7 +21,7 @@ from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-STEPS, FEWER = 200 if SOAK else 24, 12
+STEPS, FEWER = 200 if SOAK else 9, 12 if SOAK else 8  # more than the seven of a pattern
 EVERYTHING = 1 << 30  # elements: all in one bucket
 PER_PARAMETER = [{"sharding": "none"}, {"sharding": "zero2", "overlap_grad_reduce": True}]
 
@@ -67,7 +67,7 @@ def different(found, expected):
         (3, [PER_PARAMETER[1], flat("zero2", 1000, True, True)]),
     ],
 )
-def test_two_hundred_steps_to_the_bit(world, modes):
+def test_a_long_run_to_the_bit(world, modes):
     """A closed loop: every difference would stay and grow."""
     assert_all_alike(world, STEPS, modes)
 
@@ -84,9 +84,10 @@ def test_two_hundred_steps_to_the_bit(world, modes):
                 flat("zero2", EVERYTHING, True, True),
             ],
         ),
-        (3, [flat("zero1", 1000, True, True), flat("zero2", EVERYTHING, False, False)]),
-        (5, [flat("zero1", EVERYTHING, False, True)]),
-        (7, [flat("zero2", 256, True, True)]),
+        (3, [flat("zero1", EVERYTHING, False, True), flat("zero2", EVERYTHING, False, False)]),
+        (4, [flat("zero1", 1000, True, True)]),
+        *([(5, [flat("zero1", EVERYTHING, False, True)])] if SOAK else []),
+        *([(7, [flat("zero2", 256, True, True)])] if SOAK else []),
         *([(8, [flat("zero1", 1000, True, True)])] if SOAK else []),
     ],
 )
@@ -94,9 +95,9 @@ def test_the_bits_of_one_process(world, modes):
     assert_all_alike(world, FEWER, modes, train_alone(world, FEWER))
 
 
-# --- bytes and memory: a GPT of 12 layers and width 256 ------------------------------------------
+# --- bytes and memory: a GPT of 12 layers --------------------------------------------------------
 
-WIDE = {"width": 256, "layers": 12, "tied": False}
+WIDE = {"width": 256 if SOAK else 128, "layers": 12, "tied": False}
 CHEAP = {"orthogonalize": "newton-schulz", "ns_steps": 1, "variance_beta2": None}
 
 
@@ -168,7 +169,7 @@ def measured(world, sharding):
     return run_forked(world, train_and_measure, world, sharding)
 
 
-@pytest.mark.parametrize("world", [2, 4, 8] if SOAK else [2, 4])
+@pytest.mark.parametrize("world", [2, 4, 8] if SOAK else [4])
 def test_bytes_of_a_step(world):
     """Counted by a process group in between: nothing travels twice, and hardly any padding.
 

@@ -22,15 +22,14 @@ from tests.memory import peak_bytes
 from tests.ranks import run_forked
 from tests.soak import SOAK
 
-STEPS, FEWER, WIDTH, LAYERS = 50, 50 if SOAK else 12, 16, 1
+STEPS, WIDTH, LAYERS = 50 if SOAK else 8, 16, 1  # more than the seven of a pattern
 MODES = [("zero2", "ordered"), ("zero1", "ordered"), ("none", "ordered"), ("zero2", "fast")]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7, 8] if SOAK else [1, 2, 3, 5])
-def test_fifty_steps_against_one_process(world):
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7, 8] if SOAK else [1, 2, 3])
+def test_a_run_against_one_process(world):
     """Replicas to the bit, one process within the tolerances, ordered layouts to the bit."""
-    steps = STEPS if world <= 2 else FEWER  # more ranks than cores take long
-    expected, rules = single_process(WIDTH, LAYERS, world, steps)
+    expected, rules = single_process(WIDTH, LAYERS, world, STEPS)
 
     def job(rank):
         found = {}
@@ -40,7 +39,7 @@ def test_fifty_steps_against_one_process(world):
             opt = build(
                 model, WIDTH, sharding=sharding, reduction=reduction, overlap_grad_reduce=overlap
             )
-            for step in range(steps):
+            for step in range(STEPS):
                 backward(model, rank, step)
                 opt.step()
                 opt.zero_grad()
@@ -64,7 +63,7 @@ def test_fifty_steps_against_one_process(world):
 
 # --- sizes: a GPT of 12 layers ------------------------------------------------------------------
 
-WIDE = {"width": 512 if SOAK else 256, "layers": 12}
+WIDE = {"width": 512 if SOAK else 128, "layers": 12}
 CHEAP = {"orthogonalize": "newton-schulz", "ns_steps": 1, "variance_beta2": None}
 
 
@@ -167,9 +166,9 @@ def test_gradient_memory_of_ordered_reduction_and_of_tied_parameters():
         assert found.peaks["all present"] <= found.params / 2 + 3 * found.bucket
 
 
-def test_state_is_spread_evenly_over_eight_ranks():
+def test_state_is_spread_evenly_over_many_ranks():
     """Live bytes of the state tensors; the whole is what one process keeps."""
-    world = 8
+    world = 8 if SOAK else 5
     opt = build(GPT(**WIDE, tied=False), WIDE["width"], **CHEAP)
     whole = sum(t.numel() * t.element_size() for s in opt.state.values() for t in s.values())
     results = run_forked(world, train_and_measure, "fast", False, False)

@@ -1,4 +1,4 @@
-"""What is promised for DTensors: a hundred steps are those of one process, in every layout.
+"""What is promised for DTensors: steps are those of one process, a hundred too, in every layout.
 
 Every data rank has batches of its own; the reference averages their losses. Dims are uneven:
 33, 5, 3 and 1 rows do not divide by 2, 4 or 8.
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import samestep
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
 from tests.soak import SOAK
 from tests.test_sharded import Net, fsdp, loss_of
 
-STEPS, FEWER = 100, 20 if SOAK else 8
-FEWER_STEPS = {2: 40, 3: 20, 4: 12, 8: 8}  # of so many ranks, on two cores
+STEPS = 100 if SOAK else 6
+OF_MIXTURE = 20 if SOAK else 4
 ADAMW, MUON = 2e-5, 3e-4  # how far parameters of either rule may be apart
 OPTIONS = {
     "lr": 5e-3,
@@ -113,27 +113,32 @@ def train(world, layout, shape, hidden, steps, **options):
     return run_forked(world, job)
 
 
+# Of which make test has those of data, experts and tensor parallel, below.
+EIGHT_RANKS = [
+    (8, fsdp2, (), {}),
+    (8, hsdp, (2, 4), {}),
+    (8, tensor_parallel, (2, 4), {}),
+] * SOAK
+
+
 @pytest.mark.parametrize(
     ("world", "layout", "shape", "options"),
     [
         (2, fsdp2, (), {"bucket_size": 300}),
         (3, fsdp2, (), {"muon_schedule": "gather"}),
         (4, fsdp2, (), {"bucket_size": 300, "chunks_ahead": 2}),
-        (8, fsdp2, (), {}),
         (4, hsdp, (2, 2), {"bucket_size": 600}),
-        (8, hsdp, (2, 4), {}),
         (4, tensor_parallel, (2, 2), {"bucket_size": 600}),
-        (8, tensor_parallel, (2, 4), {}),
+        *EIGHT_RANKS,
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_hundred_steps(world, layout, shape, options):
+def test_a_run_against_one_process(world, layout, shape, options):
     data, hidden = (shape[0], 36) if layout is tensor_parallel else (world, 33)
     start = {name: param.detach() for name, param in Net(hidden).named_parameters()}
-    steps = STEPS if SOAK else FEWER_STEPS.get(world, STEPS)
-    results = train(world, layout, shape, hidden, steps, **options)
+    results = train(world, layout, shape, hidden, STEPS, **options)
     for found in results:
-        assert_near(found, alone(data, hidden, steps), start, steps)
+        assert_near(found, alone(data, hidden, STEPS), start, STEPS)
         for name, value in results[0][0].items():
             assert torch.equal(found[0][name], value), name
 
@@ -185,19 +190,18 @@ class Mixture(nn.Module):
 def train_mixture(model, data_ranks):
     own = {"experts.weight": {"rule": "muon"}}
     opt = samestep.MuonAdamW(model, **{**OPTIONS, "overrides": own}, update_rms=True)
-    for step in range(FEWER):
+    for step in range(OF_MIXTURE):
         metrics = take_step(opt, [loss_of(model, rank, step) for rank in data_ranks])
     return *snapshot(opt), metrics
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_data_experts_and_tensor_parallel(dim):
+def test_data_experts_and_tensor_parallel():
     """FSDP2 cuts what the expert axis has cut before: other experts, or rows of each."""
     plain = Mixture()
     start = {name: param.detach().clone() for name, param in plain.named_parameters()}
     *expected, metrics = train_mixture(plain, (0, 1))
 
-    def job(rank):
+    def job(rank, dim):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "expert", "model"))
         model = Mixture(mesh["expert"])
         parallelize_module(
@@ -208,10 +212,11 @@ def test_data_experts_and_tensor_parallel(dim):
         axes = {name: param.device_mesh.mesh_dim_names for name, param in model.named_parameters()}
         return axes, train_mixture(model, (rank // 4,))
 
-    for axes, found in run_forked(8, job):
+    both = [found for _, results in run_cases(8, [0, 1], job) for found in results]
+    for axes, found in both:
         assert axes["experts.weight"] == ("data", "expert")
         assert axes["up.weight"] == ("data", "model")
         assert axes["head.weight"] == ("data",)
-        assert_near(found, expected, start, FEWER)
+        assert_near(found, expected, start, OF_MIXTURE)
         for key, value in metrics.items():
             assert torch.allclose(found[3][key].double(), value.double(), rtol=1e-4), key

@@ -13,6 +13,7 @@ import benchmarks
 from benchmarks import (
     accuracy,
     check,
+    check_cost,
     checkpoint,
     cpu_step,
     gpu_breakdown,
@@ -74,6 +75,17 @@ def test_check(tmp_path, capsys):
     one = check.Options(**small, steps=1, checks=1, optimizers=("AdamW zero2",), out=tmp_path)
     check.main(one)
     assert len(written(tmp_path, "check.json")["results"]) == 1
+
+
+def test_check_cost(tmp_path, capsys, monkeypatch):
+    params = [torch.nn.Parameter(torch.ones(6, 4)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.ones(6, 4)
+    monkeypatch.setattr(check_cost, "parameters", lambda device: (params[:1], params[1:]))
+    check_cost.main(["--steps", "1", "--out", str(tmp_path)])  # of so small a step it is too much
+    spent = written(tmp_path, "check_cost_cpu.json")["checks_us"]
+    assert spent["samestep.group_checks:GroupChecks.check"] > 0
+    assert "samestep.mistakes:has_process_group" in spent
 
 
 def test_checkpoint(tmp_path, capsys):

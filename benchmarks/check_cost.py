@@ -1,0 +1,149 @@
+"""What the checks of every step cost: those that the register of assumptions names, timed in place.
+
+On a GPU the parameters are those of `samestep bench step --set gpt-1280`, on a CPU those of
+`benchmarks.cpu_step` at width 256. A check is host time, and its share is that of the wall clock
+of the step.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import samestep
+from samestep.assumptions import REGISTER
+from samestep.bench.step.sets import SETS
+
+WARMUP = 5
+BAR = 0.01  # of a step
+
+
+def checks_of_every_step() -> list[tuple[str, str]]:
+    """(module, qualified name) of each."""
+    found = []
+    for entry in REGISTER:
+        if entry.when == "every step" and entry.check is not None:
+            module, _, name = entry.check.partition(":")
+            found.append((module, name))
+    return found
+
+
+@contextmanager
+def timed_checks(spent: Counter[str]) -> Iterator[None]:
+    """Add to `spent` the seconds in each check, wherever it is known by name."""
+    undo: list[tuple[Any, str, Any]] = []
+    for module_name, name in checks_of_every_step():
+        owner: Any = import_module(module_name)
+        *classes, last = name.split(".")
+        for part in classes:
+            owner = getattr(owner, part)
+        plain = getattr(owner, last)
+        timed = _timed(plain, f"{module_name}:{name}", spent)
+        owners = [owner] if classes else _modules_with(last, plain)
+        for place in owners:
+            undo.append((place, last, plain))
+            setattr(place, last, timed)
+    try:
+        yield
+    finally:
+        for place, last, plain in undo:
+            setattr(place, last, plain)
+
+
+def _timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Callable[..., Any]:
+    def timed(*args: Any, **options: Any) -> Any:
+        start = time.perf_counter_ns()
+        try:
+            return function(*args, **options)
+        finally:
+            spent[name] += time.perf_counter_ns() - start
+
+    return timed
+
+
+def _modules_with(name: str, function: object) -> list[Any]:
+    modules = [m for key, m in sys.modules.items() if key.startswith("samestep")]
+    return [module for module in modules if getattr(module, name, None) is function]
+
+
+def parameters(device: torch.device) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """(matrices, all others), with gradients."""
+    if device.type == "cpu":
+        from benchmarks.cpu_step import gpt_parameters  # which needs more than torch
+
+        return gpt_parameters(width=256, layers=6, vocabulary=8192)
+    shapes = SETS["gpt-1280"]
+    found = []
+    for some in (shapes.matrices, shapes.others):
+        found.append([nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in some])
+        for param in found[-1]:
+            param.grad = torch.randn_like(param) * 1e-3
+    return found[0], found[1]
+
+
+def measure(device: torch.device, steps: int) -> dict[str, Any]:
+    """Milliseconds of a step, and of all checks in it."""
+    torch.manual_seed(0)
+    matrices, others = parameters(device)
+    groups = [{"params": matrices, "rule": "muon"}, {"params": others, "rule": "adamw"}]
+    opt = samestep.MuonAdamW(groups)
+    spent: Counter[str] = Counter()
+    times, shares = [], []
+    with timed_checks(spent):
+        for number in range(WARMUP + steps):
+            _wait(device)
+            spent.clear()
+            start = time.perf_counter()
+            opt.step()
+            _wait(device)
+            elapsed = time.perf_counter() - start
+            if number >= WARMUP:
+                times.append(1e3 * elapsed)
+                shares.append(1e-9 * sum(spent.values()) / elapsed)
+    return {
+        "step_ms": statistics.median(times),
+        "share": statistics.median(shares),
+        "checks_us": {name: 1e-3 * ns for name, ns in sorted(spent.items())},
+    }
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(given: list[str]) -> int:
+    """Print a table, write JSON; 1 where checks take more than their share."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path("out/bench"))
+    options = parser.parse_args(given)
+    device = torch.device(options.device)
+    found = measure(device, options.steps)
+    for check, spent in found["checks_us"].items():
+        print(f"{check:70} {spent:8.1f} us")
+    total = sum(found["checks_us"].values())
+    print(f"all {total:.1f} us of a step of {found['step_ms']:.2f} ms: {100 * found['share']:.3f}%")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"check_cost_{device.type}.json"
+    versions = {"samestep": samestep.__version__, "torch": torch.__version__}
+    receipt = {"versions": versions, "machine": platform.machine(), **found}
+    path.write_text(json.dumps(receipt, indent=2) + "\n")
+    print(f"written to {path}")
+    return int(found["share"] > BAR)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

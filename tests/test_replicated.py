@@ -449,6 +449,7 @@ def test_who_keeps_gradients():
 def test_masters_are_held_by_owners_and_equal_one_process():
     """Whole numbers as gradients: their mean over two ranks is exact in bf16."""
     world = 2
+    before, after = (4, 3) if SOAK else (2, 2)  # steps
 
     def make(param, place, rank, step):
         if (place + step) % 3 == rank:
@@ -464,13 +465,13 @@ def test_masters_are_held_by_owners_and_equal_one_process():
 
     single = Model().to(torch.bfloat16)
     single_opt = build(single, master_weights=True)
-    single_steps(single, single_opt, world, 4, make=make)
+    single_steps(single, single_opt, world, before, make=make)
     edit(single)
-    single_steps(single, single_opt, world, 3, first=4, make=make)
+    single_steps(single, single_opt, world, after, first=before, make=make)
     expected = values(single)
     numel = sum(param.numel() for param in trainable(single).values())
     without = Model().to(torch.bfloat16)
-    single_steps(without, build(without, master_weights=False), world, 7, make=make)
+    single_steps(without, build(without, master_weights=False), world, before + after, make=make)
     assert not torch.equal(without.qkv.weight, single.qkv.weight)  # masters matter here
 
     def job(rank):
@@ -480,9 +481,9 @@ def test_masters_are_held_by_owners_and_equal_one_process():
             opt = build(
                 model, master_weights=True, sharding=sharding, reduction=reduction, crossover=1
             )
-            ranks_steps(model, opt, rank, 4, make=make)
+            ranks_steps(model, opt, rank, before, make=make)
             edit(model)
-            ranks_steps(model, opt, rank, 3, first=4, make=make)
+            ranks_steps(model, opt, rank, after, first=before, make=make)
             assert bits_equal(values(model), expected)
             assert owned_state_equals(opt, single_opt) > 0
             sizes[sharding] = state_sizes(opt, ("master_weight",))
@@ -536,22 +537,23 @@ def test_a_group_added_on_the_way():
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_saved_state_continues_bit_for_bit(sharding):
     options = {"sharding": sharding, "crossover": 20, "bucket_size": 300, "master_weights": True}
+    steps = 3 if SOAK else 2
 
     def job(rank):
         straight = Model().to(torch.bfloat16)
         opt = build(straight, **options)
-        ranks_steps(straight, opt, rank, 3)
+        ranks_steps(straight, opt, rank, steps)
         file = io.BytesIO()
         torch.save({"model": straight.state_dict(), "optimizer": opt.state_dict()}, file)
         file.seek(0)
-        ranks_steps(straight, opt, rank, 3, first=3)
+        ranks_steps(straight, opt, rank, steps, first=steps)
 
         saved = torch.load(file, weights_only=True)
         resumed = Model().to(torch.bfloat16)
         resumed.load_state_dict(saved["model"])
         again = build(resumed, **options)
         again.load_state_dict(saved["optimizer"])
-        ranks_steps(resumed, again, rank, 3, first=3)
+        ranks_steps(resumed, again, rank, steps, first=steps)
         assert bits_equal(values(resumed), values(straight))
         pairs = zip(opt.state.values(), again.state.values(), strict=True)
         assert all(bits_equal(left, right) for left, right in pairs)
@@ -916,7 +918,7 @@ def test_all_ranks_issue_the_same_collectives_whatever_they_have():
                 model, **SMALL, sharding=sharding, reduction=reduction, crossover=8, bucket_size=20
             )
             ranks_steps(
-                model, opt, rank, 3,
+                model, opt, rank, 3 if SOAK else 2,
                 make=lambda p, i, r, s: None if r == 1 else gradient(p, i, r, s),
             )  # fmt: skip
         return names
@@ -926,8 +928,11 @@ def test_all_ranks_issue_the_same_collectives_whatever_they_have():
     assert len(results[0]) > 50
 
 
-@pytest.mark.parametrize("reduction", ["ordered", "fast"])
-@pytest.mark.parametrize("place", [0, 1, -1])
+@pytest.mark.parametrize(
+    ("place", "reduction"),
+    [(0, "ordered"), (1, "fast"), (-1, "ordered")]
+    + [(0, "fast"), (1, "ordered"), (-1, "fast")] * SOAK,
+)
 def test_a_rank_that_dies_inside_step_is_an_error_that_names_the_operation(place, reduction):
     """Killed at the first, the second or the last collective of its second step."""
 

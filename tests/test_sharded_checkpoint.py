@@ -107,12 +107,14 @@ def assert_near(found, expected):
 
 def test_saved_on_two_ranks(tmp_path):
     """What is loaded is what was saved, to the bit, on any number of ranks and other options."""
-    at_save, at_end = run_forked(2, saving(tmp_path))[0]
     jobs = {
+        "saved": saving(tmp_path),
         "the same": loading(tmp_path),
         "others": loading(tmp_path, muon_schedule="gather", chunks_ahead=2),
     }
-    for case, results in run_cases(2, jobs, lambda rank, case: jobs[case](rank)):
+    (_, saved), *others = run_cases(2, jobs, lambda rank, case: jobs[case](rank))
+    at_save, at_end = saved[0]
+    for case, results in others:
         for at_load, found in results:
             assert_equal(at_load, at_save)
             (assert_equal if case == "the same" else assert_near)(found, at_end)
@@ -322,9 +324,13 @@ def test_one_process_and_two_ranks(tmp_path):
         model = Net()
         return model, samestep.MuonAdamW(model, **OPTIONS)
 
-    for number, (worlds, makers) in enumerate([((1, 2), (plain, build)), ((2, 1), (build, plain))]):
-        folder = tmp_path / str(number)
-        at_save, at_end = run_forked(worlds[0], saving(folder, makers[0]))[0]
-        for at_load, found in run_forked(worlds[1], loading(folder, makers[1])):
-            assert_equal(at_load, at_save)
-            assert_near(found, at_end)
+    of_one, of_two = tmp_path / "one", tmp_path / "two"
+    at_save, at_end = run_forked(1, saving(of_one, plain))[0]
+    jobs = {"load": loading(of_one), "save": saving(of_two)}
+    (_, loaded), (_, saved) = run_cases(2, jobs, lambda rank, case: jobs[case](rank))
+    for at_load, found in loaded:
+        assert_equal(at_load, at_save)
+        assert_near(found, at_end)
+    ((at_load, found),) = run_forked(1, loading(of_two, plain))
+    assert_equal(at_load, saved[0][0])
+    assert_near(found, saved[0][1])

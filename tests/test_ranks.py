@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from samestep.launch import forked
 from tests.limits import HANG, TEST, eventually, limit
-from tests.ranks import RanksFailed, run_forked, run_threaded
+from tests.ranks import RanksFailed, run_cases, run_forked, run_threaded
 
 FOREVER = 2 * TEST  # seconds: whoever waits for it is ended as a test that hangs
 
@@ -497,3 +497,26 @@ def test_ranks_die_with_their_parent(tmp_path):
     parent.close()
     eventually(lambda: not any(is_running(pid) for pid in pids))
     shutil.rmtree(next(tmp_path.iterdir()))  # what a killed parent cannot clean up
+
+
+def test_cases_on_ranks_that_are_started_once():
+    def job(rank, case):
+        return os.getpid(), rank, case
+
+    results = run_cases(2, ["a", {"b": 1}], job)
+    assert [case for case, _ in results] == ["a", {"b": 1}]
+    assert [[found[1:] for found in values] for _, values in results] == [
+        [(0, "a"), (1, "a")],
+        [(0, {"b": 1}), (1, {"b": 1})],
+    ]
+    first, second = ([found[0] for found in values] for _, values in results)
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_an_error_tells_of_which_case_it_is():
+    def job(rank, case):
+        assert case != "the second"
+
+    with pytest.raises(RanksFailed, match="in case the second"):
+        run_cases(2, ["the first", "the second", "the third"], job)

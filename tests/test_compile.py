@@ -83,7 +83,9 @@ def assert_same_bits(
             assert torch.equal(optimizer.state[a][key], tensor), key
 
 
-Muon = functools.partial(samestep.Muon, ns_steps=1)  # a small graph
+NS_STEPS = 5 if SOAK else 1  # a small graph
+LIMIT = 3 if SOAK else 2  # of recompilations; torch's own is 8, and fewer shapes will do
+Muon = functools.partial(samestep.Muon, ns_steps=NS_STEPS)
 
 
 # --- Schedules -----------------------------------------------------------------------------
@@ -98,7 +100,7 @@ def both_rules(params: Sequence[nn.Parameter], **options: Any) -> samestep.MuonA
             {"params": params[2:], "rule": "adamw", "amsgrad": True},
         ],
         0.02,
-        ns_steps=5 if SOAK else 1,  # a small graph
+        ns_steps=NS_STEPS,
         **options,
     )
 
@@ -220,10 +222,10 @@ def test_a_number_that_leaks_into_the_graph_would_be_seen(leak):
 # --- Graphs --------------------------------------------------------------------------------
 
 
-@torch._dynamo.config.patch(recompile_limit=2)  # 8 unless told: fewer shapes will do
+@torch._dynamo.config.patch(recompile_limit=LIMIT)
 def test_more_shapes_than_torch_recompiles_one_function_for():
     """Past its limit torch would raise here, since every graph has to be whole."""
-    count = 3
+    count = LIMIT + 1
     params = draw_parameters([(2 + i, 3) for i in range(count)] + [(2 + i,) for i in range(count)])
     expected = twins(params)
 
@@ -241,14 +243,14 @@ def test_more_shapes_than_torch_recompiles_one_function_for():
     assert_same_bits(optimizer, params, reference, expected)
 
 
-@torch._dynamo.config.patch(recompile_limit=2)
+@torch._dynamo.config.patch(recompile_limit=LIMIT)
 def test_the_limit_that_is_avoided_exists():
     """So that the test above can fail: one function for all shapes does hit the limit."""
     compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False, fullgraph=True)
-    for size in (2, 3):
+    for size in range(2, 2 + LIMIT):
         compiled(torch.ones(size))
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        compiled(torch.ones(4))
+        compiled(torch.ones(2 + LIMIT))
 
 
 @pytest.mark.skipif(not SOAK, reason="torch's own limit takes as many graphs: make soak")
@@ -268,7 +270,7 @@ def test_absent_parameters():
 
     def make(params: Sequence[nn.Parameter], **options: Any) -> samestep.MuonAdamW:
         groups = [{"params": params[:3], "rule": "muon"}, {"params": params[3:], "rule": "adamw"}]
-        return samestep.MuonAdamW(groups, 0.02, ns_steps=1, **options)
+        return samestep.MuonAdamW(groups, 0.02, ns_steps=NS_STEPS, **options)
 
     optimizer, reference = make(params, compile="eager"), make(expected)
     patterns = [(1, 1, 1, 1, 1), (1, 0, 1, 0, 1), (0, 0, 1, 1, 0), (0, 0, 0, 0, 0)]

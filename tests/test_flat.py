@@ -470,7 +470,7 @@ def test_two_models_with_two_optimizers():
                 build(models[0], **options),
                 build_model(models[1], reduction="ordered", bucket_size=300, **options),
             ]
-            for step in range(2):
+            for step in range(3 if SOAK else 2):
                 loss_of(models[0], (torch.arange(6) + rank, LAYERS, 1)).backward()
                 ranks_steps(models[1], opts[1], rank, 1, first=step)
                 opts[0].step()
@@ -729,7 +729,7 @@ def test_a_group_added_on_the_way():
             opt = samestep.MuonAdamW(model, **SMALL, reduction="ordered", **options)
             ranks_steps(model, opt, rank, 2)
             grow(model, opt)
-            ranks_steps(model, opt, rank, 2, first=2)
+            ranks_steps(model, opt, rank, 3 if SOAK else 2, first=2)
             for micro in range(2):  # through autograd, in rounds
                 for place, param in enumerate(model.parameters()):
                     grad = torch.full_like(param, 1.0 + rank + micro + place)
@@ -803,7 +803,7 @@ def test_a_group_with_ranks_and_a_divisor_of_its_own():
                 ],
                 **options,
             )
-            for step in range(2):
+            for step in range(3 if SOAK else 2):
                 train(model, opt, [(torch.arange(6) + rank + step, LAYERS, 1)], "no_sync")
             assert options["sharding"] == "none" or len(buffers_of(opt)) == 2
             return values(model)

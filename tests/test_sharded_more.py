@@ -187,7 +187,7 @@ def counted_matrices():
         yield count
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (4,)] if SOAK else [(3,), (2, 2)])
 def test_orthogonalizations(shape):
     """One rank computes each block; if all gather, each of them does."""
     world = torch.Size(shape).numel()
@@ -593,6 +593,8 @@ def test_options():
         {"fused": True, "owners": "cyclic", "scale_decay": True, "adjust_lr": "original"},
         {"preset": "nanochat", "amsgrad": True},
     ]
+    if SOAK:  # each by itself too
+        cases += [{key: value} for options in cases for key, value in options.items()]
 
     def run(model, ranks, options):
         opt = samestep.MuonAdamW(model, **{**OPTIONS, **options})

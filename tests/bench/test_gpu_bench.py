@@ -393,7 +393,7 @@ def test_bars_of_the_step():
         "extra memory against state": True,
     }
     assert judged["times as fast as dion-triton"].line() == (
-        "NOT MET      times as fast as dion-triton: 1.33, bar >= 1.5"
+        "NOT MET      times as fast as dion-triton: 1.33, bar >= 1.6"
     )
     assert judged["times as fast as nanochat"].line().startswith("not measured")
     assert len(verdicts("moe-64", results)) == 3

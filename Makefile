@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Ranks and commands of the tests start faster from compiled files.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-browser clean
 

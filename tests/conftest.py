@@ -17,13 +17,13 @@ else:
 
 import pytest
 import torch
-import torch._dynamo  # once here, not in every rank that is forked
 from hypothesis import settings
 
 from samestep.comm.groups import registry
 from tests import limits
 from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
+from tests.ranks import prepare
 
 torch.set_num_threads(1)
 # A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
@@ -82,6 +82,8 @@ def in_checkout():
 
 def pytest_sessionstart(session):
     session.in_checkout = in_checkout()
+    if hasattr(session.config, "workerinput"):
+        prepare()
 
 
 @pytest.hookimpl(tryfirst=True)

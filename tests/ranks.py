@@ -19,7 +19,7 @@ from samestep.launch import RanksFailed
 from tests.limits import HANG, limit
 from tests.ranks_threaded import run_threaded
 
-__all__ = ["RanksFailed", "run_cases", "run_forked", "run_threaded"]
+__all__ = ["RanksFailed", "prepare", "run_cases", "run_forked", "run_threaded"]
 
 
 def run_forked(
@@ -34,7 +34,7 @@ def run_forked(
 
     A test that itself waits for one of them to pass gives a short one, by `tests.limits.limit`.
     """
-    _prepare()
+    prepare()
     return launch.run_forked(
         world_size,
         fn,
@@ -69,11 +69,12 @@ def run_cases(
 
 
 @cache
-def _prepare() -> None:
+def prepare() -> None:
     """Import and compute here, once, what every forked rank would for itself.
 
     No backward pass, since that starts threads which ranks would lack.
     """
+    importlib.import_module("torch._dynamo")  # which hooks and compiled rules import
     for name in ("sharded", "sharded_blocks", "block_stages", "comm.meshes", "partial_gradients"):
         importlib.import_module(f"samestep.{name}")
     matrix = nn.Parameter(torch.eye(2))

@@ -347,10 +347,10 @@ WIDE = {"block_dtype": torch.float32, "compute_dtype": torch.float16}
     ("shape", "travel", "options"),
     [
         ((3,), PLAIN, {"absent": "tall", "bucket_size": 1000}),
-        ((2,), PLAIN, {"muon_schedule": "gather", "dtype": torch.float16, "master_weights": True}),
         ((2,), WIDE, {**NANOCHAT, "cautious": True, "absent": "tall_columns"}),
-    ],
-    ids=["default", "gather", "nanochat"],
+        ((2,), PLAIN, {"muon_schedule": "gather", "dtype": torch.float16, "master_weights": True}),
+    ][: 2 if QUICK else 3],
+    ids=["default", "nanochat", "gather"][: 2 if QUICK else 3],
 )
 def test_parts_have_the_bits_of_whole_blocks(kernels, shape, travel, options, few_tensors):
     of_ranks = {"muon_schedule", "bucket_size"}

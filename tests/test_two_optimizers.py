@@ -1,6 +1,7 @@
 """Two optimizers that reduce gradients inside backward: refused where they meet in one."""
 
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -45,6 +46,22 @@ def train(model, optimizers, rank, steps, lacks=1):
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
+@contextmanager
+def collectives():
+    """The names of all that are launched."""
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_reduce", "all_to_all_single", "reduce_scatter_tensor", "all_gather"):
+            plain = getattr(torch.distributed, name)
+
+            def noted(*args, name=name, plain=plain, **options):
+                called.append(name)
+                return plain(*args, **options)
+
+            patch.setattr(torch.distributed, name, noted)
+        yield called
+
+
 def same(found, expected) -> bool:
     return all(torch.equal(found[name], value) for name, value in expected.items())
 
@@ -76,6 +93,24 @@ def test_both_in_one_backward_are_refused_on_every_rank(world, first):
             assert "AdamW (2 parameters from 'scale' on)" in text
             assert "one MuonAdamW for all parameters" in text
             assert "overlap_grad_reduce=True out of one" in text
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_one_that_comes_later_launches_nothing_before_it_is_refused(world):
+    def job(rank):
+        model = Net()
+        muon = samestep.Muon(model.matrices(), **OVERLAP)
+        train(model, [muon], rank, range(2), lacks=None)
+        adamw = samestep.AdamW(model.vectors(), **OVERLAP)
+        model.zero_grad()
+        with collectives() as called:
+            loss_of(model, rank, 0, whole=rank != 1).backward()
+        assert called == []
+        with pytest.raises(RuntimeError, match="two optimizers reduce gradients"):
+            adamw.step()
+        return True
+
+    assert run_forked(world, job) == [True] * world
 
 
 def test_a_rank_without_gradients_of_one_of_them_hears_of_it():

@@ -5,10 +5,9 @@ Backward completes their buckets in an order that ranks need not share.
 
 Two optimizers that launch inside one backward have no common order. Which ones take part in a
 backward is not known before it: an optimizer may replace another, or two models have one each.
-So where two are made on the same ranks before the first of them has taken a step, both hold their
-launches back until a step of theirs has shown that the other had no gradients in the same
-backward. If it had, that step is refused on every rank, and nothing was launched in two orders.
-One that comes later is found out in the first step as well, but holds nothing back.
+So where one is made beside another on the same ranks, both hold their launches back until a step
+of theirs has shown that the other had no gradients in the same backward. If it had, that step is
+refused on every rank, and nothing was launched in two orders.
 """
 
 import threading
@@ -53,7 +52,7 @@ class LaunchOrder:
         self._names: list[str] = []  # of parameters that are reduced inside backward
         self._ranks: set[int] = set()  # that take part in it
         self._waits_for: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()  # launches are held back
-        self._refused = self._has_stepped = False
+        self._refused = False
         self._backwards: set[int] = set()  # passes that gave gradients since the last step
 
     def __str__(self) -> str:
@@ -67,13 +66,11 @@ class LaunchOrder:
         self._ranks |= set(ranks)
         _inside_backward.orders.add(self)
         for other in self._others():
-            if not other._has_stepped:
-                self._waits_for.add(other)
-                other._waits_for.add(self)
+            self._waits_for.add(other)
+            other._waits_for.add(self)
 
     def stepped(self) -> None:
         """A step was taken in which no other optimizer was in use."""
-        self._has_stepped = True
         if not self._refused:
             self._waits_for.clear()
 

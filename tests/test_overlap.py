@@ -296,6 +296,8 @@ def test_a_gradient_edited_after_its_reduction_is_an_error_on_every_rank():
             train(model, opt, [case], "no_sync")  # and it goes on
             assert not same(values(model), before)
             found.append(values(model))
+            del model, opt  # the next one would hold its launches back beside it
+            gc.collect()
         return found
 
     results = run_forked(3, job)

@@ -1,8 +1,8 @@
 """What the checks of every step cost: those that the register of assumptions names, timed in place.
 
 On a GPU the parameters are those of `samestep bench step --set gpt-1280`, on a CPU those of
-`benchmarks.cpu_step` at width 256. A check is host time, and its share is that of the wall clock
-of the step.
+`benchmarks.cpu_step` at width 256; in one process, so that checks which only ranks have are not in
+it. A check is host time, and its share is that of the wall clock of the step.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def checks_of_every_step() -> list[tuple[str, str]]:
 
 @contextmanager
 def timed_checks(spent: Counter[str]) -> Iterator[None]:
-    """Add to `spent` the seconds in each check, wherever it is known by name."""
+    """Add to `spent` the nanoseconds in each check, wherever it is known by name."""
     undo: list[tuple[Any, str, Any]] = []
     for module_name, name in checks_of_every_step():
         owner: Any = import_module(module_name)
@@ -124,7 +124,7 @@ def _wait(device: torch.device) -> None:
 
 
 def main(given: list[str]) -> int:
-    """Print a table, write JSON; 1 where checks take more than their share."""
+    """Print a line for each check, write JSON; 1 where checks take more than their share."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--steps", type=int, default=30)

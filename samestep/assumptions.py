@@ -520,8 +520,8 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "nothing in between",
         "Between backward and step() nobody else launches collectives on the same process group: a "
-        "rank that lacks a gradient launches its reductions in step() alone. A second optimizer "
-        "without overlap steps after this one.",
+        "rank that lacks a gradient launches its reductions in step() alone, and so does the first "
+        "step beside another optimizer. A second optimizer without overlap steps after this one.",
         None,
         "never",
         "a collective that fails names the rank and the collective it was in",

@@ -38,7 +38,7 @@ SHAPES += [] if INTERPRETED else [(768, 768), (2048, 1100), (600, 4104)]
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
+def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
         monkeypatch.setitem(samestep.kernels.symmetric.TILINGS, "small", SMALL)
@@ -46,7 +46,7 @@ def _small_tiles(monkeypatch):
 
 
 @pytest.fixture
-def _products_by_torch(monkeypatch):
+def products_by_torch(monkeypatch):
     """For tests of what is around products, which have tests of their own."""
     if QUICK:
         monkeypatch.setattr(samestep.kernels.symmetric, "way_of", lambda size, depth: "torch")
@@ -144,7 +144,7 @@ def test_orthogonalization_is_that_of_plain_torch(shape, dtype, execution):
 
 
 @pytest.mark.parametrize("execution", ["standard", "gram"])
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_polynomials_without_a_square_to_complete(execution):
     table = [(1.5, -0.5, 0.0), (2.0, -1.5, 0.02), (1.5, 0.0, 0.0), (1.2, -0.2, 0.0)]
     blocks = random(2, 16, 24)
@@ -292,7 +292,7 @@ QUINTIC = {"eps": 0.0, "weight_decay": 0.0, "orthogonalize": "newton-schulz"}
         (SHAPES[1], QUINTIC),
     ],
 )
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_muon_is_that_of_plain_torch(shape, own):
     options = {**MUON.defaults, **own, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
@@ -313,7 +313,7 @@ def test_muon_is_that_of_plain_torch(shape, own):
 
 
 @pytest.mark.parametrize("own", [{}, {"compute_dtype": torch.float16}, NANOCHAT])
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_no_result_depends_on_the_power_of_an_earlier_step(own):
     options = {**MUON.defaults, **own}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
@@ -331,7 +331,7 @@ def test_no_result_depends_on_the_power_of_an_earlier_step(own):
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_an_update_that_is_not_finite_is_flagged():
     options = {**MUON.defaults}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
@@ -344,7 +344,7 @@ def test_an_update_that_is_not_finite_is_flagged():
     assert blocks.outliers.tolist() == [0, 1, 0]
 
 
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_a_shape_and_its_transpose_are_orthogonalized_together():
     options = {**MUON.defaults, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
@@ -357,7 +357,7 @@ def test_a_shape_and_its_transpose_are_orthogonalized_together():
         assert distance(torch.stack(params) - old, new.param - old) < 0.02
 
 
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_cautious_decay_pulls_only_with_the_update():
     options = {**MUON.defaults, "cautious": True, "lr": 0.1, "weight_decay": 0.5}
     options |= {"compute_dtype": torch.float16, "adjust_lr": None}
@@ -377,7 +377,7 @@ def test_cautious_decay_pulls_only_with_the_update():
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.usefixtures("_products_by_torch")
+@pytest.mark.usefixtures("products_by_torch")
 def test_muon_leaves_alone_what_it_shall(whole):
     options = {**MUON.defaults, **NANOCHAT, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}

@@ -45,7 +45,7 @@ MUON = MuonRule()
 
 
 @pytest.fixture(autouse=True)
-def _small_tiles(monkeypatch):
+def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
         for module in (samestep.kernels.muon, samestep.kernels.parts):

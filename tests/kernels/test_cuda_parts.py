@@ -18,7 +18,7 @@ pytestmark = [needs_gpu, pytest.mark.own_process]
 
 if torch.cuda.is_available():
     from tests.kernels.part_cases import (
-        _small_tiles,  # noqa: F401
+        small_tiles,  # noqa: F401
         test_a_parameter_that_was_edited_counts_more_than_its_master,  # noqa: F401
         test_momentum_of_parts,  # noqa: F401
         test_regions_are_moved,  # noqa: F401

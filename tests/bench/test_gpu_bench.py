@@ -1,8 +1,10 @@
 """`samestep bench step` and `samestep bench orthogonalize`, as far as a CPU can try them."""
 
+import io
 import json
 import runpy
 import sys
+from contextlib import redirect_stdout
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -25,6 +27,7 @@ from samestep.bench.step import command, contestants, measure
 from samestep.bench.step.bars import verdicts
 from samestep.bench.step.sets import SETS, as_matrices, count, make_parameters
 from samestep.kernels import choice
+from tests.ranks import run_forked
 
 CPU = torch.device("cpu")
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -111,20 +114,24 @@ def test_what_cannot_be_done(capsys, monkeypatch, words, message):
 
 
 @pytest.mark.parametrize("name", ["step", "orthogonalize"])
-def test_scripts_need_torch_alone(name, capsys, monkeypatch):
-    """Imported afresh, with every extra hidden."""
-    for package in ("gpu", "step", "orthogonalize"):
-        monkeypatch.delattr(bench, package)
-        inside = f"samestep.bench.{package}."
-        for module in [each for each in sys.modules if f"{each}.".startswith(inside)]:
-            monkeypatch.delitem(sys.modules, module)
-    for extra in cli.EXTRAS:
-        monkeypatch.setitem(sys.modules, extra, None)
-    monkeypatch.setattr(sys, "argv", [name, "--help"])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_module(f"samestep.bench.{name}", run_name="__main__")
-    assert ended.value.code == 0
-    assert f"usage: samestep bench {name}" in capsys.readouterr().out
+def test_scripts_need_torch_alone(name):
+    """Imported afresh, with every extra hidden, in a process whose modules end with it."""
+
+    def job(_rank):
+        for package in ("gpu", "step", "orthogonalize"):
+            delattr(bench, package)
+            inside = f"samestep.bench.{package}."
+            for module in [each for each in sys.modules if f"{each}.".startswith(inside)]:
+                del sys.modules[module]
+        sys.modules.update(dict.fromkeys(cli.EXTRAS))
+        sys.argv = [name, "--help"]
+        with redirect_stdout(io.StringIO()) as shown, pytest.raises(SystemExit) as ended:
+            runpy.run_module(f"samestep.bench.{name}", run_name="__main__")
+        return ended.value.code, shown.getvalue()
+
+    [(status, shown)] = run_forked(1, job)
+    assert status == 0
+    assert f"usage: samestep bench {name}" in shown
 
 
 def test_without_extras_there_is_text_and_no_picture(tmp_path, capsys, monkeypatch):

@@ -27,12 +27,14 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 from samestep.launch.failed import RanksFailed
 from tests.limits import HANG, limit
 
+LOOK = 0.05  # seconds between questions for a limit that may change
+
 
 def run_threaded(
     world_size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = HANG,
+    timeout: float | Callable[[], float] = HANG,
     grace: float = limit(5.0),
 ) -> list[Any]:
     """Return ``[fn(rank, *args) for each rank]``, run in threads of this process.
@@ -47,7 +49,8 @@ def run_threaded(
         *args: Passed on to ``fn``.
         timeout: Seconds after which ranks that have not returned are given up. A rank that
             then cannot be woken stays behind as a daemon thread until its call returns. It takes
-            no part in later runs: its next collective ends it.
+            no part in later runs: its next collective ends it. A function may give them more as
+            they get on.
         grace: Seconds that ranks have to end by themselves after the first failure.
 
     Raises:
@@ -154,7 +157,7 @@ class _ThreadedRun:
         world_size: int,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
-        timeout: float,
+        timeout: float | Callable[[], float],
         grace: float,
     ) -> None:
         self.world_size, self.fn, self.args = world_size, fn, args
@@ -174,13 +177,17 @@ class _ThreadedRun:
 
     def start_and_wait(self) -> None:
         """Return when all ranks have ended, or one has failed, or the time is up."""
-        deadline = time.monotonic() + self.timeout
+        start, seconds = time.monotonic(), 0.0
         for thread in self.threads:
             thread.start()
-        while self.running() and not self.reports and time.monotonic() < deadline:
-            self.wait(deadline - time.monotonic())
+        while self.running() and not self.reports:
+            seconds = self.timeout() if callable(self.timeout) else self.timeout
+            left = start + seconds - time.monotonic()
+            if left < 0:
+                break
+            self.wait(min(left, LOOK))
         if not self.reports:
-            self.report_running(f"had not finished after {self.timeout:g} s; it was here:\n")
+            self.report_running(f"had not finished after {seconds:g} s; it was here:\n")
 
     def run_rank(self, rank: int) -> None:
         _mine.meetings = self.meetings
@@ -190,7 +197,7 @@ class _ThreadedRun:
                 store=self.store,
                 rank=rank,
                 world_size=self.world_size,
-                timeout=timedelta(seconds=self.timeout),
+                timeout=timedelta(seconds=HANG),  # nothing heeds it
             )
             self.values[rank] = self.fn(rank, *self.args)
         except BaseException as error:

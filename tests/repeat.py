@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SPIN = "while True: pass"
+# It ends with whoever started it, however that ended.
+SPIN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
 
 
 @dataclass(frozen=True)

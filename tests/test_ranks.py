@@ -1,4 +1,5 @@
 import atexit
+import gc
 import multiprocessing
 import os
 import re
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -23,8 +25,6 @@ from tests.ranks import RanksFailed, run_cases, run_forked, run_threaded
 FOREVER = 2 * TEST  # seconds: whoever waits for it is ended as a test that hangs
 
 both_ways = pytest.mark.parametrize("run", [run_forked, run_threaded])
-# Long enough for forked ranks to start on a busy machine.
-short = {run_forked: limit(1.5), run_threaded: limit(0.5)}
 world_sizes = pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 
 # The new name since torch 2.13, where the old one warns.
@@ -69,6 +69,24 @@ def all_reduced(value: float) -> float:
     tensor = torch.tensor([value])
     dist.all_reduce(tensor)
     return tensor.item()
+
+
+@pytest.fixture
+def marks(tmp_path_factory):
+    return tmp_path_factory.mktemp("marks")
+
+
+def once(count: int, folder: Path, seconds: float = 0.0) -> Callable[[], float]:
+    """A limit that passes so many seconds after so many ranks have left their marks in a folder."""
+    start, marked = time.monotonic(), None
+
+    def left() -> float:
+        nonlocal marked
+        if marked is None and all((folder / str(rank)).exists() for rank in range(count)):
+            marked = time.monotonic() - start
+        return HANG if marked is None else marked + seconds
+
+    return left
 
 
 def failure(run, world_size, fn, **timeouts) -> RanksFailed:
@@ -262,25 +280,46 @@ def test_exceptions_that_are_not_errors_fail_too(run):
 
 
 @both_ways
-def test_a_rank_that_never_arrives_is_named_with_its_stack(run):
+def test_a_rank_that_never_arrives_is_named_with_its_stack(run, marks):
     awake = threading.Event()
 
-    def sleep_instead():
+    def sleep_instead(rank):
+        (marks / str(rank)).touch()
         awake.wait(FOREVER)
 
-    def fn(rank):
-        return sleep_instead() if rank == 1 else all_reduced(rank)
+    def wait_for_it(rank):
+        (marks / str(rank)).touch()
+        all_reduced(rank)
 
-    error = failure(run, 3, fn, timeout=short[run], grace=0.1)
+    def fn(rank):
+        return sleep_instead(rank) if rank == 1 else wait_for_it(rank)
+
+    error = failure(run, 3, fn, timeout=once(3, marks), grace=0.1)
     awake.set()
     assert sorted(error.reports) == [0, 1, 2]
     for rank, report in error.reports.items():
-        assert report.startswith(f"had not finished after {short[run]:g} s")
+        assert report.startswith("had not finished after ")
         assert "in fn" in report
         assert ("in sleep_instead" in report) == (rank == 1)
-        assert ("in all_reduced" in report) == (rank != 1)
+        assert ("in wait_for_it" in report) == (rank != 1)
         assert "multiprocessing" not in report  # nothing below fn
     eventually(lambda: rank_threads() == [])
+
+
+def test_the_limit_counts_from_when_all_ranks_have_begun(marks, monkeypatch):
+    asked = []
+
+    def begin_late():
+        time.sleep(0.3)
+        (marks / str(os.getpid())).touch()
+
+    def timeout():
+        asked.append(len(list(marks.iterdir())))
+        return HANG
+
+    monkeypatch.setattr(gc, "freeze", begin_late)  # which a rank calls first
+    assert run_forked(3, all_reduced, timeout=timeout) == [3.0] * 3
+    assert set(asked) == {3}
 
 
 @pytest.mark.parametrize("collective", [all_reduced, lambda rank: dist.new_group([0, 1])])
@@ -311,14 +350,19 @@ def test_a_thread_that_was_given_up_takes_no_part_in_the_next_run(collective):
 
 
 @both_ways
-def test_a_skipped_collective_ends_with_the_timeout(run):
-    def fn(rank):
-        return None if rank == 1 else all_reduced(rank)
+def test_a_skipped_collective_ends_with_the_timeout(run, marks):
+    def wait_for_it(rank):
+        (marks / str(rank)).touch()
+        all_reduced(rank)
 
-    error = failure(run, 3, fn, timeout=short[run])
+    def fn(rank):
+        return (marks / "1").touch() if rank == 1 else wait_for_it(rank)
+
+    # A rank that has left its mark may still have to hand over that it has returned.
+    error = failure(run, 3, fn, timeout=once(3, marks, seconds=limit(4.0)))
     assert sorted(error.reports) == [0, 2]
     assert "ranks that returned: [1]" in str(error)
-    assert "in all_reduced" in error.reports[0]
+    assert "in wait_for_it" in error.reports[0]
 
 
 def test_a_forked_collective_ends_with_its_own_timeout():

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from samestep.launch.failed import GRACE, RanksFailed
 
 POLL = 0.002
+START = 300.0  # seconds that ranks have to begin: a hang's limit, which a busy machine may need
 LOOK = 0.05  # for ranks whose own children hide that they have ended
 
 # Loaded before forking, since loading takes locks.
@@ -77,8 +78,8 @@ def run_forked(
         world_size: The number of ranks.
         fn: Called with the rank and ``args``; may be a closure. Its value must be picklable.
         *args: Passed on to ``fn``.
-        timeout: Seconds after which ranks that have not returned are ended; a function may give
-            them more as they get on.
+        timeout: Seconds, from when all ranks have begun, after which those that have not returned
+            are ended; a function may give them more as they get on.
         collective_timeout: The timeout of the default process group, in seconds.
         grace: Seconds that the other ranks have to end by themselves after the first failure.
 
@@ -145,13 +146,16 @@ def _run_rank(job: _Job, rank: int) -> None:
         # On aarch64 oneDNN otherwise leaves a perf map of each process behind.
         os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")
         store = dist.FileStore(str(job.directory / "store"), job.world_size)
+        # No rank's wait counts before all are there: on a busy machine the last may begin seconds
+        # after the first.
+        _meet(store, "begun", rank, job.world_size, timedelta(seconds=START))
+        job.file("begun", rank).touch()
         timeout = timedelta(seconds=job.collective_timeout)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout
         )
         # A rank that fails at once must not break the connections that others still set up.
-        store.set(f"connected_{rank}", "")
-        store.wait([f"connected_{other}" for other in range(job.world_size)], timeout)
+        _meet(store, "connected", rank, job.world_size, timeout)
         value = job.fn(rank, *job.args)
         error = f"returned a value ({type(value).__name__}) that cannot be pickled:\n"
         # In a file, since a queue would pass tensors as shared-memory file descriptors.
@@ -167,6 +171,11 @@ def _run_rank(job: _Job, rank: int) -> None:
     finally:
         _flush()
         os._exit(1)
+
+
+def _meet(store: dist.Store, where: str, rank: int, world_size: int, timeout: timedelta) -> None:
+    store.set(f"{where}_{rank}", "")
+    store.wait([f"{where}_{other}" for other in range(world_size)], timeout)
 
 
 def _flush() -> None:
@@ -191,11 +200,14 @@ def _watch(
     """Wait until all ranks have returned; otherwise report the ranks that have not."""
     reports: dict[int, str] = {}
     running = dict(enumerate(processes))
-    start = time.monotonic()
+    start, begun = time.monotonic(), False
     failure = math.inf  # when the first was noticed
-    limit = 0.0
+    limit = START
     while running:
-        limit = timeout() if callable(timeout) else timeout
+        if not begun and all(job.file("begun", rank).exists() for rank in range(job.world_size)):
+            start, begun = time.monotonic(), True
+        if begun:
+            limit = timeout() if callable(timeout) else timeout
         if time.monotonic() > min(start + limit, failure + job.grace):
             break
         # Looking often would cost ranks that compute; who has ended or returned is heard of.

@@ -21,14 +21,6 @@ def runner():
     return MutantRunner(watchdog=limit(2.0))
 
 
-# `samestep stress --mutants` runs all; here some of each kind, on few ranks.
-SOME = list(MUTANTS) if SOAK else list(MUTANTS)[::3]
-if not SOAK:
-    SOME[SOME.index("duplicate_group")] = (
-        "router_sharded"  # the same check, on 2 ranks instead of 4
-    )
-
-
 # Steps after which a bug has shown: most do in the first ones, some wait for an event.
 SHOWS_AFTER = {
     "conditional_compute": 6,
@@ -41,7 +33,7 @@ SHOWS_AFTER = {
 }
 
 
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", MUTANTS)
 def test_mutant_is_caught(runner, name):
     mutant = MUTANTS[name]
     if not SOAK:

@@ -24,9 +24,9 @@ from torch import Tensor
 
 import samestep
 from examples.gpt import GPT, GPTConfig
-from samestep.command.output import check_folder, write_files
 from samestep.launch import run_forked
 from samestep.stress import check
+from samestep.tooling.output import check_folder, write_files
 
 HEAD_WIDTH = 64
 STEPS_PER_CHECK = 100

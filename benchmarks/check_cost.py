@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.assumptions import REGISTER
 from samestep.bench.step.sets import SETS
+from samestep.optimizer.assumptions import REGISTER
 
 WARMUP = 5
 BAR = 0.01  # of a step

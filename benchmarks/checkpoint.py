@@ -29,8 +29,8 @@ import samestep
 from benchmarks.cpu_step import gpt_parameters
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
-from samestep.command.output import write_files
 from samestep.launch import run_forked
+from samestep.tooling.output import write_files
 
 BARS = {
     "with checksums": 0.65,

@@ -32,11 +32,11 @@ from benchmarks.gpu_trace import Share, device_work, share_of
 from samestep.bench.gpu.ceilings import measure_ceilings
 from samestep.bench.gpu.receipt import heading, leave
 from samestep.bench.gpu.show import Screen, number
-from samestep.comm.checksum import checksum
-from samestep.command.output import check_folder
-from samestep.distribution import FILLS_A_GPU, Distribution
+from samestep.comm.integrity.checksum import checksum
+from samestep.groups.distribution import FILLS_A_GPU, Distribution
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
+from samestep.tooling.output import check_folder
 
 STEPS = 5  # of the polynomial
 WARM_UP, PLAIN, PROFILED = 3, 5, 3

@@ -25,7 +25,7 @@ from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.receipt import heading, leave
 from samestep.bench.gpu.show import Screen, number
 from samestep.bench.gpu.timing import times_of
-from samestep.command.output import check_folder
+from samestep.tooling.output import check_folder
 from samestep.train.gpt import GPT, GPTConfig
 
 HEAD_WIDTH = 64

@@ -12,13 +12,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import samestep
-import samestep.rule_optimizer
+import samestep.optimizer.step
 from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, computed
 from benchmarks.timeline import Trace
 from examples.gpt import GPT, GPTConfig
+from samestep.comm.diagnosis.recorder import Record
 from samestep.comm.executor import Handlers, execute
-from samestep.comm.recorder import Record
 from samestep.plan.schedule import Operation, Schedule, line_of
 
 FREE = "free"  # the link that costs nothing
@@ -160,7 +160,7 @@ def on_rank(
     marks = Marks(link.now)
     recorder = samestep.FlightRecorder()
     recorder.on_launch.append(lambda record: _give_name(link, record))
-    with patch.object(samestep.rule_optimizer, "execute", marks.execute), recorder:
+    with patch.object(samestep.optimizer.step, "execute", marks.execute), recorder:
         trainings = {case: Training(case, shape, link, marks) for case in CASES}
         speeds = calibrate(trainings[CASES[-1]], regime)
         for training in trainings.values():

@@ -20,8 +20,8 @@ from benchmarks.modelled_link import ModelledLink, Transfer
 from benchmarks.muon_exposure import Case, Results, measure, table, verdicts
 from benchmarks.muon_runs import FREE, RankResult, Regime, Shape, on_rank
 from benchmarks.timeline import Trace, chrome_trace
-from samestep.command.output import check_folder, write_files
 from samestep.launch import run_forked
+from samestep.tooling.output import check_folder, write_files
 
 RESULT, TRACE = "muon_schedules.json", "muon_schedules_trace.json.gz"
 LINKS = ("fast", "middle", "slow")

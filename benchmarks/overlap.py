@@ -25,9 +25,9 @@ from benchmarks.overlap_table import Results
 from benchmarks.overlap_timeline import picture
 from benchmarks.overlap_training import FREE, Case, Sample, Shape, Training, slowest
 from benchmarks.timeline import Trace, chrome_trace
-from samestep.command.output import check_folder, write_files
-from samestep.command.progress import from_other_processes, progress_bar
 from samestep.launch import run_forked
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.progress import from_other_processes, progress_bar
 
 RANKS = 2
 MIDDLE = "middle"

@@ -15,7 +15,6 @@ import torch
 import tyro
 
 import samestep
-from samestep.command.output import write_files
 from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS, Hardware, Link
@@ -31,6 +30,7 @@ from samestep.planning.model import load_model
 from samestep.planning.pictures import gantt
 from samestep.planning.scaling import RANKS, picture, point
 from samestep.stress.models import Matrices
+from samestep.tooling.output import write_files
 
 CUDA = torch.device("cuda")
 GB = 1e9

@@ -23,7 +23,6 @@ from rich.table import Table
 
 import samestep
 from benchmarks.modelled_link import Clock, ModelledLink
-from samestep.command.output import check_folder, write_files
 from samestep.estimate.blueprint import blueprint
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import Hardware, Link, hardware_as_json
@@ -31,6 +30,7 @@ from samestep.estimate.timeline import simulate
 from samestep.launch import run_forked
 from samestep.planning.calibration import Measured, hardware, measure
 from samestep.planning.shapes import Decoder, Shape
+from samestep.tooling.output import check_folder, write_files
 
 MODELS = {
     "small": Shape("small", 512, 64, 2, 1, 1, 64, 256, gated=False),

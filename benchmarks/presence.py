@@ -16,8 +16,8 @@ from rich.table import Table
 import samestep
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
-from samestep.command.output import check_folder, write_files
 from samestep.launch import run_forked
+from samestep.tooling.output import check_folder, write_files
 
 
 @dataclass(frozen=True)

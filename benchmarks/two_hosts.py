@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 import tyro
 
-from samestep.command.output import check_folder, write_files
-from samestep.command.request import BadRequestError
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
 
 HOSTS = ("samestep-north", "samestep-south")
 LINKS = ("ss-north", "ss-south")

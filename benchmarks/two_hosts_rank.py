@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from samestep.comm.checksum import checksums
 from samestep.comm.groups import registry
+from samestep.comm.integrity.checksum import checksums
 from samestep.mesh import build
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack

@@ -24,9 +24,9 @@ from benchmarks import trainings
 from benchmarks.trainings import Training
 from benchmarks.two_ranks_table import ContestResult, bar_line, closing_table
 from examples.gpt import GPT
-from samestep.command.output import check_folder, write_files
-from samestep.command.progress import from_other_processes, progress_bar
 from samestep.launch import run_forked
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.progress import from_other_processes, progress_bar
 
 RANKS = 2
 CHECKED_STEPS = 3

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from samestep import presets
-from samestep.comm.recorder import FlightRecorder
-from samestep.grad_scaler import GradScaler
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.optimizer import AdamW, Muon, MuonAdamW
+from samestep.optimizer.grad_scaler import GradScaler
 from samestep.rules import Rule, Update, register_rule
 from samestep.version import __version__
 

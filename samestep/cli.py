@@ -10,8 +10,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple, TextIO
 
-from samestep.command.request import BadRequestError
 from samestep.launch import RanksFailed, torchrun_rank
+from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import samestep
-from samestep.assumptions import REGISTER
+from samestep.optimizer.assumptions import REGISTER
 from samestep.stress import check
 from tests.ranks import run_forked
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import samestep
-from samestep import sharing
+from samestep.placements import sharing
 from samestep.stress import check
 from tests.ranks import run_forked
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samestep.distribution import FILLS_A_GPU, Distribution
+from samestep.groups.distribution import FILLS_A_GPU, Distribution
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

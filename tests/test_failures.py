@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
-from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.limits import HANG, TEST, limit
 from tests.ranks import RanksFailed, run_forked
 
@@ -40,13 +40,13 @@ def imported():
 
 @pytest.fixture
 def short_answers(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", ANSWER)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", ANSWER)
 
 
 @pytest.fixture
 def endless_answers(monkeypatch):
     """Who waits for the answer of a process that has ended waits for ever."""
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", FOREVER)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", FOREVER)
 
 
 def build(**options):

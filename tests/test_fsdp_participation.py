@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.fsdp.participation import participation_of
 from tests.ranks import run_cases, run_forked

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.group_keys import OF_THE_OPTIMIZER, PEERS
+from samestep.groups.group_keys import OF_THE_OPTIMIZER, PEERS
 from samestep.rules import RULES
 
 

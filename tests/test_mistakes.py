@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from samestep import mistakes
+from samestep.groups import mistakes
 from tests.ranks import run_forked
 
 PAGE = (Path(__file__).parents[1] / "docs" / "mistakes.md").read_text()

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import samestep
 import samestep.rules.muon
-from samestep.metrics import Outliers
+from samestep.update.metrics import Outliers
 from tests.ranks import run_forked
 
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import samestep
-from samestep.buffers import reduction
 from samestep.comm.presence import RankProblemError
+from samestep.placements.whole import reduction
 from tests.ranks import run_cases, run_forked, run_threaded
 from tests.soak import SOAK
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import samestep
-from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.ranks import RanksFailed, run_forked, run_threaded
 from tests.reference import ReferenceAdamW, ReferenceTorch, relative_error, to_numpy
 from tests.soak import SOAK

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 from torch.func import functional_call
 
 import samestep
-from samestep import block_moves
+from samestep.placements.parts import block_moves
 from samestep.rules import muon
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule

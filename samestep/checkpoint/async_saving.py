@@ -29,7 +29,7 @@ from samestep.checkpoint.saving import (
 )
 from samestep.checkpoint.storage import Values
 from samestep.comm.groups import RankGroup
-from samestep.full_values import FullValues
+from samestep.optimizer.full_values import FullValues
 
 
 @torch.no_grad()

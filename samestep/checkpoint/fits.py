@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samestep.checkpoint.errors import CheckpointError
-from samestep.state import MASTER
+from samestep.rules.state import MASTER
 
 Stored = Mapping[str, TensorStorageMetadata]
 

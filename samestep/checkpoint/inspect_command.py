@@ -15,7 +15,7 @@ from samestep.checkpoint import folder
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.formats import WRITTEN_AS, Stored, open_checkpoint
 from samestep.checkpoint.logical import MODEL
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 
 # Of a folder that torch has written.
 UNKNOWN: dict[str, Any] = {

@@ -17,8 +17,8 @@ from samestep.checkpoint.local_files import Here, LocalFiles
 from samestep.checkpoint.logical import Tensors, state_key, tensors_of
 from samestep.checkpoint.options import check_options, restore_options
 from samestep.checkpoint.ranks import all_ranks
-from samestep.full_values import FullValues
-from samestep.state import MASTER
+from samestep.optimizer.full_values import FullValues
+from samestep.rules.state import MASTER
 
 
 @dataclass(frozen=True)

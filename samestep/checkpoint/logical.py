@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from samestep.buffers.in_flight import wait_for_anyone
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.pieces import Pieces
 from samestep.comm.meshes import held, mesh_group
-from samestep.full_values import FullValues
-from samestep.held_state import HeldBox, whole_box
+from samestep.layout.held_state import HeldBox, whole_box
+from samestep.optimizer.full_values import FullValues
+from samestep.placements.whole.in_flight import wait_for_anyone
 
 Tensors = dict[str, Pieces]
 MODEL, STATE = "model", "state"

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.storage import DTYPES
-from samestep.full_values import FullValues
-from samestep.param_groups import Group, decisive_changes, options_of, parameter_names
+from samestep.groups.param_groups import Group, decisive_changes, options_of, parameter_names
+from samestep.optimizer.full_values import FullValues
 
 GroupFacts = dict[str, Any]  # "params": names, "options": by key
 PLAIN = bool | int | float | str | None

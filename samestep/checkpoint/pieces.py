@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from samestep.held_state import HeldBox, whole_box
 from samestep.layout.dtensor_shards import Box
+from samestep.layout.held_state import HeldBox, whole_box
 
 
 class Pieces(Tensor):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 from samestep.checkpoint.errors import CheckpointError
-from samestep.comm.flight import attempt
+from samestep.comm.diagnosis.flight import attempt
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
 

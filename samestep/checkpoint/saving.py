@@ -21,7 +21,7 @@ from samestep.checkpoint.pieces import Pieces
 from samestep.checkpoint.plan import Owners, WritePlan, plan_locally
 from samestep.checkpoint.ranks import Ranks, all_ranks
 from samestep.checkpoint.storage import Values
-from samestep.full_values import FullValues
+from samestep.optimizer.full_values import FullValues
 from samestep.version import __version__
 
 

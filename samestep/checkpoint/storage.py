@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 
 from samestep.checkpoint.errors import CheckpointError
-from samestep.comm.checksum import checksum
+from samestep.comm.integrity.checksum import checksum
 
 FORMAT = 1
 INDEX = "index.json"

@@ -33,7 +33,7 @@ from samestep.checkpoint.storage import (
     sizes_in,
     write_json,
 )
-from samestep.comm.checksum import checksum
+from samestep.comm.integrity.checksum import checksum
 
 Checksums = dict[str, int]  # by the name of a file
 # What groups of torch.optim have beside: whoever loads into them is asked for it.

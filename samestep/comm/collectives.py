@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.comm import recorder
-from samestep.comm.flight import CollectiveError as CollectiveError
-from samestep.comm.flight import Flight
+from samestep.comm.diagnosis import recorder
+from samestep.comm.diagnosis.flight import CollectiveError as CollectiveError
+from samestep.comm.diagnosis.flight import Flight
 from samestep.comm.groups import RankGroup
 from samestep.comm.traffic import Traffic, Transfer
 

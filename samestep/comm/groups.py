@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from samestep.comm.flight import attempt
+from samestep.comm.diagnosis.flight import attempt
 
 _log = logging.getLogger("samestep")
 

@@ -16,20 +16,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.buffers.gradients import gradient_dtype
-from samestep.distribution import Distribution
 from samestep.estimate.grid import Grid, Peers
+from samestep.groups.distribution import Distribution
+from samestep.groups.param_groups import Group
 from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
-from samestep.local import LocalParameters
-from samestep.param_groups import Group
+from samestep.optimizer.step import RuleOptimizer
+from samestep.placements.local import LocalParameters
+from samestep.placements.parts.sharded_blocks import planned as planned_blocks
+from samestep.placements.parts.sharded_blocks import shape_of as shape_of_blocks
+from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.replicated import planned as planned_shares
+from samestep.placements.whole.replicated import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ExchangePlan, ShardedSpec
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
-from samestep.replicated import planned as planned_shares
-from samestep.replicated import shape_of as shape_of_shares
-from samestep.rule_optimizer import RuleOptimizer
-from samestep.sharded_blocks import planned as planned_blocks
-from samestep.sharded_blocks import shape_of as shape_of_blocks
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samestep.buffers.gradients import gradient_dtype
-from samestep.buffers.launch_order import LaunchOrder
-from samestep.buffers.reduction import even_sizes, is_frugal
 from samestep.comm.collectives import prefers_exchange
 from samestep.comm.traffic import Traffic
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
 from samestep.estimate.grid import Peers
-from samestep.param_groups import rule_of
+from samestep.groups.param_groups import rule_of
+from samestep.placements.parts.sharded_blocks import travel_dtypes
+from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.placements.whole.reduction import even_sizes, is_frugal
 from samestep.plan.block_exchange import Route, elements_from_owners, elements_to_owners
 from samestep.plan.schedule import (
     Agree,
@@ -31,8 +32,7 @@ from samestep.plan.schedule import (
     Reduce,
 )
 from samestep.plan.sharding import Bucket
-from samestep.sharded_blocks import travel_dtypes
-from samestep.state import math_dtype
+from samestep.rules.state import math_dtype
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
 from samestep.estimate.ledger import Then
 from samestep.estimate.passing_memory import passing_memory
-from samestep.param_groups import rule_of
-from samestep.piece_state import StateLayout
-from samestep.state import MASTER, needs_master, state_dtype
+from samestep.groups.param_groups import rule_of
+from samestep.placements.whole.piece_state import StateLayout
+from samestep.rules.state import MASTER, needs_master, state_dtype
 
 
 class RankMemory(NamedTuple):

@@ -9,14 +9,13 @@ from collections.abc import Iterable
 
 import torch
 
-from samestep.apply import STACK_ELEMENTS
-from samestep.buffers.gradients import gradient_dtype
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.ledger import GRADIENTS, Ledger, Passing
 from samestep.estimate.sharing_walk import SharingWalk
 from samestep.estimate.spreading_walk import SpreadingWalk
 from samestep.estimate.temporaries import kernel_peak, slice_peak, stack_peak
-from samestep.param_groups import rule_of
+from samestep.groups.param_groups import rule_of
+from samestep.placements.whole.gradients import gradient_dtype
 from samestep.plan.schedule import (
     Apply,
     Average,
@@ -28,7 +27,8 @@ from samestep.plan.schedule import (
     Transform,
     Update,
 )
-from samestep.state import math_dtype, needs_master
+from samestep.rules.state import math_dtype, needs_master
+from samestep.update.plain import STACK_ELEMENTS
 
 Operands = Iterable[tuple[int, torch.Tensor, tuple[int, ...]]]  # group, parameter, shape
 

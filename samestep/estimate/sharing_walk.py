@@ -5,11 +5,11 @@ Follows `replicated`, `buffers.reduction` and `buffers.gradients`.
 
 import torch
 
-from samestep.buffers.gradients import gradient_dtype
-from samestep.buffers.reduction import divides_first, frees_gradients, is_frugal
 from samestep.estimate.blueprint import Blueprint, Sharing
 from samestep.estimate.collectives import exchanges, reduce_dtype, reduction_sizes
 from samestep.estimate.ledger import GRADIENTS, Ledger
+from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.reduction import divides_first, frees_gradients, is_frugal
 from samestep.plan.flat import places
 from samestep.plan.sharding import Bucket, Segment
 

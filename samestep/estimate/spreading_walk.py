@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from samestep.buffers.gradients import gradient_dtype
 from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.estimate.temporaries import kernel_peak, transform_peak
-from samestep.param_groups import rule_of
+from samestep.groups.param_groups import rule_of
+from samestep.placements.parts.sharded_blocks import travel_dtypes
+from samestep.placements.whole.gradients import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
-from samestep.sharded_blocks import travel_dtypes
-from samestep.state import math_dtype
+from samestep.rules.state import math_dtype
 
 
 class SpreadingWalk:

@@ -18,10 +18,10 @@ from samestep.estimate.fsdp import Unit
 from samestep.estimate.grid import Beside, Grid
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
+from samestep.optimizer.step import RuleOptimizer
 from samestep.parallel.apply import shard_rules
 from samestep.parallel.lora import FACTORS
 from samestep.parallel.plan import Plan
-from samestep.rule_optimizer import RuleOptimizer
 
 ROOT = ("", False)  # the unit of what is in no block
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented; the only way
 from torch.utils._pytree import tree_leaves
 
-from samestep.apply import Operand, is_staged, run_rule, update_blocks, update_elementwise
 from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Rule
+from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

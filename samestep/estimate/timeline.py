@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.buffers.reduction import frees_gradients
 from samestep.comm.traffic import Traffic
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
 from samestep.estimate.collectives import Collective, Launches, exchanges, reduce_dtype, some_param
@@ -32,6 +31,7 @@ from samestep.estimate.work import (
     elementwise_work,
     local_work,
 )
+from samestep.placements.whole.reduction import frees_gradients
 from samestep.plan.schedule import (
     Agree,
     Apply,

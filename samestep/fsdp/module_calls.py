@@ -6,9 +6,9 @@ from itertools import chain
 import torch
 from torch import nn
 
-from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.fsdp.units import called, grid, own_places
 
 BACKWARD = -1

@@ -9,7 +9,7 @@ from samestep.kernels import elementwise
 from samestep.kernels.call import Gradients, Step
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.tables import CHUNK, Table, chunk_table
-from samestep.state import MASTER, State
+from samestep.rules.state import MASTER, State
 
 
 class AdamWTensors:

@@ -29,7 +29,7 @@ from samestep.kernels.ways import padded
 from samestep.rules.muon import largest_singular_value, lr_factor
 from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
 from samestep.rules.rule import Options
-from samestep.state import MASTER, State
+from samestep.rules.state import MASTER, State
 
 TILE = 64  # rows and columns of a block that one program works on
 AGAIN = 32  # programs per block that look whether a direction is to be written once more

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from samestep.comm.agreement import require_same_lines
 from samestep.comm.groups import registry
+from samestep.comm.integrity.agreement import require_same_lines
 from samestep.mesh.degrees import Degrees
 from samestep.mesh.groups import axes_with_groups, make_groups, require_single_groups
 from samestep.mesh.hosts import hosts_of, require_local_groups

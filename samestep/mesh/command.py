@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from samestep.command.flags import parse_flags
-from samestep.command.output import check_folder, write_files
-from samestep.command.request import BadRequestError
 from samestep.mesh import map as mesh_map
 from samestep.mesh.contract import ContractError, ModelSizes, Term, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.mesh.hosts import require_local_groups
 from samestep.mesh.predicates import predicates
+from samestep.tooling.flags import parse_flags
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
 
 
 @dataclass(frozen=True)

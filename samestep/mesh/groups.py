@@ -6,9 +6,9 @@ from datetime import timedelta
 
 import torch
 
-from samestep.comm.agreement import require_same_lines
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text, registry
+from samestep.comm.integrity.agreement import require_same_lines
 from samestep.mesh.degrees import Degrees
 
 

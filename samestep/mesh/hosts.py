@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import torch
 
-from samestep.comm.agreement import gather_texts
 from samestep.comm.groups import RankGroup, ranks_text
+from samestep.comm.integrity.agreement import gather_texts
 from samestep.mesh.degrees import Degrees, DegreesError
 
 LOCAL_AXES = {"model": "tp", "expert": "ep"}  # they talk inside every layer

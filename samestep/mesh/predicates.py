@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.groups import ranks_text, registry
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.comm.messages import gather_everywhere
 from samestep.mesh.build import Mesh
 from samestep.mesh.degrees import Degrees

@@ -30,11 +30,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.functional import linear
 
 from samestep.comm.meshes import held, mesh_group
-from samestep.elsewhere import Elsewhere
+from samestep.groups.elsewhere import Elsewhere
+from samestep.groups.param_groups import name_matches
 from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ShardRule
-from samestep.param_groups import name_matches
-from samestep.partial_gradients import combine, is_partial
+from samestep.placements.parts.partial_gradients import combine, is_partial
 
 FACTORS = ("lora_A", "lora_B")
 MODEL = "model"  # the axis of tensor parallel

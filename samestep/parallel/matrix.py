@@ -17,12 +17,12 @@ from typing import Annotated, Any
 import torch
 
 import samestep
-from samestep.command.flags import parse_flags
-from samestep.command.output import write_files
 from samestep.launch import RanksFailed, run_forked
 from samestep.mesh import Degrees
 from samestep.mesh.gates import GATES, CompileFacts, Decision, decide
 from samestep.parallel.prove import COMPARED, THRESHOLDS, Case, Outcome, reference, run_rank
+from samestep.tooling.flags import parse_flags
+from samestep.tooling.output import write_files
 from samestep.train.gpt import GPTConfig
 
 SHAPE: dict[str, Any] = {

@@ -25,7 +25,7 @@ from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
-from samestep.partial_gradients import combine_gradients
+from samestep.placements.parts.partial_gradients import combine_gradients
 from samestep.train.balance import balance_experts
 from samestep.train.gpt import GPT, GPTConfig
 from samestep.train.gpt_plan import gpt_plan

@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.checksum import checksums
 from samestep.comm.groups import registry
+from samestep.comm.integrity.checksum import checksums
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.messages import gather_everywhere
 

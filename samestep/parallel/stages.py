@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.elsewhere import Elsewhere
+from samestep.groups.elsewhere import Elsewhere
 
 
 class StagePlanError(ValueError):

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from samestep.command.output import check_folder, write_files
-from samestep.command.request import BadRequestError
 from samestep.estimate.hardware import hardware_as_json
 from samestep.launch import run_forked
 from samestep.planning.calibration import Measured, hardware, measure
 from samestep.planning.options import Options
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
 
 FILE = "hardware.json"
 

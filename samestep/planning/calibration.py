@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.apply import Operand, update_elementwise
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
@@ -19,9 +18,10 @@ from samestep.comm.collectives import (
 )
 from samestep.comm.groups import RankGroup, registry
 from samestep.estimate.hardware import Hardware, Link
-from samestep.param_groups import complete
+from samestep.groups.param_groups import complete
 from samestep.rules import RULES
 from samestep.rules.orthogonalize import orthogonalize, orthogonalize_flops
+from samestep.update.plain import Operand, update_elementwise
 
 SIDES = (32, 64, 128, 256)
 BYTES = (1 << 10, 1 << 18, 1 << 22)  # of a collective

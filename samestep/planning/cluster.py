@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.command.request import BadRequestError
 from samestep.estimate.blueprint import Blueprint, blueprint
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.stack import Share, stack_blueprint, stack_grid, stack_units
+from samestep.groups.routing import EMBEDDING_NAME
 from samestep.mesh.degrees import Degrees
 from samestep.planning.model import (
     Model,
@@ -23,7 +23,7 @@ from samestep.planning.model import (
     shallow,
     stage_of,
 )
-from samestep.routing import EMBEDDING_NAME
+from samestep.tooling.request import BadRequestError
 
 Stage = Literal["none", "zero1", "zero2", "zero3"]
 STAGES: tuple[Stage, ...] = ("none", "zero1", "zero2", "zero3")

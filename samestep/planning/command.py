@@ -13,8 +13,6 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
-from samestep.command.output import check_folder, write_files
-from samestep.command.request import BadRequestError
 from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
 from samestep.estimate.timeline import Training, simulate
 from samestep.estimate.trace import chrome_trace
@@ -32,6 +30,8 @@ from samestep.planning.mesh import not_counted, questions, read_mesh
 from samestep.planning.model import Model, load_model, stage_of
 from samestep.planning.options import Options as Options
 from samestep.planning.verdict import judge
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
 MOST_DRAWN = 8  # ranks in a picture of a timeline

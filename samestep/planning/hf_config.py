@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.command.request import BadRequestError
 from samestep.planning.shapes import Shape
+from samestep.tooling.request import BadRequestError
 
 # Where families differ from the usual names.
 SPELLINGS = {

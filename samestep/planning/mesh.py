@@ -2,10 +2,10 @@
 
 from math import prod
 
-from samestep.command.request import BadRequestError
 from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.planning.model import Model, layers_of
+from samestep.tooling.request import BadRequestError
 
 NAMES = {
     "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",

@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from samestep.command.factories import in_one_line, named_function
-from samestep.command.request import BadRequestError
-from samestep.elsewhere import Elsewhere
+from samestep.groups.elsewhere import Elsewhere
 from samestep.parallel.stages import spread
 from samestep.planning.hf_config import read_config
 from samestep.planning.shapes import SHAPES, Shape, build
+from samestep.tooling.factories import in_one_line, named_function
+from samestep.tooling.request import BadRequestError
 
 EXPERT_PART = "experts"  # of the name of a 3-D stack
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from samestep.command.request import BadRequestError
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.timeline import simulate
 from samestep.estimate.work import balance
@@ -18,6 +17,7 @@ from samestep.planning.options import Options
 from samestep.planning.pictures import curves
 from samestep.planning.tables import Picture, Table
 from samestep.stress.report.words import duration
+from samestep.tooling.request import BadRequestError
 
 RANKS = (8, 64, 512, 4096)
 SHARED_BY = 64  # ranks that share state; beyond, their groups are copies of each other

@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from samestep.buffers.in_flight import wait_for_anyone
-from samestep.comm.agreement import (
+from samestep.comm.groups import RankGroup, rank_group, registry
+from samestep.comm.integrity.agreement import (
     RanksDisagreeError,
     agreed,
     differing,
     gather_texts,
     require_same_lines,
 )
-from samestep.comm.checksum import checksum, checksums, text_checksum
-from samestep.comm.differences import locate
-from samestep.comm.groups import RankGroup, rank_group, registry
-from samestep.group_optimizer import GroupOptimizer
-from samestep.param_groups import LAYOUT_KEYS, Group, parameter_names
-from samestep.placement import mesh_of
-from samestep.routing import without_wrappers
+from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
+from samestep.comm.integrity.differences import locate
+from samestep.groups.param_groups import LAYOUT_KEYS, Group, parameter_names
+from samestep.groups.routing import without_wrappers
+from samestep.optimizer.group_optimizer import GroupOptimizer
+from samestep.placements.placement import mesh_of
+from samestep.placements.whole.in_flight import wait_for_anyone
 from samestep.rules import RULES
 from samestep.stress.drift import Drift, DriftError, Kind
 

@@ -9,9 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from samestep.command.output import check_folder, write_files
-from samestep.command.request import BadRequestError
-from samestep.command.signals import Stopped, stopped_once
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.compare import changes_table, compare, read_receipt
@@ -36,6 +33,9 @@ from samestep.stress.scenarios import SCENARIOS, scenario_named
 from samestep.stress.schema import check_receipt
 from samestep.stress.source import code_digest
 from samestep.stress.torchrun_ranks import TorchrunRanks
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
+from samestep.tooling.signals import Stopped, stopped_once
 
 # --other-steps is for all other scenarios, and for other layouts of these.
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")

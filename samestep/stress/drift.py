@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from samestep.comm.differences import Value
+from samestep.comm.integrity.differences import Value
 
 Kind = Literal["parameter", "buffer", "state", "options", "plan"]
 

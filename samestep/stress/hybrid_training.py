@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.groups import registry
 from samestep.comm.messages import gather_everywhere
-from samestep.comm.recorder import FlightRecorder
 from samestep.mesh import Mesh, build
 from samestep.mesh.replicate_list import ReplicateListError
+from samestep.optimizer.step import RuleOptimizer
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
-from samestep.rule_optimizer import RuleOptimizer
 from samestep.stress.scenarios.hybrid import HybridGPT
 from samestep.stress.sharded_training import DTensorTraining, GroupLogs
 

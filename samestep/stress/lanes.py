@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from samestep.command.signals import SIGNALS
 from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.tooling.signals import SIGNALS
 
 Progress = Callable[[Case, int, float], None]
 Presence = Mapping[str, Sequence[int]]

@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from samestep.routing import without_wrappers
+from samestep.groups.routing import without_wrappers
 
 Places = list[tuple[str, nn.Module, str]]  # name in groups, the module that has it, name there
 _places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 import torch
 from tyro.conf import arg
 
-from samestep.command.ranks import nccl_devices, number_of_ranks
-from samestep.command.request import BadRequestError
-from samestep.distribution import Reduction
+from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt
 from samestep.stress.own_model import own_model
 from samestep.stress.scenario import MakeModel
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from samestep.tooling.ranks import nccl_devices, number_of_ranks
+from samestep.tooling.request import BadRequestError
 
 Backend = Literal["gloo", "nccl"]
 Device = Literal["cpu", "cuda"]

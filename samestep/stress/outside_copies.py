@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.agreement import gather_rows, gather_texts
-from samestep.comm.checksum import checksum, checksums, text_checksum
 from samestep.comm.collectives import gather_segments
-from samestep.comm.differences import compared, of_tensors
 from samestep.comm.groups import RankGroup
+from samestep.comm.integrity.agreement import gather_rows, gather_texts
+from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
+from samestep.comm.integrity.differences import compared, of_tensors
 from samestep.stress.drift import Drift, Kind
 
 NAME = "check of copies on other meshes"

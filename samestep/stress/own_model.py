@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 import samestep
-from samestep.command.factories import in_one_line, named_function
-from samestep.command.request import BadRequestError
 from samestep.stress.models import named_params
 from samestep.stress.scenario import RATES, MakeModel
+from samestep.tooling.factories import in_one_line, named_function
+from samestep.tooling.request import BadRequestError
 
 MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 

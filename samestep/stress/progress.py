@@ -17,11 +17,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep.command.output import write_files
-from samestep.command.request import BadRequestError
 from samestep.stress.campaign import Case
 from samestep.stress.compare import read_receipt
 from samestep.stress.source import commit
+from samestep.tooling.output import write_files
+from samestep.tooling.request import BadRequestError
 
 FILE = "progress.jsonl"
 KIND = "samestep stress progress"

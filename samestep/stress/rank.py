@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import torch
 
-from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.collectives import CollectiveError
-from samestep.comm.recorder import FlightRecorder, Record
+from samestep.comm.diagnosis.recorder import FlightRecorder, Record
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.mesh.groups import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
-from samestep.piece_state import PiecesDisagreeError
+from samestep.placements.whole.piece_state import PiecesDisagreeError
 from samestep.stress.layouts import Layout
 from samestep.stress.relay import Relay
 from samestep.stress.sample import Ending, Sample, take_sample

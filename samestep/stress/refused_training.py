@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import samestep
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.presence import RankProblemError
-from samestep.comm.recorder import FlightRecorder
-from samestep.rule_optimizer import RuleOptimizer
+from samestep.optimizer.step import RuleOptimizer
 from samestep.stress.models import named_params
 from samestep.stress.sharded_training import GroupLogs, TwinTraining
 from samestep.stress.training import Training, backward, mean_over_ranks, rank_gradients

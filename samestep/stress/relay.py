@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 import samestep
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.messages import gather_everywhere
-from samestep.comm.recorder import FlightRecorder
 from samestep.stress.layouts import LAYOUTS, Layout
 from samestep.stress.scenario import Scenario
 from samestep.stress.sharded_training import new_training

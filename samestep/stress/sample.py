@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.comm.recorder import FlightRecorder
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.stress.training import Training
 
 Values = dict[str, Tensor]

@@ -20,12 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from samestep.comm import recorder
 from samestep.comm.collectives import gather_segments, sum_in_order
+from samestep.comm.diagnosis import recorder
+from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 from samestep.comm.groups import registry
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.messages import gather_everywhere
-from samestep.comm.recorder import FlightRecorder, Record
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params

@@ -1,6 +1,6 @@
 """The command `samestep train`."""
 
-from samestep.command.output import check_folder
+from samestep.tooling.output import check_folder
 from samestep.train.journal import LOG, PICTURE, Journal, display
 from samestep.train.options import Options, parse
 from samestep.train.trainer import Trainer

@@ -10,7 +10,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from samestep.command.output import write_files
+from samestep.tooling.output import write_files
 
 LOG = "log.jsonl"
 PICTURE = "loss.png"

@@ -9,7 +9,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.command.request import BadRequestError
 from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
@@ -17,6 +16,7 @@ from samestep.mesh.gates import CompileFacts, Decision, decide
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import Pipeline
 from samestep.parallel.stack import Stack
+from samestep.tooling.request import BadRequestError
 from samestep.train.gpt import GPT
 from samestep.train.gpt_plan import gpt_plan
 from samestep.train.options import Layout, Options

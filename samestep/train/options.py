@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from samestep.command.flags import parse_flags, spelled
-from samestep.command.request import BadRequestError
+from samestep.tooling.flags import parse_flags, spelled
+from samestep.tooling.request import BadRequestError
 from samestep.train.gpt import GPTConfig
 
 Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]

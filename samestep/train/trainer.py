@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.command.request import BadRequestError
 from samestep.parallel.experts import capacity_errors
+from samestep.tooling.request import BadRequestError
 from samestep.train.balance import balance_experts
 from samestep.train.corpus import (
     Corpus,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.command.request import BadRequestError
 from samestep.launch import TorchrunRank, torchrun_rank
+from samestep.tooling.request import BadRequestError
 
 
 class World(NamedTuple):

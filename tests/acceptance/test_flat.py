@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.distribution import Distribution
+from samestep.groups.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.plan.flat import plan_flat
 from samestep.plan.sharding import ParamSpec

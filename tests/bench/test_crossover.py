@@ -20,7 +20,7 @@ from samestep.bench.crossover.command import closing_table, verdict_text
 from samestep.bench.crossover.verdict import Measurement, crossover_of
 from samestep.bench.crossover.ways import Way
 from samestep.comm.groups import RankGroup, rank_group
-from samestep.distribution import Distribution
+from samestep.groups.distribution import Distribution
 from tests.ranks import run_forked, run_threaded
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")

@@ -84,8 +84,8 @@ def test_check_cost(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(check_cost, "parameters", lambda device: (params[:1], params[1:]))
     check_cost.main(["--steps", "1", "--out", str(tmp_path)])  # of so small a step it is too much
     spent = written(tmp_path, "check_cost_cpu.json")["checks_us"]
-    assert spent["samestep.group_checks:GroupChecks.check"] > 0
-    assert "samestep.mistakes:has_process_group" in spent
+    assert spent["samestep.groups.group_checks:GroupChecks.check"] > 0
+    assert "samestep.groups.mistakes:has_process_group" in spent
 
 
 def test_checkpoint(tmp_path, capsys):

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.agreement import (
+from samestep.comm.groups import RankGroup
+from samestep.comm.integrity.agreement import (
     RanksDisagreeError,
     broadcast_from_first,
     differing,
     require_same_lines,
 )
-from samestep.comm.checksum import checksum
-from samestep.comm.groups import RankGroup
+from samestep.comm.integrity.checksum import checksum
 from tests.comm.test_collectives import whole_group
 from tests.ranks import run_forked, run_threaded
 

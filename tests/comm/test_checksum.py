@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from samestep.comm import checksum as module
-from samestep.comm.checksum import BLOCK, checksum, checksums, text_checksum
+from samestep.comm.integrity import checksum as module
+from samestep.comm.integrity.checksum import BLOCK, checksum, checksums, text_checksum
 
 SIZES = [0, 1, 7, 8, 8 * BLOCK - 1, 8 * BLOCK, 8 * BLOCK + 1, 8 * BLOCK + 8, 5 * 8 * BLOCK + 13]
 

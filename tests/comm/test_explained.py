@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.collectives import CollectiveError
-from samestep.comm.explained import explained
+from samestep.comm.diagnosis.explained import explained
 from samestep.comm.groups import registry
 from tests.limits import limit
 from tests.ranks import run_forked, run_threaded
@@ -31,7 +31,7 @@ def test_what_needs_no_explanation_comes_through(mine):
 
 
 def test_who_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", 0.1)
 
     def job(rank):
         dist.all_reduce(torch.ones(1))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from samestep.comm.collectives import CollectiveError, exchange_segments, total
-from samestep.comm.flight import SLICE, Flight
+from samestep.comm.diagnosis.flight import SLICE, Flight
+from samestep.comm.diagnosis.roll_call import RollCall
 from samestep.comm.groups import registry
-from samestep.comm.roll_call import RollCall
 from tests.limits import eventually, limit
 from tests.ranks import run_forked, run_threaded
 
@@ -53,7 +53,7 @@ def test_those_who_wait_for_a_rank_that_failed_by_itself_learn_why():
 
 def test_a_group_fails_once(monkeypatch, tmp_path):
     """The second error needs no second roll call."""
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", 0.1)
     asked = []
     ask = RollCall._ask
     monkeypatch.setattr(RollCall, "_ask", lambda *args: asked.append(None) or ask(*args))

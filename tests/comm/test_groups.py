@@ -74,7 +74,7 @@ def test_groups_of_an_earlier_default_group_are_forgotten():
 
 
 def test_a_new_group_has_the_timeout_that_was_asked_for(monkeypatch):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", 0.1)
     seconds = limit(1.0)
 
     def job(rank):

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from samestep.comm import recorder as module
 from samestep.comm.collectives import (
     CollectiveError,
     _launch,
@@ -28,9 +27,10 @@ from samestep.comm.collectives import (
     reduce_segments,
     total,
 )
-from samestep.comm.flight import Flight
+from samestep.comm.diagnosis import recorder as module
+from samestep.comm.diagnosis.flight import Flight
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.groups import RankGroup, registry
-from samestep.comm.recorder import FlightRecorder
 from samestep.comm.traffic import Traffic, Transfer
 from tests.counting_group import counted
 from tests.gpu import needs_gpu
@@ -381,7 +381,7 @@ def test_a_dump_is_json_with_ages(clock):
 
 
 def test_after_a_hang_the_operation_is_still_in_flight(monkeypatch, tmp_path):
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 0.1)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", 0.1)
 
     def job(rank):
         with FlightRecorder() as recorder:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from samestep.command.output import check_folder, write_files
-from samestep.command.request import BadRequestError
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
 
 
 @contextmanager

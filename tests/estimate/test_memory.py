@@ -4,7 +4,7 @@ import pytest
 
 from samestep.comm.groups import registry
 from samestep.estimate.memory import rank_memory
-from samestep.sharded import local_part
+from samestep.placements.parts.sharded import local_part
 from samestep.stress.sharded_training import new_training
 from tests.counting_group import CountingGroup
 from tests.estimate.layouts import Large, blueprint_of, some_on

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import fully_shard
 
 import samestep
-import samestep.rule_optimizer
+import samestep.optimizer.step
 from samestep.comm.executor import execute
 from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit, fsdp_collectives
@@ -55,12 +55,12 @@ def traced(rank, world):
 
             execute(schedule, {kind: noted(handler) for kind, handler in handlers.items()})
 
-        samestep.rule_optimizer.execute = run
+        samestep.optimizer.step.execute = run
         recorder = samestep.FlightRecorder()
         recorder.on_launch.append(lambda record, e=events: e.append(("launches", record.name)))
         with recorder:
             training.optimizer.step()
-        samestep.rule_optimizer.execute = execute
+        samestep.optimizer.step.execute = execute
         found[layout.name] = events
     return found
 

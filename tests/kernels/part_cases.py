@@ -16,10 +16,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import samestep
 import samestep.kernels.muon
 import samestep.kernels.parts
-import samestep.kernels.spread_blocks
-import samestep.kernels.update
-import samestep.rule_optimizer
-import samestep.sharded_blocks
+import samestep.optimizer.step
+import samestep.placements.parts.sharded_blocks
+import samestep.placements.parts.spread_blocks
+import samestep.update.triton
 from samestep.kernels.call import Step
 from samestep.kernels.parts import (
     GradientTable,
@@ -33,11 +33,11 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.kernels.spread_chunk import KernelStages
 from samestep.kernels.tables import Table
+from samestep.placements.parts.sharded import local_part
+from samestep.placements.parts.spread_chunk import KernelStages
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
-from samestep.sharded import local_part
 from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random
 from tests.ranks import run_forked
 
@@ -262,13 +262,13 @@ def kernels(monkeypatch):
 
     for module in (samestep.kernels.muon, samestep.kernels.parts):
         monkeypatch.setattr(module, "TILE", 32)
-    monkeypatch.setattr(samestep.sharded_blocks, "missing", lambda device: None)
-    monkeypatch.setattr(samestep.rule_optimizer, "missing_kernels", lambda device: None)
+    monkeypatch.setattr(samestep.placements.parts.sharded_blocks, "missing", lambda device: None)
+    monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(
-        samestep.kernels.update, "kernels_run", lambda table, dtype, device: dtype.itemsize == 2
+        samestep.update.triton, "kernels_run", lambda table, dtype, device: dtype.itemsize == 2
     )
     monkeypatch.setattr(samestep.kernels.muon, "orthogonalize_wide", one_by_one)
-    monkeypatch.setattr(samestep.kernels.spread_blocks, "KernelStages", Noticed)
+    monkeypatch.setattr(samestep.placements.parts.spread_blocks, "KernelStages", Noticed)
     return made
 
 
@@ -368,7 +368,7 @@ def test_copies_and_sizes_where_directions_are_rounded_on_their_way(
     """Of factors per block the product is rounded: not the bits of whole blocks, but one value."""
     options = {**NANOCHAT, "update_rms": True}
     found = on_ranks(kernels, (2, 1), **PLAIN, **options)
-    monkeypatch.setattr(samestep.rule_optimizer, "missing_kernels", lambda device: "none")
+    monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "none")
     exact = values(*trained(**options))
     for name, wanted in exact.items():
         if name in TENSORS:
@@ -385,5 +385,5 @@ def test_what_kernels_cannot_do_is_done_in_plain_torch(kernels, monkeypatch, why
     else:
         monkeypatch.setitem(TENSORS, "kernels", ((5, 3, 4, 2), 2, TENSORS["kernels"][2]))
     found = on_ranks(kernels, (2,), by_kernels=False, **options)
-    monkeypatch.setattr(samestep.rule_optimizer, "missing_kernels", lambda device: "none")
+    monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "none")
     assert different(found, values(*trained(**options))) == []

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.apply import GroupMath
-from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.groups import rank_group
-from samestep.kernels import choice, measure, ways
-from samestep.param_groups import LAYOUT_KEYS
+from samestep.comm.integrity.agreement import RanksDisagreeError
+from samestep.groups.param_groups import LAYOUT_KEYS
+from samestep.kernels import choice, ways
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
+from samestep.update import measure
+from samestep.update.plain import GroupMath
 from tests.ranks import run_forked
 
 
@@ -29,7 +30,9 @@ def test_ranks_with_and_without_kernels_are_refused(monkeypatch):
     def build(rank):
         if rank == 1:
             without = "without kernels: triton is not installed"
-            monkeypatch.setattr(samestep.replicated, "line_of", lambda device: without)
+            monkeypatch.setattr(
+                samestep.placements.whole.replicated, "line_of", lambda device: without
+            )
         with pytest.raises(RanksDisagreeError, match="triton is not installed"):
             samestep.AdamW(nn.Linear(3, 2))
         return True
@@ -62,7 +65,9 @@ CPU = torch.device("cpu")
 
 
 def test_a_graph_is_refused_without_kernels(monkeypatch):
-    monkeypatch.setattr(samestep.group_optimizer, "missing_kernels", lambda device: "no triton")
+    monkeypatch.setattr(
+        samestep.optimizer.group_optimizer, "missing_kernels", lambda device: "no triton"
+    )
     with pytest.raises(
         ValueError, match="cuda_graph=True needs kernels, and there are none: no tri"
     ):
@@ -109,7 +114,7 @@ def test_ranks_take_the_way_of_the_first():
 
 def test_options_that_kernels_do_not_know_are_plain_torchs(monkeypatch):
     pytest.importorskip("triton")
-    update = importlib.import_module("samestep.kernels.update")
+    update = importlib.import_module("samestep.update.triton")
     monkeypatch.setattr(update, "kernels_run", lambda table, dtype, device: True)
     cpu = torch.device("cpu")
     for rule in (MuonRule(), AdamWRule()):

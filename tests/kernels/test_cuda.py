@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import samestep
-import samestep.kernels.recorded_step
+import samestep.optimizer.recorded_step
 from samestep.kernels import choice
 from tests.gpu import needs_gpu, no_host_wait
 
@@ -213,7 +213,7 @@ def test_a_recorded_step_takes_gradients_that_come_and_go(graph):
 
 
 def test_a_graph_that_nobody_asked_for_keeps_little_memory(monkeypatch):
-    monkeypatch.setattr(samestep.kernels.recorded_step, "SHARE", 1e-9)
+    monkeypatch.setattr(samestep.optimizer.recorded_step, "SHARE", 1e-9)
     net = model()
     optimizer = samestep.MuonAdamW(net)
     for step in range(4):

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.held_state import held_range
 from samestep.layout.dtensor_shards import Box
+from samestep.layout.held_state import held_range
 from samestep.layout.range_boxes import range_boxes
 
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import samestep
-from samestep.comm.agreement import RanksDisagreeError
 from samestep.comm.groups import registry
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.mesh import AXES, Degrees, DegreesError, build
 from samestep.mesh.groups import (
     DuplicateGroupError,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.mesh import Degrees, build
 from samestep.mesh.predicates import predicates, trace
 from tests.mesh.fake import fake_world

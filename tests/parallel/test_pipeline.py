@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
-from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.parallel.pipeline import GPT_STAGES, _check
 from samestep.parallel.stages import StagePlan, StagePlanError, cut
 from samestep.train.gpt import GPT

@@ -115,7 +115,7 @@ def die(rank, victim):
 @pytest.mark.parametrize("victim", [2, 1] if SOAK else [2])
 def test_a_stage_that_dies_ends_the_others(victim, monkeypatch):
     """Also those that are not its neighbours, long before the timeout of the group."""
-    monkeypatch.setattr("samestep.comm.roll_call.ANSWER_S", 2.0)
+    monkeypatch.setattr("samestep.comm.diagnosis.roll_call.ANSWER_S", 2.0)
     with pytest.raises(RanksFailed) as raised:
         run_forked(3, die, victim, collective_timeout=HANG, grace=limit(60.0))
     reports = raised.value.reports

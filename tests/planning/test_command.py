@@ -5,10 +5,10 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.command.request import BadRequestError
 from samestep.mesh.degrees import Degrees
 from samestep.planning.mesh import questions, read_mesh
 from samestep.planning.model import load_model
+from samestep.tooling.request import BadRequestError
 
 FACTORY = """
 import torch

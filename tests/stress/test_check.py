@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
-from samestep.comm import differences
-from samestep.comm.agreement import RanksDisagreeError
+from samestep.comm.integrity import differences
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.stress import Drift, DriftError, check
 from tests.ranks import run_forked, run_threaded
 from tests.test_replicated import SHARDINGS, SMALL, Small, fill, intercept, ranks_steps, values

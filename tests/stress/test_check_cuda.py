@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import samestep
-from samestep.comm.checksum import checksum
+from samestep.comm.integrity.checksum import checksum
 from samestep.stress import check
 from tests.gpu import needs_gpu
 from tests.limits import HANG

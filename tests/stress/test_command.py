@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import samestep
 from samestep import cli
-from samestep.command.signals import Stopped, stopped_once
 from samestep.stress import command
 from samestep.stress.campaign import CaseResult
 from samestep.stress.judge import Finding
@@ -30,6 +29,7 @@ from samestep.stress.own_model import own_model
 from samestep.stress.sample import Ending
 from samestep.stress.schema import check_receipt
 from samestep.stress.torchrun_ranks import TorchrunRanks
+from samestep.tooling.signals import Stopped, stopped_once
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK

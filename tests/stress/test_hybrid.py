@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from samestep.comm.recorder import FlightRecorder
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.command import Session
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST, Layout, layout_named, register

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from samestep.buffers.reduction import GradientReducer
+from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.stress.judge import CHECKS
 from samestep.stress.layouts import layout_named
@@ -68,6 +68,6 @@ def test_patches_are_undone():
     for mutant in MUTANTS.values():
         with mutant.patch():
             pass
-    assert GradientReducer.take.__module__ == "samestep.buffers.reduction"
+    assert GradientReducer.take.__module__ == "samestep.placements.whole.reduction"
     assert GradientReducer.take.__name__ == "take"
     assert muon.decay_weights.__name__ == "decay_weights"

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.command.request import BadRequestError
-from samestep.command.signals import Stopped
 from samestep.stress import command, progress
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.judge import Distance, SampleVerdict
@@ -23,6 +21,8 @@ from samestep.stress.progress import Key, Progress
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.sample import Ending
 from samestep.stress.source import code_digest, commit
+from samestep.tooling.request import BadRequestError
+from samestep.tooling.signals import Stopped
 from tests.limits import HANG, TEST, eventually, limit
 
 FEW = ("one_process", "none", "zero2", "flat_zero1")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Order, load_file, validation_starts
 from samestep.train.gpt import GPT, GPTConfig, MixtureOfExperts
 from samestep.train.journal import Journal, display

@@ -20,7 +20,7 @@ from samestep.bench.client.report import run_client
 from samestep.bench.client.training import Client, Contestant
 from samestep.bench.gpu.options import at_least, device_of
 from samestep.bench.gpu.peers import make_importable, peer, reason
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 
 __all__ = ["Options", "parse", "run"]
 

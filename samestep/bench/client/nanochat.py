@@ -22,8 +22,8 @@ from samestep.bench.client.report import run_client
 from samestep.bench.client.training import Client, Contestant
 from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.peers import make_importable, peer, reason
-from samestep.command.request import BadRequestError
 from samestep.presets import preset_options
+from samestep.tooling.request import BadRequestError
 
 __all__ = ["Options", "parse", "run"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from samestep.bench.gpu.options import Named, Parser, SharedOptions, at_least, parser_for, shared
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Corpus, load_corpus, load_file
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -23,7 +23,7 @@ from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.receipt import heading, leave
 from samestep.bench.gpu.show import Screen, number
 from samestep.bench.step.bars import Verdict
-from samestep.command.output import check_folder
+from samestep.tooling.output import check_folder
 
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
 TIMES = (

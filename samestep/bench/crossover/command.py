@@ -18,9 +18,9 @@ from samestep.bench.crossover.options import Options
 from samestep.bench.crossover.picture import draw
 from samestep.bench.crossover.receipt import receipt
 from samestep.bench.crossover.verdict import Measurement
-from samestep.command.output import check_folder, write_files
-from samestep.command.progress import from_other_processes, progress_bar
 from samestep.launch import TorchrunRank, run_forked, torchrun_rank
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.progress import from_other_processes, progress_bar
 from samestep.version import __version__
 
 COLLECTIVE_TIMEOUT = 60.0  # seconds; ends every hang but one that all ranks share

@@ -13,7 +13,7 @@ from samestep.bench.crossover.verdict import Measurement
 from samestep.bench.crossover.ways import Way
 from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import RankGroup, rank_group
-from samestep.distribution import Reduction
+from samestep.groups.distribution import Reduction
 
 WARMUP = 2  # rounds that are not counted: they connect, allocate and fill caches
 STEPS_ELEMENTS = 1 << 18  # small parameters are stepped several times per measurement

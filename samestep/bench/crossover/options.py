@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from tyro.conf import arg
 
 from samestep.bench.crossover.measure import Job
-from samestep.command.ranks import nccl_devices, number_of_ranks
-from samestep.command.request import BadRequestError
-from samestep.distribution import Reduction
+from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
+from samestep.tooling.ranks import nccl_devices, number_of_ranks
+from samestep.tooling.request import BadRequestError
 
 Backend = Literal["gloo", "nccl"]
 

@@ -5,7 +5,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from samestep.apply import Operand, StepScalars, update_elementwise
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
@@ -15,7 +14,8 @@ from samestep.comm.collectives import (
 )
 from samestep.comm.groups import RankGroup
 from samestep.rules import AdamWRule
-from samestep.state import initial_state
+from samestep.rules.state import initial_state
+from samestep.update.plain import Operand, StepScalars, update_elementwise
 
 
 class Way:

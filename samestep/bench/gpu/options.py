@@ -9,7 +9,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 
 
 class Parser(argparse.ArgumentParser):

@@ -12,8 +12,8 @@ import torch
 
 from samestep.bench.gpu.ceilings import Ceilings
 from samestep.bench.gpu.peers import revisions
-from samestep.command.output import write_files
 from samestep.kernels.choice import missing_products
+from samestep.tooling.output import write_files
 from samestep.version import __version__
 
 FORMAT = 1

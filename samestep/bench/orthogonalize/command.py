@@ -15,7 +15,7 @@ from samestep.bench.orthogonalize.bars import Lead, geometric_mean, lead, lines
 from samestep.bench.orthogonalize.contestants import CONTESTANTS, Contestant
 from samestep.bench.orthogonalize.measure import Measurement, Result, Shape
 from samestep.bench.orthogonalize.options import Options, parse
-from samestep.command.output import check_folder
+from samestep.tooling.output import check_folder
 
 __all__ = ["Options", "parse", "run"]
 

@@ -106,7 +106,7 @@ class Measurement:
 
     def _prepare(self, result: Result, warmup: int) -> None:
         if result.contestant.ours and missing_products(self._device) is None:
-            from samestep.kernels import measure
+            from samestep.update import measure
 
             measure.settle([self.shape[1:]], self._device, None)  # as an optimizer does
         function = result.contestant.build()

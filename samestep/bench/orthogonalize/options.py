@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from samestep.bench.gpu.options import SharedOptions, add_rounds, at_least, parser_for, shared
 from samestep.bench.orthogonalize.contestants import CONTESTANTS
 from samestep.bench.orthogonalize.measure import Shape
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 
 SHAPES = (
     "12x768x768", "12x768x3072", "16x1280x1280", "16x1280x5120", "96x2048x2048", "48x2048x8192",

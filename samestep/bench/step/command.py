@@ -18,7 +18,7 @@ from samestep.bench.step.contestants import CONTESTANTS
 from samestep.bench.step.measure import Field, Result
 from samestep.bench.step.options import Options, parse
 from samestep.bench.step.sets import SETS, Shapes, count, make_parameters
-from samestep.command.output import check_folder
+from samestep.tooling.output import check_folder
 
 __all__ = ["Options", "parse", "run"]
 

@@ -13,7 +13,7 @@ from samestep.bench.gpu.options import (
 )
 from samestep.bench.step.contestants import CONTESTANTS
 from samestep.bench.step.sets import SETS
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from samestep.checkpoint.plan import plan_locally
 from samestep.checkpoint.ranks import Ranks
 from samestep.checkpoint.saving import Prepared, Request, Seen, write
 from samestep.checkpoint.torch_files import TorchFiles
-from samestep.command.request import BadRequestError
+from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
 # Under these names too.

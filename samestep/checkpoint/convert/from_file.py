@@ -17,8 +17,8 @@ from samestep.checkpoint.convert.from_nanochat import (
 from samestep.checkpoint.convert.source import LEAVES, Source, model_name
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.logical import state_key
-from samestep.routing import without_wrappers
-from samestep.state_dict import PART
+from samestep.groups.routing import without_wrappers
+from samestep.optimizer.loading import PART
 
 MODELS = ("model", "model_state_dict", "state_dict", "module")
 OPTIMIZERS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_state")

@@ -18,8 +18,8 @@ from samestep.checkpoint.convert.source import Source
 from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.options import plain_options
-from samestep.held_state import HeldBox
 from samestep.layout.dtensor_shards import Box
+from samestep.layout.held_state import HeldBox
 from samestep.presets import preset_options
 
 Content = Mapping[str, Any]

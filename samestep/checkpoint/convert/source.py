@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from samestep.checkpoint.logical import MODEL, Tensors, state_key
 from samestep.checkpoint.options import GroupFacts, plain_options
 from samestep.checkpoint.pieces import Pieces
-from samestep.held_state import HeldBox, whole_box
+from samestep.groups.param_groups import own_spelling
 from samestep.layout.dtensor_shards import Box
-from samestep.param_groups import own_spelling
+from samestep.layout.held_state import HeldBox, whole_box
 from samestep.rules import RULES
 
 # How a rule is known by the state that it leaves, in torch's words, which are ours.

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep import rule_optimizer
-from samestep.buffers.reduction import GradientReducer
 from samestep.comm.collectives import Pending
-from samestep.grad_scaler import GradScaler
+from samestep.optimizer import step as rule_optimizer
+from samestep.optimizer.grad_scaler import GradScaler
+from samestep.placements.whole.reduction import GradientReducer
 from samestep.stress.mutants.mutant import mutant
 from samestep.stress.scenarios.recipes import SMALL_TOO
 

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep import replicated
-from samestep.buffers.launch_order import LaunchOrder
-from samestep.buffers.reduction import GradientReducer
 from samestep.comm import collectives
 from samestep.comm.collectives import gather_segments, maximum, total
+from samestep.placements.whole import replicated
+from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.placements.whole.reduction import GradientReducer
+from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
-from samestep.replicated import ReplicatedParameters
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
 

@@ -6,10 +6,13 @@ import torch
 from torch import Tensor
 
 import samestep
-from samestep import apply, group_optimizer, param_groups, rule_optimizer
+from samestep.groups import param_groups
+from samestep.optimizer import group_optimizer
+from samestep.optimizer import step as rule_optimizer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, mutant
+from samestep.update import plain as apply
 
 
 @mutant(

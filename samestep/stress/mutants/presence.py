@@ -4,11 +4,11 @@ from typing import Any
 
 import torch
 
-from samestep.buffers.reduction import GradientReducer
 from samestep.comm.collectives import Pending, total
 from samestep.comm.presence import PresenceAgreement
-from samestep.replicated import ReplicatedParameters
-from samestep.rule_optimizer import RuleOptimizer
+from samestep.optimizer.step import RuleOptimizer
+from samestep.placements.whole.reduction import GradientReducer
+from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from samestep import sharing
-from samestep.buffers.launch_order import LaunchOrder
 from samestep.mesh.replicate_list import FUSED, ReplicateList
+from samestep.placements import sharing
+from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.stress.mutants.mutant import mutant
 
 

@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep import sharded
 from samestep.fsdp.participation import Unit
+from samestep.placements.parts import sharded
+from samestep.placements.parts.sharded import ShardedTensors
+from samestep.placements.parts.use_marks import Mark
 from samestep.rules.muon import MuonRule
-from samestep.sharded import ShardedTensors
 from samestep.stress.mutants.mutant import RANDOM, mutant
-from samestep.use_marks import Mark
 
 
 @mutant(

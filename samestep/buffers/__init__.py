@@ -1,1 +1,0 @@
-"""Buckets at work: gradients packed, reduced and kept as shards."""

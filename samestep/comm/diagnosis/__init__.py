@@ -1,0 +1,1 @@
+"""Collectives that fail or hang: who is missing, and where everybody is."""

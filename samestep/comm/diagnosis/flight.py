@@ -1,0 +1,134 @@
+"""A collective with a name, launched, waited for, and explained when it fails."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from samestep.comm.diagnosis.roll_call import Answer, RollCall, roll_call
+from samestep.comm.diagnosis.verdict import verdict
+
+if TYPE_CHECKING:
+    from samestep.comm.groups import RankGroup
+
+T = TypeVar("T")
+
+SLICE = timedelta(seconds=0.25)
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: a peer died, never arrived, or sent something else.
+
+    `operation` is its name. `positions` has, per global rank that is known to have been in one
+    when the group failed, the operation it was in; ranks that did not answer are left out.
+    """
+
+    def __init__(
+        self, message: str, operation: str = "", positions: Mapping[int, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.operation = operation
+        self.positions: dict[int, str] = dict(positions or {})
+
+
+class Flight:
+    """A collective in flight.
+
+    Args:
+        name: Of the operation, for whoever reads of its failure.
+        group: The ranks that take part.
+        call: Launches it, without waiting.
+        on_host: Whether the host waits for it. It then looks now and then whether another rank
+            has failed; a GPU's stream waits by itself.
+    """
+
+    def __init__(
+        self, name: str, group: "RankGroup", call: Callable[[], dist.Work | None], *, on_host: bool
+    ) -> None:
+        self._name = name
+        self._group = group
+        self._on_host = on_host
+        self._since = time.monotonic()
+        self._calls = _roll_call(group)
+        try:
+            self._work = call()
+        except RuntimeError as error:
+            _fail(name, group, error, self._since)
+
+    def wait(self) -> None:
+        """Wait until it has arrived; raises a CollectiveError that names who is missing."""
+        if self._work is None:
+            return
+        joined = False
+        try:
+            if self._on_host and self._calls is not None:
+                joined = _wait_or_join(self._work, self._calls)
+            else:
+                self._work.wait()
+        except RuntimeError as error:
+            _fail(self._name, self._group, error, self._since)
+        if joined:
+            _fail(self._name, self._group, None, self._since)
+
+    def has_arrived(self) -> bool:
+        """Whether the backend is done with it, also if it failed; does not wait."""
+        return self._work is None or self._work.is_completed()
+
+
+def attempt(
+    name: str, group: "RankGroup", call: Callable[[], T], expected: Sequence[int] | None = None
+) -> T:
+    """What `call` gives; a CollectiveError that names who is missing if it raises.
+
+    `expected` are the places in the group that take part, if not all do.
+    """
+    since = time.monotonic()
+    _roll_call(group)
+    try:
+        return call()
+    except RuntimeError as error:
+        _fail(name, group, error, since, expected)
+
+
+def _roll_call(group: "RankGroup") -> RollCall | None:
+    """Asked for before anything can fail, so that this process is known to the others."""
+    return roll_call(group.handle, group.rank)
+
+
+def _wait_or_join(work: dist.Work, calls: RollCall) -> bool:
+    """Wait in slices; True if another rank has failed meanwhile."""
+    while not work.is_completed():
+        start = time.monotonic()
+        try:
+            work.wait(SLICE)
+            return False
+        except RuntimeError:
+            if work.is_completed():
+                break
+        if time.monotonic() - start < SLICE.total_seconds() / 2:
+            break  # this backend does not wait for a limited time
+        if calls.has_begun():
+            return True
+    work.wait()  # gives the work's own error, if it has one
+    return False
+
+
+def _fail(
+    name: str,
+    group: "RankGroup",
+    error: RuntimeError | None,
+    since: float,
+    expected: Sequence[int] | None = None,
+) -> NoReturn:
+    calls = _roll_call(group)
+    if calls is None:
+        mine = {group.members[group.rank]: name}
+        raise CollectiveError(f"{name} failed: {error}", name, mine) from error
+    line = None if error is None else str(error).strip().split("\n")[0]
+    attendance = calls.hold(Answer(name, line), since, expected or range(group.size))
+    text = verdict(attendance, group.rank, group.members)
+    answers = dict(attendance.answers)  # a copy: the roll call may still be at it
+    positions = {group.members[place]: answers[place].operation for place in sorted(answers)}
+    raise CollectiveError(f"{name} failed: {text}", name, positions) from error

@@ -1,0 +1,315 @@
+"""The last collectives of this rank."""
+
+import hashlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from samestep.comm.diagnosis.flight import Flight
+from samestep.comm.diagnosis.watchdog import Watchdog
+from samestep.comm.events import has_passed, recorded_event
+from samestep.comm.groups import RankGroup
+from samestep.comm.traffic import Transfer
+
+
+@dataclass(slots=True)
+class Record:
+    """One collective as this rank launched it."""
+
+    number: int  # 0, 1, ... per recorder
+    name: str  # the same on every rank
+    kind: str  # as launched: a gather of unequal segments is an all_to_all
+    ranks: tuple[int, ...]  # global ranks of the group
+    elements: int  # of the whole operation, the same on every rank
+    dtype: str
+    sent: int  # bytes that this rank must send at least
+    launched: float  # time.monotonic()
+    waited: float = 0.0  # seconds that the host spent inside wait()
+    finished: float | None = None  # None: in flight, or never waited for
+    failed: bool = False  # it raised, and will never finish
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over all operations of a kind."""
+
+    calls: int = 0
+    elements: int = 0
+    sent: int = 0  # bytes
+    waited: float = 0.0  # seconds inside wait(), of those that have finished
+    in_flight: float = 0.0  # seconds from launch to the end, of those that have finished
+
+
+class FlightRecorder:
+    """Keeps the last collectives of this process, from `start()` to `stop()` or in a `with` block.
+
+    One may be on per process; it sees what any thread launches. A forked child has it off.
+    On a GPU the host does not wait: an operation is in flight until the stream that waits for
+    it has passed it, which is looked at when the next one is launched.
+
+    Args:
+        last: How many operations are kept.
+        watchdog: Seconds in flight after which an operation is reported, once, by a warning of
+            the logger "samestep". Nothing is ended.
+        folder: Where the watchdog writes `rank_<global rank>.json`: what `dump` gives.
+    """
+
+    def __init__(
+        self, last: int = 256, *, watchdog: float | None = None, folder: str | Path | None = None
+    ) -> None:
+        if type(last) is not int or last < 1:
+            raise ValueError(f"last must be a whole number above 0, got {last!r}")
+        if watchdog is not None and not watchdog > 0:
+            raise ValueError(f"watchdog must be a number of seconds above 0, got {watchdog!r}")
+        if folder is not None and watchdog is None:
+            raise ValueError(
+                "folder is where the watchdog writes: give watchdog= too, or write dump() yourself"
+            )
+        self.on_launch: list[Callable[[Record], None]] = []
+        self.totals: dict[str, Totals] = {}
+        self.count = 0
+        self._limit = watchdog
+        self._folder = None if folder is None else Path(folder)
+        self._watchdog: Watchdog | None = None
+        self._rank: int | None = None
+        self._ring: deque[Record] = deque(maxlen=last)
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._in_flight: dict[int, Record] = {}
+        self._flights: dict[int, weakref.ref[Flight]] = {}  # not yet waited for
+        self._on_stream: deque[tuple[Record, torch.cuda.Event]] = deque()
+        self._lock = threading.RLock()  # may be entered again by a signal's handler
+
+    # --- on and off --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Record from now on; what was recorded before stays."""
+        global current
+        if current is not None:
+            which = "this" if current is self else "another"
+            raise RuntimeError(
+                f"{which} FlightRecorder is already on, and a process has one: stop() it first"
+            )
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        current = self
+        if self._limit is not None:
+            self._watchdog = Watchdog(self, self._limit, self._folder)
+
+    def stop(self) -> None:
+        """Record no more, and end the watchdog; does nothing when off."""
+        global current
+        if current is self:
+            current = None
+        if self._watchdog is not None:
+            self._watchdog.stop()
+            self._watchdog = None
+
+    def __enter__(self) -> "FlightRecorder":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _disown(self) -> None:
+        """Off, in a forked child: its locks may be held by threads that were not forked."""
+        self._lock = threading.RLock()
+        self._watchdog = None
+
+    # --- what is known -----------------------------------------------------------------------
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """The last operations, oldest first."""
+        with self._lock:
+            self._land_those_on_streams()
+            return tuple(self._ring)
+
+    @property
+    def in_flight(self) -> tuple[Record, ...]:
+        """Those that were launched and have neither been waited for nor dropped, oldest first.
+
+        Failed ones stay.
+        """
+        with self._lock:
+            self._land_those_on_streams()
+            return tuple(self._in_flight.values())
+
+    @property
+    def digest(self) -> str:
+        """Equal on ranks that have launched the same operations in the same order."""
+        with self._lock:
+            return self._hash.hexdigest()
+
+    def dump(self) -> dict[str, Any]:
+        """Everything, for JSON; times are seconds ago. `rank` is None before any operation."""
+        with self._lock:
+            records, in_flight = self.records, self.in_flight
+            now = time.monotonic()
+            return {
+                "rank": self._rank,
+                "count": self.count,
+                "digest": self.digest,
+                "in_flight": [_described(record, now) for record in in_flight],
+                "records": [_described(record, now) for record in records],
+                "totals": {kind: asdict(totals) for kind, totals in self.totals.items()},
+            }
+
+    def overdue(self, seconds: float) -> list[Record]:
+        """Those in flight for longer than that, unless they have arrived unnoticed or failed."""
+        before = time.monotonic() - seconds
+        with self._lock:
+            # Streams are asked only then: asking breaks a CUDA graph that is being captured.
+            if any(record.launched < before for record in list(self._in_flight.values())):
+                self._land_those_on_streams()
+            return [
+                record
+                for record in list(self._in_flight.values())
+                if record.launched < before and not record.failed and not self._arrived(record)
+            ]
+
+    def _arrived(self, record: Record) -> bool:
+        """Whether it only has not been waited for yet."""
+        reference = self._flights.get(record.number)
+        flight = None if reference is None else reference()
+        return flight is not None and flight.has_arrived()
+
+    # --- told by collectives -----------------------------------------------------------------
+
+    def launch(self, transfer: Transfer, call: Callable[[], dist.Work | None]) -> Flight:
+        """Launch a collective and keep a record of it."""
+        record = self._enter(transfer)
+        try:
+            flight = _RecordedFlight(self, record, transfer.group, transfer.buffer.device, call)
+        except BaseException:
+            record.failed = True
+            raise
+        number, forget = record.number, self._forget
+        self._flights[number] = weakref.ref(flight, lambda _: forget(number))
+        for callback in self.on_launch:
+            callback(record)
+        return flight
+
+    def _enter(self, transfer: Transfer) -> Record:
+        group, elements, kind = transfer.group, transfer.elements, transfer.traffic.kind
+        dtype = dtype_name(transfer.buffer.dtype)
+        # Of whole numbers, so the same in every process, and short however many ranks there are.
+        ranks = hash(group.members)
+        line = f"{kind}\0{transfer.name}\0{ranks}\0{elements}\0{dtype}\n".encode()
+        with self._lock:
+            if self._on_stream:
+                self._land_those_on_streams()
+            record = Record(
+                self.count, transfer.name, kind, group.members, elements, dtype,
+                transfer.sent(elements), time.monotonic(),
+            )  # fmt: skip
+            self._rank = group.members[group.rank]
+            self.count += 1
+            self._hash.update(line)
+            self._ring.append(record)
+            self._in_flight[record.number] = record
+            totals = self.totals.get(kind)
+            if totals is None:
+                totals = self.totals[kind] = Totals()
+            totals.calls += 1
+            totals.elements += elements
+            totals.sent += record.sent
+        return record
+
+    def _forget(self, number: int) -> None:
+        """Nobody waits for it any more. Called at any place, so without the lock."""
+        self._flights.pop(number, None)
+        self._in_flight.pop(number, None)
+
+    def keep_failed(self, record: Record) -> None:
+        """It stays in flight for ever."""
+        record.failed = True
+        self._flights.pop(record.number, None)
+
+    def land(self, record: Record, passed: torch.cuda.Event | None) -> None:
+        """It was waited for: by the host, or by a stream until that event."""
+        with self._lock:
+            self._flights.pop(record.number, None)
+            if passed is None:
+                self._finish(record)
+            else:
+                self._on_stream.append((record, passed))
+
+    def _land_those_on_streams(self) -> None:
+        while self._on_stream and has_passed(self._on_stream[0][1]):
+            self._finish(self._on_stream.popleft()[0])
+
+    def _finish(self, record: Record) -> None:
+        record.finished = time.monotonic()
+        self._in_flight.pop(record.number, None)
+        totals = self.totals[record.kind]
+        totals.waited += record.waited
+        totals.in_flight += record.finished - record.launched
+
+
+class _RecordedFlight(Flight):
+    """A flight that tells its recorder how it ended."""
+
+    def __init__(
+        self,
+        recorder: FlightRecorder,
+        record: Record,
+        group: RankGroup,
+        device: torch.device,
+        call: Callable[[], dist.Work | None],
+    ) -> None:
+        self._recorder = recorder
+        self._record = record
+        self._device = device
+        super().__init__(record.name, group, call, on_host=device.type == "cpu")
+
+    def wait(self) -> None:
+        """Wait as ever, and note how long."""
+        start = time.monotonic()
+        try:
+            super().wait()
+        except BaseException:
+            self._recorder.keep_failed(self._record)
+            raise
+        finally:
+            self._record.waited += time.monotonic() - start
+        self._recorder.land(self._record, recorded_event(self._device))
+
+
+current: FlightRecorder | None = None
+
+
+def _off_in_child() -> None:
+    global current
+    recorder, current = current, None
+    if recorder is not None:
+        recorder._disown()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_off_in_child)
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _described(record: Record, now: float) -> dict[str, Any]:
+    """A record for JSON, with seconds ago in place of times of a clock that others do not have."""
+    entries = asdict(record)
+    launched, finished = entries.pop("launched"), entries.pop("finished")
+    entries["launched_ago"] = now - launched
+    entries["finished_ago"] = None if finished is None else now - finished
+    return entries

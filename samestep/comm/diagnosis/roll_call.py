@@ -1,0 +1,142 @@
+"""Who is still there? Asked when a collective has failed, through the group's store.
+
+Whoever fails says so in the store and waits for the others to do the same; those who do not are
+missing. Ranks that wait for a rank that has failed look into the store and join.
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from samestep.comm.diagnosis.background import Background
+from samestep.comm.diagnosis.processes import has_ended, this_process
+
+ANSWER_S = 5.0  # from the launch of the operation that failed
+LAST_CALL_S = 1.0  # at least, from the failure
+POLL_S = 0.02
+
+
+class Answer(NamedTuple):
+    """What a rank says of itself."""
+
+    operation: str
+    error: str | None  # None: it was waiting when another rank failed
+
+
+@dataclass
+class Attendance:
+    """What a roll call has found out; filled while it runs. Ranks are by place in the group."""
+
+    expected: Sequence[int]
+    answers: dict[int, Answer]
+    ended: set[int] = field(default_factory=set)  # their process is known to have ended
+    complete: bool = False  # False: the store failed or did not answer in time
+    seconds: float = 0.0  # that ranks had for their answer
+
+
+class RollCall:
+    """The conversation of one group in its store. Nothing here blocks for longer than it says."""
+
+    def __init__(self, store: dist.Store, place: int) -> None:
+        self._store = store
+        self._place = place
+        self._joined = Background(self._join)
+        self._look: Background[bool] | None = None
+        self._attendance: Attendance | None = None
+
+    def _join(self) -> str:
+        """Leave this process's name; a store may outlive a group, so keys have its number."""
+        number = self._store.add(f"samestep/groups/{self._place}", 1)
+        keys = f"samestep/{number}"
+        process = this_process()
+        if process is not None:
+            self._store.set(f"{keys}/process/{self._place}", process)
+        return keys
+
+    def has_begun(self) -> bool:
+        """Whether any rank has failed, as far as is known without waiting for the store."""
+        if self._look is None:
+            keys = self._joined.value
+            if keys is None:
+                return False
+            self._look = Background(lambda: self._store.check([f"{keys}/failed"]))
+        if not self._look.ended(POLL_S):
+            return False
+        found = self._look.value
+        if found is not None:  # else the store is gone, and is not asked again
+            self._look = None
+        return bool(found)
+
+    def hold(self, answer: Answer, since: float, expected: Sequence[int]) -> Attendance:
+        """Answer, and collect the answers of the `expected` places.
+
+        They have five seconds from the launch of the operation, at `since`, and one from now.
+        It ends early when all have answered but those whose process is known to have ended.
+        A group fails once: asked again, it gives what it has found then.
+        """
+        if self._attendance is None:
+            deadline = max(since + ANSWER_S, time.monotonic() + LAST_CALL_S)
+            attendance = Attendance(expected, {self._place: answer}, seconds=deadline - since)
+            asking = Background(lambda: self._ask(answer, deadline, attendance))
+            asking.ended(deadline + LAST_CALL_S - time.monotonic())
+            self._attendance = attendance
+        return self._attendance
+
+    def _ask(self, answer: Answer, deadline: float, attendance: Attendance) -> None:
+        self._joined.ended(deadline - time.monotonic())
+        keys = self._joined.value
+        if keys is None:
+            return
+        self._store.set(f"{keys}/answer/{self._place}", json.dumps(answer))
+        self._store.set(f"{keys}/failed", "")
+        _until(deadline, lambda: self._settled(keys, attendance))
+        attendance.complete = True
+        # A process that ends may take the store along: not before the others have read.
+        self._store.set(f"{keys}/read/{self._place}", "")
+        all_read = [f"{keys}/read/{place}" for place in attendance.answers]
+        _until(min(deadline, time.monotonic() + LAST_CALL_S), lambda: self._store.check(all_read))
+
+    def _settled(self, keys: str, attendance: Attendance) -> bool:
+        """Read what is new; True if everyone has answered or ended."""
+        for place in attendance.expected:
+            if place in attendance.answers:
+                continue
+            key = f"{keys}/answer/{place}"
+            # Looked at first: a rank may answer and end right after.
+            ended = place in attendance.ended or self._has_ended(f"{keys}/process/{place}")
+            if self._store.check([key]):
+                attendance.answers[place] = Answer(*json.loads(self._store.get(key)))
+                attendance.ended.discard(place)
+            elif ended:
+                attendance.ended.add(place)
+        return len(attendance.answers) + len(attendance.ended) == len(attendance.expected)
+
+    def _has_ended(self, key: str) -> bool:
+        return self._store.check([key]) and has_ended(self._store.get(key).decode())
+
+
+def _until(deadline: float, condition: Callable[[], bool]) -> None:
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+
+
+_roll_calls: WeakKeyDictionary[dist.ProcessGroup, RollCall] = WeakKeyDictionary()
+
+
+def roll_call(handle: dist.ProcessGroup, place: int) -> RollCall | None:
+    """The roll call of a group, the same at every call; None if the group has no store."""
+    known = _roll_calls.get(handle)
+    if known is None:
+        try:
+            store = handle.get_group_store()
+        except (AttributeError, RuntimeError):  # a group made in Python may have none
+            return None
+        if store is None:
+            return None
+        known = _roll_calls[handle] = RollCall(store, place)
+    return known

@@ -1,0 +1,1 @@
+"""Whether ranks hold the same."""

@@ -1,0 +1,152 @@
+"""Where ranks differ, once it is known that they do: values travel, and the host waits."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.comm.groups import RankGroup
+from samestep.comm.integrity.agreement import broadcast_from_first, gather_texts
+
+Value = float | int | bool | str
+
+AT_ONCE = 1 << 24  # elements that are compared at a time, to bound memory
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How ranks differ from the first of their group in one tensor or text.
+
+    ranks: the global ranks that do.
+    max_abs_diff: the largest over all of them; inf where no number tells how far it is.
+    count: elements that differ, on the rank with most of them; of a text lines.
+    index, first, other: the first element that differs on ranks[0], and both values.
+    """
+
+    ranks: tuple[int, ...]
+    max_abs_diff: float
+    count: int
+    index: tuple[int, ...]
+    first: Value
+    other: Value
+
+
+def locate(
+    name: str, values: Sequence[Tensor | str], group: RankGroup, device: torch.device
+) -> list[Difference | None]:
+    """Compare values that have the same shapes everywhere; None: it is the same on all ranks.
+
+    Collective; every rank gets the same answer. Each tensor is sent by the first rank.
+    """
+    mine = [v if isinstance(v, str) else _from_first(name, v, group) for v in values]
+    texts = gather_texts(name, json.dumps(mine), group, device)
+    by_value = zip(values, zip(*map(json.loads, texts), strict=True), strict=True)
+    return [
+        _of_texts(found, group) if isinstance(value, str) else of_tensors(found, group.members)
+        for value, found in by_value
+    ]
+
+
+def _from_first(name: str, tensor: Tensor, group: RankGroup) -> list[Any]:
+    own = tensor.detach().contiguous().view(-1)
+    first = own.clone()
+    # As bytes: not every backend knows every dtype, and bits are what is compared.
+    broadcast_from_first(first.view(torch.uint8), group, name)
+    return compared(first, own, tensor.shape)
+
+
+def compared(first: Tensor, own: Tensor, shape: Sequence[int]) -> list[Any]:
+    """[elements that differ from the first rank's, largest difference, index, both values].
+
+    Of two tensors (n,), which are really of some shape.
+    """
+    count, largest = 0, 0.0
+    place: int | None = None
+    for start in range(0, own.numel(), AT_ONCE):
+        theirs, ours = first[start : start + AT_ONCE], own[start : start + AT_ONCE]
+        bits = [part.view(torch.uint8).view(part.numel(), -1) for part in (theirs, ours)]
+        places = (bits[0] != bits[1]).any(1).nonzero().flatten()
+        if places.numel():
+            count += places.numel()
+            largest = max(largest, _distance(theirs[places], ours[places]))
+            place = start + int(places[0]) if place is None else place
+    if place is None:
+        return [0, 0.0, [], None, None]
+    return [count, largest, _index(place, shape), _value(first[place]), _value(own[place])]
+
+
+def _index(place: int, shape: Sequence[int]) -> list[int]:
+    index = []
+    for size in reversed(shape):
+        place, within = divmod(place, size)
+        index.append(within)
+    return index[::-1]
+
+
+def _distance(left: Tensor, right: Tensor) -> float:
+    """The largest difference; 0 between two NaNs, inf between a NaN and a number."""
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    left, right = left.to(wide), right.to(wide)
+    distance = (left - right).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(distance.masked_fill_(left.isnan() & right.isnan(), 0.0).max())
+
+
+def _value(element: Tensor) -> Value:
+    value = element.double().item() if element.is_floating_point() else element.item()
+    return str(value) if isinstance(value, complex) else value
+
+
+def of_tensors(found: Sequence[Any], members: Sequence[int]) -> Difference | None:
+    """From what `compared` gave on each of some ranks."""
+    places = [place for place, (count, *_) in enumerate(found) if count]
+    if not places:
+        return None
+    _, _, index, first, other = found[places[0]]
+    return Difference(
+        ranks=tuple(members[place] for place in places),
+        max_abs_diff=max(found[place][1] for place in places),
+        count=max(found[place][0] for place in places),
+        index=tuple(index),
+        first=first,
+        other=other,
+    )
+
+
+def _of_texts(found: Sequence[str], group: RankGroup) -> Difference | None:
+    places = [place for place, text in enumerate(found) if text != found[0]]
+    if not places:
+        return None
+    by_place = [_of_two_texts(found[0], found[place]) for place in places]
+    number, first, other = by_place[0][2:]
+    return Difference(
+        ranks=tuple(group.members[place] for place in places),
+        max_abs_diff=max(distance for distance, *_ in by_place),
+        count=max(count for _, count, *_ in by_place),
+        index=(number,) if "\n" in found[0] or "\n" in found[places[0]] else (),
+        first=first,
+        other=other,
+    )
+
+
+def _of_two_texts(one: str, two: str) -> tuple[float, int, int, Value, Value]:
+    """How far, in how many lines; the first of these, and its values."""
+    pairs = list(zip_longest(one.split("\n"), two.split("\n"), fillvalue=""))
+    lines = [number for number, (first, other) in enumerate(pairs) if first != other]
+    first, other = (_number(line) for line in pairs[lines[0]])
+    distance = float("inf")
+    if not isinstance(first, str) and not isinstance(other, str):
+        distance = _distance(*torch.tensor([[first], [other]], dtype=torch.float64))
+    return distance, len(lines), lines[0], first, other
+
+
+def _number(text: str) -> Value:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text

@@ -1,1 +1,0 @@
-"""What commands share: bad requests, ranks that were asked for, progress, result files."""

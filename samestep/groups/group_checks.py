@@ -1,0 +1,125 @@
+"""Whether groups are still what their state and blocks were made for: asked before every step."""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.groups.param_groups import (
+    Group,
+    check,
+    decisive_changes,
+    is_constant,
+    naming_group,
+    options_of,
+    parameter_names,
+)
+from samestep.rules.state import math_dtype
+
+STRIDED = {torch.strided}
+
+
+class GroupChecks:
+    """What groups were when they were planned, and what the last step found in order."""
+
+    def __init__(self) -> None:
+        self._planned: dict[int, Group] = {}  # options
+        self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
+        self._checked_options: dict[int, Group] = {}  # where all are constants
+        self._checked_params: dict[int, CheckedParameters] = {}
+
+    def plan(self, index: int, group: Group) -> None:
+        """Remember what a group is now."""
+        self._planned[index] = options_of(group)
+        self._checked_options.pop(index, None)
+        for param in group["params"]:
+            self._made_for[param] = (param.shape, math_dtype(param))
+
+    def forget(self, index: int, params: Iterable[Tensor]) -> None:
+        """A group was not added after all."""
+        for known in (self._planned, self._checked_options, self._checked_params):
+            known.pop(index, None)
+        for param in params:
+            self._made_for.pop(param, None)
+
+    def check(self, index: int, group: Group) -> None:
+        """Raise if a group or a gradient cannot be used; quick where nothing was set since."""
+        options = {k: group[k] for k in group if k not in ("params", "param_names")}
+        if not _are_the_same(options, self._checked_options.get(index, {})):
+            self._check_options(index, group)
+            if is_constant(tuple(options.values())):
+                self._checked_options[index] = options
+        checked = self._checked_params.get(index)
+        if checked is None or not checked.are_still(group["params"]):
+            self._check_parameters(index, group)
+            self._checked_params[index] = CheckedParameters.of(group["params"])
+
+    def _check_options(self, index: int, group: Group) -> None:
+        self._checked_options.pop(index, None)
+        planned = self._planned[index]
+        if group.get("rule") == planned["rule"]:
+            with naming_group(index):
+                check(group)
+        changes = decisive_changes(planned, group)
+        if changes:
+            raise RuntimeError(
+                f"param_groups[{index}] changed in a way that its state was not made for "
+                f"({changes}): set it back, or build a new optimizer"
+            )
+
+    def _check_parameters(self, index: int, group: Group) -> None:
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            made_for = self._made_for.get(param)
+            if made_for is None:
+                raise RuntimeError(
+                    f"param_groups[{index}] has a parameter that it was not built with: add it "
+                    "through add_param_group"
+                )
+            _check_parameter(name, param, *made_for)
+
+
+class CheckedParameters(NamedTuple):
+    """Parameters of a group that were found to be in order."""
+
+    params: list[Tensor]
+    shapes: list[torch.Size]
+    dtypes: list[torch.dtype]
+
+    @classmethod
+    def of(cls, params: Sequence[Tensor]) -> "CheckedParameters":
+        """These, as they are now."""
+        return cls(list(params), [param.shape for param in params], [p.dtype for p in params])
+
+    def are_still(self, params: Sequence[Tensor]) -> bool:
+        """Whether they are the same, and their gradients what every rule can read."""
+        return (
+            len(params) == len(self.params)
+            and all(map(operator.is_, params, self.params))
+            and [param.shape for param in params] == self.shapes
+            and [param.dtype for param in params] == self.dtypes
+            and {grad.layout for param in params if (grad := param.grad) is not None} <= STRIDED
+        )
+
+
+def _check_parameter(name: str, param: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
+    grad = param.grad
+    if grad is not None and grad.layout != torch.strided:
+        raise RuntimeError(
+            f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
+            "embedding with sparse=False"
+        )
+    if param.shape != shape or math_dtype(param) != dtype:
+        raise RuntimeError(
+            f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
+            f"made for {tuple(shape)} and math in {dtype}: build the optimizer after changing "
+            "the model"
+        )
+
+
+def _are_the_same(options: Group, checked: Group) -> bool:
+    """Whether nothing was set since."""
+    return options.keys() == checked.keys() and all(
+        value is checked[key] for key, value in options.items()
+    )

@@ -1,0 +1,158 @@
+"""Keys of a group that would be dropped: those of another rule, and spellings of other libraries.
+
+Trainers store keys of their own in groups (`initial_lr`, `name`, `layer_id`, ...), so a key that
+nobody knows is kept. One that we know, on a rule that does not read it, is a mistake that changes
+the training: it raises, and says what to write instead.
+"""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from samestep.groups.distribution import Distribution
+from samestep.rules import RULES
+from samestep.rules.rule import Rule
+
+# Keywords of an optimizer that concern all of its groups.
+OF_THE_OPTIMIZER = {
+    *Distribution.__annotations__, "master_weights", "max_grad_norm", "update_rms", "compile",
+    "cuda_graph", "batch_elements", "preset", "overrides", "groups", "matrix_lr", "embedding_lr",
+    "unembedding_lr", "scalar_lr",
+} - {"process_group"}  # fmt: skip
+# Every rule goes with these; "role" is what routing found.
+OF_EVERY_GROUP = {
+    "params", "param_names", "rule", "role", "lr", "maximize", "process_group", "divisor",
+    "state_dtypes",
+}  # fmt: skip
+ALGORITHMS = ("muon", "normuon", "adamw", "adam", "lion", "dion", "dion2", "sgd")
+
+
+class Peer(NamedTuple):
+    """What another library calls an option, and how it is said here."""
+
+    whose: str
+    here: str
+    harmless: tuple[object, ...] = ()  # values that ask for what is done here anyway
+    harmful: tuple[object, ...] = ()  # if not empty: only these are that library's
+
+
+_EMERGING = "Megatron's (Emerging-Optimizers)"
+_RULE = '"rule": "muon" or "rule": "adamw"'
+PEERS = {
+    "mu": Peer("dion's", '"momentum"'),
+    "epsilon": Peer("dion's", '"eps"'),
+    "cautious_wd": Peer("dion's", '"cautious"'),
+    "num_heads": Peer("dion's", '"split_sizes", with the rows of each head', harmless=(None,)),
+    "muon_beta2": Peer("dion's", '"variance_beta2"'),
+    "algorithm": Peer("dion's", _RULE, harmful=ALGORITHMS),
+    "use_polar_express": Peer("dion's", '"orthogonalize": "polar-express" or "newton-schulz"'),
+    "use_gram_newton_schulz": Peer("dion's", '"execution": "gram" or "standard"'),
+    "newton_schulz_func": Peer("dion's", '"orthogonalize" and "ns_coefficients"', harmless=(None,)),
+    "beta1": Peer("dion's and torchtitan's", '"betas": (beta1, beta2), of rule "adamw"'),
+    "beta2": Peer(
+        "dion's, nanochat's and torchtitan's",
+        '"variance_beta2" on rule "muon", and "betas": (beta1, beta2) on rule "adamw"',
+    ),
+    "wd": Peer("Moonlight's", '"weight_decay"'),
+    "adamw_lr": Peer("Moonlight's", '"lr" of a group with "rule": "adamw"'),
+    "adamw_wd": Peer("Moonlight's", '"weight_decay" of a group with "rule": "adamw"'),
+    "adamw_betas": Peer("Moonlight's", '"betas" of a group with "rule": "adamw"'),
+    "adamw_eps": Peer("Moonlight's", '"eps" of a group with "rule": "adamw"'),
+    "matched_adamw_rms": Peer(
+        "Moonlight's", '"adjust_lr": "match_rms_adamw", whose factor is 0.2', harmless=(0.2,)
+    ),
+    "use_muon": Peer("Keller Jordan's and DeepSpeed's", _RULE),
+    "backend_steps": Peer("Keller Jordan's", '"ns_steps"'),
+    "kind": Peer("nanochat's", _RULE, harmful=ALGORITHMS),
+    "momentum_beta": Peer(_EMERGING, '"momentum"'),
+    "use_nesterov": Peer(_EMERGING, '"nesterov"'),
+    "num_ns_steps": Peer(_EMERGING, '"ns_steps"'),
+    "coefficient_type": Peer(_EMERGING, '"orthogonalize": "newton-schulz" or "polar-express"'),
+    "scale_mode": Peer(_EMERGING, '"adjust_lr": "match_rms_adamw", "original" or None'),
+    "extra_scale_factor": Peer(
+        _EMERGING, '"adjust_lr": "match_rms_adamw" (a factor of 0.2), or another "lr"'
+    ),
+    "fp32_matmul_prec": Peer(_EMERGING, '"compute_dtype"'),
+    "split_qkv": Peer(_EMERGING, '"split_sizes"', harmless=(False,)),
+    "qkv_split_shapes": Peer(_EMERGING, '"split_sizes"', harmless=(None,)),
+    "is_qkv_fn": Peer(_EMERGING, '"split_sizes", which takes name patterns', harmless=(None,)),
+    "weight_decay_method": Peer(
+        _EMERGING, "always decoupled: leave it out", harmless=("decoupled",)
+    ),
+    "use_decoupled_weight_decay": Peer(
+        _EMERGING, "always decoupled: leave it out", harmless=(True,)
+    ),
+    "decoupled_weight_decay": Peer("torch's", "always decoupled: leave it out", harmless=(True,)),
+    "adam_w_mode": Peer("DeepSpeed's", "always decoupled: leave it out", harmless=(True,)),
+    "bias_correction": Peer("DeepSpeed's", "always corrected: leave it out", harmless=(True,)),
+    "dampening": Peer("torch.optim.SGD's", '"momentum_form": "ema" or "sum"', harmless=(0,)),
+    "learning_rate": Peer("Hugging Face's and Keras's", '"lr"'),
+}
+
+
+def refuse_lost_keys(group: Mapping[str, Any]) -> None:
+    """Raise if a key of a group, given by a user, would be dropped in silence.
+
+    Not for groups that are loaded, nor at a step: schedulers that cycle momentum write theirs into
+    groups of every rule, and files of torch's optimizers have keys of theirs.
+    """
+    for key, value in group.items():
+        reason = why_lost(key, value, RULES.get(group.get("rule", "")))
+        if reason:
+            raise ValueError(reason)
+
+
+def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
+    """Why a rule would not read a key that we know, and what to write instead.
+
+    None: it reads it, or nobody knows it. Of no rule only the spellings of others are told.
+    """
+    if (rule is None and _readers(key)) or (rule is not None and key in options_of_rule(rule)):
+        return None
+    told = said_here(key, value)
+    if told is not None:
+        return told
+    if key in OF_THE_OPTIMIZER:
+        return (
+            f"{key!r} concerns the whole optimizer, and in a group it does nothing: pass {key}= to "
+            "the optimizer"
+        )
+    readers = _readers(key)
+    if rule is None or not readers:
+        return None
+    return (
+        f"{key!r} is no option of rule {rule.name!r} but of rule {' and '.join(readers)}, so it "
+        f"would do nothing: leave it out, or take the other rule. Options of {rule.name!r} are "
+        f"{', '.join(sorted({*rule.defaults, 'maximize'}))}"
+    )
+
+
+def said_here(key: str, value: Any = ...) -> str | None:
+    """How a spelling of another library is said here; None if it is none, or asks for nothing."""
+    peer = PEERS.get(key)
+    if peer is None:
+        return None
+    plain = value is None or isinstance(value, bool | int | float | str)
+    if plain and (value in peer.harmless or (peer.harmful and value not in peer.harmful)):
+        return None
+    if peer.here.startswith("always"):
+        return f"{key!r} is {peer.whose}; here weight decay or moments are {peer.here}"
+    return f"{key!r} is {peer.whose} spelling, which would do nothing here: write {peer.here}"
+
+
+def likely_option(key: str, rule: Rule) -> str | None:
+    """The option of a rule that a key nobody knows is a typo of; None: of none."""
+    close = difflib.get_close_matches(str(key), rule.defaults, n=1, cutoff=0.85)
+    return close[0] if close else None
+
+
+def options_of_rule(rule: Rule) -> set[str]:
+    """The keys that a group of a rule may have from us; how blocks are cut is of matrix rules."""
+    cuts = {"split_sizes", "flatten"} if rule.kind == "matrix" else set()
+    own_spellings = {"adjust_lr_fn"} if "adjust_lr" in rule.defaults else set()
+    return {*rule.defaults, *OF_EVERY_GROUP, *cuts, *own_spellings}
+
+
+def _readers(key: str) -> list[str]:
+    """The rules that read a key."""
+    return [repr(rule.name) for rule in RULES.values() if key in options_of_rule(rule)]

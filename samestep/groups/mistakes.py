@@ -1,0 +1,310 @@
+"""Mistakes that everybody makes once: how each is noticed, and what is said of it.
+
+What cannot be right raises; what may be meant is warned of, with the way to say that it is meant.
+docs/mistakes.md shows the messages, each with its fix. Nothing here waits for a GPU, and after the
+first steps little is left of it: two comparisons, and a look at the model now and then.
+"""
+
+import gc
+import os
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from samestep.comm.events import has_passed, recorded_event
+from samestep.tooling.warn import warn_user
+
+Group = Mapping[str, Any]
+EMPTY_STEPS = 3  # steps without any gradient, from the first one on, that are too many
+EDITS_LOOKED_FOR = 2  # steps
+IF_MEANT = (
+    "If the ranks are meant to train separately, or DistributedDataParallel already averages the "
+    'gradients, pass grads="reduced" (the optimizer then averages nothing)'
+)
+
+
+def some(names: Sequence[str], limit: int = 3) -> str:
+    """A few names and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+# --- ranks that do not know of each other --------------------------------------------------------
+
+
+def has_process_group() -> bool:
+    """Whether torch.distributed is initialized."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def warn_of_missing_group() -> None:
+    """For an optimizer that is built without a process group: does torchrun mean several ranks?"""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and ranks.isdigit() and int(ranks) > 1:
+        warn_user(
+            f"{ranks} ranks were started (WORLD_SIZE={ranks} in the environment), but there is no "
+            "process group yet, so this optimizer knows of one process and every rank trains a "
+            "model of its own: call torch.distributed.init_process_group() before building it. "
+            f"{IF_MEANT}"
+        )
+
+
+def refuse_late_group() -> None:
+    """For an optimizer that was built without a process group: is there one of several by now?"""
+    ranks = dist.get_world_size()
+    if ranks > 1:
+        raise RuntimeError(
+            f"this optimizer was built before torch.distributed.init_process_group(), so it does "
+            f"not average gradients over the {ranks} ranks that there are now: build it "
+            f"afterwards. {IF_MEANT}"
+        )
+
+
+# --- parameters that are not what they seem ------------------------------------------------------
+
+
+def refuse_flat_parameter(name: str, param: Tensor) -> None:
+    """FSDP1 hands out shards of flattened parameters as if they were whole ones."""
+    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+        raise ValueError(
+            f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which keeps a "
+            "different flattened shard under the same name on each rank; samestep would take these "
+            "for copies of one parameter and overwrite them all with rank 0's. Shard the model "
+            "with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
+
+
+def warn_of_lost_updates(narrow: Sequence[tuple[str, Tensor]], of: int) -> None:
+    """For 16-bit parameters, given with their names, without a word on `master_weights`."""
+    if narrow:
+        dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for _, param in narrow)
+        warn_user(
+            f"{len(narrow)} of {of} parameters are {' or '.join(dtypes)} "
+            f"({some([name for name, _ in narrow])}), and updates smaller than their last bit are "
+            "lost, at small learning rates most of them. Pass master_weights=True to keep 32-bit "
+            "copies (4 bytes per element), or master_weights=False to keep 16-bit updates and "
+            "silence this warning"
+        )
+
+
+# --- a model that was changed, a step in the wrong place -----------------------------------------
+
+
+class TrainingWatch:
+    """Whether the optimizer trains what the user trains.
+
+    The model is looked at before steps 1, 2, 4, 8, ...; whether there are gradients at all until
+    there was one.
+    """
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = None if model is None else weakref.ref(model)
+        self._steps = 0
+        self._next_look = 1
+        self._empty_steps = 0
+        self._told: set[str] = set()  # parameters of the last warning
+        self._answers: list[tuple[Tensor, torch.cuda.Event]] = []  # of a GPU
+        self.waits = True  # no gradient has been seen yet
+
+    def is_due(self) -> bool:
+        """Count a step; whether it is one before which to look."""
+        self._steps += 1
+        if self._steps < self._next_look:
+            return False
+        self._next_look *= 2
+        return True
+
+    @property
+    def at_first_step(self) -> bool:
+        """Whether no step came before this one."""
+        return self._steps == 1
+
+    def look_at_model(self, groups: Iterable[Group], only_rule: str | None) -> None:
+        """Does the model train parameters that the optimizer does not have?
+
+        `only_rule`: of an optimizer whose groups need not name their rule.
+        """
+        model = None if self._model is None else self._model()
+        if model is None:
+            return
+        mine = {param for group in groups for param in group["params"]}
+        strange = [
+            name
+            for name, param in model.named_parameters()
+            if param.requires_grad and param.grad is not None and param not in mine
+        ]
+        if not strange:
+            return
+        text = (
+            "have gradients, but the optimizer does not have them, so they are not trained: they "
+            "came into the model, or were unfrozen, after the optimizer was built. "
+        )
+        if not any(param in mine for param in model.parameters()):
+            raise RuntimeError(
+                f"no parameter that this optimizer has is in its model any more; {some(strange)} "
+                f"{text}Build the optimizer after fully_shard, LoRA or whatever replaces parameters"
+            )
+        if set(strange) == self._told:
+            return
+        self._told = set(strange)
+        rule, others = "", ""
+        if only_rule is None:
+            rule = ', "rule": "muon"'
+            others = ' for hidden matrices, with "rule": "adamw" for biases, norms and embeddings'
+        warn_user(
+            f"{some(strange)} {text}Build the optimizer after changing the model, or add them: "
+            f'opt.add_param_group({{"params": [("name", p)]{rule}}}){others}'
+        )
+
+    def look_at_gradients(
+        self, present: Sequence[bool | Tensor], groups: Iterable[Group], ranks: int
+    ) -> None:
+        """After a step: was there a gradient on any rank? Flags of a GPU are read later."""
+        while self._answers and has_passed(self._answers[0][1]):
+            self._heard(bool(self._answers.pop(0)[0]))
+        if any(flag is True for flag in present):
+            self._heard(True)
+        elif flags := [flag for flag in present if isinstance(flag, Tensor)]:
+            if flags[0].is_cuda:
+                pinned = torch.empty((), dtype=torch.bool, pin_memory=True)
+                pinned.copy_(torch.stack(flags).any(), non_blocking=True)
+                event = recorded_event(flags[0].device)
+                assert event is not None
+                self._answers.append((pinned, event))
+        else:
+            self._heard(False)
+        if self.waits and self._empty_steps >= EMPTY_STEPS:
+            self.waits = False
+            self._warn_of_nothing(groups, ranks)
+
+    def _heard(self, anything: bool) -> None:
+        if anything:
+            self.waits = False
+        else:
+            self._empty_steps += 1
+
+    def _warn_of_nothing(self, groups: Iterable[Group], ranks: int) -> None:
+        params = [param for group in groups for param in group["params"]]
+        where = "" if ranks == 1 else f" on any of {ranks} ranks"
+        nothing = f"no parameter had a gradient in the first {self._empty_steps} steps{where}, so"
+        if not any(param.requires_grad for param in params):
+            warn_user(
+                f"{nothing} nothing was trained: all {len(params)} parameters of this optimizer "
+                "are frozen (requires_grad=False). Call requires_grad_(True) on those to train; if "
+                "others are trained (LoRA, a new head), build the optimizer after adding them"
+            )
+            return
+        warn_user(
+            f"{nothing} nothing was trained: call loss.backward() before step(), and zero_grad() "
+            "after step() or before backward(), not between. If the model was changed after the "
+            "optimizer was built (fully_shard, LoRA, .to_empty(), a new head), the optimizer has "
+            "parameters that the model no longer uses: build it afterwards"
+        )
+
+
+# --- gradients that were edited, or averaged already ---------------------------------------------
+
+
+class GradientEdits:
+    """Whether local gradients are edited between backward and step, in the first steps.
+
+    Hooks remember how often each gradient had been written to when backward was done with it;
+    after a few steps they are taken away.
+    """
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self._params = list(params)
+        self._seen: dict[int, tuple[int, int]] = {}  # address and version
+        self._steps_left = EDITS_LOOKED_FOR
+        watch = weakref.ref(self)  # hooks must not keep a dropped optimizer
+
+        def hook_of(index: int) -> Any:
+            def arrived(param: Tensor) -> None:
+                alive = watch()
+                if alive is not None and param.grad is not None:
+                    alive._seen[index] = (param.grad.data_ptr(), param.grad._version)
+
+            return arrived
+
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(hook_of(index))  # type: ignore[no-untyped-call]
+            for index, param in enumerate(self._params)
+            if param.requires_grad
+        ]
+
+    def look(self) -> bool:
+        """Before a step: warn if all gradients that backward made were edited where they lie.
+
+        Whether to look again before the next.
+        """
+        edited = [self._is_edited(index, *seen) for index, seen in self._seen.items()]
+        self._seen.clear()
+        self._steps_left -= 1
+        if edited and all(edited):
+            self._steps_left = 0
+        if self._steps_left == 0:
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+        if edited and all(edited):
+            warn_user(
+                "all gradients were changed between backward() and step(), before they were "
+                "averaged over ranks. If that was torch.nn.utils.clip_grad_norm_, every rank has "
+                "clipped by the norm of its own gradients: leave it out and pass max_grad_norm= to "
+                "the optimizer, which clips the averaged gradients by their joint norm "
+                '(opt.metrics()["grad_norm"]). If you averaged them yourself, pass '
+                'grads="reduced". If you only multiplied them by the same number on every rank '
+                "(1 / accumulation steps), ignore this"
+            )
+        return self._steps_left > 0
+
+    def _is_edited(self, index: int, address: int, version: int) -> bool:
+        grad = self._params[index].grad
+        return grad is not None and grad.data_ptr() == address and grad._version != version
+
+
+_ddp_modules: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()
+
+
+def _remember_ddp(module: nn.Module, _: str, __: nn.Module | None) -> None:
+    """DistributedDataParallel leaves no mark on parameters, but it registers what it wraps."""
+    if isinstance(module, DistributedDataParallel):
+        _ddp_modules.add(module)
+
+
+def find_ddp() -> None:
+    """Those that are there already; none can be without a process group."""
+    if has_process_group():
+        objects = gc.get_objects()
+        _ddp_modules.update(o for o in objects if issubclass(type(o), DistributedDataParallel))
+
+
+register_module_module_registration_hook(_remember_ddp)
+find_ddp()  # in case that this is imported late
+
+
+def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
+    """For parameters whose gradients are averaged here: does DistributedDataParallel do it too?"""
+    wrapped = {param for module in _ddp_modules for param in module.parameters()}
+    twice = [name for name, param in named if param in wrapped]
+    if twice:
+        warn_user(
+            f"{some(twice)}: these parameters belong to a DistributedDataParallel model, which "
+            "averages their gradients, and this optimizer averages them once more. Give it the "
+            'wrapped model, MuonAdamW(ddp_model), or pass grads="reduced"; or drop '
+            "DistributedDataParallel: this optimizer averages gradients itself"
+        )
+    return bool(twice)
+
+
+def is_ddp(model: object) -> bool:
+    """Whether a model is a DistributedDataParallel, also inside torch.compile's wrapper."""
+    while isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", None)
+    return isinstance(model, DistributedDataParallel)

@@ -1,0 +1,237 @@
+"""Parameter groups: completed and checked."""
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from samestep.groups.group_keys import OF_EVERY_GROUP, likely_option, said_here
+from samestep.layout.blocks import Block, blocks_of
+from samestep.rules import RULES
+from samestep.rules.rule import Rule
+from samestep.tooling.warn import warn_user
+
+Group = dict[str, Any]
+# How parameters are cut and state is kept: no business of the math.
+LAYOUT_KEYS = {"split_sizes", "flatten", "state_dtypes"}
+ALWAYS_KNOWN = (
+    "lr", "weight_decay", "maximize", "preset", "overrides", "groups", "master_weights", "compile",
+    "max_grad_norm", "update_rms",
+)  # fmt: skip
+
+
+def name_matches(name: str, pattern: str) -> bool:
+    """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`)."""
+    return name == pattern or fnmatchcase(name, pattern)
+
+
+def rule_of(group: Mapping[str, Any]) -> Rule:
+    """The rule a group names."""
+    name = group.get("rule")
+    if name is None:
+        raise ValueError(
+            'a parameter group has no rule: a group given as a dict needs "rule": "muon" (hidden '
+            'matrices) or "rule": "adamw" (biases, norms, embeddings); only a whole model, or a '
+            "list of (name, parameter), has its rules chosen"
+        )
+    if name not in RULES:
+        raise ValueError(f"rule {name!r} is not known; choose one of {sorted(RULES)}")
+    return RULES[name]
+
+
+def own_spelling(options: Mapping[str, Any]) -> Group:
+    """torch.optim.Muon's `adjust_lr_fn` as our `adjust_lr`; its None means "original"."""
+    options = dict(options)
+    if "adjust_lr_fn" in options:
+        if "adjust_lr" in options:
+            raise ValueError("adjust_lr and adjust_lr_fn mean the same: give only one of them")
+        value = options.pop("adjust_lr_fn") or "original"
+        if value not in ("original", "match_rms_adamw"):
+            raise ValueError(
+                f"Adjust learning rate function {value} is not supported; "
+                "choose 'original' or 'match_rms_adamw'"
+            )
+        options["adjust_lr"] = value
+    return options
+
+
+def complete(group: Mapping[str, Any], rule_options: Mapping[str, Mapping[str, Any]]) -> Group:
+    """The group with every key of its rule: its own, the optimizer's, or the rule's default."""
+    rule = rule_of(group)
+    completed = {"maximize": False, **rule.defaults}
+    completed.update(rule_options.get(rule.name, {}))
+    completed.update(own_spelling(group))
+    check(completed)
+    _warn_of_typos(group, rule)
+    return completed
+
+
+def _warn_of_typos(group: Mapping[str, Any], rule: Rule) -> None:
+    """Keys of others are kept in silence, but a near miss of one of ours is a typo."""
+    known = OF_EVERY_GROUP.union({"adjust_lr_fn"}, *(r.defaults for r in RULES.values()))
+    for key in group:
+        meant = None if key in known else likely_option(key, rule)
+        if meant is not None:
+            warn_user(f"group key {key!r} is not known and has no effect; did you mean {meant!r}?")
+
+
+def check(group: Mapping[str, Any]) -> None:
+    """Raise if a value of the group cannot run."""
+    rule = rule_of(group)
+    missing = [key for key in ("maximize", *rule.defaults) if key not in group]
+    if missing:
+        raise ValueError(f"the key {missing[0]!r} is missing; rule {rule.name!r} needs it")
+    if not isinstance(group["maximize"], bool):
+        raise TypeError(f"maximize must be True or False, got {group['maximize']!r}")
+    rule.check(group)
+
+
+def is_constant(value: object) -> bool:
+    """Whether nobody can change a value where it is, and its text says all of it."""
+    if isinstance(value, tuple):
+        return all(map(is_constant, value))
+    return value is None or isinstance(value, int | float | str)
+
+
+@contextmanager
+def naming_group(index: int) -> Iterator[None]:
+    """Put the place of the group before the message of an error about its values."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"param_groups[{index}]: {error}") from None
+
+
+def options_of(group: Mapping[str, Any]) -> Group:
+    """The rule's name and options, without the parameters and keys of others."""
+    keys = dict.fromkeys(("rule", "split_sizes", "flatten", *rule_of(group).defaults))
+    return {key: group[key] for key in keys if key in group}
+
+
+def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """How two sets of options differ in what decides blocks and state; "" if they do not.
+
+    Blocks and state are made at construction, so these options may not change afterwards.
+    """
+    rule = rule_of(old)
+    if new.get("rule") != old["rule"]:
+        return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
+    cuts = [(_normal(o.get("split_sizes")), o.get("flatten", False)) for o in (old, new)]
+    states = [(set(rule.state_shapes((1, 1), o)), o.get("state_dtypes")) for o in (old, new)]
+    if cuts[0] == cuts[1] and states[0] == states[1]:
+        return ""
+    changes = []
+    for key in dict.fromkeys([*rule.defaults, "split_sizes", "flatten"]):
+        before, after = old.get(key), new.get(key)
+        schedule = key in rule.schedulable and None not in (before, after)
+        if _normal(before) != _normal(after) and not schedule:
+            changes.append(f"{key}: {before} -> {after}")
+    return ", ".join(changes)
+
+
+def _normal(value: Any) -> Any:
+    """Lists as tuples, also inside a mapping: config files write the one, code the other."""
+    if isinstance(value, Mapping):
+        return {key: _normal(item) for key, item in value.items()}
+    return tuple(value) if isinstance(value, list) else value
+
+
+def unknown_option(name: str, known: Iterable[str]) -> TypeError:
+    """The error for a misspelled keyword, with the likely spelling."""
+    told = said_here(name)
+    if told is not None:
+        return TypeError(f"unexpected keyword: {told}")
+    close = difflib.get_close_matches(name, [*known, *ALWAYS_KNOWN], n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return TypeError(f"unexpected keyword {name!r}{hint}")
+
+
+def parameter_names(group: Mapping[str, Any], index: int) -> list[str]:
+    """The names of a group's parameters, or their places for parameters without names."""
+    names: list[str] | None = group.get("param_names")
+    return names or [f"param_groups[{index}][{place}]" for place in range(len(group["params"]))]
+
+
+def listed(params: Any, index: int) -> list[Any]:
+    """The parameters of group `index` as a list of tensors or (name, tensor) pairs."""
+    if isinstance(params, Tensor):
+        return [params]
+    if params is None:
+        raise ValueError(f'param_groups[{index}] lacks the key "params"')
+    if isinstance(params, set):
+        raise TypeError(
+            "optimizer parameters need to be organized in ordered collections, but the ordering "
+            "of tensors in sets will change between runs. Please use a list instead."
+        )
+    items = list(params)
+    if not items:
+        raise ValueError(f"param_groups[{index}] has no parameters: leave the group out")
+    for item in items:
+        check_pair(item) if isinstance(item, tuple) else _check_tensor(item)
+    return items
+
+
+def check_pair(item: tuple[Any, ...]) -> None:
+    """Raise unless `item` is (name, parameter)."""
+    if len(item) != 2 or not isinstance(item[0], str):
+        kinds = ", ".join(type(part).__name__ for part in item)
+        raise TypeError(f"a named parameter is a pair (name, tensor), got ({kinds})")
+    _check_tensor(item[1])
+
+
+def _check_tensor(item: Any) -> None:
+    if not isinstance(item, Tensor):
+        raise TypeError(
+            f"optimizer can only optimize Tensors, but one of the params is {type(item).__name__}"
+        )
+
+
+def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+    """Every parameter and every name once; torch would only warn, or not say which."""
+    seen: dict[Tensor | str, str] = {}
+    for index, other in enumerate(others):
+        for name, param in zip(parameter_names(other, index), other["params"], strict=True):
+            seen[param] = seen[name] = name
+    for place, item in enumerate(group["params"]):
+        place_name = f"param_groups[{len(others)}][{place}]"
+        name, param = item if isinstance(item, tuple) else (place_name, item)
+        for key in (param, name):
+            if key in seen:
+                raise ValueError(
+                    "some parameters appear in more than one parameter group, or twice in one: "
+                    f"{name!r} is there already, as {seen[key]!r}; list each parameter once, under "
+                    "a name of its own"
+                )
+            seen[key] = name
+
+
+def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:
+    """Per parameter the blocks of a matrix rule, None for an elementwise one."""
+    if rule_of(group).kind == "elementwise":
+        return [None] * len(names)
+    split_sizes = group.get("split_sizes")
+    if isinstance(split_sizes, Mapping):
+        for pattern in split_sizes:
+            if not any(name_matches(name, pattern) for name in names):
+                raise ValueError(
+                    f"split_sizes: {pattern!r} matches none of the group's parameters "
+                    f"({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
+                )
+    blocks: list[list[Block] | None] = []
+    for name, param in zip(names, group["params"], strict=True):
+        sizes = split_sizes
+        if isinstance(split_sizes, Mapping):
+            found = [s for pattern, s in split_sizes.items() if name_matches(name, pattern)]
+            if len(found) > 1:
+                raise ValueError(f"split_sizes: {name!r} is matched by {len(found)} patterns")
+            sizes = found[0] if found else None
+        try:
+            blocks.append(blocks_of(tuple(param.shape), sizes, group.get("flatten", False)))
+        except ValueError as error:
+            raise ValueError(
+                f"rule {group['rule']!r}: parameter {name!r} of shape {tuple(param.shape)} {error}"
+            ) from None
+    return blocks

@@ -1,0 +1,353 @@
+"""From a model to parameter groups: which rule each parameter follows.
+
+Hidden matrices go to Muon. Embeddings, output heads, norms, biases and scalars go to
+AdamW, and so do LoRA factors and convolutions, unless an override says otherwise.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any, NamedTuple, cast
+
+from torch import Tensor, nn
+
+from samestep.groups.elsewhere import Elsewhere
+from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
+from samestep.groups.param_groups import Group, name_matches
+from samestep.rules import RULES
+from samestep.rules.rule import Rule
+from samestep.tooling.warn import warn_user
+
+Predicate = Callable[[str, Tensor], bool]
+Matcher = str | Predicate  # a name pattern such as "blocks.*.qkv.weight", or a predicate
+Overrides = Mapping[Matcher, Mapping[str, Any]]
+
+HEAD_NAMES = {
+    "lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score",
+    "to_logits", "logits", "proj_out", "qa_outputs", "v_head", "value_head", "output_layer",
+    "generator",
+}  # fmt: skip
+EMBEDDING_NAME = re.compile(
+    r"(^|[._])(wte|wpe|\w*embed\w*|\w*_emb|emb)([._]|$)"
+    r"|(^|\.)(shared|\w*tokens?|latents|\w*_table)(\.|$)",
+    re.IGNORECASE,
+)
+LORA_NAME = re.compile(r"(^|\.)lora_\w+", re.IGNORECASE)
+SCALAR_NAME = re.compile(
+    r"(bias|^A_log|^time_(faaaa|decay|first|mix\w*))$"
+)  # of the parameter itself, whatever its shape
+FUSED_NAME = re.compile(
+    r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj_\w+|gate_up_proj"
+    r"|gate_and_up_proj|kv_b_proj|w13)"
+    r"([._]|$)",
+    re.IGNORECASE,
+)
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")  # of torch.compile and of checkpointing
+
+
+class NamedParameter(NamedTuple):
+    """A trainable parameter with its first name and all modules that hold it, if known."""
+
+    name: str
+    param: Tensor
+    owners: tuple[nn.Module, ...] = ()
+
+
+class Routable(NamedTuple):
+    """Parameters to be routed, and the shapes of the model's embeddings, frozen ones too."""
+
+    parameters: list[NamedParameter]
+    vocabularies: frozenset[tuple[int, ...]] = frozenset()
+    elsewhere: tuple[NamedParameter, ...] = ()  # of other pipeline stages; patterns may mean them
+
+
+def routable(model: nn.Module) -> Routable:
+    """Every trainable parameter of a model once, under the name it has without wrappers.
+
+    Raises if there is none.
+    """
+    while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
+        model, "_orig_mod"
+    ):
+        model = cast(
+            nn.Module, getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
+        )
+    names: dict[Tensor, str] = {}
+    owners: dict[Tensor, list[nn.Module]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for own_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            parts = [
+                part for part in f"{path}.{own_name}".split(".") if part not in ("", *WRAPPERS)
+            ]
+            names.setdefault(param, ".".join(parts))
+            owners.setdefault(param, []).append(module)
+    found = [
+        NamedParameter(name, param, tuple(owners[param]))
+        for param, name in names.items()
+        if param.requires_grad
+    ]
+    if not found:
+        raise ValueError(
+            "the model has no trainable parameters: unfreeze some with requires_grad_(True)"
+        )
+    vocabularies = {
+        tuple(param.shape)
+        for param, modules in owners.items()
+        if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
+    }
+    elsewhere = []
+    for path, module in model.named_modules():
+        if isinstance(module, Elsewhere):
+            vocabularies |= module.vocabularies
+            elsewhere += [NamedParameter(f"{path}.{name}", param) for name, param in module.named]
+    return Routable(found, frozenset(vocabularies), tuple(elsewhere))
+
+
+def without_wrappers(name: str) -> str:
+    """A parameter's name without the parts that torch.compile and checkpointing put in."""
+    return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
+
+
+def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> str:
+    """matrix | embedding | unembedding | scalar | lora | conv | tensor, by owner, name and shape.
+
+    `vocabularies` holds the shapes of the embeddings: outside the numbered layers, a weight of
+    such a shape is a head.
+    """
+    name, param, owners = parameter
+    path = name.split(".")
+    is_linear = any(isinstance(owner, nn.Linear) for owner in owners)
+    if LORA_NAME.search(name):
+        return "lora"
+    is_vector = param.ndim < 2 or (param.ndim == 2 and 1 in param.shape)
+    if is_vector or SCALAR_NAME.search(path[-1]) or (any(map(_is_norm, owners)) and not is_linear):
+        return "scalar"
+    if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
+        return "embedding"
+    if any(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners) or param.ndim > 3:
+        return "conv"
+    if _is_head(path) or (tuple(param.shape) in vocabularies and not _in_a_layer(path)):
+        return "unembedding"
+    if not is_linear and EMBEDDING_NAME.search(name):
+        return "embedding"
+    return "matrix" if param.ndim == 2 else "tensor"
+
+
+def _in_a_layer(path: list[str]) -> bool:
+    """Whether a number stands in the path; a lone one at its top is a place in a Sequential."""
+    return any(part.isdigit() for part in path[1 if len(path) <= 2 else 0 :])
+
+
+def _is_head(path: list[str]) -> bool:
+    """Whether a module on the way, outside the numbered layers, is called like a head."""
+    modules = path[:-1] or path
+    outside = modules[: next((i for i, part in enumerate(modules) if part.isdigit()), None)]
+    return outside[:1] == ["fc"] or any(part in HEAD_NAMES for part in outside)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    return re.search(r"norm(\dd)?$", type(module).__name__.lower()) is not None
+
+
+def route(
+    given: Routable,
+    overrides: Overrides | None = None,
+    role_options: Mapping[str, Mapping[str, Any]] | None = None,
+    split_sizes: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
+) -> list[Group]:
+    """Sort parameters into groups by role and overrides, in order of appearance.
+
+    `role_options` holds group keys per role (its learning rate); `split_sizes` are by pattern or
+    for every matrix. An override wins over both.
+    """
+    patterns = split_sizes if isinstance(split_sizes, Mapping) else {}
+    splits = {
+        p.name: sizes
+        for key, sizes in patterns.items()
+        for p in matching(key, given, "split_sizes")
+    }
+    asked = _resolve_overrides(given, overrides or {})
+    groups: dict[tuple[Any, ...], Group] = {}
+    unmarked, fused, transposed = [], [], []
+    for parameter in given.parameters:
+        role = role_of(parameter, given.vocabularies)
+        options = dict(asked[parameter.name])
+        if role == "tensor" and "rule" not in options and parameter.param.shape[0] > 1:
+            unmarked.append(_describe(parameter))
+        rule = options.pop("rule", "muon" if role == "matrix" else "adamw")
+        split = options.pop("split_sizes", splits.get(parameter.name))
+        known_rule = RULES.get(rule)  # completing the group has the error for an unknown one
+        if known_rule is not None:
+            if known_rule.kind == "elementwise":
+                # A pattern for a fused weight may match its bias too: there is nothing to cut.
+                split = None
+                options.pop("flatten", None)
+            _refuse_lost_overrides(parameter.name, known_rule, options)
+        if rule == "muon":
+            if role == "conv" and "flatten" not in options:
+                raise ValueError(
+                    f'parameter {_describe(parameter)} is a convolution: add "flatten": True '
+                    "beside its rule to have it treated as the matrix (out, all the rest)"
+                )
+            if split is None and not isinstance(split_sizes, Mapping) and role == "matrix":
+                split = split_sizes
+            if split is None:
+                split = _known_split(parameter)
+            if split is None and FUSED_NAME.search(parameter.name) and parameter.param.ndim >= 2:
+                rows, cols = parameter.param.shape[-2:]
+                if rows > cols:
+                    fused.append(_describe(parameter))
+                elif cols >= 2 * rows:
+                    transposed.append(_describe(parameter))
+        # Tensors by identity: two learning-rate tensors of one value are two schedules.
+        values = (id(v) if isinstance(v, Tensor) else repr(v) for _, v in sorted(options.items()))
+        key = (rule, role, *sorted(options), *values)
+        if key not in groups:
+            from_role = (role_options or {}).get(role, {})
+            # Copied: schedulers write into learning-rate tensors, group by group.
+            own = deepcopy({**from_role, **options})
+            groups[key] = {"params": [], "rule": rule, "role": role, **own}
+        groups[key]["params"].append((parameter.name, parameter.param))
+        if split is not None:
+            groups[key].setdefault("split_sizes", {})[parameter.name] = split
+    _warn(
+        unmarked,
+        "more than two dims, so left to AdamW. For a stack of matrices pass "
+        'overrides={"<pattern>": {"rule": "muon"}}; to keep AdamW without this warning, '
+        '{"rule": "adamw"}',
+    )
+    _warn(
+        fused,
+        "looks like a fused weight (query-key-value, gate-up) and has no split_sizes; "
+        "orthogonalizing it whole mixes its parts and is known to hurt. Pass "
+        'overrides={"<pattern>": {"split_sizes": (q_rows, k_rows, v_rows)}}, or all rows as one '
+        "size if it is one matrix",
+    )
+    _warn(
+        transposed,
+        "looks like a fused weight stored as (in, out), whose parts are columns, which "
+        'split_sizes cannot cut. Store it as (out, in), or pass overrides={"<pattern>": '
+        '{"rule": "adamw"}}; all rows as one split size keeps it whole',
+    )
+    return list(groups.values())
+
+
+def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
+    """Fill groups whose "params" are patterns or predicates; each parameter exactly once."""
+    taken: dict[str, Matcher] = {}
+    filled = []
+    for group in groups:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(
+                'groups: must be a list of dicts with the key "params" (a name pattern, a '
+                f"predicate or a list of them), got {group!r}"
+            )
+        matchers = group["params"]
+        if isinstance(matchers, str) or callable(matchers):
+            matchers = [matchers]
+        members = []
+        for matcher in matchers:
+            for parameter in matching(matcher, given, "groups"):
+                if parameter.name in taken:
+                    raise ValueError(
+                        f"parameter {parameter.name!r} is covered twice: by "
+                        f"{taken[parameter.name]!r} and by {matcher!r}; let only one match it"
+                    )
+                taken[parameter.name] = matcher
+                members.append((parameter.name, parameter.param))
+        if members or not given.elsewhere:
+            filled.append({**group, "params": members})
+    missing = [parameter.name for parameter in given.parameters if parameter.name not in taken]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameters are in no group: {_some(missing)}; add a group "
+            "whose pattern matches them, or freeze them with requires_grad_(False)"
+        )
+    return filled
+
+
+def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParameter]:
+    """The parameters a matcher selects; matching nothing is an error, since it is a typo."""
+    if isinstance(matcher, str):
+        pattern = matcher
+
+        def selects(p: NamedParameter) -> bool:
+            return name_matches(p.name, pattern)
+    elif callable(matcher):
+        predicate = matcher
+
+        def selects(p: NamedParameter) -> bool:
+            return predicate(p.name, p.param)
+    else:
+        raise TypeError(f"{where}: {matcher!r} is neither a name pattern nor a predicate")
+    found = [p for p in given.parameters if selects(p)]
+    if not found and not any(map(selects, given.elsewhere)):
+        raise ValueError(
+            f"{where}: {matcher!r} matches no trainable parameter; the names are "
+            f"{_some([p.name for p in (*given.parameters, *given.elsewhere)])}"
+        )
+    return found
+
+
+def _resolve_overrides(given: Routable, overrides: Overrides) -> dict[str, dict[str, Any]]:
+    """The overridden keys of each parameter; two overrides may not fight over one key."""
+    asked: dict[str, dict[str, Any]] = {parameter.name: {} for parameter in given.parameters}
+    source: dict[tuple[str, str], Matcher] = {}
+    for matcher, options in overrides.items():
+        if not isinstance(options, Mapping):
+            raise TypeError(
+                f"overrides: {matcher!r} needs a dict of group keys such as "
+                f'{{"rule": "adamw"}}, got {options!r}'
+            )
+        for parameter in matching(matcher, given, "overrides"):
+            for key, value in options.items():
+                earlier = source.setdefault((parameter.name, key), matcher)
+                if earlier is not matcher and asked[parameter.name][key] != value:
+                    raise ValueError(
+                        f"parameter {parameter.name!r} is covered twice: {earlier!r} and "
+                        f"{matcher!r} give different values for {key!r}; let only one match it"
+                    )
+                asked[parameter.name][key] = value
+    return asked
+
+
+def _refuse_lost_overrides(name: str, rule: Rule, options: Mapping[str, Any]) -> None:
+    """An override that the parameter's rule does not read would do nothing, silently."""
+    for key, value in options.items():
+        reason = why_lost(key, value, rule)
+        if reason is None and key not in options_of_rule(rule):
+            meant = likely_option(key, rule)
+            hint = "" if meant is None else f"; did you mean {meant!r}?"
+            reason = f"{key!r} is no option of rule {rule.name!r}{hint}"
+        if reason:
+            raise ValueError(f"overrides: {name!r} follows rule {rule.name!r}, and {reason}")
+
+
+def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
+    """Row blocks that are certain, from torch's own modules."""
+    own_name = parameter.name.rpartition(".")[2]
+    for kind, prefix, parts in (
+        (nn.MultiheadAttention, "in_proj_weight", 3),
+        (nn.LSTM | nn.LSTMCell, ("weight_ih", "weight_hh"), 4),
+        (nn.GRU | nn.GRUCell, ("weight_ih", "weight_hh"), 3),
+    ):
+        is_kind = any(isinstance(owner, kind) for owner in parameter.owners)
+        if is_kind and own_name.startswith(prefix):
+            return (parameter.param.shape[0] // parts,) * parts
+    return None
+
+
+def _warn(parameters: Sequence[str], text: str) -> None:
+    """One warning for all, at the line that built the optimizer."""
+    if parameters:
+        warn_user(f"{_some(parameters)}: {text}")
+
+
+def _describe(parameter: NamedParameter) -> str:
+    return f"{parameter.name} {tuple(parameter.param.shape)}"
+
+
+def _some(names: Sequence[str], limit: int = 6) -> str:
+    """A few names and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,80 @@
+"""The table that shows which rule each parameter follows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from samestep.groups.param_groups import parameter_names
+from samestep.layout.blocks import Block
+from samestep.rules import RULES
+from samestep.rules.muon import lr_factor
+
+
+class TableRow(NamedTuple):
+    """What `table` shows of one parameter."""
+
+    name: str
+    shape: str
+    rule: str
+    role: str
+    blocks: str
+    lr: str
+    lr_factor: str
+
+
+def table(groups: Sequence[Mapping[str, Any]], blocks: Mapping[Tensor, list[Block] | None]) -> str:
+    """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
+    rows = [TableRow("parameter", "shape", "rule", "role", "blocks", "lr", "lr factor")]
+    totals: dict[str, list[int]] = {}
+    for index, group in enumerate(groups):
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            total = totals.setdefault(group["rule"], [0, 0, 0])
+            own = blocks[param]
+            rows.append(_row(name, param, group, own))
+            total[0] += 1
+            total[1] += param.numel()
+            total[2] += len(own or [])
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    everything = sum(elements for _, elements, _ in totals.values())
+    for rule, (count, elements, block_count) in sorted(totals.items()):
+        share = 100 * elements / max(1, everything)
+        note = f" in {_count(block_count, 'block')}" if RULES[rule].kind == "matrix" else ""
+        lines.append(
+            f"{rule}: {_count(count, 'parameter')}, {elements:,} elements ({share:.1f}%){note}"
+        )
+    return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _row(
+    name: str, param: Tensor, group: Mapping[str, Any], blocks: list[Block] | None
+) -> TableRow:
+    """One line of the table; equal blocks are counted, unequal ones listed."""
+    shape = " x ".join(str(size) for size in param.shape) or "scalar"
+    kinds: dict[tuple[int, int], int] = {}
+    for block in blocks or []:
+        kinds[block.shape] = kinds.get(block.shape, 0) + 1
+    cut = ", ".join(
+        f"{rows} x {cols}" if count == 1 else f"{count} of {rows} x {cols}"
+        for (rows, cols), count in kinds.items()
+    )
+    factors = [
+        f"{lr_factor(*kind, group['adjust_lr']):.4g}" for kind in kinds if "adjust_lr" in group
+    ]
+    return TableRow(
+        name,
+        shape,
+        group["rule"],
+        str(group.get("role", "")),
+        cut or "-",
+        f"{float(group['lr']):.4g}" if "lr" in group else "-",
+        ", ".join(dict.fromkeys(factors)) or "1",
+    )

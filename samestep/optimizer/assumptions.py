@@ -1,0 +1,556 @@
+"""The register of assumptions: what an optimizer takes for granted of the world around it.
+
+One list. Each entry says in a sentence what is assumed, which function checks it, when that
+runs and what it costs; and for an optimizer at hand whether it concerns that, and how.
+`opt.explain()` prints the list for a run. What nobody checks is in it as well, and is told last.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from torch import Tensor, float16
+
+from samestep.comm.groups import RankGroup, ranks_text
+from samestep.groups.distribution import Distribution
+from samestep.groups.param_groups import parameter_names
+from samestep.placements.whole.gradients import gradient_dtype
+
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded_blocks import ShardedParameters
+    from samestep.placements.whole.replicated import ReplicatedParameters
+
+When = Literal["construction", "first step", "every step", "stress.check", "never"]
+
+WIDTH = 100
+
+
+class Facts(NamedTuple):
+    """What an optimizer knows of its run; entries of the register read nothing else."""
+
+    kind: str  # name of its class
+    ranks: RankGroup | None  # those that hold copies of plain parameters; None: one process
+    outer: RankGroup | None
+    stages: RankGroup | None
+    distribution: Distribution
+    replicated: "Sequence[ReplicatedParameters]"
+    sharded: "Sequence[ShardedParameters]"
+    groups: Sequence[Mapping[str, Any]]
+    max_grad_norm: float | None
+
+
+Here = Callable[[Facts], str | None]
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """Something that must be true for every rank to take the same step.
+
+    name: short, unique.
+    taken_for_granted: a sentence.
+    check: "module:function" or "module:Class.method", which holds it; None: nobody does.
+    when: it runs.
+    cost: of the check, in words; where nobody checks, what helps or why nobody can.
+    here: what it means for an optimizer at hand; None: it does not concern that.
+    """
+
+    name: str
+    taken_for_granted: str
+    check: str | None
+    when: When
+    cost: str
+    here: Here
+
+    def function(self) -> Callable[..., Any] | None:
+        """The function that checks, without what is wrapped around it."""
+        if self.check is None:
+            return None
+        module, _, path = self.check.partition(":")
+        found: Any = import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        function: Callable[..., Any] = inspect.unwrap(found)
+        return function
+
+
+def explain(facts: Facts) -> str:
+    """The register for one optimizer, as text."""
+    where = "one process" if facts.ranks is None else ranks_text(facts.ranks.members)
+    lines = [f"What {facts.kind} takes for granted ({where})", ""]
+    told = [(entry, here) for entry in REGISTER if (here := entry.here(facts)) is not None]
+    for entry, here in told:
+        if entry.check is not None:
+            checked = f"Checked {_when(entry.when)}; cost: {entry.cost} ({entry.check})"
+            lines += _lines(entry, here, checked)
+    unchecked = [(entry, here) for entry, here in told if entry.check is None]
+    if unchecked:
+        lines += ["What nobody checks", ""]
+    for entry, here in unchecked:
+        lines += _lines(entry, here, f"Not checked: {entry.cost}")
+    return "\n".join(lines).rstrip()
+
+
+def _when(when: When) -> str:
+    return {
+        "construction": "at construction",
+        "first step": "in the first step",
+        "every step": "in every step",
+        "stress.check": "where you call samestep.stress.check",
+        "never": "never",
+    }[when]
+
+
+def _lines(entry: Assumption, here: str, checked: str) -> Iterator[str]:
+    yield entry.name
+    for text in (entry.taken_for_granted, f"Here: {here}.", f"{checked}."):
+        yield from wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    yield ""
+
+
+# --- what entries say of a run -------------------------------------------------------------------
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _plain_params(facts: Facts) -> str:
+    return _many(sum(len(plan.params) for plan in facts.replicated), "plain parameter")
+
+
+def _averages_here(facts: Facts) -> bool:
+    return bool(facts.replicated) and facts.distribution.grads == "local"
+
+
+def _who_averages(facts: Facts) -> str | None:
+    """Of every parameter: who averages the gradients of its copies."""
+    found = []
+    for plan in facts.replicated:
+        what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
+        if facts.distribution.grads == "reduced":
+            found.append(f'{what} on {ranks} averaged by somebody else (grads="reduced", or DDP)')
+            continue
+        outside = "" if facts.outer is None else f", then over {ranks_text(facts.outer.members)}"
+        found.append(f"{what} averaged by samestep over {ranks}{outside}")
+    by_fsdp = _managed_by_fsdp(facts)
+    for sharded in facts.sharded:
+        names = sharded.mesh.mesh_dim_names
+        axes = f" (mesh axes {', '.join(names)})" if names else ""
+        where = f"on {ranks_text(sharded.group.members)}{axes}"
+        managed = sum(id(param) in by_fsdp for param in sharded.params)
+        others = len(sharded.params) - managed
+        if managed:
+            found.append(f"{_many(managed, 'DTensor')} {where} averaged by FSDP2")
+        if others:
+            found.append(
+                f"{_many(others, 'DTensor')} {where} combined by the layers that hold them, such "
+                "as those of tensor parallel"
+            )
+    return "; ".join(found) or None
+
+
+def _among_ranks(facts: Facts) -> str | None:
+    if not facts.replicated:
+        return None
+    groups = dict.fromkeys(plan.group.members for plan in facts.replicated)
+    return f"{_plain_params(facts)} on " + "; ".join(map(ranks_text, groups))
+
+
+def _plans(facts: Facts) -> str | None:
+    count = len(facts.replicated) + len(facts.sharded)
+    return _many(count, "plan") if count else None
+
+
+def _dtensors(facts: Facts) -> str | None:
+    return _many(sum(len(s.params) for s in facts.sharded), "DTensor") if facts.sharded else None
+
+
+def _outside_of_meshes(facts: Facts) -> str | None:
+    """DTensors on meshes that leave out some of the ranks."""
+    if facts.ranks is None:
+        return None
+    found = [
+        f"{_some([spec.name for spec in sharded.specs])} on {ranks_text(sharded.group.members)}"
+        for sharded in facts.sharded
+        if not set(facts.ranks.members) <= set(sharded.group.members)
+    ]
+    return "; ".join(found) or None
+
+
+def _groups(facts: Facts) -> str | None:
+    return _many(len(facts.groups), "group")
+
+
+def _reduced_gradients(facts: Facts) -> str | None:
+    if not facts.replicated or facts.distribution.grads == "local":
+        return None
+    return _plain_params(facts)
+
+
+def _overlapped(facts: Facts) -> str | None:
+    if not (_averages_here(facts) and facts.distribution.overlap_grad_reduce):
+        return None
+    return f"{_plain_params(facts)}, reduced inside backward (overlap_grad_reduce)"
+
+
+def _on_their_way(facts: Facts) -> str | None:
+    if not (facts.replicated and facts.distribution.overlap_param_gather):
+        return None
+    return f"{_plain_params(facts)}, still on their way after the step (overlap_param_gather)"
+
+
+def _narrow_sums(facts: Facts) -> str | None:
+    """Gradients that travel in float16."""
+    if not _averages_here(facts):
+        return None
+    asked = facts.distribution.reduce_dtype
+    params = [param for plan in facts.replicated for param in plan.params]
+    narrow = sum((asked or gradient_dtype(param)) == float16 for param in params)
+    return f"{_many(narrow, 'gradient')} of float16" if narrow else None
+
+
+def _equal_weight(facts: Facts) -> str | None:
+    if not _averages_here(facts):
+        return None
+    return "ranks with fewer tokens count as much as others"
+
+
+def _finite(facts: Facts) -> str | None:
+    if facts.max_grad_norm is None:
+        return None
+    return f"max_grad_norm={facts.max_grad_norm:g} skips the step on all ranks if they are not"
+
+
+def _finite_unasked(facts: Facts) -> str | None:
+    if facts.max_grad_norm is not None:
+        return None
+    # Gradients that are averaged elsewhere never pass the check of each rank's own.
+    own = " or check_gradients=True (each rank's own)" if _averages_here(facts) else ""
+    return (
+        "NaN or inf gradients are not caught before they reach parameters and state. To catch "
+        "them, pass max_grad_norm= (math.inf checks without clipping; it looks at the averaged "
+        f"gradients){own}"
+    )
+
+
+def _other_ranks(facts: Facts) -> str | None:
+    if facts.ranks is None:
+        return None
+    return f"parameters, options and state on {ranks_text(facts.ranks.members)}"
+
+
+def _fused_and_cut(facts: Facts) -> str | None:
+    """Weights of several blocks whose rows are cut by more than FSDP2."""
+    if not facts.sharded:
+        return None
+    by_fsdp = _managed_by_fsdp(facts)
+    found = [
+        name
+        for index, group in enumerate(facts.groups)
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True)
+        if group.get("split_sizes")
+        and param.dim() == 2
+        and _row_cuts(param) > (id(param) in by_fsdp)
+    ]
+    return _some(found) if found else None
+
+
+def _managed_by_fsdp(facts: Facts) -> set[int]:
+    """The DTensors that FSDP2 manages, by id."""
+    if not facts.sharded:
+        return set()
+    from samestep.fsdp.units import managed_beside  # DTensors take long to import
+
+    params = [param for sharded in facts.sharded for param in sharded.params]
+    return set(map(id, managed_beside(params)))
+
+
+def _row_cuts(param: Tensor) -> int:
+    """Over how many axes of its mesh the rows are cut."""
+    placements = getattr(param, "placements", ())
+    return sum(getattr(placement, "dim", None) == 0 for placement in placements)
+
+
+def _alone(facts: Facts) -> str | None:
+    """Of an optimizer that knows of this process only, and has gradients to average."""
+    if facts.ranks is not None or facts.sharded or facts.distribution.grads == "reduced":
+        return None
+    return "this process trains alone"
+
+
+def _all_params(facts: Facts) -> str | None:
+    return _many(sum(len(group["params"]) for group in facts.groups), "parameter")
+
+
+def _narrow(facts: Facts) -> str | None:
+    params = [param for group in facts.groups for param in group["params"]]
+    narrow = [param for param in params if param.dtype.itemsize < 4]
+    return f"{len(narrow)} of {_many(len(params), 'parameter')} are narrower" if narrow else None
+
+
+def _local(facts: Facts) -> str | None:
+    if not _averages_here(facts):
+        return None
+    return f"{_plain_params(facts)} with gradients of each rank's own data"
+
+
+def _edited(facts: Facts) -> str | None:
+    return None if facts.distribution.overlap_grad_reduce else _local(facts)
+
+
+# --- the register --------------------------------------------------------------------------------
+
+REGISTER: tuple[Assumption, ...] = (
+    Assumption(
+        "averages",
+        "The copies of every parameter are averaged by somebody, and by one only.",
+        "samestep.placements.copies:refuse_copies_nobody_averages",
+        "construction",
+        "nothing where a mesh has all ranks, else 64 bytes and two bits for each rank, from each "
+        "rank",
+        _who_averages,
+    ),
+    Assumption(
+        "same plan",
+        "All ranks that share parameters have built the same model and optimizer.",
+        "samestep.comm.integrity.agreement:require_same_lines",
+        "construction",
+        "32 bytes from every rank",
+        _plans,
+    ),
+    Assumption(
+        "equal start",
+        "Copies of a parameter have the same values when training begins and when a state is "
+        "loaded.",
+        "samestep.placements.whole.replicated:ReplicatedParameters.mend_replicas",
+        "construction",
+        "a checksum of every parameter, of which 8 bytes travel",
+        _among_ranks,
+    ),
+    Assumption(
+        "unchanged groups",
+        "Parameters are those that the optimizer was built with, in the same shape and dtype, and "
+        "options that decide the state stay as they were.",
+        "samestep.groups.group_checks:GroupChecks.check",
+        "every step",
+        "negligible time on the CPU",
+        _groups,
+    ),
+    Assumption(
+        "unchanged memory",
+        "Plain parameters stay contiguous, and those in flat buffers stay there.",
+        "samestep.placements.whole.replicated:ReplicatedParameters._parameter_problem",
+        "every step",
+        "negligible time on the CPU",
+        _among_ranks,
+    ),
+    Assumption(
+        "missing gradients",
+        "A rank may lack a gradient that others have (zeros stand for it), or may be unable to "
+        "take the step (then no rank takes it).",
+        "samestep.comm.presence:PresenceAgreement.agree",
+        "every step",
+        "8 bytes for each parameter travel",
+        _plans,
+    ),
+    Assumption(
+        "gradients placed alike",
+        "The gradient of a DTensor is placed as the DTensor is.",
+        "samestep.placements.parts.sharded:ShardedTensors._gradient_problem",
+        "every step",
+        "negligible time on the CPU",
+        _dtensors,
+    ),
+    Assumption(
+        "one order of launches",
+        "No other optimizer reduces gradients inside the same backward: on ranks that lack a "
+        "gradient their reductions would meet in another order.",
+        "samestep.placements.whole.launch_order:LaunchOrder.rival",
+        "every step",
+        "negligible time on the CPU",
+        _overlapped,
+    ),
+    Assumption(
+        "gradients left alone",
+        "Nobody changes a gradient after it was reduced inside backward.",
+        "samestep.placements.whole.reduction:GradientReducer._changed_gradient",
+        "every step",
+        "negligible time on the CPU",
+        _overlapped,
+    ),
+    Assumption(
+        "keys of groups",
+        "Every key of a group is read by its rule, or is somebody else's and changes nothing.",
+        "samestep.groups.group_keys:refuse_lost_keys",
+        "construction",
+        "negligible time on the CPU; keys from libraries that samestep does not know are kept "
+        "silently",
+        _groups,
+    ),
+    Assumption(
+        "process group first",
+        "Ranks that were started together have a process group when the optimizer is built.",
+        "samestep.groups.mistakes:warn_of_missing_group",
+        "construction",
+        "negligible time on the CPU; known from RANK and WORLD_SIZE in the environment, so "
+        "ranks started otherwise are not seen",
+        _alone,
+    ),
+    Assumption(
+        "no process group later",
+        "No process group of several ranks is made after the optimizer.",
+        "samestep.groups.mistakes:has_process_group",
+        "every step",
+        "negligible time on the CPU",
+        _alone,
+    ),
+    Assumption(
+        "whole parameters",
+        "A plain parameter is all of that parameter, not a flattened shard of FSDP1.",
+        "samestep.groups.mistakes:refuse_flat_parameter",
+        "construction",
+        "negligible time on the CPU",
+        _all_params,
+    ),
+    Assumption(
+        "updates that count",
+        "Parameters have enough bits for their updates, have a 32-bit copy, or lose them on "
+        "purpose.",
+        "samestep.groups.mistakes:warn_of_lost_updates",
+        "construction",
+        "negligible time on the CPU; a model that is turned to 16 bits later is not seen",
+        _narrow,
+    ),
+    Assumption(
+        "the model's parameters",
+        "What the model trains is what the optimizer has; none came, was unfrozen or replaced.",
+        "samestep.groups.mistakes:TrainingWatch.look_at_model",
+        "first step",
+        "negligible time on the CPU, again before steps 2, 4, 8, ...; not seen if the "
+        "optimizer was given parameters in place of a model",
+        _all_params,
+    ),
+    Assumption(
+        "gradients come",
+        "Steps come after backward, and gradients are not cleared in between.",
+        "samestep.groups.mistakes:TrainingWatch.look_at_gradients",
+        "first step",
+        "negligible time on the CPU, until a gradient was seen; warns after three steps "
+        "without gradients",
+        _all_params,
+    ),
+    Assumption(
+        "averaged once",
+        "Nobody else averages gradients that are averaged here.",
+        "samestep.groups.mistakes:warn_of_ddp",
+        "first step",
+        "negligible time on the CPU; a DistributedDataParallel that is made after the first "
+        "step, and gradients averaged by hand, are not seen",
+        _local,
+    ),
+    Assumption(
+        "unedited before averaging",
+        "Nobody clips or edits gradients by what one rank sees before they are averaged.",
+        "samestep.groups.mistakes:GradientEdits.look",
+        "first step",
+        "a hook on each parameter that is taken away after two steps; warns only if all gradients "
+        "were edited in place, and later edits are not seen",
+        _edited,
+    ),
+    Assumption(
+        "room for sums",
+        "Sums of gradients fit into the dtype in which a backend adds them up; those of float16 "
+        "are divided first.",
+        "samestep.placements.whole.reduction:divides_first",
+        "every step",
+        "one more pass over float16 gradients, nothing for others",
+        _narrow_sums,
+    ),
+    Assumption(
+        "finite gradients",
+        "Averaged gradients are finite.",
+        "samestep.update.gradient_norm:square_sum",
+        "every step",
+        "one reading of every gradient, 8 bytes travel",
+        _finite,
+    ),
+    Assumption(
+        "equal ever after",
+        "Ranks change parameters, options (such as learning rates) and state in step() alone, or "
+        "all of them in the same way.",
+        "samestep.stress.check:check",
+        "stress.check",
+        "a checksum of every parameter and one all-reduce of a few bytes",
+        _other_ranks,
+    ),
+    Assumption(
+        "copies beside a mesh",
+        "Ranks that hold copies of a DTensor outside of its mesh see the same data, as along a "
+        "tensor parallel axis, and so have the same gradients: nobody averages them.",
+        "samestep.stress.outside_copies:OutsideCopies.drifts",
+        "stress.check",
+        "a checksum of what is held, and 128 bytes from every rank",
+        _outside_of_meshes,
+    ),
+    # What nobody checks.
+    Assumption(
+        "reduced gradients",
+        "Gradients of plain parameters come averaged, the same on every rank.",
+        None,
+        "never",
+        "samestep.stress.check finds the copies that drift apart if they do not",
+        _reduced_gradients,
+    ),
+    Assumption(
+        "equal weight of ranks",
+        "The loss of every rank is a mean over as many samples or tokens as on other ranks, since "
+        "the mean of gradients is taken over ranks.",
+        None,
+        "never",
+        "gradients do not tell",
+        _equal_weight,
+    ),
+    Assumption(
+        "nothing in between",
+        "Between backward and step() nobody else launches collectives on the same process group: a "
+        "rank that lacks a gradient launches its reductions in step() alone, and so does the first "
+        "step beside another optimizer. A second optimizer without overlap steps after this one.",
+        None,
+        "never",
+        "a collective that fails names the rank and the collective it was in",
+        _overlapped,
+    ),
+    Assumption(
+        "reads after arrival",
+        "Whoever reads parameters outside of a module's forward calls wait_for_parameters() first.",
+        None,
+        "never",
+        "poison_early_reads=True shows reads that come too early",
+        _on_their_way,
+    ),
+    Assumption(
+        "projections in one weight",
+        "Where tensor parallel cuts the rows of a weight that holds several projections "
+        "(split_sizes), the model's forward knows which rows it has: the update is right in any "
+        "case, a forward that splits its part into three is not.",
+        None,
+        "never",
+        "samestep.parallel refuses such a plan; a model that was cut by others is not looked into",
+        _fused_and_cut,
+    ),
+    Assumption(
+        "finite gradients, unchecked",
+        "Averaged gradients are finite.",
+        None,
+        "never",
+        "it would cost one reading of every gradient",
+        _finite_unasked,
+    ),
+)

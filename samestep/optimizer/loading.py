@@ -1,0 +1,197 @@
+"""Loading optimizer state: checked first, kept in its own dtype, by name where names exist."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.groups.param_groups import (
+    Group,
+    complete,
+    decisive_changes,
+    own_spelling,
+    parameter_names,
+)
+from samestep.rules.state import MASTER, State
+
+StateDict = dict[str, Any]
+PART = "part"  # in a state dict: which rank's part of a plan it is
+
+
+class _Hidden:
+    """State that torch's loading passes on as it is, since it looks like no tensor."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
+
+def load_state(
+    optimizer: torch.optim.Optimizer,
+    torch_load: Callable[[StateDict], None],
+    state_dict: StateDict,
+) -> None:
+    """Run torch's own `load_state_dict`, hooks included, around our check and copy.
+
+    torch casts floating state to the parameter's dtype, which would round fp32 moments of
+    bf16 parameters. So the last pre-hook checks everything and hides the tensors from the
+    cast, and the first post-hook copies them into the state that exists.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
+        got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
+        raise ValueError(
+            'the state of an optimizer is a dict with the keys "state" and "param_groups", '
+            f"got {str(got)[:200]}"
+        )
+    own: dict[Tensor, State] = dict(optimizer.state)
+
+    def check_and_hide(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
+        return _checked(optimizer, loaded)
+
+    def copy_into_place(_: torch.optim.Optimizer) -> None:
+        for param, state in own.items():
+            hidden = optimizer.state.get(param)
+            _fill(param, state, hidden["hidden"].state if hidden else None)
+            optimizer.state[param] = state
+
+    pre = optimizer.register_load_state_dict_pre_hook(check_and_hide)
+    post = optimizer.register_load_state_dict_post_hook(copy_into_place, prepend=True)
+    try:
+        torch_load(state_dict)
+    finally:
+        pre.remove()
+        post.remove()
+
+
+def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None) -> None:
+    """Raise unless a state is whole and wanted whole, or is this rank's part of the same plan."""
+    saved = state_dict.get(PART) if isinstance(state_dict, Mapping) else None
+    if saved == mine or not isinstance(state_dict, Mapping):
+        return
+    if saved is None or mine is None or saved["ranks"] != mine["ranks"]:
+        what, wanted = (_whole_or_part(part) for part in (saved, mine))
+        raise ValueError(
+            f"the loaded state is {what}, and {wanted} is needed: every rank loads the file it "
+            "has saved, on as many ranks"
+        )
+    if saved["rank"] != mine["rank"]:
+        raise ValueError(
+            f"the loaded state is that of rank {saved['rank']}, and this is rank {mine['rank']}: "
+            "every rank loads the file it has saved"
+        )
+    raise ValueError(
+        "the loaded state was saved with another plan of who owns what: build the optimizer with "
+        "the same model, sharding, bucket_size, crossover and owners as when it was saved"
+    )
+
+
+def _whole_or_part(part: Mapping[str, Any] | None) -> str:
+    return "that of one process" if part is None else f"one of {part['ranks']} ranks' parts"
+
+
+@torch.no_grad()
+def _fill(param: Tensor, state: State, saved: Mapping[str, Any] | None) -> None:
+    """Copy a saved entry; without one (saved before its first step) start afresh."""
+    for key, tensor in state.items():
+        if saved is not None and key in saved:
+            tensor.copy_(torch.as_tensor(saved[key]))
+        elif key == MASTER and tensor.shape == param.shape:
+            tensor.copy_(param)
+        else:
+            tensor.zero_()  # pieces of a master that are not the parameter's take its value later
+
+
+def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
+    """The state dict in our order, with our keys and hidden tensors; raises if it does not fit."""
+    saved_groups = loaded["param_groups"]
+    if len(saved_groups) != len(optimizer.param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: {len(saved_groups)}, "
+            f"but this optimizer has {len(optimizer.param_groups)}"
+        )
+    groups, state = [], {}
+    for index, (group, saved) in enumerate(zip(optimizer.param_groups, saved_groups, strict=True)):
+        names = parameter_names(group, index)
+        ids = _ids_in_our_order(index, group, saved)
+        groups.append(_merged(index, group, {**saved, "params": ids}))
+        for name, param, saved_id in zip(names, group["params"], ids, strict=True):
+            entry = loaded["state"].get(saved_id)
+            if entry:
+                _check_entry(name, optimizer.state[param], entry)
+                state[saved_id] = {"hidden": _Hidden(entry)}
+    known = {saved_id for saved in saved_groups for saved_id in saved["params"]}
+    unknown = [key for key in loaded["state"] if key not in known]
+    if unknown:
+        raise ValueError(
+            f"the loaded state has entries for {unknown[:3]!r}, which are in no loaded group "
+            f"(those have {sorted(known, key=str)[:3]!r}, ...): was it saved in another format?"
+        )
+    return {**loaded, "param_groups": groups, "state": state}
+
+
+def _ids_in_our_order(index: int, group: Group, saved: Group) -> list[Any]:
+    """The saved ids of the group's parameters: matched by name if both have names."""
+    ids: list[Any] = saved["params"]
+    names, saved_names = group.get("param_names"), saved.get("param_names")
+    if names is not None and saved_names is not None and len(saved_names) == len(ids):
+        missing, extra = (
+            sorted(set(names) - set(saved_names)),
+            sorted(set(saved_names) - set(names)),
+        )
+        if missing or extra:
+            lacks = f"{missing[0]!r} is not in the loaded group" if missing else "the loaded group"
+            has = f"{', which' if missing else ''} has {extra[0]!r}" if extra else ""
+            raise ValueError(
+                f"param_groups[{index}]: {lacks}{has}; load into the same model, grouped in the "
+                "same way, with the same parameters frozen"
+            )
+        by_name = dict(zip(saved_names, ids, strict=True))
+        return [by_name[name] for name in names]
+    if len(ids) != len(group["params"]):
+        raise ValueError(
+            f"loaded state dict contains a parameter group that doesn't match the size of "
+            f"optimizer's group: param_groups[{index}] was saved with {len(ids)} parameters "
+            f"and has {len(group['params'])} here"
+        )
+    return ids
+
+
+def _merged(index: int, group: Group, saved: Group) -> Group:
+    """Saved hyperparameters over ours; keys that decide the shape of the state must agree."""
+    own = ("fused", "state_dtypes")  # how a step is computed and kept is not the file's business
+    saved = {key: value for key, value in own_spelling(saved).items() if key not in own}
+    if group["rule"] == "muon" and "rule" not in saved:  # from torch.optim.Muon
+        saved = {"orthogonalize": "newton-schulz", **saved}
+    if saved.get("rule", group["rule"]) != group["rule"]:
+        raise ValueError(
+            f"param_groups[{index}] was saved with rule {saved['rule']!r} and has "
+            f"{group['rule']!r} here"
+        )
+    merged = complete({**group, **saved}, {})
+    if "param_names" in group:
+        merged["param_names"] = group["param_names"]
+    changes = decisive_changes(group, merged)
+    if changes:
+        raise ValueError(
+            f"param_groups[{index}] was saved with options that its state depends on and that "
+            f"differ here ({changes}): build the optimizer with the saved values"
+        )
+    return merged
+
+
+def _check_entry(name: str, state: State, entry: Mapping[str, Any]) -> None:
+    """The saved entry of one parameter has our keys and shapes."""
+    missing = set(state) - set(entry) - {MASTER}  # a master copy can be made from the parameter
+    unexpected = set(entry) - set(state)
+    if missing or unexpected:
+        hint = "; build the optimizer with master_weights=True" if MASTER in unexpected else ""
+        raise ValueError(
+            f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(state)} "
+            f"are needed{hint}"
+        )
+    for key, value in entry.items():
+        shape, expected = tuple(torch.as_tensor(value).shape), tuple(state[key].shape)
+        if shape != expected:
+            raise ValueError(
+                f"state {key!r} of {name!r} was saved with shape {shape}, but {expected} is needed"
+            )

@@ -1,0 +1,350 @@
+"""The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from samestep.bench.crossover import read_crossover
+from samestep.groups.distribution import Distribution
+from samestep.groups.mistakes import is_ddp
+from samestep.groups.param_groups import Group, check_pair, own_spelling, unknown_option
+from samestep.groups.routing import (
+    NamedParameter,
+    Overrides,
+    Routable,
+    routable,
+    route,
+    route_explicit,
+    without_wrappers,
+)
+from samestep.optimizer.group_optimizer import Params
+from samestep.optimizer.step import RuleOptimizer
+from samestep.presets import preset_options
+from samestep.rules import RULES
+from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule
+
+SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
+ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
+
+
+class DistributionOptions(TypedDict, total=False):
+    """Keywords of every optimizer that concern ranks; see `samestep.groups.distribution`."""
+
+    sharding: str
+    buffers: str
+    reduction: str
+    reduce_dtype: torch.dtype | None
+    overlap_grad_reduce: bool
+    overlap_param_gather: bool
+    poison_early_reads: bool
+    grads: str
+    grad_dtype: torch.dtype | None
+    process_group: Any
+    outer_group: Any
+    stage_group: Any
+    crossover: int | str | Path
+    bucket_size: int
+    waves: int
+    owners: str
+    max_state_ratio: float | None
+    muon_schedule: str
+    chunk_size: int | None
+    chunks_ahead: int
+    block_dtype: torch.dtype | None
+    check_gradients: bool
+    strict: bool
+
+
+class MuonOptions(DistributionOptions, total=False):
+    """Group keys of the rule "muon" beside the shared ones; see `samestep.rules.muon`."""
+
+    momentum: float
+    momentum_form: str
+    nesterov: bool
+    equilibrate: bool
+    orthogonalize: str
+    ns_steps: int
+    ns_coefficients: Any
+    execution: str | None
+    eps_form: str
+    renormalize: bool
+    variance_beta2: float | None
+    adjust_lr: str | None
+    adjust_lr_fn: str | None
+    cautious: bool
+    scale_decay: bool
+    split_sizes: Any
+    flatten: bool
+    compute_dtype: torch.dtype | None
+    state_dtypes: Mapping[str, torch.dtype] | None
+
+
+class MuonAdamWOptions(MuonOptions, total=False):
+    """Keywords of `MuonAdamW`; what is not given comes from the preset or the default."""
+
+    weight_decay: float
+    maximize: bool
+    betas: tuple[float, float]
+    eps: float
+    amsgrad: bool
+    fused: bool
+    matrix_lr: float | Tensor
+    embedding_lr: float | Tensor
+    unembedding_lr: float | Tensor
+    scalar_lr: float | Tensor
+
+
+class MuonAdamW(RuleOptimizer):
+    """Muon for hidden matrices, AdamW for everything else, in one optimizer.
+
+        opt = samestep.MuonAdamW(model, lr=3e-4)
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    `params` is a model (also wrapped in DDP or compiled), named parameters, or group dicts
+    `{"params": [...], "rule": "muon" | "adamw", ...}`. A model is routed: hidden 2-D weights to
+    Muon; embeddings, output heads, norms, biases, scalars, LoRA factors and convolutions to
+    AdamW. `print(opt.table())` shows the outcome.
+
+    One `lr` serves both rules, since Muon's updates are scaled to the size of AdamW's
+    (`adjust_lr="match_rms_adamw"`): an AdamW learning rate can be reused.
+
+    Arguments:
+        lr: learning rate of every role without one of its own (default 1e-3). A tensor is
+            copied for each group, so that schedules may differ: change `param_groups`, not it.
+        matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
+        weight_decay, maximize: for both rules (default decay 0.1).
+        betas, eps, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, False, False).
+        momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
+            split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
+        preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
+        overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
+            parameters: another rule, learning rate, split_sizes, ... for those it matches.
+        groups: instead of automatic routing, group dicts whose "params" are patterns or
+            predicates; every parameter must be in exactly one.
+        state_dtypes: keep moments in other dtypes: {"exp_avg": torch.bfloat16, ...}.
+        master_weights: keep a 32-bit copy of 16-bit parameters and update that. Without it most
+            small updates are lost; False says that this is meant, None (the default) warns.
+        max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
+            if it is not finite; `metrics()` has the norm. math.inf: only that check.
+        update_rms: `metrics()` tells the size of the updates.
+        compile: run the math through torch.compile (True, or the name of a backend).
+        cuda_graph: replay the whole step as one CUDA graph, which takes the host out of it, for one
+            process with its parameters on a GPU. Learning rates stay live; a step with gradients
+            that the graph does not know runs without it. The memory that a step needs beside
+            parameters and state is then kept. None: where that is at most 2% of the GPU's.
+        batch_elements: how many elements of Muon's blocks are orthogonalized at once; fewer need
+            less memory beside parameters and state, and more launches. The bits are the same.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor | None = None,
+        *,
+        preset: str | None = None,
+        overrides: Overrides | None = None,
+        groups: Iterable[Mapping[str, Any]] | None = None,
+        master_weights: bool | None = None,
+        max_grad_norm: float | None = None,
+        update_rms: bool = False,
+        compile: bool | str = False,
+        cuda_graph: bool | None = None,
+        batch_elements: int | None = None,
+        **options: Unpack[MuonAdamWOptions],
+    ) -> None:
+        for name in options:
+            if name not in MuonAdamWOptions.__annotations__:
+                raise unknown_option(name, MuonAdamWOptions.__annotations__)
+        distribution, given = _split_distribution(params, own_spelling(options))
+        model = params if isinstance(params, nn.Module) else None
+        params, named = _with_names(params)
+        rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
+        if lr is not None:
+            given["lr"] = lr
+        muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
+        adamw_keys = {*AdamWRule.defaults, "maximize"}
+        rule_options = {
+            "muon": {
+                "weight_decay": 0.1,
+                **(preset_options(preset, "muon") if preset else {}),
+                **{key: value for key, value in given.items() if key in muon_keys},
+            },
+            "adamw": {
+                "weight_decay": 0.1,
+                "betas": (0.9, 0.95),
+                **(preset_options(preset, "adamw") if preset else {}),
+                **{key: value for key, value in given.items() if key in adamw_keys},
+            },
+        }
+        for rule in RULES.values():  # one's own rules take what both of ours share
+            if rule.name not in rule_options:
+                shared = {key: given[key] for key in SHARED if key in given}
+                rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
+        order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
+        if named is not None:
+            params = _routed(named, overrides, groups, rates, rule_options["muon"])
+        else:
+            asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
+            for what, value in asked.items():
+                if value:
+                    raise ValueError(
+                        f"{what} need a model or named parameters to work on, and group dicts or "
+                        "plain parameters were given: set the keys in the groups instead"
+                    )
+        # Schedulers that cycle momentum look for this key, and here it is Muon's.
+        muon = {**MuonRule.defaults, **rule_options["muon"]}
+        defaults = {key: muon[key] for key in ("lr", "momentum", "weight_decay")}
+        super().__init__(
+            params,
+            defaults,
+            rule_options,
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+            update_rms=update_rms,
+            compile=compile,
+            cuda_graph=cuda_graph,
+            batch_elements=batch_elements,
+            distribution=distribution,
+            model=model,
+            order_of_use=order_of_use,
+        )
+
+
+class Muon(RuleOptimizer):
+    """Muon for every parameter: 2-D weights and 3-D stacks. Options as in `MuonAdamW`.
+
+    The arguments of `torch.optim.Muon` with other defaults (Polar Express, `match_rms_adamw`);
+    `samestep.presets.torch()` has torch's. A tensor `lr` is copied for each group.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        eps: float = 1e-7,
+        maximize: bool = False,
+        master_weights: bool | None = None,
+        max_grad_norm: float | None = None,
+        update_rms: bool = False,
+        compile: bool | str = False,
+        cuda_graph: bool | None = None,
+        batch_elements: int | None = None,
+        **options: Unpack[MuonOptions],
+    ) -> None:
+        for name in options:
+            if name not in MuonOptions.__annotations__:
+                raise unknown_option(name, MuonOptions.__annotations__)
+        distribution, rest = _split_distribution(params, own_spelling(options))
+        given = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize, **rest}
+        super().__init__(
+            params,
+            {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
+            {"muon": given},
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+            update_rms=update_rms,
+            compile=compile,
+            cuda_graph=cuda_graph,
+            batch_elements=batch_elements,
+            distribution=distribution,
+        )
+
+
+class AdamW(RuleOptimizer):
+    """AdamW for every parameter: the numbers of `torch.optim.AdamW`, bit for bit in fp32 on CPU.
+
+    With `fused=True` those of torch's fused form, in about half the time; for parameters on CPU.
+    (On x86 torch rounds what is left after the last 64 elements otherwise; ours, sharded or not,
+    does not.)
+    16-bit parameters keep fp32 moments, unlike torch's. A tensor `lr` is copied for each group.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        fused: bool = False,
+        state_dtypes: Mapping[str, torch.dtype] | None = None,
+        master_weights: bool | None = None,
+        max_grad_norm: float | None = None,
+        update_rms: bool = False,
+        compile: bool | str = False,
+        cuda_graph: bool | None = None,
+        **options: Unpack[DistributionOptions],
+    ) -> None:
+        for name in options:
+            if name not in DistributionOptions.__annotations__:
+                raise unknown_option(name, DistributionOptions.__annotations__)
+        distribution, _ = _split_distribution(params, dict(options))
+        given = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
+            "state_dtypes": state_dtypes,
+        }  # fmt: skip
+        super().__init__(
+            params,
+            {"rule": "adamw", **given},
+            {"adamw": given},
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+            update_rms=update_rms,
+            compile=compile,
+            cuda_graph=cuda_graph,
+            distribution=distribution,
+        )
+
+
+def _split_distribution(params: Params, options: Group) -> tuple[Distribution, Group]:
+    """The keywords that concern ranks, and the others; DDP has reduced its gradients already."""
+    mine = {k: options[k] for k in DistributionOptions.__annotations__ if k in options}
+    if is_ddp(params):
+        mine.setdefault("grads", "reduced")
+    if isinstance(mine.get("crossover"), str | Path):
+        mine["crossover"] = read_crossover(mine["crossover"])
+    return Distribution(**mine), {k: v for k, v in options.items() if k not in mine}
+
+
+def _with_names(params: Params) -> tuple[Params, Routable | None]:
+    """The parameters, and those of a model or of (name, parameter) pairs ready to be routed."""
+    if isinstance(params, nn.Module):
+        return params, routable(params)
+    if isinstance(params, Tensor):
+        return params, None  # torch has the error for it
+    items: list[Any] = list(params)
+    if items and all(isinstance(item, tuple) for item in items):
+        for item in items:
+            check_pair(item)
+        # Integers cannot require gradients: they stay in, to be refused by name.
+        trainable = [
+            pair for pair in items if pair[1].requires_grad or not pair[1].is_floating_point()
+        ]
+        return items, Routable([NamedParameter(without_wrappers(name), p) for name, p in trainable])
+    return items, None
+
+
+def _routed(
+    named: Routable,
+    overrides: Overrides | None,
+    groups: Iterable[Mapping[str, Any]] | None,
+    rates: Mapping[str, Any],
+    muon_options: Group,
+) -> list[Group]:
+    """Groups for named parameters; the keyword `split_sizes` moves from the rule to its members."""
+    if groups is not None:
+        if overrides or rates:
+            raise ValueError("groups= takes the place of overrides and per-role learning rates")
+        return route_explicit(named, groups)
+    role_options = {role: {"lr": rate} for role, rate in rates.items()}
+    return route(named, overrides, role_options, muon_options.pop("split_sizes", None))

@@ -1,0 +1,178 @@
+"""A whole step as one CUDA graph: the host launches once, however many parameters there are.
+
+A graph has the addresses of all it works on. Those of gradients change from step to step: kernels
+read them from a table, which is filled anew before every replay, as learning rates are. Gradients
+that come and go are another step: that one runs without a graph, until it comes twice in a row.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.kernels.choice import missing
+from samestep.kernels.tables import addresses_from
+from samestep.placements.local import KnownGroup
+from samestep.update.metrics import StepNumbers
+from samestep.update.plain import GroupMath
+from samestep.update.triton import KernelPlan, reason_against
+
+ROOM = 1 << 16  # addresses, of all tables of a graph
+MOST = 4  # recordings: where steps differ that often, a graph is not worth its while
+SHARE = 1 / 50  # of the device's memory, which a graph that nobody asked for may keep
+
+
+class StepShape(NamedTuple):
+    """What a graph is recorded for."""
+
+    groups: tuple[KnownGroup, ...]  # parameters and state: the same objects until one is replaced
+    options: tuple[tuple[Mapping[str, Any], bool], ...]  # of each group, and `maximize`
+    gradients: tuple[tuple[torch.dtype, bool, bool] | None, ...]  # None: absent
+    scaled: bool  # whether a GradScaler is in use
+
+
+class RecordedStep:
+    """Runs the first step of a shape, which compiles kernels; records the second; then replays."""
+
+    def __init__(self, *, asked_for: bool) -> None:
+        self._asked_for = asked_for
+        self._last: StepShape | None = None
+        self._refused: StepShape | None = None
+        self._shape: StepShape | None = None  # of the graph
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._slots: Slots | None = None
+        self._numbers = StepNumbers(None, None)
+        self._scale: Tensor | None = None
+        self._recordings = 0
+
+    def own_scale(self, scale: Tensor) -> Tensor:
+        """The scale of a GradScaler at an address that stays."""
+        if self._scale is None:
+            self._scale = scale.clone()
+        return self._scale.copy_(scale, non_blocking=True)
+
+    def run(
+        self,
+        groups: Sequence[KnownGroup],
+        maths: Sequence[GroupMath],
+        scaled: bool,
+        plans: Mapping[object, KernelPlan],
+        execute: Callable[[], StepNumbers],
+    ) -> StepNumbers:
+        """One step; where it is replayed its numbers are in the same tensors every time."""
+        all_grads = [param.grad for group in groups for param in group.params]
+        options = tuple((math.options, math.maximize) for math in maths)
+        shapes = tuple(map(_gradient_shape, all_grads))
+        shape = StepShape(tuple(groups), options, shapes, scaled)
+        grads = [grad for grad in all_grads if grad is not None]
+        last, self._last = self._last, shape
+        if self._asked_for and shape != last:
+            _refuse(shape, maths)
+        twice = bool(grads) and shape == last != self._refused
+        if shape != self._shape and twice and not self._may_record(shape, maths, plans.values()):
+            self._refused, twice = shape, False
+        if shape != self._shape and not twice:
+            return execute()
+        if shape != self._shape or self._graph is None or self._slots is None:
+            self._record(grads, execute)
+            self._shape = shape
+        assert self._graph is not None
+        assert self._slots is not None
+        self._slots.fill([grad.data_ptr() for grad in grads])
+        self._graph.replay()
+        return self._numbers
+
+    def _record(self, grads: Sequence[Tensor], execute: Callable[[], StepNumbers]) -> None:
+        self._shape = self._graph = self._slots = None  # what they keep is free again
+        graph, slots = torch.cuda.CUDAGraph(), Slots(grads)
+        device = grads[0].device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        # Not `torch.cuda.graph`, which waits for the device first.
+        with torch.cuda.stream(stream), addresses_from(slots):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                self._numbers = execute()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        self._graph, self._slots = graph, slots
+        self._recordings += 1
+
+    def _may_record(
+        self, shape: StepShape, maths: Sequence[GroupMath], plans: Iterable[KernelPlan]
+    ) -> bool:
+        """Whether a graph would do the same, and be worth what it keeps."""
+        if self._recordings >= MOST or torch.cuda.is_current_stream_capturing():
+            return False
+        if self._asked_for:
+            return True
+        if any(map(_reason_against, shape.groups, maths)):
+            return False
+        device = next(chain.from_iterable(group.params for group in shape.groups)).device
+        memory = torch.cuda.get_device_properties(device).total_memory
+        return max((plan.temporary_bytes() for plan in plans), default=0) <= SHARE * memory
+
+
+def _refuse(shape: StepShape, maths: Sequence[GroupMath]) -> None:
+    """Raise, before anything changes, where a graph would do something else than a step."""
+    for number, reason in enumerate(map(_reason_against, shape.groups, maths)):
+        if reason is not None:
+            raise RuntimeError(
+                f"cuda_graph=True cannot record param_groups[{number}]: {reason}; leave "
+                "cuda_graph out"
+            )
+
+
+def _reason_against(group: KnownGroup, math: GroupMath) -> str | None:
+    """Why a graph would do something else than a step."""
+    operands = list(group.operands())
+    devices = {operand.param.device for operand in operands}
+    reason = next(filter(None, map(missing, devices)), None)
+    return reason or reason_against(math, operands)
+
+
+def _gradient_shape(grad: Tensor | None) -> tuple[torch.dtype, bool, bool] | None:
+    """What kernels are compiled for: dtype, contiguity, alignment."""
+    if grad is None:
+        return None
+    return grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0
+
+
+class Slots:
+    """Places on the device for the addresses that a graph reads: of gradients, and inside them."""
+
+    def __init__(self, grads: Sequence[Tensor]) -> None:
+        begins = [grad.data_ptr() for grad in grads]
+        self._order = sorted(range(len(grads)), key=begins.__getitem__)
+        self._begins = [begins[place] for place in self._order]
+        self._sizes = [grads[place].nbytes for place in self._order]
+        self._gradients: list[int] = []  # which one an address lies in; one past the last: none
+        self._offsets: list[int] = []
+        self._room = torch.zeros(ROOM, dtype=torch.int64, device=grads[0].device)
+
+    def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
+        """Slots for rows of addresses, (rows, columns)."""
+        begin = len(self._gradients)
+        for address in chain.from_iterable(addresses):
+            found = bisect_right(self._begins, address) - 1
+            inside = found >= 0 and address < self._begins[found] + self._sizes[found]
+            self._gradients.append(self._order[found] if inside else len(self._begins))
+            self._offsets.append(address - self._begins[found] if inside else address)
+        end = len(self._gradients)
+        if end > ROOM:
+            raise RuntimeError(
+                f"cuda_graph=True has room for {ROOM} addresses of blocks, and there are {end}: "
+                "leave cuda_graph out"
+            )
+        return self._room[begin:end].view(len(addresses), -1)
+
+    def fill(self, begins: Sequence[int]) -> None:
+        """Say where the gradients are now; nobody waits for it."""
+        bases = torch.tensor([*begins, 0], dtype=torch.int64)
+        table = bases[self._gradients] + torch.tensor(self._offsets, dtype=torch.int64)
+        pinned = table.pin_memory() if self._room.is_cuda else table
+        self._room[: len(table)].copy_(pinned, non_blocking=True)

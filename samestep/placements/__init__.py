@@ -1,0 +1,1 @@
+"""Where parameters live, and how their gradients and blocks come together there."""

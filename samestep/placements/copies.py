@@ -1,0 +1,154 @@
+"""Copies of DTensors on ranks outside of their mesh, and whether anybody averages them.
+
+A DTensor's gradient is combined over the ranks of its mesh at most: by FSDP2, or by the
+tensor parallel layers that hold it. Where other ranks hold copies of it on a mesh of their own,
+either all of them see the same data, as ranks along a tensor parallel axis do, and have the same
+gradients anyway; or they see data of their own, and drift apart from the first step on.
+
+Ranks that some mesh joins work on one model together: a norm that FSDP2 has sharded over the
+data axis alone has its copies along the model axis, where matrices join the ranks. Ranks that no
+mesh joins, and that hold the same parameters, are replicas that nobody averages. FSDP2 says over
+which axes data differ, so what it does not manage is judged by itself.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.comm.groups import RankGroup, ranks_text
+from samestep.comm.integrity.agreement import gather_rows, gather_texts
+from samestep.placements.placement import mesh_of
+
+NAME = "comparison of who holds DTensors"
+DIGEST = hashlib.sha256().digest_size
+
+Named = tuple[str, Tensor]
+
+
+class _Kind(NamedTuple):
+    """DTensors whose gradients the same party combines, and the ranks that they join with mine."""
+
+    params: list[Named]
+    meshes: list[frozenset[int]]
+
+    def leaves_out_some(self, ranks: RankGroup) -> bool:
+        """Whether no mesh has all ranks. The same on all ranks of such a mesh."""
+        return bool(self.params) and not any(mesh >= set(ranks.members) for mesh in self.meshes)
+
+    def row(self, ranks: RankGroup) -> bytes:
+        """What there is, and a bit for every rank that a mesh joins with this one."""
+        lines = sorted(f"{name}: {tuple(param.shape)}" for name, param in self.params)
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()
+        joined = frozenset[int]().union(*self.meshes)
+        bits = sum(1 << place for place, rank in enumerate(ranks.members) if rank in joined)
+        return (digest if lines else bytes(DIGEST)) + bits.to_bytes(_bytes_of(ranks), "little")
+
+
+def refuse_copies_nobody_averages(named: Iterable[Named], groups: Sequence[RankGroup]) -> None:
+    """Raise on every rank if ranks that no mesh joins hold the same DTensors.
+
+    Collective over each of the groups of ranks that may hold copies, unless a mesh has all of
+    them, which costs nothing.
+    """
+    dtensors = [(name, param) for name, param in named if mesh_of(param) is not None]
+    if not dtensors:
+        return
+    kinds = _kinds(dtensors)
+    for ranks in groups:
+        if any(kind.leaves_out_some(ranks) for kind in kinds):
+            _refuse(kinds, ranks)
+
+
+def _kinds(dtensors: Sequence[Named]) -> list[_Kind]:
+    """Those that FSDP2 manages, and the others.
+
+    The ranks of the first are joined by all that FSDP2 manages of the model: an optimizer may have
+    its norms alone.
+    """
+    from samestep.fsdp.units import managed_beside  # DTensors take long to import
+
+    managed = managed_beside(param for _, param in dtensors)
+    known = set(map(id, managed))
+    by_fsdp = [(name, param) for name, param in dtensors if id(param) in known]
+    others = [(name, param) for name, param in dtensors if id(param) not in known]
+    return [
+        _Kind(by_fsdp, _meshes(managed)),
+        _Kind(others, _meshes(param for _, param in others)),
+    ]
+
+
+def _meshes(params: Iterable[Tensor]) -> list[frozenset[int]]:
+    meshes = dict.fromkeys(mesh_of(param) for param in params)
+    return [frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes]
+
+
+def _refuse(kinds: Sequence[_Kind], ranks: RankGroup) -> None:
+    """Compare with all ranks; every rank comes to the same conclusion."""
+    device = next(param for kind in kinds for _, param in kind.params).to_local().device  # type: ignore[attr-defined]
+    row = torch.tensor(list(b"".join(kind.row(ranks) for kind in kinds)), dtype=torch.uint8)
+    rows = [bytes(row.tolist()) for row in gather_rows(NAME, row.to(device), ranks)]
+    size = DIGEST + _bytes_of(ranks)
+    for number, kind in enumerate(kinds):
+        own = [row[number * size : (number + 1) * size] for row in rows]
+        apart = _apart(own, ranks)
+        if apart:
+            names = [name for name, _ in kind.params]
+            holders = sorted(rank for replica in apart for rank in replica)
+            told = gather_texts(NAME, _some(names), ranks, device)
+            raise ValueError(_message(apart, told[ranks.members.index(holders[0])], number == 0))
+
+
+def _apart(rows: Sequence[bytes], ranks: RankGroup) -> list[tuple[int, ...]]:
+    """Replicas that no mesh joins: the ranks of each; empty if there are none."""
+    component = list(range(ranks.size))
+
+    def root(place: int) -> int:
+        while component[place] != place:
+            place = component[place]
+        return place
+
+    for place, row in enumerate(rows):
+        bits = int.from_bytes(row[DIGEST:], "little")
+        for other in range(ranks.size):
+            if bits >> other & 1:
+                first, second = sorted((root(place), root(other)))
+                component[second] = first
+    holding: dict[bytes, dict[int, list[int]]] = {}
+    for place, row in enumerate(rows):
+        if any(row[:DIGEST]):
+            of_model = holding.setdefault(row[:DIGEST], {})
+            of_model.setdefault(root(place), []).append(ranks.members[place])
+    for replicas in holding.values():
+        if len(replicas) > 1:
+            return [tuple(members) for members in replicas.values()]
+    return []
+
+
+def _bytes_of(ranks: RankGroup) -> int:
+    return -(-ranks.size // 8)
+
+
+def _some(names: Sequence[str], shown: int = 4) -> str:
+    quoted = ", ".join(map(repr, names[:shown]))
+    return f"{quoted} and {len(names) - shown} more" if len(names) > shown else quoted
+
+
+def _message(apart: Sequence[Sequence[int]], names: str, by_fsdp: bool) -> str:
+    who = "; ".join(map(ranks_text, apart[:8])) + ("; ..." if len(apart) > 8 else "")
+    by_whom = "FSDP2 averages" if by_fsdp else "tensor parallel combines"
+    shard = (
+        'a mesh with both axes, fully_shard(model, mesh=mesh["replicate", "shard"]) (HSDP)'
+        if by_fsdp
+        else 'fully_shard(model, mesh=mesh["data"]) after parallelize_module, before the optimizer'
+    )
+    return (
+        f"several groups of ranks ({who}) each hold a copy of {names}: {by_whom} their gradients "
+        "inside of each group, and nobody is known to average between the groups, so that the "
+        f"copies would drift apart from the first step on. If the groups see different data, give "
+        f"FSDP2 all ranks that do: {shard}. If somebody else averages these gradients, or all "
+        'groups see the same data, say grads="reduced". If they are different models, or stages '
+        "of a pipeline, give process_group=, the ranks that train this one"
+    )

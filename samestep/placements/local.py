@@ -1,0 +1,144 @@
+"""Parameters of one process: all of each, updated where it lies."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from samestep.groups.param_groups import Group, rule_of
+from samestep.layout.blocks import Block, views
+from samestep.placements.placement import Placement, mesh_of
+from samestep.plan.schedule import PlacementShape
+from samestep.rules.state import State, block_states
+from samestep.update.plain import Operand
+
+
+class LocalParameters(Placement):
+    """The placement without other ranks: one bucket, nothing to send."""
+
+    shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
+
+    def __init__(self, known: Sequence["KnownGroup"]) -> None:
+        self._known = known
+
+    # Lists, not generators: these take a good part of a short step's time.
+
+    def operands(self, number: int) -> list[tuple[int, Operand]]:
+        """Every parameter with a gradient, cut into its blocks, with the index of its group."""
+        return [
+            (index, operand)
+            for index, group in enumerate(self._known)
+            for operand in group.operands()
+        ]
+
+    def gradients(self) -> list[Tensor]:
+        """Whole ones: no sum over them needs their blocks."""
+        grads = [param.grad for group in self._known for param in group.params]
+        return [grad for grad in grads if grad is not None]
+
+    def present(self) -> list[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it has a gradient."""
+        return [
+            (index, param.grad is not None)
+            for index, group in enumerate(self._known)
+            for param in group.params
+        ]
+
+    def holds(self, param: Tensor) -> bool:
+        """Every one that is no DTensor."""
+        return mesh_of(param) is None
+
+    def gather_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Tensor | None = None,
+    ) -> Callable[[], dict[Tensor, State]]:
+        """A copy."""
+        return lambda: {
+            param: {key: tensor.clone() for key, tensor in state[param].items()}
+            for group in groups
+            for param in plain(group)
+            if only is None or param is only
+        }
+
+
+class KnownGroup:
+    """A group as a step found it, with views of its blocks and their state.
+
+    Made once, unless a parameter or a state tensor is replaced: that takes longer than a small
+    step itself.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        state: Mapping[Tensor, State],
+        blocks: Mapping[Tensor, list[Block] | None],
+    ) -> None:
+        self._all = list(group["params"])
+        self.params = plain(group)
+        self._states = [state[param] for param in self.params]
+        self._all_states = list(state.values())
+        self._tensors = [tensor for entry in self._states for tensor in entry.values()]
+        self._addresses = [param.data_ptr() for param in self.params]
+        self.blocks = [blocks[param] for param in self.params]
+        of_params = zip(self.params, self._states, self.blocks, strict=True)
+        self._cut = [
+            (param, blocks is None or _is_whole(blocks), blocks or [], known)
+            for (param, _, blocks), known in ((of, _made_views(*of, group)) for of in of_params)
+        ]
+
+    def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
+        """Whether nothing was replaced since."""
+        return (
+            _are_the_same(group["params"], self._all)
+            and _are_the_same(list(state.values()), self._all_states)  # looking them up is slow
+            and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
+            and [param.data_ptr() for param in self.params] == self._addresses
+        )
+
+    def operands(self) -> list[Operand]:
+        """The blocks of every parameter with a gradient, or the whole of it."""
+        found = []
+        for param, whole, blocks, known in self._cut:
+            grad = param.grad
+            if grad is None:
+                continue
+            if whole:
+                value, state = known[0]
+                found.append(Operand(value, grad if grad.ndim else grad.view(1), state))
+            else:
+                found += [
+                    Operand(value, of_block, state)
+                    for of_block, (value, state) in zip(views(blocks, grad), known, strict=True)
+                ]
+        return found
+
+
+def _are_the_same(found: Sequence[object], known: Sequence[object]) -> bool:
+    return len(found) == len(known) and all(map(operator.is_, found, known))
+
+
+def _is_whole(blocks: list[Block]) -> bool:
+    """Whether one block is all of a parameter."""
+    return len(blocks) == 1 and blocks[0].matrix is None
+
+
+def _made_views(
+    param: Tensor, state: State, blocks: list[Block] | None, group: Group
+) -> list[tuple[Tensor, State]]:
+    rule, param = rule_of(group), param.detach()
+    if blocks is None:
+        if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
+            shapes = rule.state_shapes((1,), group)
+            state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
+            param = param.view(1)
+        return [(param, state)]
+    states = block_states(rule, state, blocks, group)
+    return [(block.view(param), view) for block, view in zip(blocks, states, strict=True)]
+
+
+def plain(group: Group) -> list[Tensor]:
+    """The parameters of a group that are no DTensors."""
+    return [param for param in group["params"] if mesh_of(param) is None]

@@ -1,0 +1,294 @@
+"""Where everything of a chunk of spread blocks lies: made once, for `spread_chunk`.
+
+New directions lie in one buffer: first what is sent to owners, part after part, then the blocks
+that this rank owns.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
+from math import prod
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from samestep.kernels.norm import DTYPES
+from samestep.kernels.parts import (
+    MomentumOfParts,
+    MomentumPart,
+    Move,
+    Moves,
+    Rows,
+    Size,
+    SourceRows,
+    StepOfParts,
+    StepPart,
+)
+from samestep.kernels.ways import padded
+from samestep.layout.blocks import Shape
+from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.block_parts import BlockParts, HeldPart
+from samestep.plan.block_exchange import Key, Route
+from samestep.rules.muon import lr_factor
+from samestep.rules.state import MASTER, State
+
+ROOM = 64  # elements: blocks in a buffer begin at multiples of it
+
+T = TypeVar("T")
+
+
+class NotRowsError(Exception):
+    """A part is no matrix of contiguous rows that kernels can read."""
+
+
+class Job(NamedTuple):
+    """Blocks of one shape that this rank owns, one after the other in the buffer."""
+
+    size: Size
+    routes: list[Route]
+    begin: int
+    states: list[State]  # of whole blocks
+    places: Tensor  # of their parameters among the gradients
+
+    @property
+    def stop(self) -> int:
+        """Where the last one ends."""
+        return self.begin + len(self.routes) * self.size.rows * self.size.cols
+
+
+class _Owned(NamedTuple):
+    """Where a block that this rank owns is: which job, and which one of its blocks."""
+
+    job: int
+    place: int
+
+
+class Held(NamedTuple):
+    """A part that this rank holds, and where its direction will be."""
+
+    part: HeldPart
+    size: Size
+    source: SourceRows
+
+
+class ChunkTables:
+    """One chunk; raises NotRowsError if kernels cannot do all its parts."""
+
+    def __init__(
+        self,
+        held: BlockParts,
+        moves: BlockMoves,
+        mine: Sequence[HeldPart],
+        gives_back: bool,
+        places: dict[int, int],  # of parameters among the gradients
+        grad_dtypes: Sequence[torch.dtype],  # there
+    ) -> None:
+        _require_rectangles(moves.chunk)
+        self.moves, self._device, self._places = moves, held.device, places
+        self.sent = sum(moves.to.outgoing)
+        self.batches = self._owned_batches(held)
+        self._jobs = [job for _, jobs in self.batches for job in jobs]
+        self.size = self._jobs[-1].stop if self._jobs else self.sent  # of the buffer
+        self._owned = {
+            route.key: _Owned(number, place)
+            for number, job in enumerate(self._jobs)
+            for place, route in enumerate(job.routes)
+        }
+        sizes = [_size(part.route, _lengths(part.in_block)) for part in mine]
+        came = {item.key: item.start for item in moves.back.into} if gives_back else {}
+        self.parts = [
+            Held(part, size, self._source(part, size, came))
+            for part, size in zip(mine, sizes, strict=True)
+        ]
+        self.momenta = self._momentum_launches(held, grad_dtypes)
+        self.assembling = self._moves_into_blocks()
+        self.packing = self._moves_back() if gives_back else None
+        self.steps = self._step_launches(held)
+
+    def whole_state(self, key: Key) -> State:
+        """That of a block that this rank owns."""
+        own = self._owned[key]
+        return self._jobs[own.job].states[own.place]
+
+    def _owned_batches(self, held: BlockParts) -> list[tuple[int, list[Job]]]:
+        """Those of a shape and of its transpose are orthogonalized together; with their group."""
+        mine = [route for route in self.moves.chunk if route.owner == held.group.rank]
+        alike = _by(mine, lambda route: (held.specs[route.param].group, *sorted(route.block.shape)))
+        begin, batches = self.sent, []
+        for routes in alike:
+            jobs = []
+            routes.sort(key=lambda route: route.block.rows)
+            for _, same in groupby(routes, key=lambda route: route.block.rows):
+                members = list(same)
+                begin = -(-begin // ROOM) * ROOM
+                places = torch.tensor([self._places[route.param] for route in members])
+                size, states = Size(*members[0].block.shape), list(map(held.whole_state, members))
+                jobs.append(Job(size, members, begin, states, places.to(self._device)))
+                begin = jobs[-1].stop
+            batches.append((held.specs[routes[0].param].group, jobs))
+        return batches
+
+    def _route(self, key: Key) -> Route:
+        own = self._owned[key]
+        return self._jobs[own.job].routes[own.place]
+
+    def _in_buffer(self, key: Key, first: tuple[int, int]) -> Rows:
+        """Rows of a block that this rank owns, from some row and column on."""
+        own = self._owned[key]
+        job = self._jobs[own.job]
+        rows, cols = job.size
+        return Rows(job.begin + own.place * rows * cols + first[0] * cols + first[1], cols)
+
+    def _in_directions(self, key: Key, first: tuple[int, int]) -> SourceRows:
+        """The same among the directions, which are padded, and turned if the block is tall."""
+        own = self._owned[key]
+        rows, cols = self._jobs[own.job].size
+        short, long = sorted((padded(rows), padded(cols)))
+        tall = rows > cols
+        along = first[1] * long + first[0] if tall else first[0] * long + first[1]
+        return SourceRows(own.job, own.place * short * long + along, long, tall)
+
+    def _momentum_launches(
+        self, held: BlockParts, grad_dtypes: Sequence[torch.dtype]
+    ) -> list[tuple[int, MomentumOfParts]]:
+        sent: dict[Key, list[int]] = {}
+        for item in self.moves.to.out:
+            sent.setdefault(item.key, []).append(item.start)
+        found, copies = [], []
+        for part, size, _ in self.parts:
+            index, key = part.route.param, part.route.key
+            goes_to = [Rows(start, size.cols) for start in sent.get(key, [])]
+            if key in self._owned:
+                goes_to.insert(0, self._in_buffer(key, _first(part.route, part.in_block, size)))
+            copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
+            local = torch.empty(held.params[index].to_local().shape, device="meta")
+            grad = _matrix(local[part.here], size)
+            found.append(
+                MomentumPart(
+                    self._places[index],
+                    size,
+                    Rows(int(grad.storage_offset()), grad.stride(0)),
+                    _known(part.of(held.state_of(index)["momentum_buffer"]), size),
+                    goes_to[0] if goes_to else None,
+                )
+            )
+        self.copies = Moves(copies, self._device) if copies else None
+        groups = [held.specs[part.route.param].group for part, _, _ in self.parts]
+        pairs = list(zip(groups, found, strict=True))
+        kinds = _by(
+            pairs, lambda pair: (pair[0], grad_dtypes[pair[1].param], pair[1].momentum.dtype)
+        )
+        launches = []
+        for same in kinds:
+            group, parts = same[0][0], [part for _, part in same]
+            dtype = grad_dtypes[parts[0].param]
+            if dtype not in DTYPES:
+                raise NotRowsError
+            launches.append((group, MomentumOfParts(parts, dtype)))
+        return launches
+
+    def _moves_into_blocks(self) -> Moves | None:
+        """Parts that came, to their places in the blocks."""
+        found = []
+        for item in self.moves.to.into:
+            assert item.sizes is not None
+            route = self._route(item.key)
+            size = _size(route, item.sizes)
+            to = self._in_buffer(item.key, _first(route, item.slices, size))
+            found.append(Move(size, SourceRows(0, item.start, size.cols), to))
+        return Moves(found, self._device) if found else None
+
+    def _moves_back(self) -> Moves | None:
+        """Parts of directions, to their places in the buffer that goes back."""
+        found = []
+        for item in self.moves.back.out:
+            if item.sizes is not None:
+                route = self._route(item.key)
+                size = _size(route, item.sizes)
+                source = self._in_directions(item.key, _first(route, item.slices, size))
+                found.append(Move(size, source, Rows(item.start, size.cols)))
+        return Moves(found, self._device) if found else None
+
+    def _source(self, part: HeldPart, size: Size, came: dict[Key, int]) -> SourceRows:
+        """Where the direction of a part is: among this rank's own, or in what came, the last."""
+        key = part.route.key
+        if key in self._owned:
+            return self._in_directions(key, _first(part.route, part.in_block, size))
+        return SourceRows(len(self._jobs), came[key], size.cols)
+
+    def _step_launches(self, held: BlockParts) -> list[tuple[int, StepOfParts]]:
+        found = []
+        for part, size, source in self.parts:
+            route = part.route
+            master = held.state_of(route.param).get(MASTER)
+            target = _known(part.of(held.params[route.param]), size)
+            own = None if master is None else _known(part.of(master), size)
+            block, group = Size(*route.block.shape), held.specs[route.param].group
+            place = self._places[route.param]
+            found.append((group, StepPart(place, size, target, own, source, block)))
+        kinds = _by(found, lambda pair: (pair[0], pair[1].target.dtype, pair[1].master is None))
+        return [(same[0][0], StepOfParts([p for _, p in same], lr_factor)) for same in kinds]
+
+
+def _by(things: Iterable[T], kind: Callable[[T], Hashable]) -> list[list[T]]:
+    """Things of one kind together, in order of appearance."""
+    found: dict[Hashable, list[T]] = {}
+    for thing in things:
+        found.setdefault(kind(thing), []).append(thing)
+    return list(found.values())
+
+
+def _lengths(slices: Iterable[slice]) -> list[int]:
+    return [part.stop - part.start for part in slices]
+
+
+def _size(route: Route, lengths: Sequence[int]) -> Size:
+    """Of a part of a block as a matrix: a block may be flattened, or one matrix of a stack."""
+    rows = lengths[0 if route.block.matrix is None else 1]
+    return Size(rows, prod(lengths) // rows)
+
+
+def _matrix(view: Tensor, size: Size) -> Tensor:
+    """A part, (rows, cols), whose rows are contiguous."""
+    try:
+        matrix = view.view(size)
+    except RuntimeError:
+        raise NotRowsError from None
+    if matrix.stride(1) != 1 and size.cols > 1:
+        raise NotRowsError
+    return matrix
+
+
+def _known(view: Tensor, size: Size) -> Tensor:
+    """The same of a dtype that kernels know."""
+    if view.dtype not in DTYPES:
+        raise NotRowsError
+    return _matrix(view, size)
+
+
+def _require_rectangles(chunk: Iterable[Route]) -> None:
+    """Whether all parts are rows and columns of blocks, also those of other ranks.
+
+    All ranks must decide alike, or copies of a part would be rounded in different ways.
+    """
+    kinds = {
+        (route.box.sizes, part.in_block.sizes, _size(route, part.in_block.sizes), route.block.cols)
+        for route in chunk
+        for part in route.parts
+    }
+    for sizes, of_part, size, cols in kinds:
+        _in_block(sizes, tuple(slice(length) for length in of_part), size, cols)
+
+
+def _first(route: Route, slices: tuple[slice, ...], size: Size) -> tuple[int, int]:
+    """The row and column of a block at which a part begins."""
+    part = _in_block(route.box.sizes, slices, size, route.block.cols)
+    return divmod(int(part.storage_offset()), route.block.cols)
+
+
+def _in_block(sizes: Shape, slices: tuple[slice, ...], size: Size, cols: int) -> Tensor:
+    """A part of a block without values."""
+    part = _matrix(torch.empty(sizes, device="meta")[slices], size)
+    if size.rows > 1 and part.stride(0) != cols:
+        raise NotRowsError
+    return part

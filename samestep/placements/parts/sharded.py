@@ -1,0 +1,241 @@
+"""DTensors: every rank holds a part, and gradients come reduced (FSDP2, HSDP, tensor parallel).
+
+Elementwise rules run on the local parts; `sharded_blocks` adds what matrix rules need.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.collectives import gather_segments, maximum
+from samestep.comm.meshes import held, mesh_group
+from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.groups.param_groups import Group, rule_of
+from samestep.layout.held_state import HeldBox, HeldState, whole_box
+from samestep.placements.parts.partial_gradients import combine_gradients
+from samestep.placements.parts.use_marks import has_gradient
+from samestep.placements.placement import Placement
+from samestep.plan.sharding import ParamSpec
+from samestep.rules.rule import Rule, StagedRule
+from samestep.rules.state import MASTER, State, initial_state, math_dtype, needs_master
+from samestep.update.plain import Operand
+
+
+class ShardedTensors(Placement):
+    """Who holds what of the DTensors of one mesh: state, presence, gradients, whole values."""
+
+    def __init__(
+        self, params: Sequence[Tensor], specs: Sequence[ParamSpec], mesh: DeviceMesh, ranks: int
+    ) -> None:
+        self.params = [param for param in params if isinstance(param, DTensor)]
+        self.specs = tuple(specs)
+        self.mesh = mesh
+        self.group = self.held_by = self.sums_over = mesh_group(mesh)
+        # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
+        self._share = self.group.size / ranks
+        self.device = self.params[0].to_local().device
+        self._held = []
+        for param, spec in zip(self.params, specs, strict=True):
+            try:
+                self._held.append(held(param, self.group))
+            except ValueError as error:
+                raise ValueError(f"parameter {spec.name!r}: {error}") from None
+        self._presence = PresenceAgreement([s.name for s in specs], [self.group], self.device)
+        self._present: list[bool | Tensor] = []
+
+    # --- state ---------------------------------------------------------------------------
+
+    def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
+        """State of the parameter's shape is sharded as it is; all other is on every rank."""
+        self._groups = groups
+        made: dict[Tensor, State] = {}
+        for param, spec in zip(self.params, self.specs, strict=True):
+            group = groups[spec.group]
+            rule = rule_of(group)
+            if spec.blocks is not None and not isinstance(rule, StagedRule):
+                raise ValueError(
+                    f"rule {rule.name!r} has no stages, and {spec.name!r} is a DTensor: give the "
+                    "rule prepare(), transform() and finish(), or use plain parameters"
+                )
+            like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            wanted = initial_state(rule, like, spec.blocks, group, master_weights=False)
+            made[param] = {
+                key: self._zeros(param, tensor, _is_elementwise(rule, key, group))
+                for key, tensor in wanted.items()
+            }
+            if needs_master(param, master_weights):
+                made[param][MASTER] = _beside(param, param.to_local().to(math_dtype(param)))
+        return made
+
+    def _zeros(self, param: DTensor, like: Tensor, sharded: bool) -> Tensor:
+        if sharded:
+            return _beside(param, torch.zeros_like(param.to_local(), dtype=like.dtype))
+        return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+
+    def gather_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group], only: Tensor | None = None
+    ) -> Callable[[], dict[Tensor, State]]:
+        """All state as one process has it."""
+        wanted = [i for i, param in enumerate(self.params) if only is None or param is only]
+        return lambda: {
+            self.params[i]: {
+                key: self._whole(i, tensor) for key, tensor in state[self.params[i]].items()
+            }
+            for i in wanted
+        }
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether it is on this mesh."""
+        return any(param is other for other in self.params)
+
+    def held_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Iterator[HeldState]:
+        """The local part of what is sharded as the parameter is; all else is on every rank."""
+        for index, param in enumerate(self.params):
+            for key, tensor in state[param].items():
+                box = whole_box(tensor)
+                if isinstance(tensor, DTensor):
+                    box = HeldBox(self._held[index].boxes[self.group.rank], tensor.to_local())
+                yield HeldState(param, key, tuple(tensor.shape), [box])
+
+    def put_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's part of a parameter's state out of the whole."""
+        self._put_part(self._index(param), state[param][key], whole[key])
+
+    def whole_value(self, param: Tensor) -> Tensor:
+        """All of a parameter; collective."""
+        return self._whole(self._index(param), param.detach())
+
+    def put_value(self, param: Tensor, whole: Tensor) -> None:
+        """Take this rank's part of a parameter out of the whole."""
+        self._put_part(self._index(param), param, whole)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
+        """All of a gradient; None if no rank has one. Collective."""
+        combine_gradients([param])
+        index = self._index(param)
+        here = torch.tensor([has_gradient(param)], dtype=torch.int64, device=self.device)
+        whole = self._whole(index, _beside(self.params[index], self._grad(index)))
+        return whole if bool(maximum("presence of a gradient", here, self.group).wait()) else None
+
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
+        """Give a parameter its part of a gradient."""
+        index = self._index(param)
+        part = whole[self._held[index].boxes[self.group.rank].slices]
+        param.grad = _beside(self.params[index], part.to(param.dtype).clone())
+
+    def _index(self, param: Tensor) -> int:
+        return next(i for i, other in enumerate(self.params) if other is param)
+
+    def _put_part(self, index: int, tensor: Tensor, whole: Tensor) -> None:
+        """Write this rank's part into a tensor that is sharded as a parameter is."""
+        if isinstance(tensor, DTensor):
+            whole = whole[self._held[index].boxes[self.group.rank].slices]
+        local_part(tensor).copy_(whole)
+
+    def _whole(self, index: int, tensor: Tensor) -> Tensor:
+        """All of a tensor that is sharded as a parameter is; collective."""
+        if not isinstance(tensor, DTensor):
+            return tensor.clone()
+        boxes = self._held[index].boxes
+        local = tensor.to_local().contiguous().view(-1)
+        sizes = [box.numel for box in boxes]
+        parts = gather_segments("gather of a DTensor", local, sizes, self.group).wait()
+        whole = local.new_empty(tensor.shape)
+        for box, part in zip(boxes, parts, strict=True):
+            whole[box.slices] = part.view(box.sizes)
+        return whole
+
+    # --- the step ------------------------------------------------------------------------
+
+    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+        """No gradient comes any more."""
+        super().begin_step(state, problem)
+        combine_gradients(self.params)
+        self.problem = problem or self._gradient_problem()
+
+    def _gradient_problem(self) -> Problem | None:
+        for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+            grad = param.grad
+            found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
+            if grad is not None and found != param.placements:
+                message = (
+                    f"the gradient of {spec.name!r} on rank {self.group.members[self.group.rank]} "
+                    f"is {found}, and the parameter {param.placements}: redistribute it first"
+                )
+                return Problem(RuntimeError(message), index)
+        return None
+
+    def agree(self, problem: Problem | None) -> None:
+        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+        here = [has_gradient(param) for param in self.params]
+        self._present = self._presence.agree(here, problem)
+
+    def present(self) -> list[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it was present in the last step."""
+        flags = self._present or [False] * len(self.params)
+        return [(spec.group, flag) for spec, flag in zip(self.specs, flags, strict=True)]
+
+    def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
+        """The local parts of elementwise parameters."""
+        for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+            present = self._present[index]
+            if spec.blocks is None and present is not False:
+                state = {key: local_part(tensor) for key, tensor in self._state[param].items()}
+                flag = present if isinstance(present, Tensor) else None
+                operand = Operand(
+                    param.to_local(),
+                    self._grad(index),
+                    state,
+                    flag,
+                    self._answers_for(index),
+                    self._share,
+                )
+                yield spec.group, operand
+
+    def gradients(self) -> Iterator[Tensor]:
+        """Local gradients; of copies only the first."""
+        for index in range(len(self.params)):
+            if self._present[index] is not False and self._answers_for(index):
+                yield self._grad(index)
+
+    def _answers_for(self, index: int) -> bool:
+        return self._held[index].replicas[self.group.rank] == 0
+
+    def _grad(self, index: int) -> Tensor:
+        param = self.params[index]
+        return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
+
+
+def _is_elementwise(rule: Rule, key: str, group: Group) -> bool:
+    """Whether a state tensor has an element for each of the parameter's: then it is sharded too."""
+    shape = (64, 48)
+    return rule.state_shapes(shape, group)[key] == shape
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _beside(param: DTensor, local: Tensor) -> DTensor:
+    """A DTensor with other values, placed as a parameter is."""
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )

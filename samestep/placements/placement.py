@@ -1,0 +1,156 @@
+"""Where parameters live: what the step asks of every placement."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.comm.groups import RankGroup
+from samestep.comm.presence import Problem
+from samestep.groups.param_groups import Group
+from samestep.layout.held_state import HeldState, whole_box
+from samestep.plan.schedule import PlacementShape
+from samestep.rules.state import MASTER, State
+from samestep.update.plain import GroupMaths, Operand
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def mesh_of(param: Tensor) -> Any:
+    """The mesh of a DTensor; None for a plain tensor."""
+    if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
+        return None
+    return getattr(param, "device_mesh", None)
+
+
+class Placement:
+    """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing."""
+
+    shape: PlacementShape
+    device: torch.device
+    held_by: RankGroup | None = None  # None: this process alone
+    sums_over: RankGroup | None = (
+        None  # where sums of it are taken; None: over the optimizer's ranks
+    )
+    problem: Problem | None = None  # what keeps this rank from taking the step
+
+    def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
+        """The state of this rank's parts."""
+        raise NotImplementedError
+
+    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+        """No gradient comes any more."""
+        self._state = state
+
+    def reduce(self, number: int) -> None:
+        """Start adding up the gradients of a bucket over ranks."""
+
+    def agree(self, problem: Problem | None) -> None:
+        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+
+    def average(self, number: int) -> None:
+        """Wait for the gradients of a bucket."""
+
+    def operands(self, number: int) -> Iterable[tuple[int, Operand]]:
+        """What this rank updates in a bucket, with the index of its group."""
+        raise NotImplementedError
+
+    def gradients(self) -> Iterable[Tensor]:
+        """The averaged gradients that this rank answers for in sums over ranks."""
+        for number in range(len(self.shape.bucket_sizes)):
+            for _, operand in self.operands(number):
+                if operand.counted:
+                    yield operand.grad
+
+    def drop_gradients(self, number: int) -> None:
+        """The bucket is updated."""
+
+    def gather(self, number: int) -> None:
+        """Start sending what was updated in a bucket."""
+
+    def place(self, number: int) -> None:
+        """Copy what others updated into place."""
+
+    def collect(self, number: int, math: GroupMaths) -> None:
+        """Start sending a chunk of spread blocks to their owners."""
+        raise NotImplementedError
+
+    def transform(self, number: int, math: GroupMaths) -> None:
+        """Run the rule on the whole blocks that this rank owns in a chunk."""
+        raise NotImplementedError
+
+    def give_back(self, number: int) -> None:
+        """Start sending the directions of a chunk to those who hold parts of its blocks."""
+        raise NotImplementedError
+
+    def apply(self, number: int, math: GroupMaths) -> None:
+        """Step in the directions of a chunk."""
+        raise NotImplementedError
+
+    def present(self) -> Iterable[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it was present in the last step."""
+        raise NotImplementedError
+
+    def finish_step(self) -> None:
+        """Everything was taken and placed."""
+
+    def abandon_step(self) -> None:
+        """The step failed on all ranks: forget its gradients."""
+
+    # --- whole values, of a parameter that is here ---------------------------------------
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether a parameter is here."""
+        raise NotImplementedError
+
+    def gather_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Tensor | None = None,
+    ) -> Callable[[], dict[Tensor, State]]:
+        """Start gathering all state; what it gives waits, and makes it what one process has."""
+        raise NotImplementedError
+
+    def held_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Iterator[HeldState]:
+        """What this rank has of every state tensor, as boxes of what one process has."""
+        for param, entries in state.items():
+            if self.holds(param):
+                for key, tensor in entries.items():
+                    yield HeldState(param, key, tuple(tensor.shape), [whole_box(tensor)])
+
+    def put_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's part of a parameter's state out of the whole."""
+        state[param][key].copy_(whole[key])
+
+    def whole_value(self, param: Tensor) -> Tensor:
+        """All of a parameter."""
+        return param.detach()
+
+    def put_value(self, param: Tensor, whole: Tensor) -> None:
+        """Take this rank's part of a parameter out of the whole."""
+        param.copy_(whole)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean gradient of what `synchronize()` has reduced; None if no rank has one."""
+        return None if param.grad is None else param.grad.detach().clone()
+
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
+        """Put a gradient in place of the mean; the parameter is then present."""
+        param.grad = whole.to(param.dtype)
+
+    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
+        """Take the parameters for their master copies."""
+        for param, entries in state.items():
+            if MASTER in entries and self.holds(param):
+                entries[MASTER].copy_(param)

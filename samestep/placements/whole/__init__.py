@@ -1,0 +1,1 @@
+"""Parameters that every rank holds whole: buckets, buffers, and who owns what."""

@@ -1,0 +1,424 @@
+"""Averaging gradients over ranks, bucket by bucket, in the same order on every rank.
+
+A *round* is what one reduction covers: the gradients since the last one. With overlap, a bucket
+is reduced inside backward once all its gradients have arrived and every bucket before it was
+launched; what never came is launched as zeros when the round ends. So all ranks launch the same
+buckets in the same order, whatever order autograd has and whatever it leaves out.
+"""
+
+import itertools
+import weakref
+from collections.abc import MutableMapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from samestep.comm.collectives import (
+    Pending,
+    exchange_segments,
+    gather_segments,
+    prefers_exchange,
+    reduce_segments,
+    total,
+)
+from samestep.comm.groups import GroupReduction
+from samestep.comm.presence import Problem
+from samestep.groups.distribution import Distribution
+from samestep.placements.whole.gradients import FlatGradients, PackedGradients
+from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.plan.sharding import Bucket, ShardingPlan
+
+# One per parameter: of two optimizers that have it, the last one reduces it inside backward.
+_hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+
+
+class GradientReducer:
+    """Turns local gradients into this rank's part of their mean.
+
+    `here[i]` tells whether parameter i had a gradient on this rank since the last step.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        plan: ShardingPlan,
+        reduction: GroupReduction,
+        distribution: Distribution,
+        order: LaunchOrder,
+    ) -> None:
+        group, divisor, outer = reduction
+        flat = distribution.buffers == "flat"
+        self._order = weakref.proxy(order)  # which holds this reducer
+        self._params = list(params)
+        self._plan = plan
+        self._group = group
+        self._outer = outer
+        self._policy = distribution
+        replicas = group.size if outer is None else group.size * outer.size
+        self._divisor = replicas if divisor is None else divisor
+        self._frees = frees_gradients(distribution)
+        if flat:
+            self._gradients: PackedGradients = FlatGradients(
+                params, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
+            )
+        else:
+            self._gradients = PackedGradients(params, plan, distribution.reduce_dtype)
+        self._frugal = is_frugal(distribution, group.size)
+        self._reuses = not (self._frees and (flat or self._frugal))
+        self._one_in_flight = self._frees or flat
+        self._listens = flat or distribution.overlap_grad_reduce
+        self._members = [bucket.params for bucket in plan.buckets]
+        self._names = [
+            f"reduction of bucket {number} ({self._name(members[0])}, ...)"
+            for number, members in enumerate(self._members)
+        ]
+        self._sizes = [self._segment_sizes(bucket) for bucket in plan.buckets]
+        self._headroom = 1 << (group.size - 1).bit_length()  # a power of two: the division is exact
+        self._first_bucket = [len(plan.buckets)] * len(params)
+        self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
+        for number, members in enumerate(self._members):
+            for index in members:
+                self._first_bucket[index] = min(self._first_bucket[index], number)
+                self._last_bucket[index] = number
+        self._sums: list[Tensor | None] = [None] * len(plan.buckets)  # of the rounds so far
+        self._flying: dict[int, Pending[Tensor]] = {}
+        self._divided: set[int] = set()  # buckets on their way that were divided first
+        self._hooked: set[int] = set()
+        self.paused = False
+        self.problem: Problem | None = None
+        self.here = [False] * len(params)
+        self._begin_round()
+
+    # --- one round ---------------------------------------------------------------------------
+
+    def _begin_round(self) -> None:
+        self.launched = 0  # buckets
+        self._order.restart()
+        self._taken: dict[int, tuple[int, int] | None] = {}  # gradients packed in this round
+        self._awaited: list[set[int]] | None = None  # per bucket; see `_await`
+        if self._listens:
+            self._hook_trainable()
+
+    def _hook_trainable(self) -> set[int]:
+        trainable = {i for i, param in enumerate(self._params) if param.requires_grad}
+        for index in sorted(trainable - self._hooked):
+            self._hook(index)
+        return trainable
+
+    def _hook(self, index: int) -> None:
+        reducer = weakref.ref(self)  # a dropped optimizer must not go on reducing
+
+        def arrived(_: Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive.arrived(index)
+
+        param = self._params[index]
+        before = _hooks.get(param)
+        if before is not None:  # of an optimizer that this one replaces
+            before.remove()
+        _hooks[param] = param.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        self._hooked.add(index)
+
+    def arrived(self, index: int) -> None:
+        """Backward has finished a gradient: launch what is complete, in order."""
+        self._gradients.arrived(index)
+        if not self._policy.overlap_grad_reduce:
+            return
+        self._order.gradient_arrived()
+        if self.paused:
+            return
+        if self._first_bucket[index] < self.launched:
+            raise RuntimeError(
+                f"parameter {self._name(index)!r} got a gradient on rank {self._rank} after its "
+                "bucket was reduced: run all backward passes of a step but the last inside "
+                "no_sync(), or call synchronize() after each"
+            )
+        awaited = self._await()
+        for number in range(self._first_bucket[index], self._last_bucket[index] + 1):
+            awaited[number].discard(index)
+        self._order.launch_complete()
+
+    def is_complete(self, bucket: int) -> bool:
+        """Whether every gradient of a bucket that backward may give has arrived."""
+        return not self._await()[bucket]
+
+    def _await(self) -> list[set[int]]:
+        """What each bucket waits for, looked up when a round's first gradient has arrived.
+
+        Not sooner: parameters may be frozen and unfrozen between steps.
+        """
+        if self._awaited is None:
+            trainable = self._hook_trainable()
+            self._awaited = [trainable.intersection(members) for members in self._members]
+        return self._awaited
+
+    def make_room(self) -> None:
+        """One bucket in flight, where memory counts: its buffers go before the next is packed."""
+        if self._one_in_flight:
+            self._land_all()
+
+    def launch_through(self, number: int) -> None:
+        """Launch every bucket up to this one, and those of others whose turn comes before."""
+        self._order.launch_through(self, number)
+
+    def launch_next(self) -> None:
+        """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
+        number = self.launched
+        bucket = self._plan.buckets[number]
+        ordered = self._policy.reduction == "ordered"
+        device = self._params[0].device
+        exchange = prefers_exchange(
+            device, ordered=ordered, frugal=self._frugal or bucket.replicated
+        )
+        buffer = self._packed(number)
+        if divides_first(buffer.dtype, self._group.size, exchange=exchange):
+            buffer = self._gradients.divided(number, buffer, self._headroom)
+            self._divided.add(number)
+        self.launched += 1
+        for index in self._members[number]:
+            if self._last_bucket[index] == number:
+                self._take(index)
+        name, sizes = self._names[number], self._sizes[number]
+        if exchange:
+            self._flying[number] = exchange_segments(
+                name, buffer, sizes, self._group, reuse=self._reuses
+            )
+        elif bucket.replicated:
+            self._flying[number] = total(name, buffer, self._group)
+        else:
+            self._flying[number] = reduce_segments(name, buffer, sizes, self._group)
+
+    def _take(self, index: int) -> None:
+        param = self._params[index]
+        self.here[index] |= param.grad is not None
+        if self._frees:
+            param.grad = None
+        grad = param.grad
+        self._taken[index] = None if grad is None else (grad.data_ptr(), grad._version)
+
+    def _packed(self, number: int) -> Tensor:
+        buffer = self._gradients.packed(number, zeros=self.problem is not None)
+        if self._policy.check_gradients and not buffer.isfinite().all():
+            self._report_not_finite(self._plan.buckets[number], buffer)
+        return buffer
+
+    def _report_not_finite(self, bucket: Bucket, buffer: Tensor) -> None:
+        """Remember the culprit, and send zeros in place of the bucket."""
+        for index in bucket.params:
+            grad = self._params[index].grad
+            if grad is not None and not grad.isfinite().all():
+                kind = "NaN" if grad.isnan().any() else "inf"
+                count = int((~grad.isfinite()).sum())
+                message = (
+                    f"the gradient of {self._name(index)!r} on rank {self._rank} has {count} "
+                    f"values that are not finite ({kind}), before it was averaged with those of "
+                    "other ranks"
+                )
+                self.problem = self.problem or Problem(FloatingPointError(message), index)
+        buffer.zero_()
+
+    # --- the end of a round ------------------------------------------------------------------
+
+    def end_round(self, problem: Problem | None) -> None:
+        """No gradient comes any more: see whether this rank can use those it has."""
+        self.problem = self.problem or problem or self._rival() or self._changed_gradient()
+        for index, last in enumerate(self._last_bucket):
+            if last < 0:
+                self._take(index)
+            elif index not in self._taken:
+                self.here[index] |= self._params[index].grad is not None
+
+    def _rival(self) -> Problem | None:
+        """Another optimizer that launches inside the same backward, in no common order."""
+        rival = self._order.rival() if self._policy.overlap_grad_reduce else None
+        if rival is None:
+            return None
+        message = (
+            f"two optimizers reduce gradients inside the same backward: {self._order} and {rival}, "
+            f"seen on rank {self._rank}. Ranks on which a gradient is missing would launch "
+            "their reductions in another order than others, which hangs or mixes tensors. Take one "
+            "MuonAdamW for all parameters (its groups have rules of their own), or leave "
+            "overlap_grad_reduce=True out of one of them and call step() of the other first"
+        )
+        return Problem(RuntimeError(message))
+
+    def _changed_gradient(self) -> Problem | None:
+        """A gradient that was set or edited after it was packed would be lost in silence."""
+        for index, taken in self._taken.items():
+            grad = self._params[index].grad
+            found = None if grad is None else (grad.data_ptr(), grad._version)
+            if found is not None and found != taken:
+                message = (
+                    f"the gradient of {self._name(index)!r} was changed on rank {self._rank} after "
+                    "it was reduced inside backward: use max_grad_norm to clip, or build the "
+                    "optimizer with overlap_grad_reduce=False to edit gradients"
+                )
+                return Problem(RuntimeError(message), index)
+        return None
+
+    def accumulate(self) -> None:
+        """Finish a round of which all is launched: keep the sums, free the gradients."""
+        self._land_all()
+        for number, kept in enumerate(self._sums):
+            if kept is not None:
+                self._sums[number] = self._gradients.set_aside(kept)
+        for index in self._taken:
+            self._params[index].grad = None
+        self._begin_round()
+
+    def take(self, number: int) -> Tensor:
+        """Wait for a bucket and give the mean of this rank's segment, in fp32 or wider."""
+        self._land(number)
+        result = self._sums[number]
+        assert result is not None
+        self._sums[number] = None
+        bucket = self._plan.buckets[number]
+        if bucket.replicated and self._spreads(bucket):
+            # Not sooner: ranks wait for their reductions at different times, and collectives
+            # must be launched in one order.
+            sizes = self._sizes[number]
+            name = f"sums of bucket {number}"
+            result = torch.cat(gather_segments(name, result, sizes, self._group).wait())
+        return self._over_outer(number, result).div_(self._divisor)
+
+    def _over_outer(self, number: int, summed: Tensor) -> Tensor:
+        """The sum of this rank's part over the groups that do the same."""
+        if self._outer is None:
+            return summed
+        name = f"outer sum of bucket {number}"
+        if self._policy.reduction != "ordered":
+            return total(name, summed, self._outer).wait()
+        sizes = even_sizes(summed.numel(), self._outer.size)
+        mine = exchange_segments(name, summed, sizes, self._outer).wait()
+        return torch.cat(gather_segments(name, mine, sizes, self._outer).wait())
+
+    def mean_of(self, index: int) -> Tensor:
+        """The mean gradient of a parameter over the rounds so far: (numel,). Collective."""
+        mean = torch.zeros(
+            self._params[index].numel(),
+            dtype=torch.promote_types(self._params[index].dtype, torch.float32),
+            device=self._params[index].device,
+        )
+        for number in self._buckets_of(index):
+            bucket, kept = self._plan.buckets[number], self._sums[number]
+            assert kept is not None
+            if self._spreads(bucket):
+                sizes = self._segment_sizes(bucket)
+                parts = gather_segments(f"sums of bucket {number}", kept, sizes, self._group)
+                kept = torch.cat(parts.wait())
+            if self._outer is not None:
+                kept = self._over_outer(number, kept.clone())
+            for piece, start in bucket.places():
+                if piece.param == index:
+                    part = kept[start : start + piece.size]
+                    mean[piece.start : piece.stop] = part / self._divisor
+        return mean
+
+    def set_mean_of(self, index: int, mean: Tensor) -> None:
+        """Put a mean in place of that of the rounds so far, in this rank's part."""
+        share = self._divisor / (1 if self._outer is None else self._outer.size)
+        for number in self._buckets_of(index):
+            bucket, kept = self._plan.buckets[number], self._sums[number]
+            assert kept is not None
+            first = 0
+            if self._spreads(bucket):
+                first = sum(self._segment_sizes(bucket)[: self._group.rank])
+            for piece, place in bucket.places():
+                if piece.param == index:
+                    start = max(place, first)
+                    stop = min(place + piece.size, first + kept.numel())
+                    if start < stop:
+                        part = mean[piece.start + start - place : piece.start + stop - place]
+                        kept[start - first : stop - first] = part * share
+
+    def _spreads(self, bucket: Bucket) -> bool:
+        """Whether each rank has the sum of its segment only."""
+        return not bucket.replicated or self._policy.reduction == "ordered"
+
+    def _buckets_of(self, index: int) -> range:
+        return range(self._first_bucket[index], self._last_bucket[index] + 1)
+
+    def _segment_sizes(self, bucket: Bucket) -> list[int]:
+        """Elements each rank adds up; a replicated bucket is spread evenly for that."""
+        if not bucket.replicated:
+            return bucket.segment_sizes
+        return even_sizes(bucket.size, self._group.size)
+
+    def finish_step(self) -> None:
+        """The step has taken everything: start afresh."""
+        self._order.stepped()
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the gradients of the last step."""
+        self._gradients.end_step()
+        self.here = [False] * len(self._params)
+        self._begin_round()
+
+    def abandon(self) -> None:
+        """The step failed on all ranks: drop what was reduced for it."""
+        self._land_all()
+        self._sums = [None] * len(self._plan.buckets)
+        self.problem = None
+        self.begin_step()
+
+    def _land_all(self) -> None:
+        for number in list(self._flying):
+            self._land(number)
+
+    def _land(self, number: int) -> None:
+        """Wait for a reduction, and add it to the rounds before it."""
+        if number in self._flying:
+            arrived = self._flying.pop(number).wait()
+            if arrived.dtype.itemsize < 4:
+                arrived = arrived.to(torch.float32)
+            if number in self._divided:
+                self._divided.remove(number)
+                arrived = arrived.mul_(self._headroom)
+            arrived = self._gradients.landed(number, arrived)
+            before = self._sums[number]
+            self._sums[number] = arrived if before is None else before.add_(arrived)
+
+    @property
+    def _rank(self) -> int:
+        return self._group.members[self._group.rank]
+
+    def _name(self, index: int) -> str:
+        return self._plan.params[index].name
+
+
+def frees_gradients(distribution: Distribution) -> bool:
+    """Whether full gradients are given back once they are reduced."""
+    return distribution.sharding in ("auto", "zero2")
+
+
+def divides_first(dtype: torch.dtype, ranks: int, *, exchange: bool) -> bool:
+    """Whether gradients are divided before they are added up, and the sum is multiplied after.
+
+    A backend adds in the dtype that travels, and float16 ends at 65504: four times 20,000 is inf.
+    Divided by the least power of two that is no smaller than the number of ranks, no sum is larger
+    than the largest gradient. That is exact down to the normal numbers (6e-5) and sends no byte
+    more; what is smaller loses up to as many bits as were divided by, as in DDP, and
+    `reduce_dtype=torch.float32` keeps them. An exchange adds in float32, and bfloat16 has the
+    range of float32.
+    """
+    return dtype == torch.float16 and ranks > 1 and not exchange
+
+
+def is_frugal(distribution: Distribution, ranks: int) -> bool:
+    """Whether memory counts so much that a reduction gets no buffer to receive into.
+
+    Not by when a bucket is launched: some ranks may launch it later than others.
+    """
+    flat = distribution.buffers == "flat"
+    frugal = ranks > 2 if flat else frees_gradients(distribution)
+    return distribution.overlap_grad_reduce and frugal
+
+
+def even_sizes(elements: int, parts: int) -> list[int]:
+    """Elements of parts that are as equal as can be."""
+    bounds = [elements * part // parts for part in range(parts + 1)]
+    return [stop - start for start, stop in itertools.pairwise(bounds)]

@@ -1,0 +1,441 @@
+"""Parameters that every rank holds whole: reduced, updated in parts, and gathered.
+
+All ranks run the same collectives with the same sizes, whatever gradients they have and
+whatever they own.
+"""
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.comm.collectives import Pending, gather_segments, maximum
+from samestep.comm.groups import GroupReduction, RankGroup
+from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
+from samestep.comm.integrity.checksum import checksums
+from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.groups.distribution import Distribution
+from samestep.groups.mistakes import GradientEdits
+from samestep.groups.param_groups import Group, rule_of
+from samestep.kernels.choice import line_of
+from samestep.layout.held_state import HeldState
+from samestep.placements.placement import Placement
+from samestep.placements.whole.in_flight import ParametersInFlight
+from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.placements.whole.parameters import FlatParameters, overlapping
+from samestep.placements.whole.piece_state import (
+    StateEntry,
+    StateLayout,
+    gather_whole,
+    held_pieces,
+    piece_of_state,
+    piece_shape,
+    state_alike,
+)
+from samestep.placements.whole.reduction import GradientReducer
+from samestep.plan.flat import plan_flat
+from samestep.plan.schedule import PlacementShape
+from samestep.plan.sharding import (
+    Bucket,
+    ParamSpec,
+    Piece,
+    Segment,
+    ShardingPlan,
+    plan_sharding,
+)
+from samestep.rules.state import MASTER, State, needs_master, state_dtype
+from samestep.tooling.warn import warn_user
+from samestep.update.plain import Operand
+
+
+class ReplicatedParameters(Placement):
+    """One plan at work: the parameters of a construction or of one added group."""
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        option_lines: Sequence[str],
+        reduction: GroupReduction,
+        distribution: Distribution,
+        order: LaunchOrder,
+        in_flight: ParametersInFlight,
+    ) -> None:
+        group, divisor, outer = reduction
+        self.params = list(params)
+        self.group = self.held_by = group
+        self._groups = [group] if outer is None else [group, outer]
+        self.distribution = distribution
+        self.plan = planned(specs, group.size, distribution)
+        self.device = self.params[0].device
+        strided = [s.name for s, p in zip(specs, params, strict=True) if not p.is_contiguous()]
+        elsewhere = [
+            f"{s.name} on {p.device.type}"
+            for s, p in zip(specs, params, strict=True)
+            if p.device != self.device
+        ]
+        lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *option_lines]
+        lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
+        lines.append(line_of(self.device))
+        shared = []
+        if distribution.buffers == "flat":
+            shared = [specs[index].name for index in overlapping(self.params)]
+            lines.append(f"in the same memory: {shared}")
+        for ranks in self._groups:
+            require_same_lines("plan", lines, ranks, self.device)
+        if strided:  # raised by all ranks or by none
+            raise ValueError(
+                f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
+                "be shared between ranks: replace its data by .contiguous()"
+            )
+        if elsewhere:
+            raise ValueError(
+                f"parameter {elsewhere[0]}, others on {self.device.type}: parameters that ranks "
+                "share must be on one device"
+            )
+        if shared:
+            raise ValueError(
+                f"parameters {shared[0]!r} and {shared[1]!r} lie in the same memory, and flat "
+                "buffers would part them: make them one parameter (tied weights), or take "
+                'buffers="per_parameter"'
+            )
+        self._flat: FlatParameters | None = None
+        if distribution.buffers == "flat":
+            self._flat = FlatParameters(
+                self.params, self.plan, poison=distribution.poison_early_reads
+            )
+        self.mend_replicas()
+        self.reducer = GradientReducer(params, self.plan, reduction, distribution, order)
+        self.shape = shape_of(self.plan, distribution, watched=in_flight.all_watched(self.params))
+        self._in_flight = in_flight
+        self._names = [spec.name for spec in specs]
+        self._presence = PresenceAgreement(self._names, self._groups, self.device)
+        self._present: list[bool | Tensor] = []
+        self._edits: GradientEdits | None = None  # inside backward every edit is an error
+        if distribution.grads == "local" and not distribution.overlap_grad_reduce:
+            self._edits = GradientEdits(self.params)
+        self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
+        self._gathers: dict[int, Pending[list[Tensor]]] = {}
+        self._known_views: dict[Piece, _PieceViews] = {}
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every rank has all state."""
+        return all(bucket.replicated for bucket in self.plan.buckets)
+
+    def mend_replicas(self) -> None:
+        """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
+        for group in reversed(self._groups):
+            self._mend_replicas(group)
+
+    def _mend_replicas(self, group: RankGroup) -> None:
+        different = differing(checksums(self.params), group)
+        if not different:
+            return
+        names = ", ".join(self.plan.params[index].name for index in different[:6])
+        more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+        if self.distribution.strict:
+            raise ValueError(
+                f"replicas differ between ranks: {names}{more}. Seed every rank alike or load the "
+                "same checkpoint before building the optimizer"
+            )
+        warn_user(
+            f"replicas differ between ranks and were set to rank {group.members[0]}'s: "
+            f"{names}{more}"
+        )
+        with torch.no_grad():
+            for index in different:
+                broadcast_from_first(self.params[index], group)
+
+    # --- state ---------------------------------------------------------------------------
+
+    def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
+        """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
+        keys = []
+        for param, spec in zip(self.params, self.plan.params, strict=True):
+            group = groups[spec.group]
+            master = [MASTER] if needs_master(param, master_weights) else []
+            keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
+        self._layout = StateLayout(self.plan, self.group.rank, keys, groups)
+        state: dict[Tensor, State] = {}
+        for param, spec, sizes in zip(
+            self.params, self.plan.params, self._layout.sizes, strict=True
+        ):
+            options = groups[spec.group]
+            state[param] = {
+                key: torch.zeros(size, dtype=state_dtype(param, key, options), device=self.device)
+                for key, size in sizes.items()
+            }
+        self.refresh_masters(state)
+        return state
+
+    def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
+        """What every rank shall have alike: all state, or of a shared parameter its counts."""
+        return state_alike(self.plan, self.params, self._layout, state, self.group)
+
+    def gather_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Tensor | None = None,
+    ) -> Callable[[], dict[Tensor, State]]:
+        """Start gathering the state of all pieces; what every rank has is this rank's own."""
+        wanted = range(len(self.params)) if only is None else [self._index(only)]
+        return gather_whole(self.plan, self.params, state, groups, self.group, wanted)
+
+    def held_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> Iterator[HeldState]:
+        """The boxes that the pieces of this rank make up."""
+        return held_pieces(self.plan, self.params, self._layout, state, groups)
+
+    def put_state(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """Take this rank's pieces of a parameter's state out of the whole."""
+        index = self._index(param)
+        spec = self.plan.params[index]
+        for piece in self._layout.spans:
+            if piece.param == index:
+                part = piece_of_state(piece, spec, groups[spec.group], key, whole)
+                self._layout.views(piece, state[param])[key].copy_(part)
+
+    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
+        """Take the parameters for their master copies."""
+        for piece in self._layout.spans:
+            views = self._layout.views(piece, state[self.params[piece.param]])
+            if MASTER in views:
+                views[MASTER].copy_(self._view(piece))
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether the plan has it."""
+        return any(param is other for other in self.params)
+
+    def whole_gradient(self, param: Tensor) -> Tensor | None:
+        """The mean of the rounds so far, for a parameter; None if no rank has a gradient."""
+        if self.distribution.grads == "reduced":
+            return super().whole_gradient(param)
+        index = self._index(param)
+        here = torch.tensor([self.reducer.here[index]], dtype=torch.int64, device=self.device)
+        mean = self.reducer.mean_of(index)
+        for group in self._groups:
+            here = maximum(f"presence of {self._names[index]}", here, group).wait()
+        return mean.view(param.shape) if bool(here) else None
+
+    def put_gradient(self, param: Tensor, whole: Tensor) -> None:
+        """Put a gradient in place of the mean of the rounds so far."""
+        if self.distribution.grads == "reduced":
+            super().put_gradient(param, whole)
+            return
+        index = self._index(param)
+        self.reducer.set_mean_of(index, whole.reshape(-1))
+        self.reducer.here[index] = True
+
+    def _index(self, param: Tensor) -> int:
+        return next(i for i, other in enumerate(self.params) if other is param)
+
+    # --- the step, operation by operation ------------------------------------------------
+
+    def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
+        """No gradient comes any more."""
+        super().begin_step(state, problem)
+        if self._edits is not None and not self._edits.look():
+            self._edits = None
+        self.reducer.end_round(problem or self._parameter_problem())
+        self.problem = self.reducer.problem
+
+    def expect_edits(self) -> None:
+        """Somebody is known to write into gradients after backward."""
+        self._edits = None
+
+    def _parameter_problem(self) -> Problem | None:
+        """What was done to a parameter since the plan was made."""
+        if self._flat is None:
+            changed = next((i for i, p in enumerate(self.params) if not p.is_contiguous()), None)
+            now = "is not contiguous any more"
+        else:
+            changed = self._flat.adopt()
+            now = "has another dtype or device now"
+        if changed is None:
+            return None
+        name, rank = self._names[changed], self.group.members[self.group.rank]
+        message = (
+            f"parameter {name!r} {now} on rank {rank}: build the optimizer after changing the model"
+        )
+        return Problem(RuntimeError(message), changed)
+
+    def finish_step(self) -> None:
+        """Everything was taken and placed."""
+        self.reducer.finish_step()
+
+    def abandon_step(self) -> None:
+        """The step failed on all ranks: forget its gradients."""
+        self._grads.clear()
+        self.reducer.abandon()
+        self.problem = None
+
+    def end_round(self) -> None:
+        """No gradient comes any more before `launch_all`."""
+        if self.distribution.grads == "local":
+            self.reducer.end_round(None)
+
+    def launch_all(self) -> None:
+        """Start every reduction that backward has not."""
+        if self.distribution.grads == "local":
+            self.reducer.launch_through(len(self.plan.buckets) - 1)
+
+    def keep_sums(self) -> None:
+        """Wait for them, keep this rank's part, and begin a new round."""
+        if self.distribution.grads == "local":
+            self.reducer.accumulate()
+
+    def reduce(self, number: int) -> None:
+        """Start a reduction, unless backward has."""
+        self.reducer.launch_through(number)
+        self.problem = self.reducer.problem
+
+    def agree(self, problem: Problem | None) -> None:
+        """Find out what is present anywhere; raises on all ranks if any has a problem."""
+        self._present = self._presence.agree(self.reducer.here, problem)
+
+    def average(self, number: int) -> None:
+        """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
+        owned = self._owned(self.plan.buckets[number])
+        if self.distribution.grads == "local":
+            self._grads[number] = owned.parts(self.reducer.take(number))
+            return
+        self._grads[number] = []
+        for piece in owned.pieces:
+            param = self.params[piece.param]
+            grad = torch.zeros_like(param) if param.grad is None else param.grad.detach()
+            part = grad.reshape(-1)[piece.start : piece.stop]
+            self._grads[number].append((piece, part))
+
+    def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
+        """What this rank updates in a bucket, with the index of its group."""
+        bucket = self.plan.buckets[number]
+        counted = not bucket.replicated or self.group.rank == 0
+        for piece, grad in self._grads[number]:
+            present = self._present[piece.param]
+            if present is False:
+                continue
+            value, views = self._views(piece)
+            flag = present if isinstance(present, Tensor) else None
+            operand = Operand(value, grad.view(value.shape), views, flag, counted)
+            yield self.plan.params[piece.param].group, operand
+
+    def drop_gradients(self, number: int) -> None:
+        """They are not needed any longer."""
+        del self._grads[number]
+
+    def gather(self, number: int) -> None:
+        """Start sending the updated pieces of a bucket to everyone."""
+        bucket = self.plan.buckets[number]
+        if bucket.replicated:
+            return
+        sizes, whole = bucket.segment_sizes, None
+        if self._flat is not None:
+            whole = self._flat.room(number)
+            segment = torch.split(whole, sizes)[self.group.rank]
+        else:
+            mine = [self._flat_view(piece) for piece in self._owned(bucket).pieces]
+            if not mine:
+                mine = [self.params[bucket.params[0]].new_empty(0)]
+            segment = mine[0] if len(mine) == 1 else torch.cat(mine)
+        name = f"gather of bucket {number}"
+        self._gathers[number] = gather_segments(name, segment, sizes, self.group, into=whole)
+        if self.shape.defers:
+            members = [self.params[index] for index in bucket.params]
+            self._in_flight.add(members, partial(self.place, number))
+
+    def place(self, number: int) -> None:
+        """Copy what the others updated into place."""
+        if number not in self._gathers:
+            return
+        arrived = self._gathers.pop(number).wait()
+        if self._flat is not None:
+            self._flat.arrived(number)
+            return
+        for rank, segment in enumerate(self.plan.buckets[number].segments):
+            if rank != self.group.rank:
+                for piece, part in segment.parts(arrived[rank]):
+                    self._flat_view(piece).copy_(part)
+
+    def present(self) -> list[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it was present in the last step."""
+        flags = self._present or [False] * len(self.params)
+        return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
+
+    def _owned(self, bucket: Bucket) -> Segment:
+        return bucket.segments[0 if bucket.replicated else self.group.rank]
+
+    def _views(self, piece: Piece) -> tuple[Tensor, State]:
+        """The piece in its parameter, and its state; made once, unless either was replaced."""
+        param = self.params[piece.param]
+        state = self._state[param]
+        known = self._known_views.get(piece)
+        if (
+            known is None
+            or known.address != param.data_ptr()
+            or not all(map(operator.is_, known.of, state.values()))
+        ):
+            known = _PieceViews(
+                param.data_ptr(),
+                tuple(state.values()),
+                self._view(piece),
+                self._layout.views(piece, state),
+            )
+            self._known_views[piece] = known
+        return known.value, known.state
+
+    def _view(self, piece: Piece) -> Tensor:
+        """The piece in its parameter: (size,), or (rows, cols) for a block."""
+        return self._flat_view(piece).view(piece_shape(piece))
+
+    def _flat_view(self, piece: Piece) -> Tensor:
+        """The same as (size,)."""
+        flat = self.params[piece.param].detach().view(-1)
+        return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
+
+
+class _PieceViews(NamedTuple):
+    """Views of a piece, and what they are views of."""
+
+    address: int
+    of: tuple[Tensor, ...]
+    value: Tensor
+    state: State
+
+
+def planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) -> ShardingPlan:
+    """The plan that some keywords ask for."""
+    if distribution.buffers == "flat":
+        return plan_flat(specs, ranks, bucket_elements=distribution.bucket_size)
+    return plan_sharding(
+        specs,
+        ranks,
+        shard=distribution.sharding != "none",
+        crossover=distribution.crossover,
+        bucket_elements=distribution.bucket_size,
+        owners=distribution.owners,
+        max_size_ratio=distribution.max_state_ratio,
+    )
+
+
+def shape_of(plan: ShardingPlan, distribution: Distribution, *, watched: bool) -> PlacementShape:
+    """What a schedule depends on; `watched`: modules wait for all of its parameters."""
+    return PlacementShape(
+        bucket_sizes=tuple(bucket.size for bucket in plan.buckets),
+        agrees=True,
+        reduces=distribution.grads == "local",
+        overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
+        defers=distribution.overlap_param_gather and watched,
+    )

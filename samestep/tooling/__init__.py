@@ -1,0 +1,1 @@
+"""What commands share: flags, files, progress, warnings."""

@@ -1,0 +1,124 @@
+"""What `opt.metrics()` tells of a step, gathered without waiting for the device."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.comm.collectives import Pending, total
+from samestep.comm.groups import RankGroup
+from samestep.update.plain import Operand
+
+
+class UpdateSizes:
+    """Root mean squares of the directions of a step, per group, over all ranks."""
+
+    def __init__(self, groups: int) -> None:
+        self._groups = groups
+        self._sums: list[tuple[int, Tensor, Tensor]] = []  # group, squares, elements
+        self._pending: Pending[Tensor] | None = None
+        self._totals: Tensor | None = None
+
+    def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
+        """Count the squares, (B,), of what this rank answers for and what is present."""
+        for operand, square in zip(operands, squares, strict=True):
+            if operand.counted:
+                square = square * operand.share
+                size = torch.full_like(square, operand.param.numel() * operand.share)
+                if operand.present is not None:
+                    square, size = (torch.where(operand.present, x, 0.0) for x in (square, size))
+                self._sums.append((group, square, size))
+
+    def combine(self, group: RankGroup | None, device: torch.device) -> None:
+        """Start adding up over ranks."""
+        totals = torch.zeros(2, self._groups, dtype=torch.float64, device=device)
+        for index, square, size in self._sums:
+            totals[0, index] += square.to(device)
+            totals[1, index] += size.to(device)
+        self._sums, self._totals = [], totals
+        if group is not None:
+            self._pending = total("update sizes", totals.view(-1), group)
+
+    def rms(self) -> Tensor | None:
+        """(groups,): NaN for a group in which nothing was present."""
+        if self._pending is not None:
+            self._totals, self._pending = self._pending.wait().view(2, -1), None
+        return None if self._totals is None else (self._totals[0] / self._totals[1]).sqrt()
+
+
+class Outliers:
+    """Blocks whose direction has had a norm that its rule cannot give, since construction.
+
+    It should never happen: then the orthogonalization has left its basin, or a gradient was not
+    finite. Kernels write flags into the host's memory; of what plain torch does on a GPU only
+    `counts` tells.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, Tensor] = {}  # by group, on any device
+        self._flags: dict[int, list[Tensor]] = {}  # by group: one per block, in the host's memory
+        self._told = False
+
+    def look_at(
+        self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
+    ) -> None:
+        """Look at the squares of directions, (B,); `only_if`: whether they are stepped along."""
+        flags = squares.le(largest_norm**2).logical_not_()  # so that NaN counts
+        if only_if is not None:
+            flags &= only_if != 0
+        count = flags.sum()
+        self._found[group] = self._found[group] + count if group in self._found else count
+
+    def watch(self, group: int, flags: Sequence[Tensor]) -> None:
+        """Look at flags that kernels set, from now on."""
+        self._flags.setdefault(group, []).extend(flags)
+
+    def counts(self, groups: int) -> Tensor:
+        """(groups,): how many blocks of each."""
+        device = next((count.device for count in self._found.values()), torch.device("cpu"))
+        counts = torch.zeros(groups, dtype=torch.int64, device=device)
+        for group, count in self._found.items():
+            counts[group] += count
+        for group, flags in self._flags.items():
+            counts[group] += sum(int(flag.sum()) for flag in flags)
+        return counts
+
+    def new(self) -> int | None:
+        """A group in which there is one, once, as far as it is known without waiting."""
+        if self._told:
+            return None
+        for group, flags in self._flags.items():
+            self._told |= any(flag.any() for flag in flags)
+            if self._told:
+                return group
+        for group, count in self._found.items():
+            if count.device.type == "cpu" and count:
+                self._told = True
+                return group
+        return None
+
+
+class StepNumbers(NamedTuple):
+    """What a step leaves for `opt.metrics()`."""
+
+    grad_norm: Tensor | None
+    sizes: UpdateSizes | None
+
+
+def present_counts(groups: int, present: Iterable[tuple[int, bool | Tensor]]) -> Tensor:
+    """(groups,): how many parameters of each group have a gradient on any rank."""
+    known, flags = [0] * groups, []
+    for index, flag in present:
+        if isinstance(flag, Tensor):
+            flags.append((index, flag))
+        else:
+            known[index] += flag
+    if not flags:
+        return torch.tensor(known)
+    counts = torch.zeros(groups, dtype=torch.int64, device=flags[0][1].device)
+    for index, count in enumerate(known):
+        counts[index] += count
+    for index, flag in flags:
+        counts[index] += flag
+    return counts

@@ -1,0 +1,319 @@
+"""Running a rule on the tensors of one device: read, update, write back.
+
+Rules are pure; this file decides what they are given. Same-shape blocks become one
+stack, so that each shape costs one batched orthogonalization. Math is in 32 bits or more,
+whatever the dtype of the parameter.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, Protocol, TypeGuard
+
+import torch
+from torch import Tensor
+
+from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule
+from samestep.rules.state import MASTER, State, math_dtype
+
+STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
+
+Scalars = Mapping[str, Tensor]
+
+
+class Operand(NamedTuple):
+    """A whole parameter, or one block of it: views to read from and write to."""
+
+    param: Tensor
+    grad: Tensor
+    state: State
+    present: Tensor | None = None  # a flag on the device: False leaves all as it is
+    counted: bool = True  # whether this rank answers for it in sums over ranks
+    share: float = 1.0  # there, where others that the plan does not know hold copies
+
+
+class DirectionSizes(Protocol):
+    """Adds up the squares of directions."""
+
+    def add(self, group: int, operands: Sequence[Operand], squares: Tensor) -> None:
+        """Count the squares, (B,), of some operands of a group."""
+        ...
+
+
+class DirectionBounds(Protocol):
+    """Counts directions that are larger than they can be."""
+
+    def look_at(
+        self, group: int, squares: Tensor, largest_norm: float, only_if: Tensor | None
+    ) -> None:
+        """Look at the squares of directions, (B,), of a group."""
+        ...
+
+    def watch(self, group: int, flags: Sequence[Tensor]) -> None:
+        """Look at flags that kernels set, from now on."""
+        ...
+
+
+class GroupMath(NamedTuple):
+    """How one group's rule is run in this step, on one device."""
+
+    rule: Rule
+    scalars: Scalars
+    options: Mapping[str, Any]
+    factor: Tensor | None  # gradients are multiplied with it
+    maximize: bool
+    only_if: Tensor | None  # a flag on the device: False leaves all as it is
+    sizes: "DirectionSizes | None"  # told of every direction, if these are measured
+    bounds: "DirectionBounds | None" = None
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """A gradient as the rule shall see it."""
+        if self.factor is not None:
+            grad = grad * self.factor.to(grad)
+        return -grad if self.maximize else grad
+
+
+GroupMaths = Callable[[int], GroupMath]  # by index of the group
+
+
+class Result(NamedTuple):
+    """New values, and the sum of squares of the direction if it was asked for."""
+
+    param: Tensor
+    state: State
+    square: Tensor | None = None  # (), or (B,) for a stack
+
+
+UpdateFunction = Callable[[Rule, Tensor, Tensor, State, Scalars, Mapping[str, Any], bool], Result]
+
+
+def run_rule(
+    rule: Rule,
+    param: Tensor,
+    grad: Tensor,
+    state: State,
+    scalars: Scalars,
+    options: Mapping[str, Any],
+    measure: bool = False,
+) -> Result:
+    """Plain `rule.update`; `samestep.update.compiled` offers the same function compiled."""
+    new = rule.update(param, grad, state, scalars, options)
+    if not measure:
+        return Result(new.param, new.state)
+    if new.direction is None:
+        raise NotImplementedError(
+            f"rule {rule.name!r} does not tell its direction, so update_rms cannot be measured"
+        )
+    return Result(new.param, new.state, direction_squares(new.direction(), rule.kind))
+
+
+def direction_squares(direction: Tensor, kind: str = "matrix") -> Tensor:
+    """The sum of squares of a direction, (), or of each block of a stack, (B,), in float64."""
+    dims = (-2, -1) if kind == "matrix" else None
+    norms: Tensor = torch.linalg.vector_norm(direction, dim=dims, dtype=torch.float64)
+    return norms.square()
+
+
+def update_together(
+    rule: Rule, operands: Sequence[Operand], math: "GroupMath", run: UpdateFunction
+) -> bool:
+    """Apply an elementwise rule to all operands in one call; False if that cannot be done.
+
+    It can where nothing is selected, converted or measured.
+    """
+    if math.only_if is not None or math.sizes is not None or run is not run_rule:
+        return False
+    if not _is_together(rule) or not rule.runs_together(math.options):
+        return False
+    if not all(map(_is_plain, operands)):
+        return False
+    rule.update_all_(
+        [operand.param for operand in operands],
+        [operand.grad for operand in operands],
+        [operand.state for operand in operands],
+        math.scalars,
+        math.options,
+    )
+    return True
+
+
+@cache
+def _follows(kind: type, protocol: type) -> bool:
+    """Asking a protocol takes as long as a small update, so it is asked once."""
+    return issubclass(kind, protocol)
+
+
+def _is_together(rule: Rule) -> TypeGuard[TogetherRule]:
+    return _follows(type(rule), TogetherRule)
+
+
+def _is_in_place(rule: Rule) -> TypeGuard[InPlaceRule]:
+    return _follows(type(rule), InPlaceRule)
+
+
+def is_bounded(rule: Rule | StagedRule) -> TypeGuard[BoundedRule]:
+    """Whether a rule says how large its directions can be."""
+    return _follows(type(rule), BoundedRule)
+
+
+def is_staged(rule: Rule) -> TypeGuard[StagedRule]:
+    """Whether a rule can be run on parts of a block, but for one stage."""
+    return _follows(type(rule), StagedRule)
+
+
+def _is_plain(operand: Operand) -> bool:
+    """Whether parameter, gradient and state are what the rule reads and writes."""
+    dtype = operand.param.dtype
+    tensors = (operand.grad, *operand.state.values())
+    return (
+        operand.present is None
+        and dtype == math_dtype(operand.param)
+        and all(tensor.dtype == dtype for tensor in tensors)
+    )
+
+
+def update_elementwise(
+    rule: Rule,
+    operand: Operand,
+    scalars: Scalars,
+    options: Mapping[str, Any],
+    run: UpdateFunction = run_rule,
+    only_if: Tensor | None = None,
+    measure: bool = False,
+) -> Tensor | None:
+    """Apply an elementwise rule to a parameter in place; if the flag is False, change nothing.
+
+    Gives the sum of squares of the direction, (1,), if it is to be measured.
+    """
+    param, grad, state = _read(operand)
+    # Nothing to select or convert afterwards: the rule may write into place by itself.
+    plain = only_if is None and operand.present is None and not measure and run is run_rule
+    in_place = param is operand.param and all(state[key] is operand.state[key] for key in state)
+    if plain and in_place and _is_in_place(rule):
+        rule.update_(param, grad, state, scalars, options)
+        return None
+    new = run(rule, param, grad, state, scalars, options, measure)
+    _write(operand, new, only_if)
+    return None if new.square is None else new.square.reshape(1)
+
+
+def update_blocks(
+    rule: Rule,
+    operands: Sequence[Operand],
+    scalars: Scalars,
+    options: Mapping[str, Any],
+    run: UpdateFunction = run_rule,
+    only_if: Tensor | None = None,
+    measure: bool = False,
+) -> Tensor | None:
+    """Apply a matrix rule to blocks of one shape, dtype and device, in place, as one stack.
+
+    Gives the sums of squares of their directions, (B,), if they are to be measured.
+    """
+    rows = operands[0].param.shape[0]
+    params, grads, states = zip(*map(_read, operands), strict=True)
+    # (rows, ...) may be a flattened convolution weight: the rule sees (B, rows, cols).
+    new = run(
+        rule,
+        torch.stack([param.reshape(rows, -1) for param in params]),
+        torch.stack([grad.reshape(rows, -1) for grad in grads]),
+        {key: torch.stack([state[key] for state in states]) for key in states[0]},
+        scalars,
+        options,
+        measure,
+    )
+    for index, operand in enumerate(operands):
+        state = {key: tensor[index] for key, tensor in new.state.items()}
+        _write(operand, Result(new.param[index].reshape(operand.param.shape), state), only_if)
+    return new.square
+
+
+def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[Operand]]:
+    """Sort blocks into stacks of one shape, dtype and device, in order of appearance.
+
+    `most`: elements of a stack, unless one block has more; None: `STACK_ELEMENTS`.
+    """
+    by_kind = defaultdict(list)
+    for block in blocks:
+        param = block.param
+        kind = (param.shape[0], param.shape[1:].numel(), param.dtype, param.device)
+        by_kind[kind].append(block)
+    for (rows, cols, _, _), members in by_kind.items():
+        count = max(1, (most or STACK_ELEMENTS) // (rows * cols))
+        for start in range(0, len(members), count):
+            yield members[start : start + count]
+
+
+def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
+    """What the rule is given: everything in the math dtype, the master copy for the parameter.
+
+    Where the parameter is no longer the rounded master, somebody has edited or loaded it since:
+    there the parameter counts.
+    """
+    param, grad, state = operand.param, operand.grad, operand.state
+    dtype = math_dtype(param)
+    value = exact_value(param, state)
+    rule_state = {key: _in(dtype, tensor) for key, tensor in state.items() if key != MASTER}
+    return value, _in(dtype, grad), rule_state
+
+
+def exact_value(param: Tensor, state: State) -> Tensor:
+    """A parameter in the math dtype: its master copy, wherever that is still the same."""
+    value = _in(math_dtype(param), param)
+    if MASTER in state:
+        master = state[MASTER].reshape(param.shape)
+        value = torch.where(master.to(param.dtype) == param, master, value)
+    return value
+
+
+def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """What `to` gives; not asked where nothing is converted, since that takes several us."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:
+    """Write a new value into place, unless the flag is False."""
+    old.copy_(value if only_if is None else torch.where(only_if, value, old))
+
+
+def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
+    """Copy the new values into place; the parameter is rounded from the master copy."""
+    param, present = operand.param, operand.present
+    if present is not None:
+        only_if = present if only_if is None else only_if & present
+    put(param, _in(param.dtype, new.param), only_if)
+    for key, tensor in operand.state.items():
+        value = new.param if key == MASTER else new.state[key]
+        put(tensor, value if value.shape == tensor.shape else value.reshape(tensor.shape), only_if)
+
+
+class StepScalars:
+    """The 0-D tensors of each group and device, made once and refilled in place every step.
+
+    Their identity and dtype never change, so a compiled update is never recompiled for a
+    new learning rate, and nothing waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+        self._values: dict[int, float | None] = {}  # what a tensor was filled with last
+
+    def refill(
+        self, group: int, device: torch.device, values: Mapping[str, float | Tensor]
+    ) -> Scalars:
+        """Give the group's tensors on `device`, holding `values`."""
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        tensors = self._tensors.setdefault((group, device), {})
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return tensors  # filled before: a graph would fill in the same values for good
+        for key, value in values.items():
+            if key not in tensors:
+                tensors[key] = torch.zeros((), dtype=dtype, device=device)
+            tensor = tensors[key]
+            if isinstance(value, Tensor):
+                tensor.copy_(value.detach().reshape(()), non_blocking=True)
+                self._values.pop(id(tensor), None)
+            elif self._values.get(id(tensor)) != value:
+                tensor.fill_(value)
+                self._values[id(tensor)] = value
+        return tensors

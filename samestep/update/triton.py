@@ -1,0 +1,218 @@
+"""Which operands of a step the kernels take, and the step on those."""
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.kernels.adamw import AdamWTensors
+from samestep.kernels.call import Gradients, Step
+from samestep.kernels.muon import MuonBlocks, muon_
+from samestep.kernels.norm import DTYPES
+from samestep.kernels.tables import Table
+from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule
+from samestep.rules.orthogonalize import kernels_run, step_coefficients
+from samestep.update.plain import GroupMath, Operand
+
+BATCH_ELEMENTS = 1 << 30  # orthogonalized at once: 4 bytes each, and less for Gram matrices
+
+
+class Job(NamedTuple):
+    """Tensors that one launch works on."""
+
+    places: list[int]  # among the operands
+    tensors: AdamWTensors | MuonBlocks
+
+
+class KernelPlan:
+    """How the operands of a group are batched: made once, unless parameters or state change."""
+
+    def __init__(self, math: GroupMath, operands: Sequence[Operand], most: int) -> None:
+        self.params = [operand.param for operand in operands]
+        self.states = [operand.state for operand in operands]
+        self.dtypes = [operand.grad.dtype for operand in operands]
+        mine = [place for place, operand in enumerate(operands) if _fits(operand)]
+        self.others = sorted(set(range(len(operands))) - set(mine))
+        self.batches: list[list[Job]] = []
+        for alike in _by_kind(operands, mine):
+            if type(math.rule) is AdamWRule:
+                self.batches.append([Job(alike, AdamWTensors(*self._of(alike)))])
+            else:
+                for batch in _batches(operands, alike, most):
+                    self.batches.append([Job(same, MuonBlocks(*self._of(same))) for same in batch])
+
+    def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
+        return [self.params[place] for place in places], [self.states[place] for place in places]
+
+    def is_for(self, operands: Sequence[Operand]) -> bool:
+        """Whether nothing was replaced since."""
+        return (
+            len(operands) == len(self.params)
+            and all(map(operator.is_, self.states, [operand.state for operand in operands]))
+            and all(map(operator.is_, self.params, [operand.param for operand in operands]))
+            and [operand.grad.dtype for operand in operands] == self.dtypes
+            and all(map(Tensor.is_contiguous, [operand.grad for operand in operands]))
+        )
+
+    def outliers(self) -> list[Tensor]:
+        """Flags of blocks, which kernels set."""
+        jobs = [job.tensors for batch in self.batches for job in batch]
+        return [blocks.outliers for blocks in jobs if isinstance(blocks, MuonBlocks)]
+
+    def temporary_bytes(self) -> int:
+        """About what the largest batch of blocks needs while it is orthogonalized."""
+        sizes = [0]
+        for batch in self.batches:
+            blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
+            for own in blocks[:1]:
+                short, long = sorted((own.rows, own.cols))
+                # Two blocks of 16 bits, and four matrices of the short side.
+                sizes.append(sum(b.count for b in blocks) * (4 * short * long + 8 * short * short))
+        return max(sizes)
+
+    def gradients(self, operands: Sequence[Operand]) -> Iterator[list[Gradients]]:
+        """Those of each batch, job by job; their addresses travel together."""
+        jobs = [job for batch in self.batches for job in batch]
+        order = [place for job in jobs for place in job.places]
+        table = Table([[operands[place].grad for place in order]])
+        starts = accumulate((len(job.places) for job in jobs), initial=0)
+        found = iter(
+            Gradients(
+                table.addresses[0, start:],
+                table.aligned,
+                DTYPES[self.dtypes[job.places[0]]],
+                _writes([operands[place] for place in job.places]),
+            )
+            for start, job in zip(starts, jobs, strict=False)
+        )
+        for batch in self.batches:
+            yield [next(found) for _ in batch]
+
+
+def update_with_kernels(
+    math: GroupMath,
+    index: int,
+    operands: Sequence[Operand],
+    plans: dict[object, KernelPlan],
+    most: int | None = None,
+) -> list[Operand]:
+    """Run the rule of a group on the operands that kernels can do; give the others back.
+
+    `most`: elements that are orthogonalized at once; None: `BATCH_ELEMENTS`.
+    """
+    device = operands[0].param.device
+    if not can_run(math, device):
+        return list(operands)
+    key = index, device, len(operands), id(operands[0].state)  # a group may come in several buckets
+    plan = plans.get(key)
+    if plan is None or not plan.is_for(operands):
+        plan = plans[key] = KernelPlan(math, operands, most or BATCH_ELEMENTS)
+        if math.bounds is not None:
+            math.bounds.watch(index, plan.outliers())
+    if not plan.batches:
+        return list(operands)
+    only_if = None if math.only_if is None else math.only_if.double()
+    step = Step(math.scalars, math.options, math.factor, math.maximize, only_if)
+    for batch, grads in zip(plan.batches, plan.gradients(operands), strict=True):
+        if isinstance(batch[0].tensors, AdamWTensors):
+            batch[0].tensors.step_(grads[0], step)
+            continue
+        blocks = [job.tensors for job in batch if isinstance(job.tensors, MuonBlocks)]
+        parts = list(zip(blocks, grads, strict=True))
+        squares = muon_(parts, step, measure=math.sizes is not None)
+        if math.sizes is not None:
+            for job, of_job in zip(batch, squares, strict=True):
+                math.sizes.add(index, [operands[place] for place in job.places], of_job.double())
+    return [operands[place] for place in plan.others]
+
+
+def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
+    """Why kernels cannot do all operands of a group."""
+    for operand in operands:
+        if type(math.rule) is AdamWRule and math.sizes is not None:
+            return "update_rms=True, which no kernel measures for AdamW"
+        if not can_run(math, operand.param.device):
+            return f"rule {math.rule.name!r} has no kernels for the options of its group"
+        if not _fits(operand):
+            return (
+                f"a parameter of shape {tuple(operand.param.shape)} is not what kernels know: "
+                "16 or 32 bits, contiguous like its gradient and state, not empty"
+            )
+    return None
+
+
+# Every option of the rules that the kernels read. What is not here they would ignore, so a group
+# with another option is plain torch's.
+ADAMW_OPTIONS = frozenset({"amsgrad", "fused"})
+MUON_OPTIONS = frozenset(
+    {
+        "momentum_form", "nesterov", "equilibrate", "orthogonalize", "ns_steps", "ns_coefficients",
+        "execution", "eps", "eps_form", "renormalize", "adjust_lr", "cautious", "scale_decay",
+        "compute_dtype",
+    }
+)  # fmt: skip
+MUON_VALUES = {"momentum_form": ("ema", "sum"), "eps_form": ("add", "clamp")}
+
+
+def can_run(math: GroupMath, device: torch.device) -> bool:
+    """Whether there are kernels for the rule and options of a group."""
+    options = math.options
+    if type(math.rule) is AdamWRule:
+        return options.keys() <= ADAMW_OPTIONS and math.sizes is None and not options["amsgrad"]
+    if type(math.rule) is not MuonRule or not options.keys() <= MUON_OPTIONS:
+        return False
+    if any(options[key] not in known for key, known in MUON_VALUES.items()):
+        return False
+    table = step_coefficients(
+        options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
+    )
+    return kernels_run(table, options["compute_dtype"] or torch.bfloat16, device)
+
+
+def _fits(operand: Operand) -> bool:
+    """Whether kernels know its dtypes and strides."""
+    tensors = operand.param, operand.grad, *operand.state.values()
+    known = all(t.dtype in DTYPES and t.is_contiguous() for t in tensors)
+    return known and operand.param.numel() > 0
+
+
+def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
+    """By the dtypes of parameter, gradient and state."""
+    kinds: dict[object, list[int]] = defaultdict(list)
+    for place in places:
+        param, grad, states = operands[place][:3]
+        kinds[param.dtype, grad.dtype, tuple((k, t.dtype) for k, t in states.items())].append(place)
+    return list(kinds.values())
+
+
+def _batches(
+    operands: Sequence[Operand], places: Sequence[int], most: int
+) -> Iterator[list[list[int]]]:
+    """Blocks that are orthogonalized together: those of a shape, and those of its transpose."""
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for place in places:
+        param = operands[place].param
+        by_shape[tuple(sorted((param.shape[0], param[0].numel())))].append(place)
+
+    def rows(place: int) -> int:
+        return operands[place].param.shape[0]
+
+    for (short, long), members in by_shape.items():
+        members.sort(key=rows)
+        count = max(1, most // (short * long))
+        for start in range(0, len(members), count):
+            yield [list(same) for _, same in groupby(members[start : start + count], rows)]
+
+
+def _writes(operands: Sequence[Operand]) -> Tensor | None:
+    """(count,) float64 flags of presence on the device; None: all are present."""
+    if not [operand for operand in operands if operand.present is not None]:
+        return None
+    one = torch.ones((), dtype=torch.float64, device=operands[0].param.device)
+    flags = [one if o.present is None else o.present.double() for o in operands]
+    return torch.stack(flags)

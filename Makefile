@@ -33,6 +33,7 @@ test: lint types unit
 lint: venv
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
+	$(VENV)/bin/lint-imports --no-cache
 
 types: venv
 	$(PY) -m mypy

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.bench.step.sets import SETS
+from samestep.models.parameter_sets import SETS
 from samestep.optimizer.assumptions import REGISTER
 
 WARMUP = 5

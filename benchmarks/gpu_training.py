@@ -25,8 +25,8 @@ from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.receipt import heading, leave
 from samestep.bench.gpu.show import Screen, number
 from samestep.bench.gpu.timing import times_of
+from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
-from samestep.train.gpt import GPT, GPTConfig
 
 HEAD_WIDTH = 64
 LAST = 20  # steps whose mean is the final loss

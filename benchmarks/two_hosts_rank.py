@@ -23,10 +23,10 @@ from torch.nn.functional import cross_entropy
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
 from samestep.mesh import build
+from samestep.models.gpt import GPTConfig
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.stress.scenarios.hybrid import HybridGPT
-from samestep.train.gpt import GPTConfig
 
 
 def lane(layers: int) -> HybridGPT:

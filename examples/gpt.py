@@ -1,5 +1,5 @@
 """The model of the examples; `samestep train` trains it too, so it lives there."""
 
-from samestep.train.gpt import GPT, GPTConfig
+from samestep.models.gpt import GPT, GPTConfig
 
 __all__ = ["GPT", "GPTConfig"]

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 import samestep
-from samestep.bench.step.sets import SETS
 from samestep.estimate.blueprint import Blueprint, blueprint
 from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS, Hardware
 from samestep.estimate.work import local_work
+from samestep.models.parameter_sets import SETS
 
 OURS, OURS_ADAMW = "ours", "ours-adamw"
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from samestep.bench.gpu.floors import ADAMW_BYTES, MUON_BYTES
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.floors import ADAMW_BYTES, MUON_BYTES
 from samestep.estimate.hardware import Hardware
 from samestep.layout.owners import busiest_lower_bound
 from samestep.rules.orthogonalize import orthogonalize_flops

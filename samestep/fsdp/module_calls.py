@@ -9,7 +9,7 @@ from torch import nn
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
 from samestep.comm.integrity.agreement import RanksDisagreeError
-from samestep.fsdp.units import called, grid, own_places
+from samestep.placements.parts.fsdp_units import called, grid, own_places
 
 BACKWARD = -1
 

@@ -266,7 +266,7 @@ def _managed_by_fsdp(facts: Facts) -> set[int]:
     """The DTensors that FSDP2 manages, by id."""
     if not facts.sharded:
         return set()
-    from samestep.fsdp.units import managed_beside  # DTensors take long to import
+    from samestep.placements.parts.fsdp_units import managed_beside  # DTensors take long to import
 
     params = [param for sharded in facts.sharded for param in sharded.params]
     return set(map(id, managed_beside(params)))

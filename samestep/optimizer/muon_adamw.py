@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
-from samestep.bench.crossover import read_crossover
+from samestep.groups.crossover import read_crossover
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import is_ddp
 from samestep.groups.param_groups import Group, check_pair, own_spelling, unknown_option

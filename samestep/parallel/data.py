@@ -7,11 +7,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from samestep.fsdp import use_ordered_reduction
-from samestep.fsdp.units import grid
 from samestep.mesh import Mesh
 from samestep.parallel.experts import Places, TokenDispatch
 from samestep.parallel.lora import lora_parameters
 from samestep.parallel.plan import Plan, PlanError
+from samestep.placements.parts.fsdp_units import grid
 
 
 def place_experts(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

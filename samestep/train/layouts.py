@@ -13,12 +13,12 @@ from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
 from samestep.mesh.gates import CompileFacts, Decision, decide
+from samestep.models.gpt import GPT
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import Pipeline
 from samestep.parallel.stack import Stack
 from samestep.tooling.request import BadRequestError
-from samestep.train.gpt import GPT
-from samestep.train.gpt_plan import gpt_plan
 from samestep.train.options import Layout, Options
 from samestep.train.world import World
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from samestep.models.gpt import GPTConfig
 from samestep.tooling.flags import parse_flags, spelled
 from samestep.tooling.request import BadRequestError
-from samestep.train.gpt import GPTConfig
 
 Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
 ROUTED = 8  # experts of --moe

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import samestep
+from samestep.models.balance import balance_experts
+from samestep.models.gpt import GPT
 from samestep.parallel.experts import capacity_errors
 from samestep.tooling.request import BadRequestError
-from samestep.train.balance import balance_experts
 from samestep.train.corpus import (
     Corpus,
     Order,
@@ -33,7 +34,6 @@ from samestep.train.corpus import (
     validation_starts,
     windows,
 )
-from samestep.train.gpt import GPT
 from samestep.train.journal import Display, Journal
 from samestep.train.layouts import check_layout, no_sync, place
 from samestep.train.options import Options

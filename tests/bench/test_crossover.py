@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 import samestep
 from samestep import cli
-from samestep.bench.crossover import command, measure, read_crossover
+from samestep.bench.crossover import command, measure
 from samestep.bench.crossover.command import closing_table, verdict_text
-from samestep.bench.crossover.verdict import Measurement, crossover_of
 from samestep.bench.crossover.ways import Way
 from samestep.comm.groups import RankGroup, rank_group
+from samestep.groups.crossover import Measurement, crossover_of, read_crossover
 from samestep.groups.distribution import Distribution
 from tests.ranks import run_forked, run_threaded
 

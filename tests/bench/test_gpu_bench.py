@@ -15,7 +15,6 @@ from torch import nn
 from samestep import bench, cli
 from samestep.bench.gpu import accuracy, picture, show
 from samestep.bench.gpu.ceilings import Ceilings
-from samestep.bench.gpu.floors import Floor, least_flops, step_floor
 from samestep.bench.gpu.kernels import kernels
 from samestep.bench.gpu.peers import make_importable, peer, reason, revisions
 from samestep.bench.gpu.timing import take_turn, times_of
@@ -25,8 +24,10 @@ from samestep.bench.orthogonalize.measure import Measurement
 from samestep.bench.orthogonalize.measure import Result as FunctionResult
 from samestep.bench.step import command, contestants, measure
 from samestep.bench.step.bars import verdicts
-from samestep.bench.step.sets import SETS, as_matrices, count, make_parameters
+from samestep.bench.step.sets import as_matrices, make_parameters
+from samestep.estimate.floors import Floor, least_flops, step_floor
 from samestep.kernels import choice
+from samestep.models.parameter_sets import SETS, count
 from tests.ranks import run_forked
 
 CPU = torch.device("cpu")

@@ -7,12 +7,12 @@ from samestep.estimate.fsdp import passes_1f1b
 from samestep.estimate.fsdp_memory import fsdp_peak
 from samestep.estimate.stack import plan_shares, stack_units
 from samestep.mesh import Degrees, build
+from samestep.models.gpt import GPT, GPTConfig
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
 from samestep.stress.hybrid_training import _mean_loss
-from samestep.train.gpt import GPT, GPTConfig
-from samestep.train.gpt_plan import gpt_plan
 from tests.counting_group import CountingGroup
 from tests.memory import peak_bytes
 from tests.ranks import run_forked

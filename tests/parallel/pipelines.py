@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import samestep
+from samestep.models.gpt import GPT, GPTConfig
 from samestep.parallel.pipeline import Pipeline
-from samestep.train.gpt import GPT, GPTConfig
 
 ROWS = 8  # of a data-parallel rank
 CONFIG = GPTConfig(vocab_size=24, context=8, width=16, layers=4, heads=2, kv_heads=1, mlp_ratio=2)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear, relu
 
+from samestep.models.gpt import Experts, GPTConfig
 from samestep.parallel.experts import TokenDispatch
-from samestep.train.gpt import Experts, GPTConfig
 
 CONFIG = GPTConfig(width=8, heads=2, kv_heads=1, experts=4, expert_size=6)
 

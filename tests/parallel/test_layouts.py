@@ -6,10 +6,11 @@ from functools import reduce
 import pytest
 import torch
 
-from samestep.parallel import data, prove, tensor
-from samestep.parallel.prove import Case, Outcome, reference, run_rank
+from samestep.models.gpt import GPTConfig
+from samestep.parallel import data, tensor
 from samestep.parallel.replicas import ReplicasDifferError, check_replicas
-from samestep.train.gpt import GPTConfig
+from samestep.stress import prove
+from samestep.stress.prove import Case, Outcome, reference, run_rank
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 

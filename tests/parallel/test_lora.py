@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import samestep
 from samestep.mesh import build
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel import tensor
 from samestep.parallel.lora import (
     LoRAError,
@@ -24,7 +25,6 @@ from samestep.parallel.lora import (
     merge_lora,
 )
 from samestep.parallel.replicas import check_replicas
-from samestep.train.gpt_plan import gpt_plan
 from tests.parallel.pipelines import CONFIG, OPTIONS, batch, gpt, mean_loss
 from tests.ranks import run_forked
 from tests.soak import SOAK

@@ -7,9 +7,9 @@ import torch
 
 import samestep
 from samestep.mesh import build
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.lora import adapters, add_lora
 from samestep.parallel.stack import Stack
-from samestep.train.gpt_plan import gpt_plan
 from tests.parallel.pipelines import CONFIG, OPTIONS, batch, gpt, mean_loss
 from tests.parallel.test_lora import fill
 from tests.ranks import run_forked

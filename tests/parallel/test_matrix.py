@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict
 
 from samestep.mesh import Degrees
-from samestep.parallel import matrix
-from samestep.parallel.matrix import Options, cases, table
-from samestep.parallel.prove import Outcome
+from samestep.stress import matrix
+from samestep.stress.matrix import Options, cases, table
+from samestep.stress.prove import Outcome
 
 ROW = {"ranks": 2, "verdict": "pass", "why": []}
 

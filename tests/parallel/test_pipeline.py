@@ -9,9 +9,9 @@ from torch import nn
 
 import samestep
 from samestep.comm.integrity.agreement import RanksDisagreeError
+from samestep.models.gpt import GPT
 from samestep.parallel.pipeline import GPT_STAGES, _check
 from samestep.parallel.stages import StagePlan, StagePlanError, cut
-from samestep.train.gpt import GPT
 from tests.parallel.pipelines import (
     CONFIG,
     OPTIONS,

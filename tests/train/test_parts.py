@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from samestep import cli
+from samestep.models.gpt import GPT, GPTConfig, MixtureOfExperts
 from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Order, load_file, validation_starts
-from samestep.train.gpt import GPT, GPTConfig, MixtureOfExperts
 from samestep.train.journal import Journal, display
 from samestep.train.options import Options, parse
 from samestep.train.world import World

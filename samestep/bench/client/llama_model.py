@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from samestep.train.gpt import rotate
+from samestep.models.gpt import rotate
 
 STD = 0.02  # of all initial weights
 

@@ -16,8 +16,7 @@ from rich.table import Table
 from samestep.bench.crossover.measure import Job, Measured, Report, measure
 from samestep.bench.crossover.options import Options
 from samestep.bench.crossover.picture import draw
-from samestep.bench.crossover.receipt import receipt
-from samestep.bench.crossover.verdict import Measurement
+from samestep.groups.crossover import Measurement, receipt
 from samestep.launch import TorchrunRank, run_forked, torchrun_rank
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.bench.crossover.verdict import Measurement
 from samestep.bench.crossover.ways import Way
 from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import RankGroup, rank_group
+from samestep.groups.crossover import Measurement
 from samestep.groups.distribution import Reduction
 
 WARMUP = 2  # rounds that are not counted: they connect, allocate and fill caches

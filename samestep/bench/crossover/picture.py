@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from samestep.bench.crossover.verdict import Measurement
+from samestep.groups.crossover import Measurement
 
 
 def draw(measurements: Sequence[Measurement], crossover: int, conditions: str) -> bytes:

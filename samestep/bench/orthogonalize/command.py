@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from samestep.bench.gpu.ceilings import Ceilings, measure_ceilings
-from samestep.bench.gpu.floors import least_flops
 from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.peers import make_importable
 from samestep.bench.gpu.picture import Bar, Panel, draw
@@ -15,6 +14,7 @@ from samestep.bench.orthogonalize.bars import Lead, geometric_mean, lead, lines
 from samestep.bench.orthogonalize.contestants import CONTESTANTS, Contestant
 from samestep.bench.orthogonalize.measure import Measurement, Result, Shape
 from samestep.bench.orthogonalize.options import Options, parse
+from samestep.estimate.floors import least_flops
 from samestep.tooling.output import check_folder
 
 __all__ = ["Options", "parse", "run"]

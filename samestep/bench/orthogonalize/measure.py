@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from samestep.bench.gpu.accuracy import Accuracy, Reference, accuracy_of, polynomial, power_law
-from samestep.bench.gpu.floors import least_flops
 from samestep.bench.gpu.kernels import kernels
 from samestep.bench.gpu.peers import give_back_memory, reason
 from samestep.bench.gpu.timing import Times, in_turn, settle, take_turn, times_of
 from samestep.bench.orthogonalize.contestants import Contestant, Function
+from samestep.estimate.floors import least_flops
 from samestep.kernels.choice import missing_products
 
 Shape = tuple[int, int, int]

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.bench.gpu.ceilings import HOT, Ceilings, measure_ceilings
-from samestep.bench.gpu.floors import Floor, step_floor
 from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.peers import forget_compiled, make_importable
 from samestep.bench.gpu.picture import Bar, Panel, draw
@@ -17,7 +16,9 @@ from samestep.bench.step.bars import Verdict, verdicts
 from samestep.bench.step.contestants import CONTESTANTS
 from samestep.bench.step.measure import Field, Result
 from samestep.bench.step.options import Options, parse
-from samestep.bench.step.sets import SETS, Shapes, count, make_parameters
+from samestep.bench.step.sets import make_parameters
+from samestep.estimate.floors import Floor, step_floor
+from samestep.models.parameter_sets import SETS, Shapes, count
 from samestep.tooling.output import check_folder
 
 __all__ = ["Options", "parse", "run"]

@@ -12,7 +12,7 @@ from samestep.bench.gpu.options import (
     shared,
 )
 from samestep.bench.step.contestants import CONTESTANTS
-from samestep.bench.step.sets import SETS
+from samestep.models.parameter_sets import SETS
 from samestep.tooling.request import BadRequestError
 
 

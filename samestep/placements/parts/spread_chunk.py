@@ -1,4 +1,4 @@
-"""The stages of a chunk of spread blocks with kernels: `samestep.placements.parts.block_stages` has them in torch.
+"""The stages of a chunk of spread blocks with kernels; `block_stages` has them in plain torch.
 
 What travels is the same. All who hold parts of a block step along what its owner has, rounded to
 the dtype in which it travels; so does the owner.

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.mesh import Mesh
+from samestep.models.gpt import GPT, GPTConfig
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.lora import add_lora
 from samestep.parallel.plan import Plan
 from samestep.stress.layouts import LAYOUTS_ON_REQUEST
 from samestep.stress.scenario import RATES, Loop, Scenario, on_device_of
-from samestep.train.gpt import GPT, GPTConfig
-from samestep.train.gpt_plan import gpt_plan
 
 
 class HybridGPT(Scenario):

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from samestep.models.gpt import GPTConfig, rotate
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.plan import Plan
 from samestep.stress.scenario import RATES
 from samestep.stress.scenarios.hybrid import HybridGPT
 from samestep.stress.scenarios.patterns import FourPatternsRandom
-from samestep.train.gpt import GPTConfig, rotate
-from samestep.train.gpt_plan import gpt_plan
 
 
 class TensorParallelWithoutFSDP(FourPatternsRandom):

@@ -1,7 +1,7 @@
 """How the example GPT is cut."""
 
+from samestep.models.gpt import GPTConfig
 from samestep.parallel.plan import Plan
-from samestep.train.gpt import GPTConfig
 
 
 def gpt_plan(config: GPTConfig) -> Plan:

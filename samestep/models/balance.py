@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from samestep.train.gpt import MixtureOfExperts
+from samestep.models.gpt import MixtureOfExperts
 
 LAYER = re.compile(r"blocks\.(\d+)\.")
 

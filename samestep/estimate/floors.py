@@ -7,14 +7,22 @@ Products with every symmetric one at half price, in the cheaper of two forms (ro
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
-
-from samestep.bench.gpu.ceilings import Ceilings
+from typing import NamedTuple, Protocol
 
 # gradient in; momentum in and out; 16-bit direction out and in; parameter in and out
 MUON_BYTES = 4 + 8 + 4 + 8
 ADAMW_BYTES = 4 + 24  # gradient in; parameter and two moments in and out
 CLIP_BYTES = 4  # gradient in, once more
+
+
+class Rates(Protocol):
+    """What a device does in a second."""
+
+    @property
+    def flops(self) -> float: ...
+
+    @property
+    def bytes(self) -> float: ...
 
 
 class Floor(NamedTuple):
@@ -23,9 +31,9 @@ class Floor(NamedTuple):
     flops: float
     bytes: float
 
-    def ms(self, ceilings: Ceilings) -> float:
+    def ms(self, rates: "Rates") -> float:
         """Milliseconds at the rates of a device: one after the other, they need different units."""
-        return 1e3 * (self.flops / ceilings.flops + self.bytes / ceilings.bytes)
+        return 1e3 * (self.flops / rates.flops + self.bytes / rates.bytes)
 
 
 def least_flops(rows: int, cols: int) -> int:

@@ -1,15 +1,42 @@
-"""The file that a measurement leaves, and how an optimizer reads it."""
+"""From which size on parameters are shared between ranks, where that was measured.
+
+`samestep bench crossover` measures, and leaves a file that an optimizer reads.
+"""
 
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from samestep.bench.crossover.verdict import Measurement, crossover_of
+from typing import Any, NamedTuple
 
 KIND = "samestep crossover"
 FORMAT = 1
+
+
+class Measurement(NamedTuple):
+    """Milliseconds of both ways for a parameter of `size` elements: medians over rounds."""
+
+    size: int
+    all_reduce_ms: float
+    shard_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """Below 1 sharding is faster."""
+        return self.shard_ms / self.all_reduce_ms
+
+
+def crossover_of(measurements: Sequence[Measurement]) -> int:
+    """The smallest size from which on sharding is at least as fast at every measured size.
+
+    If it is slower at the largest, there is none: one more than the largest.
+    """
+    crossover = max(each.size for each in measurements) + 1
+    for each in sorted(measurements, reverse=True):
+        if each.shard_ms > each.all_reduce_ms:
+            break
+        crossover = each.size
+    return crossover
 
 
 def receipt(

@@ -1,4 +1,4 @@
-"""The table of layouts that equal one process: `python -m samestep.parallel.matrix`.
+"""The table of layouts that equal one process: `python -m samestep.stress.matrix`.
 
 Every row runs on forked ranks. Rows are kept in a receipt; those that run again replace what was
 there, so the table can be made bit by bit.
@@ -20,10 +20,10 @@ import samestep
 from samestep.launch import RanksFailed, run_forked
 from samestep.mesh import Degrees
 from samestep.mesh.gates import GATES, CompileFacts, Decision, decide
-from samestep.parallel.prove import COMPARED, THRESHOLDS, Case, Outcome, reference, run_rank
+from samestep.models.gpt import GPTConfig
+from samestep.stress.prove import COMPARED, THRESHOLDS, Case, Outcome, reference, run_rank
 from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import write_files
-from samestep.train.gpt import GPTConfig
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 64, "context": 16, "width": 32, "layers": 2, "heads": 4, "kv_heads": 2,
@@ -158,7 +158,7 @@ def _decision(case: Case) -> Decision:
 def _receipt(rows: Mapping[str, Any]) -> bytes:
     content = {
         "kind": "samestep hybrid",
-        "command": "python -m samestep.parallel.matrix",
+        "command": "python -m samestep.stress.matrix",
         "thresholds": THRESHOLDS,
         "gradients_compared_in_steps": [step + 1 for step in COMPARED],
         "versions": {
@@ -174,7 +174,7 @@ def _receipt(rows: Mapping[str, Any]) -> bytes:
 
 HEAD = """# Layouts that equal one process
 
-Made by `python -m samestep.parallel.matrix`, which also writes `receipts/hybrid.json`.
+Made by `python -m samestep.stress.matrix`, which also writes `receipts/hybrid.json`.
 
 The example GPT on gloo ranks in fp32, beside the same model in one process with the same tokens,
 for 20 steps with `MuonAdamW`, whose clipping is active in every one of them. Ranks divide a batch
@@ -221,4 +221,4 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(parse_flags(Options, sys.argv[1:], "python -m samestep.parallel.matrix")))
+    sys.exit(run(parse_flags(Options, sys.argv[1:], "python -m samestep.stress.matrix")))

@@ -21,14 +21,14 @@ import samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh, build
+from samestep.models.balance import balance_experts
+from samestep.models.gpt import GPT, GPTConfig
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.partial_gradients import combine_gradients
-from samestep.train.balance import balance_experts
-from samestep.train.gpt import GPT, GPTConfig
-from samestep.train.gpt_plan import gpt_plan
 
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
 THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "adamw": 2e-5, "muon": 3e-4}

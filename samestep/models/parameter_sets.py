@@ -1,0 +1,48 @@
+"""The shapes of the parameters of models, without the models."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+Shape = tuple[int, ...]
+
+
+class Shapes(NamedTuple):
+    """Shapes of what Muon updates (3-D: stacks of experts), and of the rest."""
+
+    matrices: tuple[Shape, ...]
+    others: tuple[Shape, ...]
+
+
+def _gpt(width: int, layers: int, vocabulary: int) -> Shapes:
+    """Blocks with separate projections; embedding and head."""
+    layer = ((width, width),) * 4 + ((4 * width, width), (width, 4 * width))
+    return Shapes(layer * layers, ((vocabulary, width),) * 2)
+
+
+def _llama_8b(layers: int) -> Shapes:
+    """32 query heads and 8 key-value heads, gated MLP; an embedding."""
+    attention = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096))
+    layer = (*attention, (14336, 4096), (14336, 4096), (4096, 14336))
+    return Shapes(layer * layers, ((32768, 4096),))
+
+
+def _mixture(layers: int, experts: int, width: int, hidden: int) -> Shapes:
+    """Stacks of small gated experts; an embedding."""
+    stacks = ((experts, hidden, width), (experts, hidden, width), (experts, width, hidden))
+    layer = ((width, width),) * 4 + stacks
+    return Shapes(layer * layers, ((32768, width),))
+
+
+SETS = {
+    "gpt-1280": _gpt(1280, 20, 32768),
+    "gpt-2048": _gpt(2048, 24, 32768),
+    "llama-8b-slice": _llama_8b(4),
+    "moe-64": _mixture(4, 64, 1024, 512),
+    "tiny": Shapes((*_gpt(16, 1, 8).matrices, (2, 8, 16)), ((8, 16), (16,))),
+}
+
+
+def count(shapes: Sequence[Shape]) -> int:
+    """Elements of all."""
+    return sum(map(prod, shapes))

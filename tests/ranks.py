@@ -75,8 +75,8 @@ def prepare() -> None:
     No backward pass, since that starts threads which ranks would lack.
     """
     importlib.import_module("torch._dynamo")  # which hooks and compiled rules import
-    for name in ("sharded", "sharded_blocks", "block_stages", "comm.meshes", "partial_gradients"):
-        importlib.import_module(f"samestep.{name}")
+    for name in ("sharded_blocks", "block_stages", "partial_gradients"):
+        importlib.import_module(f"samestep.placements.parts.{name}")
     matrix = nn.Parameter(torch.eye(2))
     matrix.grad = torch.eye(2)
     samestep.Muon([matrix]).step()

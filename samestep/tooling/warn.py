@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 # torch.optim wraps the constructors and steps of optimizers in frames of its own.
-_NOT_THE_USERS = tuple(str(Path(file).parent) + os.sep for file in (__file__, torch.__file__))
+_FOLDERS = Path(__file__).parents[1], Path(torch.__file__).parent
+_NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
 
 
 def warn_user(message: str) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 import samestep
 from samestep.comm.collectives import total
+from samestep.comm.diagnosis import roll_call
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from tests.limits import HANG, TEST, limit
@@ -86,7 +87,17 @@ def before_each_collective(act):
     return lambda: count
 
 
+def be_known():
+    """Leave this process's name with its groups, which happens in the background: see roll_call.
+
+    Only then can others know that it has ended, where nobody may give up waiting for its answer.
+    """
+    for calls in list(roll_call._roll_calls.values()):
+        assert calls._joined.ended(HANG)
+
+
 def die():
+    be_known()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -286,6 +297,7 @@ def test_a_store_that_hangs_does_not_hang_the_others():
 def test_members_are_named_by_their_global_rank():
     def job(rank):
         group = registry.of_ranks([1, 2], timedelta(seconds=HANG)) or registry.of()
+        be_known()
         if rank == 0:
             total("the sum of all", torch.ones(3), group).wait()
         total("a sum", torch.ones(3), group).wait()

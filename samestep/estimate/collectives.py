@@ -5,6 +5,7 @@ The twin of what `comm.recorder` sees: tests hold every layout's records against
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -256,8 +257,14 @@ def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Itera
 
 def reduction_sizes(sharing: Sharing, bucket: Bucket) -> tuple[int, ...]:
     """Elements that each peer adds up."""
-    sizes = bucket.segment_sizes
-    return tuple(even_sizes(bucket.size, sharing.peers.size) if bucket.replicated else sizes)
+    if bucket.replicated:
+        return _even_sizes(bucket.size, sharing.peers.size)
+    return tuple(bucket.segment_sizes)
+
+
+@lru_cache(maxsize=1024)  # a plan of many ranks asks for few of them, again and again
+def _even_sizes(elements: int, parts: int) -> tuple[int, ...]:
+    return tuple(even_sizes(elements, parts))
 
 
 def exchanges(sharing: Sharing, bucket: Bucket, device: torch.device) -> bool:
@@ -274,8 +281,8 @@ def reduce_dtype(sharing: Sharing, bucket: Bucket) -> torch.dtype:
 
 def some_param(sharing: Sharing, bucket: Bucket) -> Tensor:
     """One of a bucket's parameters, which have one dtype."""
-    pieces = next(segment.pieces for segment in bucket.segments if segment.pieces)
-    return sharing.params[pieces[0].param]
+    _, segment = bucket.filled[0]
+    return sharing.params[segment.pieces[0].param]
 
 
 def _reduction(sharing: Sharing, number: int, device: torch.device) -> Iterator[Collective]:

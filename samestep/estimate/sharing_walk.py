@@ -1,6 +1,6 @@
 """The memory of parameters that peers hold whole, operation by operation.
 
-Follows `replicated`, `buffers.reduction` and `buffers.gradients`.
+Follows `replicated`, `reduction` and `gradients` of `placements.whole`.
 """
 
 import torch
@@ -31,10 +31,11 @@ class SharingWalk:
         self._one_in_flight = self._frees or self._flat
         self._flying: list[int] = []
         self._launched = 0
-        self._last_bucket: dict[int, int] = {}
         self._members = [bucket.params for bucket in sharing.plan.buckets]
+        self._buckets_of: dict[int, list[int]] = {}  # in launch order
         for bucket, members in enumerate(self._members):
-            self._last_bucket |= dict.fromkeys(members, bucket)
+            for index in members:
+                self._buckets_of.setdefault(index, []).append(bucket)
         self._places = places(sharing.plan) if self._flat else []
         self._spare: list[object] = []
         rooms: dict[str, int] = {}
@@ -50,8 +51,8 @@ class SharingWalk:
         missing = [set(members) for members in self._members]
         for index in range(len(self._sharing.params) - 1, -1, -1):
             self._arrive(index)
-            for members in missing:
-                members.discard(index)
+            for bucket in self._buckets_of.get(index, ()):
+                missing[bucket].discard(index)
             while overlaps and self._launched < len(missing) and not missing[self._launched]:
                 if self._one_in_flight:
                     self._land_all()
@@ -99,7 +100,7 @@ class SharingWalk:
             self._ledger.add(("packed", self._number, number), bucket.size * width)
         if self._frees:
             for index in self._members[number]:
-                if self._last_bucket[index] == number:
+                if self._buckets_of[index][-1] == number:
                     self._ledger.drop(("gradient", self._number, index))
         if self._ranks == 1:
             return

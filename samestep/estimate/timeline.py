@@ -289,7 +289,7 @@ class _Simulator:
         each = sharing.plan.buckets[bucket.bucket]
         width = reduce_dtype(sharing, each).itemsize
         self._spend("", 2 * each.size * width / self._hardware.bytes_rate)
-        pieces = sum(len(segment.pieces) for segment in each.segments)
+        pieces = sum(len(segment.pieces) for _, segment in each.filled)
         self._spend("", pieces * self._hardware.call)
 
     def _add_up(self, bucket: BucketId) -> None:
@@ -335,7 +335,7 @@ class _Simulator:
         if not each.replicated:
             width = some_param(sharing, each).dtype.itemsize
             self._spend("", 2 * width * each.size / self._hardware.bytes_rate)
-            pieces = sum(len(segment.pieces) for segment in each.segments)
+            pieces = sum(len(segment.pieces) for _, segment in each.filled)
             self._spend("", pieces * self._hardware.call)
 
     def _elementwise(self, chunk: BucketId, per_element: int) -> None:

@@ -89,9 +89,7 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
     """What each peer computes in a bucket."""
     bucket = sharing.plan.buckets[number]
     found: list[list[float]] = [[0.0] * len(bucket.segments) for _ in range(4)]
-    for rank, segment in enumerate(bucket.segments):
-        if not segment.pieces:
-            continue
+    for rank, segment in bucket.filled:
         seconds = flops = moved = 0.0
         for piece in segment.pieces:
             width = sharing.params[piece.param].dtype.itemsize

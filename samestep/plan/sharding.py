@@ -8,6 +8,8 @@ segments. Segments may differ in length and may be empty.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
 from typing import Literal, NamedTuple
@@ -62,7 +64,7 @@ class Segment(NamedTuple):
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "Segment":
         """Without gaps."""
-        if not pieces:  # of most ranks, where there are many
+        if not pieces:
             return NOTHING
         *starts, size = accumulate((piece.size for piece in pieces), initial=0)
         return cls(tuple(pieces), tuple(starts), size)
@@ -80,7 +82,8 @@ class Segment(NamedTuple):
 NOTHING = Segment((), (), 0)
 
 
-class Bucket(NamedTuple):
+@dataclass(frozen=True)
+class Bucket:
     """Pieces that travel together; `segments[rank]` has those that the rank owns.
 
     A replicated bucket has one segment that all ranks own: it is all-reduced.
@@ -90,15 +93,28 @@ class Bucket(NamedTuple):
     segments: tuple[Segment, ...]
     replicated: bool = False
 
-    @property
-    def segment_sizes(self) -> list[int]:
-        """Elements per segment."""
-        return [segment.size for segment in self.segments]
+    # Kept: with a thousand ranks most segments are empty, and a plan's buckets are asked often.
+
+    @cached_property
+    def filled(self) -> tuple[tuple[int, Segment], ...]:
+        """Every segment with a piece, and its place."""
+        return tuple(
+            (place, segment) for place, segment in enumerate(self.segments) if segment.pieces
+        )
+
+    @cached_property
+    def _sizes(self) -> tuple[int, ...]:
+        return tuple(segment.size for segment in self.segments)
 
     @property
+    def segment_sizes(self) -> list[int]:
+        """Elements per segment, gaps included."""
+        return list(self._sizes)
+
+    @cached_property
     def size(self) -> int:
         """Elements in all, gaps included."""
-        return sum(segment.size for segment in self.segments)
+        return sum(self._sizes)
 
     def places(self) -> Iterator[tuple[Piece, int]]:
         """Every piece, and where it starts in the bucket."""
@@ -108,10 +124,16 @@ class Bucket(NamedTuple):
                 yield piece, base + start
             base += segment.size
 
+    @cached_property
+    def _params(self) -> tuple[int, ...]:
+        return tuple(
+            sorted({piece.param for _, segment in self.filled for piece in segment.pieces})
+        )
+
     @property
     def params(self) -> list[int]:
         """The parameters with a piece in the bucket, each once."""
-        return sorted({piece.param for segment in self.segments for piece in segment.pieces})
+        return list(self._params)
 
 
 class ShardingPlan(NamedTuple):
@@ -126,14 +148,13 @@ class ShardingPlan(NamedTuple):
         lines = [f"{self.ranks} ranks"]
         lines += [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
         for number, bucket in enumerate(self.buckets):
-            for owner, segment in enumerate(bucket.segments):
-                if segment.pieces:
-                    who = "all ranks" if bucket.replicated else f"rank {owner}"
-                    pieces = [
-                        f"{self.params[p.param].name}[{p.start}:{p.stop}] at {start}"
-                        for p, start in zip(segment.pieces, segment.starts, strict=True)
-                    ]
-                    lines.append(f"bucket {number}, {who}, {segment.size}: {', '.join(pieces)}")
+            for owner, segment in bucket.filled:
+                who = "all ranks" if bucket.replicated else f"rank {owner}"
+                pieces = [
+                    f"{self.params[p.param].name}[{p.start}:{p.stop}] at {start}"
+                    for p, start in zip(segment.pieces, segment.starts, strict=True)
+                ]
+                lines.append(f"bucket {number}, {who}, {segment.size}: {', '.join(pieces)}")
         return lines
 
     def owned(self, rank: int) -> list[Piece]:
@@ -178,10 +199,13 @@ def plan_sharding(
             for part in _owned_parts(i, params[i], weights, owner_of, bucket_elements)
         ]
         for part_list in _fill(parts, bucket_elements):
-            segments: list[list[Piece]] = [[] for _ in range(ranks)]
+            owned: dict[int, list[Piece]] = {}
             for owner, piece in part_list:
-                segments[owner].append(piece)
-            buckets.append(Bucket(dtype, tuple(map(Segment.of, segments))))
+                owned.setdefault(owner, []).append(piece)
+            segments = [NOTHING] * ranks
+            for owner, pieces in owned.items():
+                segments[owner] = Segment.of(pieces)
+            buckets.append(Bucket(dtype, tuple(segments)))
         shared = [[(0, p)] for i in alike if i in small for p in whole_pieces(i, params[i])]
         for part_list in _fill(shared, limit):
             whole = Segment.of([piece for _, piece in part_list])

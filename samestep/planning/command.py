@@ -14,16 +14,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
 from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
-from samestep.estimate.timeline import Training, simulate
+from samestep.estimate.timeline import Timeline
 from samestep.estimate.trace import chrome_trace
 from samestep.mesh.degrees import Degrees
 from samestep.planning import tables
-from samestep.planning.cluster import STAGES, Settings, Stage
+from samestep.planning.cluster import STAGES, Settings, Stage, stage_blueprint
 from samestep.planning.figures import (
     StageFigures,
     cost_of_planning,
+    device_of,
     figures_as_json,
     stage_figures,
+    stage_needs,
     training_of,
 )
 from samestep.planning.mesh import not_counted, questions, read_mesh
@@ -58,16 +60,18 @@ def run(options: Options) -> None:
         check_folder(options.out)
     settings = settings_of(options)
     console = Console(highlight=False)
-    figures, plan, timeline, training = [], None, None, None
+    drawn = 0 if options.out is None else MOST_DRAWN
+    figures, plan, timeline = [], None, None
     for stage in distinct_stages(model, degrees):
         own = training_of(options.tokens, model, degrees, settings, stage)
         found, blueprint, simulated = stage_figures(
-            model, degrees, settings, hardware, stage, training=own
+            model, degrees, settings, hardware, stage, training=own, drawn=drawn
         )
         figures.append(found)
         if timeline is None or simulated.seconds > timeline.seconds:
-            plan, timeline, training = blueprint, simulated, own
+            plan, timeline = blueprint, simulated
     assert plan is not None
+    assert timeline is not None
     worst = max(figures, key=lambda each: each.peak)
     peaks, sent, bars = _every_stage(model, degrees, settings, hardware, worst)
     verdict = judge(options.sharding, peaks, hardware.device_memory, options.reserve)
@@ -111,7 +115,7 @@ def run(options: Options) -> None:
     console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
-        files = _files(options, content, shown, figures, plan, hardware, training, bars)
+        files = _files(options, content, shown, figures, timeline, hardware, bars)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
 
@@ -162,19 +166,19 @@ def _every_stage(
     sent: dict[str, float] = {}
     bars: dict[str, dict[str, int]] = {}
     for stage in STAGES:
-        if stage == settings.sharding:
-            figures = worst
-        else:
+        memory, traffic = worst.memory, worst.traffic
+        if stage != settings.sharding:
             flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
             buffers = "flat" if flat else "per_parameter"
             other = replace(settings, sharding=stage, buffers=buffers)
             try:
-                figures, _, _ = stage_figures(model, degrees, other, hardware, worst.stage)
+                plan = stage_blueprint(model, degrees, other, device_of(hardware), worst.stage)
+                _, memory, _, _, traffic = stage_needs(model, degrees, other, plan, worst.stage)
             except BadRequestError:
                 continue  # does not exist here
-        peaks[stage] = figures.peak
-        sent[stage] = sum(each.mean_sent for each in figures.traffic)
-        bars[stage] = figures.memory._asdict()
+        peaks[stage] = memory.peak
+        sent[stage] = sum(each.mean_sent for each in traffic)
+        bars[stage] = memory._asdict()
     return peaks, sent, bars
 
 
@@ -183,16 +187,13 @@ def _files(
     content: dict[str, Any],
     shown: list[tables.Table],
     figures: list[StageFigures],
-    plan: Any,
+    timeline: Timeline,
     hardware: Hardware,
-    training: Training | None,
     bars: dict[str, dict[str, int]],
 ) -> dict[str, bytes]:
     from samestep.planning.pictures import gantt, memory_bars
     from samestep.planning.scaling import scaling
 
-    ranks = range(min(plan.grid.ranks, MOST_DRAWN))
-    timeline = simulate(plan, hardware, show=ranks, training=training)
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
     drawn = gantt({"step": timeline}, title)
     memory = memory_bars(bars, hardware.device_memory)

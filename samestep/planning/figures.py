@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -78,6 +78,36 @@ class StageFigures:
         return self.memory.peak
 
 
+class StageNeeds(NamedTuple):
+    """Memory and traffic of one pipeline stage, which need no simulation."""
+
+    worst_rank: int  # in the stage
+    memory: RankMemory  # of that rank
+    least_kept: int
+    most_kept: int
+    traffic: list[GroupTraffic]
+
+
+def stage_needs(
+    model: Model, degrees: Degrees, settings: Settings, plan: Blueprint, stage: int
+) -> StageNeeds:
+    memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
+    traffic = list(_traffic(plan, Launches(plan).of_step(), "optimizer"))
+    if settings.sharding == "zero3":
+        units = fsdp_units(stage_of(model.module, stage, degrees.pp), degrees)
+        passes = passes_1f1b(stage, degrees.pp, degrees.pp)  # as many micro-batches as stages
+        traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
+        inside = fsdp_peak(units, passes)
+        memories = {rank: memory.or_then(inside) for rank, memory in memories.items()}
+    worst = max(memories, key=lambda rank: memories[rank].peak)
+    kept = [memory.stays for memory in memories.values()]
+    return StageNeeds(worst, memories[worst], min(kept), max(kept), traffic)
+
+
+def device_of(hardware: Hardware) -> torch.device:
+    return torch.device("cpu" if hardware.on_cpu else "cuda")
+
+
 def stage_figures(
     model: Model,
     degrees: Degrees,
@@ -86,32 +116,17 @@ def stage_figures(
     stage: int,
     *,
     training: Training | None = None,
+    drawn: int = 0,
 ) -> tuple[StageFigures, Blueprint, Timeline]:
-    """Plan one stage and read everything off it."""
-    device = torch.device("cpu" if hardware.on_cpu else "cuda")
-    plan = stage_blueprint(model, degrees, settings, device, stage)
+    """Plan one stage and read everything off it; the timeline shows the first `drawn` ranks."""
+    plan = stage_blueprint(model, degrees, settings, device_of(hardware), stage)
+    show = range(min(plan.grid.ranks, drawn))
+    timeline = simulate(plan, hardware, show=show, training=training)
     module = stage_of(model.module, stage, degrees.pp)
-    timeline = simulate(plan, hardware, training=training)
-    ranks = sample_ranks(plan)
-    memories = {rank: rank_memory(plan, rank) for rank in ranks}
-    launches = Launches(plan).of_step()
-    traffic = list(_traffic(plan, launches, "optimizer"))
-    if settings.sharding == "zero3":
-        units = fsdp_units(module, degrees)
-        passes = passes_1f1b(stage, degrees.pp, degrees.pp)  # as many micro-batches as stages
-        traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
-        inside = fsdp_peak(units, passes)
-        memories = {rank: memory.or_then(inside) for rank, memory in memories.items()}
-    worst = max(memories, key=lambda rank: memories[rank].peak)
-    kept = [memory.stays for memory in memories.values()]
     figures = StageFigures(
         stage,
         sum(param.numel() for param in module.parameters()),
-        worst,
-        memories[worst],
-        min(kept),
-        max(kept),
-        traffic,
+        *stage_needs(model, degrees, settings, plan, stage),
         _owners(plan),
         timeline.seconds,
         timeline.by_operation,

@@ -31,7 +31,7 @@ class Floor(NamedTuple):
     flops: float
     bytes: float
 
-    def ms(self, rates: "Rates") -> float:
+    def ms(self, rates: Rates) -> float:
         """Milliseconds at the rates of a device: one after the other, they need different units."""
         return 1e3 * (self.flops / rates.flops + self.bytes / rates.bytes)
 

@@ -173,9 +173,10 @@ def _every_stage(
             other = replace(settings, sharding=stage, buffers=buffers)
             try:
                 plan = stage_blueprint(model, degrees, other, device_of(hardware), worst.stage)
-                _, memory, _, _, traffic = stage_needs(model, degrees, other, plan, worst.stage)
+                needs = stage_needs(model, degrees, other, plan, worst.stage)
             except BadRequestError:
                 continue  # does not exist here
+            memory, traffic = needs.memory, needs.traffic
         peaks[stage] = memory.peak
         sent[stage] = sum(each.mean_sent for each in traffic)
         bars[stage] = memory._asdict()

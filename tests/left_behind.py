@@ -67,7 +67,8 @@ def _reaped(pid: int) -> bool:
         return True
 
 
-def _command(pid: int) -> str:
+def command(pid: int) -> str:
+    """What a process was started as; nothing if it has ended, or is about to begin."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()[:200]
     except OSError:
@@ -104,7 +105,7 @@ class Belongings:
         self._sockets, self._files = open_sockets(), set(os.listdir(folder))
 
     def _new(self) -> list[str]:
-        new = [f"process {pid} ({_command(pid)})" for pid in sorted(self._processes())]
+        new = [f"process {pid} ({command(pid)})" for pid in sorted(self._processes())]
         new += [f"thread {t.name!r}" for t in threading.enumerate() if t not in self._threads]
         ports = listening_ports(open_sockets() - self._sockets)
         new += [f"port {port} is listened at" for port in ports]
@@ -115,7 +116,7 @@ class Belongings:
 
     def _processes(self) -> set[int]:
         new = children() - self._children
-        return {pid for pid in new if not any(name in _command(pid) for name in HELPERS)}
+        return {pid for pid in new if not any(name in command(pid) for name in HELPERS)}
 
     def left_behind(self) -> list[str]:
         """What has come since and does not go. Processes are ended then, and files removed."""

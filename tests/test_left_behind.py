@@ -5,20 +5,29 @@ import socket
 import subprocess
 import tempfile
 import threading
+import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests import left_behind
 from tests.left_behind import Belongings
 
 
+def begun(pid, command):
+    """Wait until it is what it was started as: at first it has its parent's command, or none."""
+    while left_behind.command(pid) != command:
+        time.sleep(0.001)  # a test has a limit
+    return f"process {pid} ({command})"
+
+
 @contextmanager
 def a_process():
     with subprocess.Popen(["sleep", "600"]) as process:
-        yield f"process {process.pid} (sleep 600 )"
+        yield begun(process.pid, "sleep 600 ")
         process.wait()  # the check has ended it
 
 
@@ -30,7 +39,7 @@ def an_orphan():
         text=True,
         check=True,
     ).stdout
-    yield f"process {shown.strip()} (sleep 601 )"
+    yield begun(int(shown), "sleep 601 ")
 
 
 @contextmanager
@@ -60,7 +69,7 @@ def a_folder():
 
 @contextmanager
 def a_group():
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
     yield "torch.distributed's default group"
     dist.destroy_process_group()
 

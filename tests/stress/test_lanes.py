@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -72,13 +73,10 @@ def test_receipts_are_those_of_one_lane(tmp_path, no_torchrun, monkeypatch):
 def test_a_signal_ends_all_lanes_and_writes_what_there_is(tmp_path):
     arguments = ["stress", "--layout", "zero2", "--lanes", "2", "--steps", "300"]
     with running([*arguments, "--out", str(tmp_path / "out")], tmp_path) as process:
-        everyone = []
-
-        def two_lanes_with_two_ranks_each():
-            everyone[:] = descendants(process.pid)
-            return len(everyone) == 6
-
-        eventually(two_lanes_with_two_ranks_each)
+        # Each rank makes this file once it can be ended as a rank.
+        eventually(lambda: len(list(process.temporary.glob("ranks_*/stack_*"))) == 4)
+        everyone = descendants(process.pid)
+        assert len(everyone) == 6  # two lanes with two ranks each
         process.send_signal(signal.SIGINT)
         returned, shown, errors = process.ended()
     assert (returned, errors) == (130, "")
@@ -91,7 +89,8 @@ def test_a_signal_ends_all_lanes_and_writes_what_there_is(tmp_path):
 
 def descendants(pid):
     found = []
-    for child in Path(f"/proc/{pid}/task").glob("*/children"):
-        for one in map(int, child.read_text().split()):
-            found += [one, *descendants(one)]
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            for one in map(int, children.read_text().split()):
+                found += [one, *descendants(one)]
     return found

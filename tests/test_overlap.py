@@ -218,15 +218,15 @@ def test_collectives_are_issued_in_one_order_though_hooks_are_not():
 
     def job(rank):
         issued = []
-        real = reduction.exchange_segments
+        real = reduction.add_up
         model = Net()
         opt = build(model, overlap_grad_reduce=True)
 
-        def spy(name, *args, **kwargs):
-            issued.append(("backward" if in_backward else "step", name))
-            return real(name, *args, **kwargs)
+        def spy(transfer, *args, **kwargs):
+            issued.append(("backward" if in_backward else "step", transfer.name))
+            return real(transfer, *args, **kwargs)
 
-        reduction.exchange_segments = spy
+        reduction.add_up = spy
         order = LAYERS if rank == 0 else LAYERS[::-1]
         in_backward = True
         loss_of(model, (torch.arange(6), order, 1)).backward()

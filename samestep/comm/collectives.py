@@ -16,7 +16,7 @@ from samestep.comm.diagnosis import recorder
 from samestep.comm.diagnosis.flight import CollectiveError as CollectiveError
 from samestep.comm.diagnosis.flight import Flight
 from samestep.comm.groups import RankGroup
-from samestep.comm.traffic import Traffic, Transfer
+from samestep.plan.transfers import Traffic, Transfer, gather_of, of_segments
 
 T = TypeVar("T")
 
@@ -40,12 +40,16 @@ class Pending(Generic[T]):
         return result
 
 
-def prefers_exchange(device: torch.device, *, ordered: bool, frugal: bool = False) -> bool:
-    """Whether segments are better exchanged than left to the backend's reduce-scatter.
-
-    On CPU that is twice as fast, but needs a buffer to receive into: not if `frugal`.
-    """
-    return ordered or (device.type == "cpu" and not frugal)
+def add_up(
+    transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool = False
+) -> Pending[Tensor]:
+    """Sum a buffer over all ranks the way that a plan says; each rank gets its part of the sum."""
+    if transfer.traffic is Traffic.ALL_REDUCE:
+        return total(transfer.name, buffer, group)
+    assert transfer.sizes is not None
+    if transfer.traffic is Traffic.REDUCE_SCATTER:
+        return reduce_segments(transfer.name, buffer, transfer.sizes, group)
+    return exchange_segments(transfer.name, buffer, transfer.sizes, group, reuse=reuse)
 
 
 def exchange_segments(
@@ -66,7 +70,9 @@ def exchange_segments(
     incoming[group.rank] = outgoing[group.rank]
     received = buffer.new_empty(sum(incoming))
     flight = _launch(
-        Transfer(Traffic.EXCHANGE, name, group, buffer, sizes),
+        of_segments(Traffic.EXCHANGE, name, buffer.dtype, sizes),
+        group,
+        buffer.device,
         lambda: dist.all_to_all_single(
             received, buffer[others], incoming, outgoing, group.handle, async_op=True
         ),
@@ -83,22 +89,23 @@ def exchange_segments(
 
 
 def move_parts(
-    name: str,
+    transfer: Transfer,
     buffer: Tensor,
     outgoing: Sequence[int],
     incoming: Sequence[int],
-    sent: Sequence[int],
     group: RankGroup,
 ) -> Pending[Tensor]:
     """Send parts of a buffer to other ranks, and get theirs, rank after rank.
 
-    `outgoing` and `incoming` are elements to and from each rank; `sent` what each of them sends.
+    `outgoing` and `incoming` are elements to and from each rank.
     """
-    if not any(sent):
+    if not transfer.elements:
         return Pending(None, (buffer,), lambda: buffer.new_empty(0))
     received = buffer.new_empty(sum(incoming))
     flight = _launch(
-        Transfer(Traffic.PARTS, name, group, buffer, sent),
+        transfer,
+        group,
+        buffer.device,
         lambda: dist.all_to_all_single(
             received, buffer, list(incoming), list(outgoing), group.handle, async_op=True
         ),
@@ -115,7 +122,9 @@ def reduce_segments(
     output = buffer.new_empty(sizes[group.rank])
     parts = list(torch.split(buffer, list(sizes)))
     flight = _launch(
-        Transfer(Traffic.REDUCE_SCATTER, name, group, buffer, sizes),
+        of_segments(Traffic.REDUCE_SCATTER, name, buffer.dtype, sizes),
+        group,
+        buffer.device,
         lambda: dist.reduce_scatter(output, parts, group=group.handle, async_op=True),
     )
     return Pending(flight, (buffer, output), lambda: output)
@@ -134,23 +143,26 @@ def gather_segments(
     """
     if group.size == 1:
         return Pending(None, (segment,), lambda: [segment])
-    if len(set(sizes)) == 1 and segment.device.type != "cpu":
+    transfer = gather_of(name, segment.dtype, sizes, on_cpu=segment.device.type == "cpu")
+    if transfer.traffic is Traffic.ALL_GATHER:
         whole = segment.new_empty(sum(sizes)) if into is None else into
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         flight = _launch(
-            Transfer(Traffic.ALL_GATHER, name, group, segment, sizes),
+            transfer,
+            group,
+            segment.device,
             lambda: gather(whole, segment, group=group.handle, async_op=True),
         )
         return Pending(flight, (segment, whole), lambda: list(torch.split(whole, sizes[0])))
-    # No backend gathers unequal lengths in one call but as an all-to-all of copies, and gloo is
-    # faster that way with equal ones too.
     others, incoming = _others(sizes, group.rank)
     outgoing = [segment.numel()] * group.size
     outgoing[group.rank] = incoming[group.rank]
     copies = segment if group.size == 2 else segment.repeat(sum(map(bool, outgoing)) or 1)
     received = segment.new_empty(sum(incoming)) if into is None else into[others]
     flight = _launch(
-        Transfer(Traffic.COPIES, name, group, segment, sizes),
+        transfer,
+        group,
+        segment.device,
         lambda: dist.all_to_all_single(
             received, copies, incoming, outgoing, group.handle, async_op=True
         ),
@@ -191,7 +203,9 @@ def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
     if group.size == 1:
         return Pending(None, (tensor,), lambda: tensor)
     flight = _launch(
-        Transfer(Traffic.BROADCAST, name, group, tensor),
+        Transfer(Traffic.BROADCAST, name, tensor.dtype, tensor.numel()),
+        group,
+        tensor.device,
         lambda: dist.broadcast(tensor, src=group.members[0], group=group.handle, async_op=True),
     )
     return Pending(flight, (tensor,), lambda: tensor)
@@ -213,16 +227,22 @@ def _all_reduce(
     if group.size == 1:
         return Pending(None, (values,), lambda: values)
     flight = _launch(
-        Transfer(Traffic.ALL_REDUCE, name, group, values),
+        Transfer(Traffic.ALL_REDUCE, name, values.dtype, values.numel()),
+        group,
+        values.device,
         lambda: dist.all_reduce(values, op, group=group.handle, async_op=True),
     )
     return Pending(flight, (values,), lambda: values)
 
 
-def _launch(transfer: Transfer, call: Callable[[], dist.Work | None]) -> Flight:
+def _launch(
+    transfer: Transfer,
+    group: RankGroup,
+    device: torch.device,
+    call: Callable[[], dist.Work | None],
+) -> Flight:
     """Every collective passes here."""
     recording = recorder.current
     if recording is not None:
-        return recording.launch(transfer, call)
-    on_host = transfer.buffer.device.type == "cpu"
-    return Flight(transfer.name, transfer.group, call, on_host=on_host)
+        return recording.launch(transfer, group, device, call)
+    return Flight(transfer.name, group, call, on_host=device.type == "cpu")

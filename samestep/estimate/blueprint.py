@@ -24,12 +24,14 @@ from samestep.optimizer.step import RuleOptimizer
 from samestep.placements.local import LocalParameters
 from samestep.placements.parts.sharded_blocks import planned as planned_blocks
 from samestep.placements.parts.sharded_blocks import shape_of as shape_of_blocks
+from samestep.placements.parts.sharded_blocks import transfers_of
 from samestep.placements.whole.gradients import gradient_dtype
 from samestep.placements.whole.replicated import planned as planned_shares
 from samestep.placements.whole.replicated import shape_of as shape_of_shares
-from samestep.plan.block_exchange import ExchangePlan, ShardedSpec
+from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
+from samestep.plan.transfers import BucketPolicy
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
@@ -65,8 +67,8 @@ class Sharing:
     peers: Peers
     outer: Peers | None
     distribution: Distribution
+    policy: BucketPolicy
     shape: PlacementShape
-    places: tuple[int, ...]  # how late forward uses each bucket
 
     @property
     def specs(self) -> tuple[ParamSpec, ...]:
@@ -90,6 +92,7 @@ class Spreading:
     specs: tuple[ParamSpec, ...]
     held: tuple[ShardedSpec, ...]
     plan: ExchangePlan
+    transfers: tuple[ChunkTransfers, ...]
     peers: Peers
     distribution: Distribution
     sums: tuple[GradientSum, ...] = ()
@@ -105,7 +108,7 @@ class Spreading:
     def shape(self, place: int) -> PlacementShape:
         """What the schedule of a rank depends on."""
         elements = sum(spec.boxes[place].numel for spec in self.held)
-        return shape_of_blocks(self.plan, self.distribution, elements)
+        return shape_of_blocks(self.transfers, self.distribution, elements)
 
 
 @dataclass(frozen=True)
@@ -203,23 +206,18 @@ def blueprint(
     for peers, indices in plain:
         if everyone.size * (1 if outer is None else outer.size) == 1:
             break  # one process: nothing is shared
-        params, specs, _ = optimizer._planner.members(
-            _only(groups, lie, None), indices, optimizer._blocks
-        )
-        plan = planned_shares(specs, peers.size, beside)
-        watched = optimizer._in_flight.all_watched(params)
-        shape = shape_of_shares(plan, beside, watched=watched)
-        places = tuple(optimizer._planner.places(params, plan))
-        shared.append(
-            Sharing(
-                params, plan, peers, outer if peers == everyone else None, beside, shape, places
-            )
-        )
+        members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
+        plan = planned_shares(members.specs, peers.size, beside)
+        own_outer = outer if peers == everyone else None
+        policy = beside.bucket_policy(peers.size, own_outer.size if own_outer else 1, device)
+        watched = optimizer._in_flight.all_watched(members.params)
+        shape = shape_of_shares(plan, members, beside, policy, watched=watched)
+        shared.append(Sharing(members.params, plan, peers, own_outer, beside, policy, shape))
     spreads = []
     for mesh in dict.fromkeys(found.mesh for found in lie.values()):
         own = _only(groups, lie, mesh)
         indices = [index for index, group in enumerate(own) if group["params"]]
-        params, specs, _ = optimizer._planner.members(own, indices, optimizer._blocks)
+        params, specs, *_ = optimizer._planner.members(own, indices, optimizer._blocks)
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
             raise ValueError(
@@ -236,7 +234,10 @@ def blueprint(
             max(box.numel for box in spec.boxes) if lie[param].padded else None
             for param, spec in zip(params, held, strict=True)
         )
-        spreads.append(Spreading(params, specs, held, exchange, peers, distribution, sums, room))
+        transfers = transfers_of(exchange, params, specs, peers.size, distribution, device)
+        spreads.append(
+            Spreading(params, specs, held, exchange, transfers, peers, distribution, sums, room)
+        )
     return Blueprint(
         optimizer,
         grid,

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.traffic import Traffic
 from samestep.estimate.collectives import Collective
 from samestep.estimate.grid import Peers
+from samestep.plan.transfers import Traffic, Transfer, of_segments
 
 ALONE = Peers((), 1)
 
@@ -81,7 +81,7 @@ def gather_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collective]:
         return []
     dtype = dtype or unit.params[0].dtype
     name, sizes = f"gather of {unit.name}", (size,) * ranks
-    return [Collective(Traffic.ALL_GATHER, name, unit.shard, dtype, size * ranks, sizes)]
+    return [Collective((of_segments(Traffic.ALL_GATHER, name, dtype, sizes),), unit.shard)]
 
 
 def reductions_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collective]:
@@ -90,15 +90,15 @@ def reductions_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collecti
     dtype = dtype or unit.params[0].dtype
     for param in unit.summands if unit.model.size > 1 else ():
         name = f"sum of a gradient of {unit.name}"
-        found.append(Collective(Traffic.ALL_REDUCE, name, unit.model, param.dtype, param.numel()))
+        summed = Transfer(Traffic.ALL_REDUCE, name, param.dtype, param.numel())
+        found.append(Collective((summed,), unit.model))
     trained = [param for param in unit.params if param.requires_grad]
     size, ranks = padded_shard(trained, unit.shard.size), unit.shard.size
     if trained and ranks > 1:
         name, sizes = f"reduction of {unit.name}", (size,) * ranks
-        found.append(
-            Collective(Traffic.REDUCE_SCATTER, name, unit.shard, dtype, size * ranks, sizes)
-        )
+        scattered = of_segments(Traffic.REDUCE_SCATTER, name, dtype, sizes)
+        found.append(Collective((scattered,), unit.shard))
     if trained and unit.replicate.size > 1:
-        name = f"outer sum of {unit.name}"
-        found.append(Collective(Traffic.ALL_REDUCE, name, unit.replicate, dtype, size))
+        summed = Transfer(Traffic.ALL_REDUCE, f"outer sum of {unit.name}", dtype, size)
+        found.append(Collective((summed,), unit.replicate))
     return found

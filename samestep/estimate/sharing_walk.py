@@ -6,12 +6,11 @@ Follows `replicated`, `reduction` and `gradients` of `placements.whole`.
 import torch
 
 from samestep.estimate.blueprint import Blueprint, Sharing
-from samestep.estimate.collectives import exchanges, reduce_dtype, reduction_sizes
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.placements.whole.gradients import gradient_dtype
-from samestep.placements.whole.reduction import divides_first, frees_gradients, is_frugal
 from samestep.plan.flat import places
-from samestep.plan.sharding import Bucket, Segment
+from samestep.plan.sharding import Segment
+from samestep.plan.transfers import Traffic, Transfer, divides_first
 
 
 class SharingWalk:
@@ -21,14 +20,13 @@ class SharingWalk:
         self, number: int, sharing: Sharing, place: int, blueprint: Blueprint, ledger: Ledger
     ) -> None:
         self._number, self._sharing, self._place = number, sharing, place
-        self._device, self._ledger = blueprint.device, ledger
+        self._ledger = ledger
         self._ranks = sharing.peers.size
         distribution = sharing.distribution
         self._flat = distribution.buffers == "flat"
-        self._frees = frees_gradients(distribution)
-        frugal = is_frugal(distribution, self._ranks)
-        self._reuses = not (self._frees and (self._flat or frugal))
-        self._one_in_flight = self._frees or self._flat
+        self._frees = distribution.frees_gradients
+        self._transfers = sharing.shape.transfers
+        self._reuses = distribution.sums_in_place(sharing.policy)
         self._flying: list[int] = []
         self._launched = 0
         self._members = [bucket.params for bucket in sharing.plan.buckets]
@@ -54,7 +52,7 @@ class SharingWalk:
             for bucket in self._buckets_of.get(index, ()):
                 missing[bucket].discard(index)
             while overlaps and self._launched < len(missing) and not missing[self._launched]:
-                if self._one_in_flight:
+                if self._sharing.distribution.one_in_flight:
                     self._land_all()
                 self._launch()
 
@@ -92,11 +90,11 @@ class SharingWalk:
         number = self._launched
         self._launched += 1
         self._flying.append(number)
-        bucket = self._sharing.plan.buckets[number]
-        width = reduce_dtype(self._sharing, bucket).itemsize
+        bucket, transfer = self._sharing.plan.buckets[number], self._transfers[number].reduce
+        width = transfer.dtype.itemsize
         if self._flat:
             self._buffer(number)
-        if not self._flat or self._travels_apart(bucket):
+        if not self._flat or self._travels_apart(transfer):
             self._ledger.add(("packed", self._number, number), bucket.size * width)
         if self._frees:
             for index in self._members[number]:
@@ -104,21 +102,18 @@ class SharingWalk:
                     self._ledger.drop(("gradient", self._number, index))
         if self._ranks == 1:
             return
-        own = reduction_sizes(self._sharing, bucket)[self._place]
-        if exchanges(self._sharing, bucket, self._device):
+        if transfer.sizes is None:  # all of it, in place
+            return
+        own = transfer.sizes[self._place] * width
+        if transfer.traffic is Traffic.EXCHANGE:
             in_middle = 0 < self._place < self._ranks - 1
-            self._ledger.add(
-                ("received", self._number, number),
-                own * width * (self._ranks if in_middle else self._ranks - 1),
-            )
-        elif not bucket.replicated:
-            self._ledger.add(("received", self._number, number), own * width)
+            own *= self._ranks if in_middle else self._ranks - 1
+        self._ledger.add(("received", self._number, number), own)
 
-    def _travels_apart(self, bucket: Bucket) -> bool:
+    def _travels_apart(self, transfer: Transfer) -> bool:
         """Whether not the flat buffer itself is sent."""
-        exchange = exchanges(self._sharing, bucket, self._device)
-        dtype = reduce_dtype(self._sharing, bucket)
-        divided = divides_first(dtype, self._ranks, exchange=exchange)
+        exchange = transfer.traffic is Traffic.EXCHANGE
+        divided = divides_first(transfer.dtype, self._ranks, exchange=exchange)
         return divided or self._sharing.distribution.reduce_dtype is not None
 
     def _land_all(self) -> None:
@@ -130,15 +125,15 @@ class SharingWalk:
         if number not in self._flying:
             return
         self._flying.remove(number)
-        bucket = self._sharing.plan.buckets[number]
-        dtype = reduce_dtype(self._sharing, bucket)
+        bucket, transfer = self._sharing.plan.buckets[number], self._transfers[number].reduce
+        dtype = transfer.dtype
         wide = torch.promote_types(dtype, torch.float32)
         packed, received = ("packed", self._number, number), ("received", self._number, number)
         total = ("sum", self._number, number)
-        own = reduction_sizes(self._sharing, bucket)[self._place]
         if self._ranks == 1:
             return
-        if exchanges(self._sharing, bucket, self._device):
+        own = transfer.elements if transfer.sizes is None else transfer.sizes[self._place]
+        if transfer.traffic is Traffic.EXCHANGE:
             if not self._reuses or dtype != wide:
                 self._ledger.add(total, own * wide.itemsize)
                 self._ledger.drop(packed)
@@ -148,8 +143,7 @@ class SharingWalk:
             else:
                 self._ledger.drop(packed)
         elif dtype != wide:
-            elements = bucket.size if bucket.replicated else own
-            self._ledger.add(total, elements * wide.itemsize)
+            self._ledger.add(total, own * wide.itemsize)
             self._ledger.drop(packed)
             self._ledger.drop(received)
         elif not bucket.replicated:
@@ -173,14 +167,10 @@ class SharingWalk:
         if not self._sharing.shape.reduces:
             return
         self._land(number)
-        bucket = self._sharing.plan.buckets[number]
-        ordered = self._sharing.distribution.reduction == "ordered"
-        if bucket.replicated and ordered and self._ranks > 1:
-            sizes = reduction_sizes(self._sharing, bucket)
-            wide = torch.promote_types(reduce_dtype(self._sharing, bucket), torch.float32)
-            key = ("gathered sums", self._number, number)
-            self._gather(key, sizes, wide.itemsize, cat=False, into=False)
-            self._ledger.add(("sum", self._number, number), bucket.size * wide.itemsize)
+        sums = self._transfers[number].sums
+        if sums is not None and self._ranks > 1:
+            self._gather(("gathered sums", self._number, number), sums, cat=False, into=False)
+            self._ledger.add(("sum", self._number, number), sums.elements * sums.dtype.itemsize)
             for name in ("gathered sums", "packed", "received"):
                 self._ledger.drop((name, self._number, number))
 
@@ -208,23 +198,21 @@ class SharingWalk:
 
     def on_gather(self, number: int) -> None:
         """What is sent, and where it arrives."""
-        bucket = self._sharing.plan.buckets[number]
-        if bucket.replicated or self._ranks == 1:
+        transfer = self._transfers[number].gather
+        if transfer is None or self._ranks == 1:
             return
-        width = self._sharing.params[bucket.params[0]].dtype.itemsize
-        key = ("gather", self._number, number)
         several = len(self._owned(number).pieces) > 1
         if self._flat and self._sharing.distribution.poison_early_reads:
-            self._ledger.add(("room", self._number, number), bucket.size * width)
-        sizes = tuple(bucket.segment_sizes)
-        self._gather(key, sizes, width, cat=several and not self._flat, into=self._flat)
+            size = transfer.elements * transfer.dtype.itemsize
+            self._ledger.add(("room", self._number, number), size)
+        key = ("gather", self._number, number)
+        self._gather(key, transfer, cat=several and not self._flat, into=self._flat)
 
-    def _gather(
-        self, key: object, sizes: tuple[int, ...], width: int, *, cat: bool, into: bool
-    ) -> None:
-        own, whole = sizes[self._place], sum(sizes)
+    def _gather(self, key: object, transfer: Transfer, *, cat: bool, into: bool) -> None:
+        assert transfer.sizes is not None
+        own, whole, width = transfer.sizes[self._place], transfer.elements, transfer.dtype.itemsize
         in_middle = 0 < self._place < self._ranks - 1
-        if len(set(sizes)) == 1 and self._device.type != "cpu":
+        if transfer.traffic is Traffic.ALL_GATHER:
             self._ledger.add(key, (own * cat + whole * (not into)) * width)
             return
         copies = 0 if self._ranks == 2 else own * (self._ranks if in_middle else self._ranks - 1)

@@ -13,10 +13,8 @@ from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.estimate.temporaries import kernel_peak, transform_peak
 from samestep.groups.param_groups import rule_of
-from samestep.placements.parts.sharded_blocks import travel_dtypes
 from samestep.placements.whole.gradients import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
-from samestep.rules.state import math_dtype
 
 
 class SpreadingWalk:
@@ -62,9 +60,8 @@ class SpreadingWalk:
     on_average = on_gather = on_place = on_reduce = updated
 
     def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype]:
-        chunk = self._spreading.plan.chunks[number]
-        wides = (math_dtype(self._spreading.params[route.param]) for route in chunk)
-        return chunk, *travel_dtypes(wides, self._spreading.distribution, self._blueprint.device)
+        transfers = self._spreading.transfers[number]
+        return self._spreading.plan.chunks[number], transfers.to.dtype, transfers.wide
 
     def _parts(self, chunk: tuple[Route, ...]) -> list[int]:
         """Elements of each block of which this rank holds a part, once."""

@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.traffic import Traffic
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
-from samestep.estimate.collectives import Collective, Launches, exchanges, reduce_dtype, some_param
+from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.fsdp_timeline import BACKWARD, FORWARD, run_units
 from samestep.estimate.grid import Grid, Peers
@@ -31,7 +30,6 @@ from samestep.estimate.work import (
     elementwise_work,
     local_work,
 )
-from samestep.placements.whole.reduction import frees_gradients
 from samestep.plan.schedule import (
     Agree,
     Apply,
@@ -49,6 +47,7 @@ from samestep.plan.schedule import (
     Update,
     line_of,
 )
+from samestep.plan.transfers import Traffic
 
 
 class Span(NamedTuple):
@@ -60,7 +59,7 @@ class Span(NamedTuple):
     launched: float | None = None  # of a transfer
 
 
-class Transfer(NamedTuple):
+class InFlight(NamedTuple):
     """A collective in flight: per rank when it may begin and when it is over."""
 
     ready: Tensor
@@ -128,7 +127,7 @@ class _Simulator:
         self._blueprint, self._hardware, self._grid = blueprint, hardware, blueprint.grid
         self._launches = Launches(blueprint)
         self._now, self._link = self._grid.zeros(), self._grid.zeros()
-        self._flying: dict[tuple[str, object], list[Transfer]] = {}
+        self._flying: dict[tuple[str, object], list[InFlight]] = {}
         self._launched: set[BucketId] = set()
         self._show = list(show)
         self.begin_anew()
@@ -178,15 +177,13 @@ class _Simulator:
                 self._model(sharing, number, 2 * tokens, f"forward {number}")
         for sharing_number, sharing in enumerate(self._blueprint.shared):
             overlaps = sharing.distribution.overlap_grad_reduce
-            frees = frees_gradients(sharing.distribution)
-            one_in_flight = frees or sharing.distribution.buffers == "flat"
             for number in range(len(sharing.plan.buckets)):
                 self._model(sharing, number, 4 * tokens, f"backward {number}")
                 if overlaps:
                     bucket = BucketId(sharing_number, number)
-                    if one_in_flight and number:
+                    if sharing.distribution.one_in_flight and number:
                         self.wait("reduce", BucketId(sharing_number, number - 1))
-                    self._run(Reduce(bucket))
+                    self._run(sharing.shape.reduce(bucket))
         if training.units:
             before = self._now - self._computing
             run_units(training.units, tokens, self)
@@ -287,7 +284,7 @@ class _Simulator:
         if sharing is None:
             return
         each = sharing.plan.buckets[bucket.bucket]
-        width = reduce_dtype(sharing, each).itemsize
+        width = sharing.shape.transfers[bucket.bucket].reduce.dtype.itemsize
         self._spend("", 2 * each.size * width / self._hardware.bytes_rate)
         pieces = sum(len(segment.pieces) for _, segment in each.filled)
         self._spend("", pieces * self._hardware.call)
@@ -296,9 +293,9 @@ class _Simulator:
         sharing = self._sharing(bucket)
         if sharing is None or not sharing.shape.reduces:
             return
-        each = sharing.plan.buckets[bucket.bucket]
+        traffic = sharing.shape.transfers[bucket.bucket].reduce.traffic
         own = self._segments(sharing, bucket)
-        summands = sharing.peers.size if exchanges(sharing, each, self._blueprint.device) else 1
+        summands = sharing.peers.size if traffic is Traffic.EXCHANGE else 1
         self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
 
     def _update(self, buckets: Sequence[BucketId]) -> None:
@@ -317,23 +314,23 @@ class _Simulator:
 
     def _copies(self, bucket: BucketId) -> None:
         sharing = self._sharing(bucket)
-        if sharing is None or sharing.plan.buckets[bucket.bucket].replicated:
+        transfer = None if sharing is None else sharing.shape.transfers[bucket.bucket].gather
+        if sharing is None or transfer is None:
             return
-        on_cpu, ranks = self._blueprint.device.type == "cpu", sharing.peers.size
-        own = self._segments(sharing, bucket)
-        flat = sharing.distribution.buffers == "flat"
-        equal = bool((own == own[0]).all())
-        copies = (0 if flat else 1) + (ranks - 1 if ranks > 2 and (on_cpu or not equal) else 0)
-        width = some_param(sharing, sharing.plan.buckets[bucket.bucket]).dtype.itemsize
-        self._bytes(own * 2 * width * copies, sharing.peers)
+        ranks, own = sharing.peers.size, self._segments(sharing, bucket)
+        copies = 0 if sharing.distribution.buffers == "flat" else 1
+        if transfer.traffic is Traffic.COPIES and ranks > 2:
+            copies += ranks - 1
+        self._bytes(own * 2 * transfer.dtype.itemsize * copies, sharing.peers)
 
     def _copy_into_place(self, bucket: BucketId) -> None:
         sharing = self._sharing(bucket)
         if sharing is None or sharing.distribution.buffers == "flat":
             return
-        each = sharing.plan.buckets[bucket.bucket]
-        if not each.replicated:
-            width = some_param(sharing, each).dtype.itemsize
+        transfer = sharing.shape.transfers[bucket.bucket].gather
+        if transfer is not None:
+            each = sharing.plan.buckets[bucket.bucket]
+            width = transfer.dtype.itemsize
             self._spend("", 2 * width * each.size / self._hardware.bytes_rate)
             pieces = sum(len(segment.pieces) for _, segment in each.filled)
             self._spend("", pieces * self._hardware.call)
@@ -384,7 +381,7 @@ class _Simulator:
             end = start + seconds
             self._link = end
             self._busy += seconds
-            self._flying.setdefault((kind, about), []).append(Transfer(ready, end))
+            self._flying.setdefault((kind, about), []).append(InFlight(ready, end))
             for rank, shown in self._shown.items():
                 times = (float(t.flatten()[rank]) for t in (start, end, self._now))
                 shown.transfers.append(Span(each.name, *times))

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.plan.sharding import OwnerStrategy
+from samestep.plan.transfers import BucketPolicy
 
 Sharding = Literal["auto", "none", "zero1", "zero2"]
 Reduction = Literal["fast", "ordered"]
@@ -169,6 +170,31 @@ class Distribution:
                     f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
                     'buffers="per_parameter"'
                 )
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether full gradients are given back once they are reduced."""
+        return self.sharding in ("auto", "zero2")
+
+    @property
+    def one_in_flight(self) -> bool:
+        """Whether inside backward a bucket lands before the next one is launched."""
+        return self.frees_gradients or self.buffers == "flat"
+
+    def bucket_policy(self, ranks: int, outer: int, device: torch.device) -> BucketPolicy:
+        """How buckets travel between so many ranks, in so many groups that do the same."""
+        frugal = ranks > 2 if self.buffers == "flat" else self.frees_gradients
+        return BucketPolicy(
+            ranks,
+            outer,
+            ordered=self.reduction == "ordered",
+            frugal=self.overlap_grad_reduce and frugal,
+            on_cpu=device.type == "cpu",
+        )
+
+    def sums_in_place(self, policy: BucketPolicy) -> bool:
+        """Whether the sum of a bucket may lie in a buffer that carried it."""
+        return not (self.frees_gradients and (self.buffers == "flat" or policy.frugal))
 
     def chunk_elements(self, device: torch.device) -> int:
         """Elements of a chunk of blocks on a device."""

@@ -468,7 +468,7 @@ REGISTER: tuple[Assumption, ...] = (
         "room for sums",
         "Sums of gradients fit into the dtype in which a backend adds them up; those of float16 "
         "are divided first.",
-        "samestep.placements.whole.reduction:divides_first",
+        "samestep.plan.transfers:divides_first",
         "every step",
         "one more pass over float16 gradients, nothing for others",
         _narrow_sums,

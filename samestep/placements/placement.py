@@ -1,7 +1,7 @@
 """Where parameters live: what the step asks of every placement."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from samestep.comm.presence import Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.held_state import HeldState, whole_box
 from samestep.plan.schedule import PlacementShape
+from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
 from samestep.update.plain import GroupMaths, Operand
 
@@ -22,6 +23,19 @@ def mesh_of(param: Tensor) -> Any:
     if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
         return None
     return getattr(param, "device_mesh", None)
+
+
+class PlanMembers(NamedTuple):
+    """What a plan is made of: parameters in the order in which forward uses them.
+
+    lines: what all ranks must have alike, as text.
+    places: how late forward uses each; -1: nobody knows.
+    """
+
+    params: tuple[Tensor, ...]
+    specs: tuple[ParamSpec, ...]
+    lines: list[str]
+    places: tuple[int, ...]
 
 
 class Placement:

@@ -1,6 +1,7 @@
 """How ranks share the parameters of groups: which plans there are, and what each is made of."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,14 +10,14 @@ from torch import Tensor
 from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, options_of, parameter_names, rule_of
-from samestep.layout.blocks import Block
+from samestep.layout.blocks import Block, Shape
 from samestep.placements.copies import refuse_copies_nobody_averages
-from samestep.placements.placement import mesh_of
+from samestep.placements.placement import PlanMembers, mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.plan.sharding import ParamSpec, ShardingPlan
-from samestep.rules.state import needs_master
+from samestep.plan.sharding import ParamSpec
+from samestep.rules.state import is_elementwise, needs_master
 
 if TYPE_CHECKING:
     from samestep.placements.parts.sharded_blocks import ShardedParameters
@@ -77,18 +78,10 @@ class Planner:
     def launch_in_order(self, replicated: Iterable[ReplicatedParameters]) -> None:
         """Put the buckets of plans into the one order of launches."""
         for plan in replicated:
-            self._launch_order.add(plan.reducer, self.places(plan.params, plan.plan))
+            self._launch_order.add(plan.reducer, plan.shape.places)
             if self._distribution.overlap_grad_reduce:
                 names = [spec.name for spec in plan.plan.params]
                 self._launch_order.launch_inside_backward(names, plan.group.members)
-
-    def places(self, params: Sequence[Tensor], plan: ShardingPlan) -> list[int]:
-        """How late forward uses each bucket of a plan.
-
-        A bucket is complete with the parameter that forward uses first.
-        """
-        firsts = [params[bucket.params[0]] for bucket in plan.buckets]
-        return [self._place_of_use.get(param, -1) for param in firsts]
 
     def _of_plain(
         self,
@@ -111,7 +104,7 @@ class Planner:
                 together.setdefault(reductions.get(index, usual), []).append(index)
         return [
             ReplicatedParameters(
-                *self.members(groups, alike, blocks),
+                self.members(groups, alike, blocks),
                 reduction,
                 distribution,
                 self._launch_order,
@@ -130,18 +123,19 @@ class Planner:
 
         members = self.members(groups, indices, blocks, mesh)
         ranks = 1 if self._ranks is None else self._ranks.size
-        return ShardedParameters(*members, mesh, self._distribution, ranks)
+        return ShardedParameters(members, mesh, self._distribution, ranks)
 
     def members(
         self, groups: Sequence[Group], indices: Sequence[int], blocks: Blocks, mesh: Any = None
-    ) -> "PlanMembers":
+    ) -> PlanMembers:
         """What a plan of some groups is made of: of their parameters those on `mesh`."""
-        members: list[tuple[Tensor, ParamSpec]] = []
+        members: list[tuple[int, Tensor, ParamSpec]] = []
         lines = list(self._lines)
         for index in indices:
             group = groups[index]
             lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
             kept = rule_of(group).state_shapes((64, 64), group).values()
+            of_whole = cache(partial(_state_of_whole, group))
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
                 if mesh_of(param) != mesh:
                     continue
@@ -154,21 +148,21 @@ class Planner:
                     group["rule"],
                     None if cut is None else tuple(cut),
                     sum(map(prod, kept)) / 64**2 + needs_master(param, self._master_weights),
+                    tuple(of_whole(block.shape) for block in cut or ()),
                 )
-                members.append((param, spec))
-        members.sort(key=lambda member: self._place_of_use.get(member[0], -1))
-        params, specs = zip(*members, strict=True)
-        return PlanMembers(params, specs, lines)
+                members.append((self._place_of_use.get(param, -1), param, spec))
+        members.sort(key=lambda member: member[0])
+        places, params, specs = zip(*members, strict=True)
+        return PlanMembers(params, specs, lines, places)
+
+
+def _state_of_whole(group: Group, shape: Shape) -> int:
+    """Elements of state that belong to a whole block, such as its variance."""
+    rule = rule_of(group)
+    shapes = rule.state_shapes(shape, group)
+    return sum(prod(shapes[key]) for key in shapes if not is_elementwise(rule, key, group))
 
 
 def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
     for index, group in enumerate(groups):
         yield from zip(parameter_names(group, index), group["params"], strict=True)
-
-
-class PlanMembers(NamedTuple):
-    """The parameters of a plan in order of use, with their specs and what all ranks have alike."""
-
-    params: tuple[Tensor, ...]
-    specs: tuple[ParamSpec, ...]
-    lines: list[str]

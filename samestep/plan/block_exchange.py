@@ -7,12 +7,16 @@ goes back to all of them. Blocks move in chunks: in each, every rank owns some.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Literal, NamedTuple
+
+import torch
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.dtensor_shards import Box
 from samestep.layout.owners import balanced_owners, cyclic_owners
+from samestep.plan.transfers import Traffic, Transfer
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
@@ -167,27 +171,63 @@ def from_owners(
     return sorted(out, key=_order), sorted(into, key=_order)
 
 
-def elements_to_owners(chunk: Sequence[Route], ranks: int) -> list[int]:
-    """What each rank sends to the owners of a chunk's blocks."""
-    sent = [0] * ranks
+@dataclass(frozen=True, eq=False)
+class ChunkTransfers:
+    """What one chunk sends; blocks are computed in `wide`.
+
+    back: None where every rank is an owner.
+    extra: by route, elements that belong to the whole block, beside its parts. They go back with
+        it, to ranks that hold nothing of it too; unrounded, so counted in the dtype that travels.
+    """
+
+    to: Transfer
+    back: Transfer | None
+    extra: tuple[int, ...]
+    wide: torch.dtype
+
+
+def chunk_transfers(
+    number: int,
+    chunk: Sequence[Route],
+    extra: Sequence[int],
+    ranks: int,
+    *,
+    dtype: torch.dtype,
+    wide: torch.dtype,
+    gives_back: bool,
+) -> ChunkTransfers:
+    """Of a chunk that travels in `dtype`; `extra` is counted in `wide`."""
+    beside = tuple(count * wide.itemsize // dtype.itemsize for count in extra)
+    sent, got = [0] * ranks, [0] * ranks
     for route in chunk:
         for part in route.parts:
             if part.sent and part.rank != route.owner:
                 sent[part.rank] += part.in_block.numel
-    return sent
+                got[route.owner] += part.in_block.numel
+    name = f"collection of chunk {number}"
+    to, back = Transfer(Traffic.PARTS, name, dtype, sum(sent), sent, got), None
+    if gives_back:
+        sent, got = _elements_from_owners(chunk, beside, ranks)
+        back = Transfer(Traffic.PARTS, f"return of chunk {number}", dtype, sum(sent), sent, got)
+    return ChunkTransfers(to, back, beside, wide)
 
 
-def elements_from_owners(chunk: Sequence[Route], extra: Sequence[int], ranks: int) -> list[int]:
-    """What each rank sends back as an owner; `extra` belongs to the whole of each block.
-
-    If any block has some, ranks that hold nothing of a block get it too.
-    """
-    sent = [0] * ranks
-    for route, beside in zip(chunk, extra, strict=True):
-        others = [part for part in route.parts if part.rank != route.owner]
-        sent[route.owner] += sum(part.in_block.numel for part in others)
-        sent[route.owner] += beside * (ranks - 1 if any(extra) else len(others))
-    return sent
+def _elements_from_owners(
+    chunk: Sequence[Route], beside: Sequence[int], ranks: int
+) -> tuple[list[int], list[int]]:
+    """What each rank sends back as an owner, and what it gets."""
+    sent, got = [0] * ranks, [0] * ranks
+    to_all = any(beside)
+    for route, extra in zip(chunk, beside, strict=True):
+        for part in route.parts:
+            if part.rank != route.owner:
+                sent[route.owner] += part.in_block.numel
+                got[part.rank] += part.in_block.numel
+        if to_all:
+            sent[route.owner] += extra * (ranks - 1)
+            for rank in range(ranks):
+                got[rank] += extra if rank != route.owner else 0
+    return sent, got
 
 
 def _order(item: Item) -> tuple[int, int]:

@@ -1,15 +1,19 @@
-"""What a step does, in order, as data: the executor runs it, and anyone may read it.
+"""What a step does and sends, in order, as data: run by the optimizer, counted by `estimate`.
 
     Agree ... Reduce ... Average ... Clip   Update Gather Place   Update Gather Place ...
 
-Reductions are all started first (by backward, where they overlap with it). Updates
+Reductions are all started first (by backward, where they overlap with it), in the one order in
+which all ranks launch them: from what backward reaches first to what it reaches last. Updates
 go in waves: while a wave is computed, the parameters of the wave before are on their way.
 Where gathers overlap with the next forward, nothing is placed here.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from samestep.plan.block_exchange import ChunkTransfers
+from samestep.plan.transfers import BucketTransfers, Transfer
 
 
 class BucketId(NamedTuple):
@@ -24,6 +28,7 @@ class Reduce:
     """Start adding up the gradients of a bucket over ranks."""
 
     bucket: BucketId
+    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,15 @@ class Agree:
 
 @dataclass(frozen=True)
 class Average:
-    """Wait for a reduction, and divide."""
+    """Wait for a reduction, and divide.
+
+    Before that it may have to be gathered, and added up over groups that do the same: `outer` has
+    what a rank at each place of its group does.
+    """
 
     bucket: BucketId
+    sums: Transfer | None = field(default=None, compare=False, repr=False)
+    outer: tuple[tuple[Transfer, ...], ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Gather:
     """Start sending the updated parts of a bucket to everyone."""
 
     bucket: BucketId
+    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class Collect:
     """Start sending a chunk of spread blocks to their owners."""
 
     bucket: BucketId
+    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -85,6 +98,7 @@ class GiveBack:
     """Start sending the directions of a chunk to those who hold parts of its blocks."""
 
     bucket: BucketId
+    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -129,6 +143,43 @@ class PlacementShape(NamedTuple):
     defers: bool = False  # gathers are waited for by the next forward
     chunks: int = 0  # of blocks that come together on their owners
     gives_back: bool = True  # what the owners found; else every rank is one
+    places: tuple[int, ...] = ()  # how late forward uses each bucket
+    transfers: tuple[BucketTransfers, ...] = ()
+    chunk_transfers: tuple[ChunkTransfers, ...] = ()
+
+    def reduce(self, bucket: BucketId) -> Reduce:
+        """The operations about a bucket or a chunk, with what they send."""
+        return Reduce(bucket, self.transfers[bucket.bucket].reduce if self.transfers else None)
+
+    def average(self, bucket: BucketId) -> Average:
+        """See `reduce`; gradients that come reduced send nothing."""
+        if not self.transfers or not self.reduces:
+            return Average(bucket)
+        own = self.transfers[bucket.bucket]
+        return Average(bucket, own.sums, own.outer)
+
+    def gather(self, bucket: BucketId) -> Gather:
+        """See `reduce`."""
+        return Gather(bucket, self.transfers[bucket.bucket].gather if self.transfers else None)
+
+    def collect(self, chunk: BucketId) -> Collect:
+        """See `reduce`."""
+        own = self.chunk_transfers
+        return Collect(chunk, own[chunk.bucket].to if own else None)
+
+    def give_back(self, chunk: BucketId) -> GiveBack:
+        """See `reduce`."""
+        own = self.chunk_transfers
+        return GiveBack(chunk, own[chunk.bucket].back if own else None)
+
+
+def launch_order(placements: Sequence[Sequence[int]]) -> list[BucketId]:
+    """Buckets by how late forward uses them, the latest first; `placements[i][j]` is of bucket j.
+
+    Of several that are used at once, in the order of placements.
+    """
+    each = [BucketId(n, b) for n, places in enumerate(placements) for b in range(len(places))]
+    return sorted(each, key=lambda bucket: -placements[bucket.placement][bucket.bucket])
 
 
 def step_schedule(
@@ -145,25 +196,31 @@ def step_schedule(
         for number, placement in enumerate(placements)
         for bucket in range(len(placement.bucket_sizes))
     ]
-    reduce: list[Operation] = [Reduce(b) for b in buckets if placements[b.placement].reduces]
+    order = launch_order([p.places or [-1] * len(p.bucket_sizes) for p in placements])
+    reduce: list[Operation] = [
+        placements[bucket.placement].reduce(bucket)
+        for bucket in order
+        if placements[bucket.placement].reduces
+    ]
     agree: list[Operation] = [Agree(n) for n, p in enumerate(placements) if p.agrees]
     # Presence comes first, so that updates need not wait for the last reduction, but not before
     # reductions that other ranks have launched already.
     late = any(placement.overlaps for placement in placements)
     operations = reduce + agree if late else agree + reduce
     if clip:  # the norm needs every gradient
-        operations += [Average(bucket) for bucket in buckets] + [Clip()]
+        operations += [placements[bucket.placement].average(bucket) for bucket in buckets]
+        operations.append(Clip())
     if any(placement.defers for placement in placements):
         buckets.reverse()  # what forward uses first is on its way first
     chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
     ahead = chunks[:chunks_ahead]
-    operations += [Collect(chunk) for chunk in ahead]
+    operations += [placements[chunk.placement].collect(chunk) for chunk in ahead]
     before: tuple[BucketId, ...] = ()
     for wave in _waves(placements, buckets, waves):
-        operations += [Average(bucket) for bucket in wave if not clip]
+        operations += [placements[b.placement].average(b) for b in wave if not clip]
         operations.append(Update(wave))
         shared = tuple(bucket for bucket in wave if placements[bucket.placement].agrees)
-        operations += [Gather(bucket) for bucket in shared]
+        operations += [placements[bucket.placement].gather(bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
         before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
     operations += _chunks(placements, chunks, chunks_ahead)
@@ -183,10 +240,11 @@ def _chunks(
     late = min(1, ahead)  # a chunk is applied after the next one was computed
     operations: list[Operation] = []
     for number, chunk in enumerate(chunks):
-        operations += [Collect(later) for later in chunks[number + ahead : number + ahead + 1]]
+        later = chunks[number + ahead : number + ahead + 1]
+        operations += [placements[chunk.placement].collect(chunk) for chunk in later]
         operations.append(Transform(chunk))
         if placements[chunk.placement].gives_back:
-            operations.append(GiveBack(chunk))
+            operations.append(placements[chunk.placement].give_back(chunk))
         operations += [Apply(done) for done in chunks[max(0, number - late) : number - late + 1]]
     return operations + [Apply(chunk) for chunk in chunks[len(chunks) - late :]]
 

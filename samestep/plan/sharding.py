@@ -33,6 +33,7 @@ class ParamSpec(NamedTuple):
     rule: str
     blocks: tuple[Block, ...] | None  # None: an elementwise rule
     state_per_element: float = 1.0  # tensors of its shape that the rule keeps
+    state_of_blocks: tuple[int, ...] = ()  # elements that the rule keeps of each block as a whole
 
     @property
     def numel(self) -> int:

@@ -31,6 +31,12 @@ def needs_master(param: Tensor, master_weights: bool) -> bool:
     return master_weights and param.dtype.itemsize < math_dtype(param).itemsize
 
 
+def is_elementwise(rule: Rule, key: str, options: Mapping[str, Any]) -> bool:
+    """Whether a state tensor has an element for each of the parameter's, whatever its shape."""
+    shape = (64, 48)
+    return rule.state_shapes(shape, options)[key] == shape
+
+
 def initial_state(
     rule: Rule,
     param: Tensor,

@@ -31,7 +31,7 @@ from samestep.comm.diagnosis import recorder as module
 from samestep.comm.diagnosis.flight import Flight
 from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.groups import RankGroup, registry
-from samestep.comm.traffic import Traffic, Transfer
+from samestep.plan.transfers import Traffic, Transfer, of_segments
 from tests.counting_group import counted
 from tests.gpu import needs_gpu
 from tests.limits import HANG, eventually, limit
@@ -62,16 +62,15 @@ def group_of(*ranks, place=0):
 
 
 PAIR = group_of(4, 7, place=1)
+CPU = torch.device("cpu")
 
 
 def launch(
     name="t", traffic=Traffic.ALL_REDUCE, group=PAIR, elements=3, dtype=torch.float32, **options
 ):
     work = options.pop("work", None) or Work()
-    buffer = torch.zeros(elements, dtype=dtype)
-    sizes = options.pop("sizes", None)
-    transfer = Transfer(traffic, name, group, buffer, sizes)
-    return _launch(transfer, options.pop("call", lambda: work))
+    transfer = Transfer(traffic, name, dtype, elements, options.pop("sizes", None))
+    return _launch(transfer, group, CPU, options.pop("call", lambda: work))
 
 
 class Clock:
@@ -219,7 +218,8 @@ def test_bytes_are_those_that_a_process_group_counts():
         segment, whole = torch.ones(2), torch.empty(6)  # as a GPU's gather of equal segments
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         call = lambda: gather(whole, segment, group=group.handle, async_op=True)  # noqa: E731
-        _launch(Transfer(Traffic.ALL_GATHER, "a", group, segment, [2, 2, 2]), call).wait()
+        transfer = of_segments(Traffic.ALL_GATHER, "a", segment.dtype, [2, 2, 2])
+        _launch(transfer, group, CPU, call).wait()
 
     def job(rank):
         with counted() as log, FlightRecorder() as recorder:
@@ -651,7 +651,8 @@ def test_a_stream_that_is_stuck_is_reported():
     def job(rank):
         def on_gpu(name):
             buffer = torch.ones(3, device="cuda")
-            return _launch(Transfer(Traffic.ALL_REDUCE, name, PAIR, buffer), Work)
+            transfer = Transfer(Traffic.ALL_REDUCE, name, buffer.dtype, buffer.numel())
+            return _launch(transfer, PAIR, buffer.device, Work)
 
         with heard() as said, FlightRecorder(watchdog=0.2) as recorder:
             on_gpu("quick").wait()

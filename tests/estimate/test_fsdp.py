@@ -48,5 +48,8 @@ def test_gathers_and_reductions_are_foreseen(world, copies):
     foreseen = fsdp_collectives(units)
     ranks = run_forked(world, sent_by_fsdp, copies)
     for rank, calls in enumerate(ranks):
-        sizes = [(each.traffic.kind, each.sent(grid.place(rank, each.peers))) for each in foreseen]
+        sizes = [
+            (each.traffic.kind, each.of(0).sent(grid.place(rank, each.peers), each.peers.size))
+            for each in foreseen
+        ]
         assert sorted(calls) == sorted(sizes), rank

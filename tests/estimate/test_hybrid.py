@@ -77,11 +77,11 @@ def expected(plan, degrees, rank):
     at = rank % grid.ranks
     records = []
     for each in Launches(plan).of_step(at):
-        among = 0 if each.among is None else grid.place(at, each.among)
-        dtype = str(each.dtype).removeprefix("torch.")
-        sent = each.sent(grid.place(at, each.peers), among)
+        transfer = each.of(0 if each.among is None else grid.place(at, each.among))
+        dtype = str(transfer.dtype).removeprefix("torch.")
+        sent = transfer.sent(grid.place(at, each.peers), each.peers.size)
         ranks = tuple(degrees.peers(rank, *each.peers.axes))
-        records.append((each.name, each.traffic.kind, each.elements(among), dtype, sent, ranks))
+        records.append((each.name, each.traffic.kind, transfer.elements, dtype, sent, ranks))
     return records
 
 
@@ -108,7 +108,8 @@ def expected_of_fsdp(collectives, plan, degrees, rank):
     """The same from what is foreseen."""
     for each in collectives:
         place = plan.grid.place(rank % plan.grid.ranks, each.peers)
-        yield each.traffic.kind, each.sent(place), tuple(degrees.peers(rank, *each.peers.axes))
+        sent = each.of(0).sent(place, each.peers.size)
+        yield each.traffic.kind, sent, tuple(degrees.peers(rank, *each.peers.axes))
 
 
 def check(world, cases, reduction="fast"):

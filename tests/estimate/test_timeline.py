@@ -231,7 +231,7 @@ def test_units_of_fsdp_hide_behind_the_model():
     assert alone == pytest.approx(flops / MACHINE.model_rate + simulate(plan, fast).seconds)
     # With hardly any tokens nothing hides: every transfer is waited for.
     slow = simulate(plan, MACHINE, training=Training(1, units))
-    sent = sum(1e-3 + each.sent(0) / 1e6 for each in fsdp_collectives(units))
+    sent = sum(1e-3 + float(each.sent_by_all()[0]) / 1e6 for each in fsdp_collectives(units))
     assert slow.seconds == pytest.approx(sent + bare, rel=0.05)
     assert sum(slow.by_operation.values()) == pytest.approx(slow.seconds)
     hidden = simulate(plan, MACHINE, training=Training(10_000, units))

@@ -54,11 +54,10 @@ def expected(plan, rank):
     grid = plan.grid
     records = []
     for each in Launches(plan).of_step(rank):
-        place = grid.place(rank, each.peers)
-        dtype = str(each.dtype).removeprefix("torch.")
-        among = 0 if each.among is None else grid.place(rank, each.among)
-        kind, elements = each.traffic.kind, each.elements(among)
-        records.append((each.name, kind, elements, dtype, each.sent(place, among)))
+        transfer = each.of(0 if each.among is None else grid.place(rank, each.among))
+        dtype = str(transfer.dtype).removeprefix("torch.")
+        sent = transfer.sent(grid.place(rank, each.peers), each.peers.size)
+        records.append((each.name, each.traffic.kind, transfer.elements, dtype, sent))
     return records
 
 
@@ -98,6 +97,7 @@ def groups_of_their_own(rank, world, kind):
     else:
         more = {**AllPresent(3, world).options(), "process_group": pair.handle}
         more["outer_group"] = stride.handle
+        more["reduction"] = "ordered" if kind == "ordered copies" else "fast"
     more |= {"crossover": 64, "bucket_size": 1500, "max_grad_norm": 1.0, "update_rms": True}
     optimizer = samestep.MuonAdamW(model, **more)
     for step in range(2):
@@ -114,7 +114,7 @@ def test_every_layout_is_chosen_on_two_ranks_and_on_more():
     assert len({layout.name for layout in (*chosen(3), *chosen(4))}) >= 12
 
 
-@pytest.mark.parametrize("kind", ["experts", "copies"])
+@pytest.mark.parametrize("kind", ["experts", "copies", "ordered copies"])
 def test_groups_with_ranks_of_their_own(kind):
     ranks = run_forked(4, groups_of_their_own, 4, kind)
     with torch.device("meta"):
@@ -131,6 +131,7 @@ def test_groups_with_ranks_of_their_own(kind):
         plan = blueprint(optimizer, grid, own_peers={2: grid.peers("data")})
     else:
         grid = Grid({"replicate": 2, "data": 2})
+        more["reduction"] = "ordered" if kind == "ordered copies" else "fast"
         optimizer = samestep.MuonAdamW(model, **{**AllPresent(3, 4).options(), **more})
         inner, outer = grid.peers("data"), grid.peers("replicate")
         plan = blueprint(optimizer, grid, everyone=inner, outer=outer)

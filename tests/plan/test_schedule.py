@@ -23,6 +23,7 @@ from samestep.plan.schedule import (
     Reduce,
     Transform,
     Update,
+    launch_order,
     step_schedule,
 )
 
@@ -36,6 +37,9 @@ shapes = st.builds(
     defers=st.just(False),
     chunks=st.integers(0, 5),
     gives_back=st.booleans(),
+    places=st.just(()),
+    transfers=st.just(()),
+    chunk_transfers=st.just(()),
 )
 schedules = st.tuples(
     st.lists(shapes, min_size=1, max_size=4), st.integers(1, 6), st.booleans(), st.booleans()
@@ -155,3 +159,25 @@ def test_the_executor_runs_operations_in_order():
     kinds = (Reduce, Agree, Average, Clip, Update, Gather, Place, Measure)
     execute(schedule, dict.fromkeys(kinds, seen.append))
     assert tuple(seen) == schedule
+
+
+@given(st.lists(st.lists(st.integers(-1, 5)), max_size=4))
+def test_buckets_are_launched_as_backward_reaches_them(places):
+    """Whatever forward uses last comes first; of equals, the bucket of the first plan."""
+    order = launch_order(places)
+    assert sorted(order) == [(n, b) for n, own in enumerate(places) for b in range(len(own))]
+    late = [places[bucket.placement][bucket.bucket] for bucket in order]
+    assert late == sorted(late, reverse=True)
+    for before, after in pairwise(order):
+        if places[before.placement][before.bucket] == places[after.placement][after.bucket]:
+            assert before < after
+
+
+def test_reductions_of_several_plans_are_in_the_one_order():
+    shapes = [
+        PlacementShape((10, 10), agrees=True, reduces=True, places=(7, 2)),
+        PlacementShape((10, 10), agrees=True, reduces=True, places=(9, 2)),
+    ]
+    schedule = step_schedule(shapes, waves=1, clip=False, measure=False)
+    reduced = [op.bucket for op in schedule if isinstance(op, Reduce)]
+    assert reduced == [(1, 0), (0, 0), (0, 1), (1, 1)]

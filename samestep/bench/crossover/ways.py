@@ -8,11 +8,11 @@ from torch import Tensor
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
-    prefers_exchange,
     reduce_segments,
     total,
 )
 from samestep.comm.groups import RankGroup
+from samestep.plan.transfers import prefers_exchange
 from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
 from samestep.update.plain import Operand, StepScalars, update_elementwise
@@ -46,7 +46,7 @@ class Way:
         if not self.sharded and not self.ordered:
             self._update(total("all-reduce", buffer, self.group).wait())
             return
-        if prefers_exchange(buffer.device, ordered=self.ordered):
+        if prefers_exchange(on_cpu=buffer.device.type == "cpu", ordered=self.ordered):
             summed = exchange_segments("exchange", buffer, self.sizes, self.group).wait()
         else:
             summed = reduce_segments("reduce-scatter", buffer, self.sizes, self.group).wait()

@@ -19,7 +19,7 @@ from samestep.comm.diagnosis.flight import Flight
 from samestep.comm.diagnosis.watchdog import Watchdog
 from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
-from samestep.comm.traffic import Transfer
+from samestep.plan.transfers import Transfer
 
 
 @dataclass(slots=True)
@@ -186,11 +186,17 @@ class FlightRecorder:
 
     # --- told by collectives -----------------------------------------------------------------
 
-    def launch(self, transfer: Transfer, call: Callable[[], dist.Work | None]) -> Flight:
+    def launch(
+        self,
+        transfer: Transfer,
+        group: RankGroup,
+        device: torch.device,
+        call: Callable[[], dist.Work | None],
+    ) -> Flight:
         """Launch a collective and keep a record of it."""
-        record = self._enter(transfer)
+        record = self._enter(transfer, group)
         try:
-            flight = _RecordedFlight(self, record, transfer.group, transfer.buffer.device, call)
+            flight = _RecordedFlight(self, record, group, device, call)
         except BaseException:
             record.failed = True
             raise
@@ -200,9 +206,9 @@ class FlightRecorder:
             callback(record)
         return flight
 
-    def _enter(self, transfer: Transfer) -> Record:
-        group, elements, kind = transfer.group, transfer.elements, transfer.traffic.kind
-        dtype = dtype_name(transfer.buffer.dtype)
+    def _enter(self, transfer: Transfer, group: RankGroup) -> Record:
+        elements, kind = transfer.elements, transfer.traffic.kind
+        dtype = dtype_name(transfer.dtype)
         # Of whole numbers, so the same in every process, and short however many ranks there are.
         ranks = hash(group.members)
         line = f"{kind}\0{transfer.name}\0{ranks}\0{elements}\0{dtype}\n".encode()
@@ -211,7 +217,7 @@ class FlightRecorder:
                 self._land_those_on_streams()
             record = Record(
                 self.count, transfer.name, kind, group.members, elements, dtype,
-                transfer.sent(elements), time.monotonic(),
+                transfer.sent(group.rank, group.size), time.monotonic(),
             )  # fmt: skip
             self._rank = group.members[group.rank]
             self.count += 1

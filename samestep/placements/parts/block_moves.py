@@ -9,15 +9,8 @@ from torch import Tensor
 from samestep.comm.collectives import Pending, move_parts
 from samestep.comm.groups import RankGroup
 from samestep.layout.blocks import Shape
-from samestep.plan.block_exchange import (
-    Item,
-    Key,
-    Route,
-    elements_from_owners,
-    elements_to_owners,
-    from_owners,
-    to_owners,
-)
+from samestep.plan.block_exchange import ChunkTransfers, Item, Key, Route, from_owners, to_owners
+from samestep.plan.transfers import Transfer
 
 
 class Travelling(NamedTuple):
@@ -48,42 +41,28 @@ class Way(NamedTuple):
     into: list[Travelling]
     outgoing: list[int]  # elements to each rank
     incoming: list[int]
-    sent: list[int]  # by each rank
 
 
 class BlockMoves:
-    """One chunk of blocks, each known by its key: (parameter, number among its blocks).
-
-    Blocks are computed in `wide` and travel in `dtype`. `extra[i]` are numbers that belong to the
-    whole of block i, beside its parts; they travel unrounded.
-    """
+    """One chunk of blocks, each known by its key: (parameter, number among its blocks)."""
 
     def __init__(
         self,
-        name: str,
+        transfers: ChunkTransfers,
         chunk: Sequence[Route],
-        extra: Sequence[int],
         group: RankGroup,
-        *,
-        dtype: torch.dtype,
-        wide: torch.dtype,
         device: torch.device,
     ) -> None:
         self.chunk = chunk
-        self._name = name
+        self.dtype = transfers.to.dtype
+        self._transfers = transfers
         self._group = group
-        self._wide = wide
+        self._wide = transfers.wide
         self._device = device
-        self._extra = [count * wide.itemsize // dtype.itemsize for count in extra]
-        self.dtype = dtype
-        self.nothing = torch.empty(0, dtype=dtype, device=device)
-        self.to = self._way(
-            *to_owners(chunk, group.rank), elements_to_owners(chunk, group.size), beside=False
-        )
+        self.nothing = torch.empty(0, dtype=self.dtype, device=device)
+        self.to = self._way(*to_owners(chunk, group.rank), beside=False)
         self.back = self._way(
-            *from_owners(chunk, group.rank, group.size, to_all=any(extra)),
-            elements_from_owners(chunk, self._extra, group.size),
-            beside=True,
+            *from_owners(chunk, group.rank, group.size, to_all=any(transfers.extra)), beside=True
         )
         self._owned = [
             (route, [part.in_block.slices for part in route.parts if part.rank == group.rank])
@@ -92,16 +71,14 @@ class BlockMoves:
         ]
         self._waiting: Pending[Tensor] | None = None
 
-    def _way(
-        self, out: Sequence[Item], into: Sequence[Item], sent: list[int], *, beside: bool
-    ) -> Way:
+    def _way(self, out: Sequence[Item], into: Sequence[Item], *, beside: bool) -> Way:
         outgoing, incoming = [0] * self._group.size, [0] * self._group.size
         travelling_out, travelling_in = (self._travelling(x, beside) for x in (out, into))
         for item in travelling_out:
             outgoing[item.rank] += item.size
         for item in travelling_in:
             incoming[item.rank] += item.size
-        return Way(travelling_out, travelling_in, outgoing, incoming, sent)
+        return Way(travelling_out, travelling_in, outgoing, incoming)
 
     def _travelling(self, items: Sequence[Item], beside: bool) -> list[Travelling]:
         found, start = [], 0
@@ -114,7 +91,7 @@ class BlockMoves:
                     () if item.part is None else item.part.in_block.slices,
                     start,
                     item.numel,
-                    self._extra[item.route] if beside else 0,
+                    self._transfers.extra[item.route] if beside else 0,
                 )
             )
             start += found[-1].size
@@ -162,15 +139,15 @@ class BlockMoves:
 
     def send_there(self, buffer: Tensor) -> None:
         """Start sending a buffer with all that goes to the owners."""
-        self._send(f"collection of {self._name}", buffer, self.to)
+        self._send(self._transfers.to, buffer, self.to)
 
     def send_back(self, buffer: Tensor) -> None:
         """Start sending a buffer with all that goes back."""
-        self._send(f"return of {self._name}", buffer, self.back)
+        assert self._transfers.back is not None
+        self._send(self._transfers.back, buffer, self.back)
 
-    def _send(self, name: str, buffer: Tensor, way: Way) -> None:
-        sizes = way.outgoing, way.incoming, way.sent
-        self._waiting = move_parts(name, buffer, *sizes, self._group)
+    def _send(self, transfer: Transfer, buffer: Tensor, way: Way) -> None:
+        self._waiting = move_parts(transfer, buffer, way.outgoing, way.incoming, self._group)
 
     def arrived(self) -> Tensor:
         """Wait, and give the buffer that has come."""

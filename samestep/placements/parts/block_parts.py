@@ -1,6 +1,6 @@
 """The parts that a rank holds of the blocks of DTensors, and what both ways to step them ask."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,11 +57,11 @@ class BlockParts(ShardedTensors):
         """The local gradient of a parameter; zeros if only others have one."""
         return self._grad(index)
 
-    def whole_state(self, route: Route, states: Mapping[Tensor, State] | None = None) -> State:
+    def whole_state(self, route: Route) -> State:
         """Views of the state that belongs to a whole block, such as its variance."""
         spec = self.specs[route.param]
         group = self._groups[spec.group]
-        state = (self._state if states is None else states)[self.params[route.param]]
+        state = self._state[self.params[route.param]]
         plain = {key: tensor for key, tensor in state.items() if not isinstance(tensor, DTensor)}
         return block_states(rule_of(group), plain, spec.blocks or (), group)[route.number]
 

@@ -19,8 +19,15 @@ from samestep.placements.parts.partial_gradients import combine_gradients
 from samestep.placements.parts.use_marks import has_gradient
 from samestep.placements.placement import Placement
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.rule import Rule, StagedRule
-from samestep.rules.state import MASTER, State, initial_state, math_dtype, needs_master
+from samestep.rules.rule import StagedRule
+from samestep.rules.state import (
+    MASTER,
+    State,
+    initial_state,
+    is_elementwise,
+    math_dtype,
+    needs_master,
+)
 from samestep.update.plain import Operand
 
 
@@ -63,7 +70,7 @@ class ShardedTensors(Placement):
             like = torch.empty(param.shape, dtype=param.dtype, device="meta")
             wanted = initial_state(rule, like, spec.blocks, group, master_weights=False)
             made[param] = {
-                key: self._zeros(param, tensor, _is_elementwise(rule, key, group))
+                key: self._zeros(param, tensor, is_elementwise(rule, key, group))
                 for key, tensor in wanted.items()
             }
             if needs_master(param, master_weights):
@@ -216,12 +223,6 @@ class ShardedTensors(Placement):
     def _grad(self, index: int) -> Tensor:
         param = self.params[index]
         return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
-
-
-def _is_elementwise(rule: Rule, key: str, group: Group) -> bool:
-    """Whether a state tensor has an element for each of the parameter's: then it is sharded too."""
-    shape = (64, 48)
-    return rule.state_shapes(shape, group)[key] == shape
 
 
 def local_part(tensor: Tensor) -> Tensor:

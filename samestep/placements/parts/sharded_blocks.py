@@ -17,12 +17,14 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.kernels.choice import line_of, missing
 from samestep.placements.parts.block_moves import BlockMoves
-from samestep.placements.parts.block_parts import BlockParts, HeldPart
+from samestep.placements.parts.block_parts import BlockParts
 from samestep.placements.parts.block_stages import PlainStages
+from samestep.placements.placement import PlanMembers
 from samestep.plan.block_exchange import (
+    ChunkTransfers,
     ExchangePlan,
-    Route,
     ShardedSpec,
+    chunk_transfers,
     plan_exchange,
     plan_gather,
 )
@@ -60,20 +62,20 @@ class ShardedParameters(BlockParts):
 
     def __init__(
         self,
-        params: Sequence[Tensor],
-        specs: Sequence[ParamSpec],
-        option_lines: Sequence[str],
+        members: PlanMembers,
         mesh: DeviceMesh,
         distribution: Distribution,
         ranks: int,
     ) -> None:
-        super().__init__(params, specs, mesh, ranks)
+        super().__init__(members.params, members.specs, mesh, ranks)
         self.plan = self._planned(distribution)
-        lines = [*distribution.lines(), *self.lines(), *option_lines, line_of(self.device)]
+        lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
         held = sum(param.to_local().numel() for param in self.params)
-        self.shape = shape_of(self.plan, distribution, held)
-        self._distribution = distribution
+        transfers = transfers_of(
+            self.plan, self.params, self.specs, self.group.size, distribution, self.device
+        )
+        self.shape = shape_of(transfers, distribution, held)
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, Stages] = {}  # chunks that are on their way
 
@@ -103,7 +105,8 @@ class ShardedParameters(BlockParts):
         """State, and what blocks need to travel."""
         made = super().make_state(groups, master_weights)
         self._chunks = [
-            self._chunk_of(number, chunk, made) for number, chunk in enumerate(self.plan.chunks)
+            (BlockMoves(transfers, chunk, self.group, self.device), self.held_parts(chunk))
+            for transfers, chunk in zip(self.shape.chunk_transfers, self.plan.chunks, strict=True)
         ]
         self._stages = [PlainStages(*chunk) for chunk in self._chunks]
         if missing(self.device) is None:
@@ -111,24 +114,6 @@ class ShardedParameters(BlockParts):
 
             self._kernels = SpreadBlocks(self._chunks, self.shape.gives_back)
         return made
-
-    def _chunk_of(
-        self, number: int, chunk: Sequence[Route], made: Mapping[Tensor, State]
-    ) -> tuple[BlockMoves, list[HeldPart]]:
-        return self._moves_of(number, chunk, made), self.held_parts(chunk)
-
-    def _moves_of(
-        self, number: int, chunk: Sequence[Route], made: Mapping[Tensor, State]
-    ) -> BlockMoves:
-        extra = []
-        for route in chunk:
-            of_block = sum(t.numel() for t in self.whole_state(route, made).values())
-            extra.append(of_block if self.shape.gives_back else 0)
-        dtypes = (math_dtype(self.params[route.param]) for route in chunk)
-        dtype, wide = travel_dtypes(dtypes, self._distribution, self.device)
-        return BlockMoves(
-            f"chunk {number}", chunk, extra, self.group, dtype=dtype, wide=wide, device=self.device
-        )
 
     # --- chunks of blocks ----------------------------------------------------------------
 
@@ -184,15 +169,43 @@ def planned(
     return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)
 
 
-def shape_of(plan: ExchangePlan, distribution: Distribution, held: int) -> PlacementShape:
+def shape_of(
+    transfers: tuple[ChunkTransfers, ...], distribution: Distribution, held: int
+) -> PlacementShape:
     """What a schedule depends on; `held`: elements of this rank."""
     return PlacementShape(
         bucket_sizes=(held,),
         agrees=True,
         reduces=False,
-        chunks=len(plan.chunks),
+        chunks=len(transfers),
         gives_back=distribution.muon_schedule == "parallel",
+        chunk_transfers=transfers,
     )
+
+
+def transfers_of(
+    plan: ExchangePlan,
+    params: Sequence[Tensor],
+    specs: Sequence[ParamSpec],
+    ranks: int,
+    distribution: Distribution,
+    device: torch.device,
+) -> tuple[ChunkTransfers, ...]:
+    """What each chunk of a plan sends."""
+    gives_back = distribution.muon_schedule == "parallel"
+    found = []
+    for number, chunk in enumerate(plan.chunks):
+        dtypes = (math_dtype(params[route.param]) for route in chunk)
+        dtype, wide = travel_dtypes(dtypes, distribution, device)
+        extra = [
+            specs[route.param].state_of_blocks[route.number] if gives_back else 0 for route in chunk
+        ]
+        found.append(
+            chunk_transfers(
+                number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back
+            )
+        )
+    return tuple(found)
 
 
 def travel_dtypes(

@@ -17,6 +17,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from samestep.plan.schedule import launch_order
+
 
 class Launcher(Protocol):
     """The buckets of one plan, which are launched in their own order."""
@@ -46,8 +48,8 @@ class LaunchOrder:
 
     def __init__(self, owner: str = "optimizer") -> None:
         self._owner = owner
+        self._plans: list[tuple[Launcher, Sequence[int]]] = []
         self._turns: list[_Turn] = []
-        self._places: list[int] = []
         self._next = 0
         self._names: list[str] = []  # of parameters that are reduced inside backward
         self._ranks: set[int] = set()  # that take part in it
@@ -96,12 +98,11 @@ class LaunchOrder:
 
     def add(self, launcher: Launcher, places: Sequence[int]) -> None:
         """Take in the buckets of a plan; `places` says how late forward uses each of them."""
-        for bucket, place in enumerate(places):
-            at = len(self._turns)
-            while at > 0 and self._places[at - 1] < place:
-                at -= 1
-            self._turns.insert(at, _Turn(launcher, bucket))
-            self._places.insert(at, place)
+        self._plans.append((launcher, places))
+        self._turns = [
+            _Turn(self._plans[plan][0], bucket)
+            for plan, bucket in launch_order([places for _, places in self._plans])
+        ]
         self._next = 0
 
     def restart(self) -> None:

@@ -6,7 +6,6 @@ launched; what never came is launched as zeros when the round ends. So all ranks
 buckets in the same order, whatever order autograd has and whatever it leaves out.
 """
 
-import itertools
 import weakref
 from collections.abc import MutableMapping, Sequence
 
@@ -15,20 +14,21 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from samestep.comm.collectives import (
-    Pending,
-    exchange_segments,
-    gather_segments,
-    prefers_exchange,
-    reduce_segments,
-    total,
-)
-from samestep.comm.groups import GroupReduction
+from samestep.comm.collectives import Pending, add_up, gather_segments
+from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.placements.whole.gradients import FlatGradients, PackedGradients
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import Bucket, ShardingPlan
+from samestep.plan.transfers import (
+    BucketPolicy,
+    BucketTransfers,
+    Traffic,
+    Transfer,
+    divides_first,
+    outer_transfers,
+)
 
 # One per parameter: of two optimizers that have it, the last one reduces it inside backward.
 _hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
@@ -46,6 +46,8 @@ class GradientReducer:
         plan: ShardingPlan,
         reduction: GroupReduction,
         distribution: Distribution,
+        policy: BucketPolicy,
+        transfers: Sequence[BucketTransfers],
         order: LaunchOrder,
     ) -> None:
         group, divisor, outer = reduction
@@ -55,26 +57,20 @@ class GradientReducer:
         self._plan = plan
         self._group = group
         self._outer = outer
-        self._policy = distribution
-        replicas = group.size if outer is None else group.size * outer.size
-        self._divisor = replicas if divisor is None else divisor
-        self._frees = frees_gradients(distribution)
+        self._distribution = distribution
+        self._policy = policy
+        self._transfers = transfers
+        self._divisor = policy.ranks * policy.outer if divisor is None else divisor
+        self._frees = distribution.frees_gradients
         if flat:
             self._gradients: PackedGradients = FlatGradients(
                 params, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
             )
         else:
             self._gradients = PackedGradients(params, plan, distribution.reduce_dtype)
-        self._frugal = is_frugal(distribution, group.size)
-        self._reuses = not (self._frees and (flat or self._frugal))
-        self._one_in_flight = self._frees or flat
+        self._reuses = distribution.sums_in_place(policy)
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
-        self._names = [
-            f"reduction of bucket {number} ({self._name(members[0])}, ...)"
-            for number, members in enumerate(self._members)
-        ]
-        self._sizes = [self._segment_sizes(bucket) for bucket in plan.buckets]
         self._headroom = 1 << (group.size - 1).bit_length()  # a power of two: the division is exact
         self._first_bucket = [len(plan.buckets)] * len(params)
         self._last_bucket = [-1] * len(params)  # of a parameter without elements: none
@@ -125,7 +121,7 @@ class GradientReducer:
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient: launch what is complete, in order."""
         self._gradients.arrived(index)
-        if not self._policy.overlap_grad_reduce:
+        if not self._distribution.overlap_grad_reduce:
             return
         self._order.gradient_arrived()
         if self.paused:
@@ -157,7 +153,7 @@ class GradientReducer:
 
     def make_room(self) -> None:
         """One bucket in flight, where memory counts: its buffers go before the next is packed."""
-        if self._one_in_flight:
+        if self._distribution.one_in_flight:
             self._land_all()
 
     def launch_through(self, number: int) -> None:
@@ -167,13 +163,9 @@ class GradientReducer:
     def launch_next(self) -> None:
         """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
         number = self.launched
-        bucket = self._plan.buckets[number]
-        ordered = self._policy.reduction == "ordered"
-        device = self._params[0].device
-        exchange = prefers_exchange(
-            device, ordered=ordered, frugal=self._frugal or bucket.replicated
-        )
+        transfer = self._transfers[number].reduce
         buffer = self._packed(number)
+        exchange = transfer.traffic is Traffic.EXCHANGE
         if divides_first(buffer.dtype, self._group.size, exchange=exchange):
             buffer = self._gradients.divided(number, buffer, self._headroom)
             self._divided.add(number)
@@ -181,15 +173,7 @@ class GradientReducer:
         for index in self._members[number]:
             if self._last_bucket[index] == number:
                 self._take(index)
-        name, sizes = self._names[number], self._sizes[number]
-        if exchange:
-            self._flying[number] = exchange_segments(
-                name, buffer, sizes, self._group, reuse=self._reuses
-            )
-        elif bucket.replicated:
-            self._flying[number] = total(name, buffer, self._group)
-        else:
-            self._flying[number] = reduce_segments(name, buffer, sizes, self._group)
+        self._flying[number] = add_up(transfer, buffer, self._group, reuse=self._reuses)
 
     def _take(self, index: int) -> None:
         param = self._params[index]
@@ -201,7 +185,7 @@ class GradientReducer:
 
     def _packed(self, number: int) -> Tensor:
         buffer = self._gradients.packed(number, zeros=self.problem is not None)
-        if self._policy.check_gradients and not buffer.isfinite().all():
+        if self._distribution.check_gradients and not buffer.isfinite().all():
             self._report_not_finite(self._plan.buckets[number], buffer)
         return buffer
 
@@ -233,7 +217,7 @@ class GradientReducer:
 
     def _rival(self) -> Problem | None:
         """Another optimizer that launches inside the same backward, in no common order."""
-        rival = self._order.rival() if self._policy.overlap_grad_reduce else None
+        rival = self._order.rival() if self._distribution.overlap_grad_reduce else None
         if rival is None:
             return None
         message = (
@@ -275,25 +259,26 @@ class GradientReducer:
         result = self._sums[number]
         assert result is not None
         self._sums[number] = None
-        bucket = self._plan.buckets[number]
-        if bucket.replicated and self._spreads(bucket):
+        transfers = self._transfers[number]
+        if transfers.sums is not None:
             # Not sooner: ranks wait for their reductions at different times, and collectives
             # must be launched in one order.
-            sizes = self._sizes[number]
-            name = f"sums of bucket {number}"
-            result = torch.cat(gather_segments(name, result, sizes, self._group).wait())
-        return self._over_outer(number, result).div_(self._divisor)
+            result = self._gathered(transfers.sums, result, self._group)
+        if transfers.outer:
+            result = self._over_outer(transfers.outer[self._group.rank], result)
+        return result.div_(self._divisor)
 
-    def _over_outer(self, number: int, summed: Tensor) -> Tensor:
-        """The sum of this rank's part over the groups that do the same."""
-        if self._outer is None:
-            return summed
-        name = f"outer sum of bucket {number}"
-        if self._policy.reduction != "ordered":
-            return total(name, summed, self._outer).wait()
-        sizes = even_sizes(summed.numel(), self._outer.size)
-        mine = exchange_segments(name, summed, sizes, self._outer).wait()
-        return torch.cat(gather_segments(name, mine, sizes, self._outer).wait())
+    def _over_outer(self, transfers: Sequence[Transfer], summed: Tensor) -> Tensor:
+        """The sum over the groups that do the same: at once, or added up and gathered."""
+        assert self._outer is not None
+        reduce, *gather = transfers
+        summed = add_up(reduce, summed, self._outer).wait()
+        return self._gathered(gather[0], summed, self._outer) if gather else summed
+
+    @staticmethod
+    def _gathered(transfer: Transfer, part: Tensor, group: RankGroup) -> Tensor:
+        assert transfer.sizes is not None
+        return torch.cat(gather_segments(transfer.name, part, transfer.sizes, group).wait())
 
     def mean_of(self, index: int) -> Tensor:
         """The mean gradient of a parameter over the rounds so far: (numel,). Collective."""
@@ -305,12 +290,13 @@ class GradientReducer:
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None
-            if self._spreads(bucket):
-                sizes = self._segment_sizes(bucket)
+            sizes = self._sizes_of_sums(number)
+            if sizes is not None:
                 parts = gather_segments(f"sums of bucket {number}", kept, sizes, self._group)
                 kept = torch.cat(parts.wait())
-            if self._outer is not None:
-                kept = self._over_outer(number, kept.clone())
+            if self._policy.outer > 1:
+                outer = outer_transfers(number, kept.numel(), kept.dtype, self._policy)
+                kept = self._over_outer(outer, kept.clone())
             for piece, start in bucket.places():
                 if piece.param == index:
                     part = kept[start : start + piece.size]
@@ -323,9 +309,8 @@ class GradientReducer:
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None
-            first = 0
-            if self._spreads(bucket):
-                first = sum(self._segment_sizes(bucket)[: self._group.rank])
+            sizes = self._sizes_of_sums(number)
+            first = 0 if sizes is None else sum(sizes[: self._group.rank])
             for piece, place in bucket.places():
                 if piece.param == index:
                     start = max(place, first)
@@ -334,18 +319,12 @@ class GradientReducer:
                         part = mean[piece.start + start - place : piece.start + stop - place]
                         kept[start - first : stop - first] = part * share
 
-    def _spreads(self, bucket: Bucket) -> bool:
-        """Whether each rank has the sum of its segment only."""
-        return not bucket.replicated or self._policy.reduction == "ordered"
+    def _sizes_of_sums(self, number: int) -> Sequence[int] | None:
+        """Elements that each rank has the sum of; None: every rank has all."""
+        return self._transfers[number].reduce.sizes
 
     def _buckets_of(self, index: int) -> range:
         return range(self._first_bucket[index], self._last_bucket[index] + 1)
-
-    def _segment_sizes(self, bucket: Bucket) -> list[int]:
-        """Elements each rank adds up; a replicated bucket is spread evenly for that."""
-        if not bucket.replicated:
-            return bucket.segment_sizes
-        return even_sizes(bucket.size, self._group.size)
 
     def finish_step(self) -> None:
         """The step has taken everything: start afresh."""
@@ -388,37 +367,3 @@ class GradientReducer:
 
     def _name(self, index: int) -> str:
         return self._plan.params[index].name
-
-
-def frees_gradients(distribution: Distribution) -> bool:
-    """Whether full gradients are given back once they are reduced."""
-    return distribution.sharding in ("auto", "zero2")
-
-
-def divides_first(dtype: torch.dtype, ranks: int, *, exchange: bool) -> bool:
-    """Whether gradients are divided before they are added up, and the sum is multiplied after.
-
-    A backend adds in the dtype that travels, and float16 ends at 65504: four times 20,000 is inf.
-    Divided by the least power of two that is no smaller than the number of ranks, no sum is larger
-    than the largest gradient. That is exact down to the normal numbers (6e-5) and sends no byte
-    more; what is smaller loses up to as many bits as were divided by, as in DDP, and
-    `reduce_dtype=torch.float32` keeps them. An exchange adds in float32, and bfloat16 has the
-    range of float32.
-    """
-    return dtype == torch.float16 and ranks > 1 and not exchange
-
-
-def is_frugal(distribution: Distribution, ranks: int) -> bool:
-    """Whether memory counts so much that a reduction gets no buffer to receive into.
-
-    Not by when a bucket is launched: some ranks may launch it later than others.
-    """
-    flat = distribution.buffers == "flat"
-    frugal = ranks > 2 if flat else frees_gradients(distribution)
-    return distribution.overlap_grad_reduce and frugal
-
-
-def even_sizes(elements: int, parts: int) -> list[int]:
-    """Elements of parts that are as equal as can be."""
-    bounds = [elements * part // parts for part in range(parts + 1)]
-    return [stop - start for start, stop in itertools.pairwise(bounds)]

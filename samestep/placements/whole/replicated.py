@@ -22,7 +22,8 @@ from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.held_state import HeldState
-from samestep.placements.placement import Placement
+from samestep.placements.placement import Placement, PlanMembers
+from samestep.placements.whole.gradients import gradient_dtype
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.parameters import FlatParameters, overlapping
@@ -46,6 +47,7 @@ from samestep.plan.sharding import (
     ShardingPlan,
     plan_sharding,
 )
+from samestep.plan.transfers import BucketPolicy, bucket_transfers
 from samestep.rules.state import MASTER, State, needs_master, state_dtype
 from samestep.tooling.warn import warn_user
 from samestep.update.plain import Operand
@@ -56,14 +58,13 @@ class ReplicatedParameters(Placement):
 
     def __init__(
         self,
-        params: Sequence[Tensor],
-        specs: Sequence[ParamSpec],
-        option_lines: Sequence[str],
+        members: PlanMembers,
         reduction: GroupReduction,
         distribution: Distribution,
         order: LaunchOrder,
         in_flight: ParametersInFlight,
     ) -> None:
+        params, specs = members.params, members.specs
         group, divisor, outer = reduction
         self.params = list(params)
         self.group = self.held_by = group
@@ -77,7 +78,7 @@ class ReplicatedParameters(Placement):
             for s, p in zip(specs, params, strict=True)
             if p.device != self.device
         ]
-        lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *option_lines]
+        lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *members.lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
         lines.append(line_of(self.device))
         shared = []
@@ -108,8 +109,14 @@ class ReplicatedParameters(Placement):
                 self.params, self.plan, poison=distribution.poison_early_reads
             )
         self.mend_replicas()
-        self.reducer = GradientReducer(params, self.plan, reduction, distribution, order)
-        self.shape = shape_of(self.plan, distribution, watched=in_flight.all_watched(self.params))
+        policy = distribution.bucket_policy(
+            group.size, 1 if outer is None else outer.size, self.device
+        )
+        watched = in_flight.all_watched(self.params)
+        self.shape = shape_of(self.plan, members, distribution, policy, watched=watched)
+        self.reducer = GradientReducer(
+            params, self.plan, reduction, distribution, policy, self.shape.transfers, order
+        )
         self._in_flight = in_flight
         self._names = [spec.name for spec in specs]
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
@@ -338,10 +345,11 @@ class ReplicatedParameters(Placement):
 
     def gather(self, number: int) -> None:
         """Start sending the updated pieces of a bucket to everyone."""
-        bucket = self.plan.buckets[number]
-        if bucket.replicated:
+        bucket, transfer = self.plan.buckets[number], self.shape.transfers[number].gather
+        if transfer is None:
             return
-        sizes, whole = bucket.segment_sizes, None
+        assert transfer.sizes is not None
+        sizes, whole = list(transfer.sizes), None
         if self._flat is not None:
             whole = self._flat.room(number)
             segment = torch.split(whole, sizes)[self.group.rank]
@@ -350,8 +358,9 @@ class ReplicatedParameters(Placement):
             if not mine:
                 mine = [self.params[bucket.params[0]].new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
-        name = f"gather of bucket {number}"
-        self._gathers[number] = gather_segments(name, segment, sizes, self.group, into=whole)
+        self._gathers[number] = gather_segments(
+            transfer.name, segment, sizes, self.group, into=whole
+        )
         if self.shape.defers:
             members = [self.params[index] for index in bucket.params]
             self._in_flight.add(members, partial(self.place, number))
@@ -430,9 +439,22 @@ def planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) 
     )
 
 
-def shape_of(plan: ShardingPlan, distribution: Distribution, *, watched: bool) -> PlacementShape:
+def shape_of(
+    plan: ShardingPlan,
+    members: PlanMembers,
+    distribution: Distribution,
+    policy: BucketPolicy,
+    *,
+    watched: bool,
+) -> PlacementShape:
     """What a schedule depends on; `watched`: modules wait for all of its parameters."""
+    firsts = [bucket.params[0] for bucket in plan.buckets]
+    alike = [members.params[index] for index in firsts]  # a bucket has one dtype
+    gradients = [distribution.reduce_dtype or gradient_dtype(param) for param in alike]
     return PlacementShape(
+        # A bucket is complete with the parameter that forward uses first.
+        places=tuple(members.places[index] for index in firsts),
+        transfers=bucket_transfers(plan, policy, gradients, [param.dtype for param in alike]),
         bucket_sizes=tuple(bucket.size for bucket in plan.buckets),
         agrees=True,
         reduces=distribution.grads == "local",

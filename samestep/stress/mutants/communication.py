@@ -7,12 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm import collectives
-from samestep.comm.collectives import gather_segments, maximum, total
+from samestep.comm.collectives import maximum, total
 from samestep.placements.whole import replicated
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
+from samestep.plan.transfers import bucket_transfers
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
 
@@ -176,9 +177,9 @@ def sums_sent_on_arrival() -> list[Any]:
         original(self, number)
         bucket, part = self._plan.buckets[number], self._sums[number]
         if arrives and bucket.replicated and part is not None:
-            sizes = self._segment_sizes(bucket)
-            name = f"sums of bucket {number}"
-            self._sums[number] = torch.cat(gather_segments(name, part, sizes, self._group).wait())
+            sums = self._transfers[number].sums
+            assert sums is not None
+            self._sums[number] = self._gathered(sums, part, self._group)
 
     def take(original: Any, self: GradientReducer, number: int) -> Tensor:
         if not self._plan.buckets[number].replicated:
@@ -243,15 +244,20 @@ def unfrozen_not_awaited() -> list[Any]:
 def reduction_chosen_at_launch() -> list[Any]:
     """Met on the way: a choice must be the same on every rank."""
 
+    def choose(self: GradientReducer, *, frugal: bool) -> None:
+        dtypes = [each.reduce.dtype for each in self._transfers]
+        policy = self._policy._replace(frugal=frugal)
+        self._transfers = bucket_transfers(self._plan, policy, dtypes, dtypes)
+
     def arrived(original: Any, self: GradientReducer, index: int) -> None:
-        self._frugal = True
+        choose(self, frugal=True)
         try:
             original(self, index)
         finally:
-            self._frugal = False
+            choose(self, frugal=False)
 
     def launch_through(original: Any, self: GradientReducer, number: int) -> None:
-        self._frugal = False
+        choose(self, frugal=False)
         original(self, number)
 
     return [

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import samestep
-from samestep.placements import sharing
+from samestep.placements import planner
 from samestep.stress import check
 from tests.ranks import run_forked
 
@@ -145,7 +145,7 @@ def test_stages_with_other_parameters_are_silent():
 
 
 def test_check_finds_copies_that_drift_on_other_meshes(monkeypatch):
-    monkeypatch.setattr(sharing, "refuse_copies_nobody_averages", lambda *_: None)
+    monkeypatch.setattr(planner, "refuse_copies_nobody_averages", lambda *_: None)
 
     def job(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)

@@ -232,7 +232,7 @@ def test_collectives_are_issued_in_one_order_though_hooks_are_not():
         loss_of(model, (torch.arange(6), order, 1)).backward()
         in_backward = False
         opt.step()
-        assert len(issued) == len(opt._replicated[0].plan.buckets)
+        assert len(issued) == len(opt.shared_parameters[0].plan.buckets)
         return issued
 
     first, second = run_forked(2, job)

@@ -273,7 +273,7 @@ def test_gradients_travel_in_the_dtype_asked_for(reduction):
             dist.all_to_all_single = real
             assert seen[0] == reduce_dtype
             moments = [opt.state[p]["exp_avg"] for p in model.parameters()]
-            owned = opt._replicated[0].plan.owned(rank)
+            owned = opt.shared_parameters[0].plan.owned(rank)
             pieces = [[p for p in owned if p.param == i] for i in range(len(moments))]
             found.append([(p, m.clone()) for p, m in zip(pieces, moments, strict=True)])
         return found

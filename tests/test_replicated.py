@@ -157,7 +157,7 @@ def owned_state_equals(opt, reference_opt, skip=("step", "variance")):
     theirs = [p for group in reference_opt.param_groups for p in group["params"]]
     twin = dict(zip(ours, theirs, strict=True))
     compared = 0
-    for shared in opt._replicated:
+    for shared in opt.shared_parameters:
         for index, param in enumerate(shared.params):
             for key, tensor in opt.state[param].items():
                 expected = reference_opt.state[twin[param]][key]

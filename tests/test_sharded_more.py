@@ -226,15 +226,15 @@ def sent_in_a_step(shape, *cases):
             loss_of(model, rank, 0).backward()
             with counted() as log:
                 opt.step()
-        (placement,) = opt._sharded
-        routes = [route for chunk in placement.plan.chunks for route in chunk]
+        (placement,) = opt.sharded_parameters
+        routes = [route for chunk in placement.exchange.plan.chunks for route in chunk]
         blocks = [(placement.specs[r.param].name, r.number, r.owner) for r in routes]
         moved = log.of("all_to_all")
         rest = [call for call in log if call.op != "all_to_all"]
         assert all(call.asynchronous for call in moved)
         of_others = sum(call.elements * call.dtype.itemsize for call in moved)
         assert of_others == moved.sent  # nothing is handed in for oneself
-        return blocks, float(moved.sent), len(moved), len(placement.plan.chunks), rest
+        return blocks, float(moved.sent), len(moved), len(placement.exchange.plan.chunks), rest
 
     return [results for _, results in run_cases(torch.Size(shape).numel(), cases, job)]
 
@@ -411,7 +411,7 @@ def test_chunks_are_as_large_as_asked_for():
         found = []
         for size in (1, 200, 10**6):
             opt = samestep.MuonAdamW(fsdp(Net()), **{**OPTIONS, "bucket_size": size})
-            chunks = opt._sharded[0].plan.chunks
+            chunks = opt.sharded_parameters[0].exchange.plan.chunks
             found.append([(len(c), sum(route.box.numel for route in c)) for c in chunks])
         return found
 

@@ -22,9 +22,9 @@ from samestep.groups.param_groups import Group
 from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
 from samestep.optimizer.step import RuleOptimizer
 from samestep.placements.local import LocalParameters
-from samestep.placements.parts.sharded_blocks import planned as planned_blocks
-from samestep.placements.parts.sharded_blocks import shape_of as shape_of_blocks
-from samestep.placements.parts.sharded_blocks import transfers_of
+from samestep.placements.parts.block_exchange import planned as planned_blocks
+from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
+from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.whole.gradients import gradient_dtype
 from samestep.placements.whole.replicated import planned as planned_shares
 from samestep.placements.whole.replicated import shape_of as shape_of_shares

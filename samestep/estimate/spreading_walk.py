@@ -1,6 +1,6 @@
 """The memory of DTensors and of blocks on their way, operation by operation.
 
-Follows `sharded_blocks` and `block_moves`.
+Follows `block_exchange`, `block_stages` and `block_moves` of `placements.parts`.
 """
 
 from collections import defaultdict

@@ -20,7 +20,7 @@ from samestep.groups.param_groups import parameter_names
 from samestep.placements.whole.gradients import gradient_dtype
 
 if TYPE_CHECKING:
-    from samestep.placements.parts.sharded_blocks import ShardedParameters
+    from samestep.placements.parts.sharded import ShardedParameters
     from samestep.placements.whole.replicated import ReplicatedParameters
 
 When = Literal["construction", "first step", "every step", "stress.check", "never"]
@@ -363,7 +363,7 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "gradients placed alike",
         "The gradient of a DTensor is placed as the DTensor is.",
-        "samestep.placements.parts.sharded:ShardedTensors._gradient_problem",
+        "samestep.placements.parts.sharded:ShardedParameters._gradient_problem",
         "every step",
         "negligible time on the CPU",
         _dtensors,

@@ -9,7 +9,8 @@ from samestep.comm.collectives import from_first
 from samestep.groups.param_groups import parameter_names
 from samestep.layout.held_state import HeldState
 from samestep.optimizer.group_optimizer import GroupOptimizer
-from samestep.placements.placement import Placement, mesh_of
+from samestep.placements.placement import Placement
+from samestep.placements.registry import mesh_of
 from samestep.rules.state import MASTER, State, math_dtype
 
 

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,9 @@ from samestep.layout.blocks import Block
 from samestep.optimizer import assumptions
 from samestep.optimizer.loading import PART, StateDict, check_part, load_state
 from samestep.placements.local import KnownGroup, LocalParameters, plain
-from samestep.placements.placement import Placement, mesh_of
-from samestep.placements.sharing import Planner
+from samestep.placements.placement import Placement
+from samestep.placements.planner import Planner
+from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules import checks
@@ -51,7 +52,7 @@ from samestep.update.plain import StepScalars, UpdateFunction, run_rule
 
 if TYPE_CHECKING:
     from samestep.optimizer.recorded_step import RecordedStep
-    from samestep.placements.parts.sharded_blocks import ShardedParameters
+    from samestep.placements.parts.sharded import ShardedParameters
     from samestep.update.triton import KernelPlan
 
 Params = (
@@ -110,8 +111,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._stage_group = None
         if distribution.stage_group is not None:
             self._stage_group = registry.of(distribution.stage_group)
-        self._replicated: list[ReplicatedParameters] = []
-        self._sharded: list[ShardedParameters] = []
+        self._placed: list[Placement] = []  # with other ranks
         self._constructed = False
         self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
@@ -167,10 +167,10 @@ class GroupOptimizer(torch.optim.Optimizer):
         if self._watch.is_due():
             self._watch.look_at_model(self.param_groups, self.defaults.get("rule"))
             if self._watch.at_first_step and self._distribution.grads == "local":
-                for plan in self._replicated:
-                    names = (spec.name for spec in plan.plan.params)
-                    if warn_of_ddp(zip(names, plan.params, strict=True)):
-                        plan.expect_edits()
+                for shared in self.shared_parameters:
+                    names = (spec.name for spec in shared.plan.params)
+                    if warn_of_ddp(zip(names, shared.params, strict=True)):
+                        shared.expect_edits()
         for index, group in enumerate(self.param_groups):
             self._checks.check(index, group)
         if self._rank_group is None:
@@ -201,19 +201,18 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Plan how ranks share the parameters of some groups, and make their state."""
         wanted = list(indices)
         self._settle_products(wanted)
-        replicated, sharded = self._planner.plans(
-            self.param_groups, wanted, self._blocks, self._reductions
-        )
+        planned = self._planner.plans(self.param_groups, wanted, self._blocks, self._reductions)
         made: dict[Tensor, State] = {}
-        for placement in (*replicated, *sharded):  # nothing is made before all are agreed on
+        for placement in planned:  # nothing is made before all are agreed on
             made |= placement.make_state(self.param_groups, self._master_weights)
         for index in wanted:
             for param in self.param_groups[index]["params"]:
                 if param in made:
                     self.state[param] = made[param]
-        self._planner.launch_in_order(replicated)
-        self._replicated += replicated
-        self._sharded += sharded
+        for placement in planned:
+            placement.activate()
+        # Parts last, whichever group came last.
+        self._placed = sorted([*self._placed, *planned], key=lambda placed: placed.holds_parts)
 
     def _settle_products(self, indices: Iterable[int]) -> None:
         """How Muon's products are computed on a GPU; the same on all ranks, so it is collective."""
@@ -229,8 +228,8 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _all_placements(self) -> list[Placement]:
         """Everything a step is about."""
-        placements: list[Placement] = [*self._replicated, *self._sharded]
-        if not self._replicated and (self._rank_group is None or not placements):
+        placements = list(self._placed)
+        if not self.shared_parameters and (self._rank_group is None or not placements):
             known = self._known_groups
             placements.append(LocalParameters([known[index] for index in sorted(known)]))
         return placements
@@ -333,7 +332,7 @@ class GroupOptimizer(torch.optim.Optimizer):
             raise ValueError(
                 "cuda_graph=True and compile exclude each other: leave one of them out"
             )
-        if self._rank_group is not None or self._sharded:
+        if self._rank_group is not None or self._placed:
             raise ValueError(
                 "cuda_graph=True is for one process: what ranks send depends on who has which "
                 "gradients, which a graph cannot; leave it out"
@@ -346,7 +345,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         return self._recorded
 
     def _can_be_recorded(self) -> bool:
-        alone = self._rank_group is None and self._stage_group is None and not self._sharded
+        alone = self._rank_group is None and self._stage_group is None and not self._placed
         return alone and not self._compile and missing_kernels(self._device) is None
 
     def _plan(self, index: int, group: Group) -> None:
@@ -385,7 +384,7 @@ class GroupOptimizer(torch.optim.Optimizer):
         """
         saved = super().state_dict()
         part = self._part()
-        if part is not None and self._sharded:
+        if part is not None and self.sharded_parameters:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
@@ -395,9 +394,10 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def _part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it."""
-        if not self._replicated or self._rank_group is None:
+        shared = self.shared_parameters
+        if not shared or self._rank_group is None:
             return None
-        if self._sharded and all(plan.keeps_all for plan in self._replicated):
+        if self.sharded_parameters and all(plan.keeps_all for plan in shared):
             return None
         ranks = self._rank_group
         return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
@@ -407,11 +407,9 @@ class GroupOptimizer(torch.optim.Optimizer):
 
         Of one process it is "".
         """
-        if not self._replicated and not self._sharded:
+        if not self._placed:
             return ""
-        lines = [line for shared in self._replicated for line in shared.plan.lines()]
-        lines += [line for sharded in self._sharded for line in sharded.lines()]
-        text = "\n".join(lines)
+        text = "\n".join(line for placement in self._placed for line in placement.lines())
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -421,8 +419,14 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     @property
     def shared_parameters(self) -> tuple[ReplicatedParameters, ...]:
-        """What ranks share, plan by plan; in one process nothing."""
-        return tuple(self._replicated)
+        """What ranks hold whole, plan by plan; in one process nothing."""
+        return tuple(p for p in self._placed if isinstance(p, ReplicatedParameters))
+
+    @property
+    def sharded_parameters(self) -> "tuple[ShardedParameters, ...]":
+        """DTensors, mesh by mesh."""
+        held = [placement for placement in self._placed if placement.holds_parts]
+        return cast("tuple[ShardedParameters, ...]", tuple(held))
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load state without changing its dtype; on an error nothing has changed.
@@ -434,8 +438,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         check_part(state_dict, self._part())
         self.wait_for_parameters()
         load_state(self, super().load_state_dict, state_dict)
-        for replicated in self._replicated:
-            replicated.mend_replicas()
+        for placement in self._placed:
+            placement.mend_replicas()
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.
@@ -465,14 +469,14 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._outer_group,
             self._stage_group,
             self._distribution,
-            tuple(self._replicated),
-            tuple(self._sharded),
+            self.shared_parameters,
+            self.sharded_parameters,
             tuple(self.param_groups),
             self._max_grad_norm,
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._replicated or self._sharded or self._stage_group is not None:
+        if self._placed or self._stage_group is not None:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
@@ -488,8 +492,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._reset_derived()
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
             self._reset_runner()
-            self._rank_group, self._replicated, self._reductions = None, [], {}
-            self._sharded, self._constructed = [], True
+            self._rank_group, self._placed, self._reductions = None, [], {}
+            self._constructed = True
             self._outer_group = self._stage_group = None
             self._expects_no_group = not has_process_group()
             self._watch = TrainingWatch(None)

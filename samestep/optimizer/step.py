@@ -143,17 +143,17 @@ class RuleOptimizer(FullValues):
         execute(
             self._schedule(),
             {
-                Reduce: lambda op: self._placement(op).reduce(op.bucket.bucket),
                 Agree: self._agree,
-                Average: lambda op: self._placement(op).average(op.bucket.bucket),
+                Reduce: self._of_bucket,
+                Average: self._of_bucket,
                 Clip: self._clip,
                 Update: self._update,
-                Gather: lambda op: self._placement(op).gather(op.bucket.bucket),
-                Place: lambda op: self._placement(op).place(op.bucket.bucket),
-                Collect: self._collect,
-                Transform: self._transform,
-                GiveBack: self._give_back,
-                Apply: self._apply,
+                Gather: self._of_bucket,
+                Place: self._of_bucket,
+                Collect: self._of_chunk,
+                Transform: self._of_chunk,
+                GiveBack: self._of_chunk,
+                Apply: self._of_chunk,
                 Measure: self._measure,
             },
         )
@@ -199,9 +199,6 @@ class RuleOptimizer(FullValues):
     def schedule_lines(self) -> tuple[str, ...]:
         """The operations of a step in order, as text, once there was one."""
         return tuple(map(line_of, self._schedule())) if self._placements else ()
-
-    def _placement(self, operation: OfBucket) -> Placement:
-        return self._placements[operation.bucket.placement]
 
     def _find_problem(self) -> Problem | None:
         """What keeps this rank from the step: an error here, or something to tell all ranks."""
@@ -377,33 +374,26 @@ class RuleOptimizer(FullValues):
             self._known_keys[rule.name] = known
         return known
 
-    def _maths(self, operation: OfBucket) -> GroupMaths:
-        """The same by index, for blocks that are spread over ranks."""
-        device = self._placement(operation).device
+    def _of_bucket(self, operation: OfBucket) -> None:
+        """What the placement does that has the bucket or chunk."""
+        placement = self._placements[operation.bucket.placement]
+        placement.run(operation, self._maths(placement))
+
+    def _of_chunk(self, operation: OfBucket) -> None:
+        """Blocks do not travel for a step that is skipped."""
+        if not self._verdict.skip:
+            self._of_bucket(operation)
+
+    def _maths(self, placement: Placement) -> GroupMaths:
+        """`_math` by index, for blocks that are spread over ranks."""
         known: dict[int, GroupMath] = {}
 
         def of_group(index: int) -> GroupMath:
             if index not in known:
-                known[index] = self._math(index, device)
+                known[index] = self._math(index, placement.device)
             return known[index]
 
         return of_group
-
-    def _collect(self, operation: Collect) -> None:
-        if not self._verdict.skip:
-            self._placement(operation).collect(operation.bucket.bucket, self._maths(operation))
-
-    def _transform(self, operation: Transform) -> None:
-        if not self._verdict.skip:
-            self._placement(operation).transform(operation.bucket.bucket, self._maths(operation))
-
-    def _give_back(self, operation: GiveBack) -> None:
-        if not self._verdict.skip:
-            self._placement(operation).give_back(operation.bucket.bucket)
-
-    def _apply(self, operation: Apply) -> None:
-        if not self._verdict.skip:
-            self._placement(operation).apply(operation.bucket.bucket, self._maths(operation))
 
     def _count(self, index: int, operands: list[Operand], squares: Tensor | None) -> None:
         if self._sizes is not None and squares is not None:
@@ -450,8 +440,8 @@ class RuleOptimizer(FullValues):
             self._pause_reductions(False)
 
     def _pause_reductions(self, paused: bool) -> None:
-        for replicated in self._replicated:
-            replicated.reducer.paused = paused
+        for placement in self._placed:
+            placement.pause(paused)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -462,12 +452,12 @@ class RuleOptimizer(FullValues):
         Gradients are then gone from `.grad`. Without other ranks it does nothing.
         """
         # All plans stage by stage: their launches share one order.
-        for replicated in self._replicated:
-            replicated.end_round()
-        for replicated in self._replicated:
-            replicated.launch_all()
-        for replicated in self._replicated:
-            replicated.keep_sums()
+        for placement in self._placed:
+            placement.end_round()
+        for placement in self._placed:
+            placement.launch_all()
+        for placement in self._placed:
+            placement.keep_sums()
 
 
 def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
-from samestep.placements.placement import mesh_of
+from samestep.placements.registry import mesh_of
 
 NAME = "comparison of who holds DTensors"
 DIGEST = hashlib.sha256().digest_size

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, views
-from samestep.placements.placement import Placement, mesh_of
+from samestep.placements.placement import Placement
+from samestep.placements.registry import mesh_of
 from samestep.plan.schedule import PlacementShape
 from samestep.rules.state import State, block_states
 from samestep.update.plain import Operand

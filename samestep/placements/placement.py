@@ -1,7 +1,7 @@
 """Where parameters live: what the step asks of every placement."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,19 +10,10 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.held_state import HeldState, whole_box
-from samestep.plan.schedule import PlacementShape
+from samestep.plan.schedule import OfBucket, PlacementShape
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
 from samestep.update.plain import GroupMaths, Operand
-
-_PLAIN = (torch.nn.Parameter, Tensor)
-
-
-def mesh_of(param: Tensor) -> Any:
-    """The mesh of a DTensor; None for a plain tensor."""
-    if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
-        return None
-    return getattr(param, "device_mesh", None)
 
 
 class PlanMembers(NamedTuple):
@@ -39,8 +30,13 @@ class PlanMembers(NamedTuple):
 
 
 class Placement:
-    """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing."""
+    """Some parameters of an optimizer, in buckets. Without other ranks most of it is nothing.
 
+    holds_parts: a rank has parts of parameters that others have the rest of, and their state is
+        laid out as they are.
+    """
+
+    holds_parts = False
     shape: PlacementShape
     device: torch.device
     held_by: RankGroup | None = None  # None: this process alone
@@ -48,6 +44,9 @@ class Placement:
         None  # where sums of it are taken; None: over the optimizer's ranks
     )
     problem: Problem | None = None  # what keeps this rank from taking the step
+
+    def activate(self) -> None:
+        """All plans are agreed on, and there is state: from now on it takes part."""
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """The state of this rank's parts."""
@@ -57,14 +56,11 @@ class Placement:
         """No gradient comes any more."""
         self._state = state
 
-    def reduce(self, number: int) -> None:
-        """Start adding up the gradients of a bucket over ranks."""
+    def run(self, operation: OfBucket, maths: GroupMaths) -> None:
+        """Do an operation of the schedule that is about a bucket or chunk of this placement."""
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
-
-    def average(self, number: int) -> None:
-        """Wait for the gradients of a bucket."""
 
     def operands(self, number: int) -> Iterable[tuple[int, Operand]]:
         """What this rank updates in a bucket, with the index of its group."""
@@ -80,28 +76,6 @@ class Placement:
     def drop_gradients(self, number: int) -> None:
         """The bucket is updated."""
 
-    def gather(self, number: int) -> None:
-        """Start sending what was updated in a bucket."""
-
-    def place(self, number: int) -> None:
-        """Copy what others updated into place."""
-
-    def collect(self, number: int, math: GroupMaths) -> None:
-        """Start sending a chunk of spread blocks to their owners."""
-        raise NotImplementedError
-
-    def transform(self, number: int, math: GroupMaths) -> None:
-        """Run the rule on the whole blocks that this rank owns in a chunk."""
-        raise NotImplementedError
-
-    def give_back(self, number: int) -> None:
-        """Start sending the directions of a chunk to those who hold parts of its blocks."""
-        raise NotImplementedError
-
-    def apply(self, number: int, math: GroupMaths) -> None:
-        """Step in the directions of a chunk."""
-        raise NotImplementedError
-
     def present(self) -> Iterable[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
         raise NotImplementedError
@@ -111,6 +85,32 @@ class Placement:
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
+
+    # --- gradients of several rounds, before the step ------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        """Whether gradients that arrive are only kept."""
+
+    def end_round(self) -> None:
+        """No gradient comes any more before `launch_all`."""
+
+    def launch_all(self) -> None:
+        """Start every reduction that backward has not."""
+
+    def keep_sums(self) -> None:
+        """Wait for them, keep this rank's part, and begin a new round."""
+
+    # --- agreement with other ranks -----------------------------------------------------------
+
+    def lines(self) -> list[str]:
+        """The plan as text: who owns and sends what, the same on every rank."""
+        return []
+
+    def mend_replicas(self) -> None:
+        """Compare copies between ranks; where they differ, take the first rank's, or refuse."""
+
+    def expect_edits(self) -> None:
+        """Somebody is known to write into gradients after backward."""
 
     # --- whole values, of a parameter that is here ---------------------------------------
 

@@ -22,7 +22,7 @@ from samestep.comm.integrity.differences import locate
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, parameter_names
 from samestep.groups.routing import without_wrappers
 from samestep.optimizer.group_optimizer import GroupOptimizer
-from samestep.placements.placement import mesh_of
+from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import wait_for_anyone
 from samestep.rules import RULES
 from samestep.stress.drift import Drift, DriftError, Kind

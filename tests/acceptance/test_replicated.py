@@ -116,7 +116,7 @@ def train_and_measure(rank, reduction, tied, accumulate):
     bytes_of = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
     return Measured(
         bytes_of(trainable(model).values()),
-        4 * max(bucket.size for bucket in opt._replicated[0].plan.buckets),
+        4 * max(bucket.size for bucket in opt.shared_parameters[0].plan.buckets),
         bytes_of(t for state in opt.state.values() for t in state.values()),
         peaks,
         sent,

@@ -43,7 +43,9 @@ def measured(rank, world, cases, reduction):
         optimizer.zero_grad()
         training._make_gradients(2)
         records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]
-        holders = [(p.specs, [tuple(each) for each in p._held]) for p in optimizer._sharded]
+        holders = [
+            (p.specs, [tuple(each) for each in p._held]) for p in optimizer.sharded_parameters
+        ]
         found.append(
             (optimizer.schedule_lines(), holders, records, calls.found, bytes_of(optimizer))
         )

@@ -45,7 +45,7 @@ def counted(rank, world, kind, reduction):
         ]
         optimizer = training.optimizer
         lines = [line for plan in optimizer.shared_parameters for line in plan.plan.lines()]
-        lines += [line for plan in optimizer._sharded for line in plan.lines()[1:]]
+        lines += [line for plan in optimizer.sharded_parameters for line in plan.lines()[1:]]
         found[layout.name] = lines, optimizer.schedule_lines(), records
     return found
 

@@ -17,7 +17,7 @@ import samestep
 import samestep.kernels.muon
 import samestep.kernels.parts
 import samestep.optimizer.step
-import samestep.placements.parts.sharded_blocks
+import samestep.placements.parts.block_exchange
 import samestep.placements.parts.spread_blocks
 import samestep.update.triton
 from samestep.kernels.call import Step
@@ -262,7 +262,7 @@ def kernels(monkeypatch):
 
     for module in (samestep.kernels.muon, samestep.kernels.parts):
         monkeypatch.setattr(module, "TILE", 32)
-    monkeypatch.setattr(samestep.placements.parts.sharded_blocks, "missing", lambda device: None)
+    monkeypatch.setattr(samestep.placements.parts.block_exchange, "missing", lambda device: None)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(
         samestep.update.triton, "kernels_run", lambda table, dtype, device: dtype.itemsize == 2

@@ -1,9 +1,11 @@
 """DTensors: every rank holds a part, and gradients come reduced (FSDP2, HSDP, tensor parallel).
 
-Elementwise rules run on the local parts; `sharded_blocks` adds what matrix rules need.
+Elementwise rules run on the local parts; what matrix rules need is in `block_exchange`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,47 +13,109 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import gather_segments, maximum
+from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
+from samestep.kernels.choice import line_of
 from samestep.layout.held_state import HeldBox, HeldState, whole_box
 from samestep.placements.parts.partial_gradients import combine_gradients
 from samestep.placements.parts.use_marks import has_gradient
-from samestep.placements.placement import Placement
-from samestep.plan.sharding import ParamSpec
+from samestep.placements.placement import Placement, PlanMembers
+from samestep.placements.registry import mesh_of
+from samestep.plan.block_exchange import Key, Route
+from samestep.plan.schedule import OfBucket
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import (
     MASTER,
     State,
+    block_states,
     initial_state,
     is_elementwise,
     math_dtype,
     needs_master,
 )
-from samestep.update.plain import Operand
+from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
+
+if TYPE_CHECKING:
+    from samestep.placements.planner import Request
+
+Slices = tuple[slice, ...]
 
 
-class ShardedTensors(Placement):
-    """Who holds what of the DTensors of one mesh: state, presence, gradients, whole values."""
+class HeldPart(NamedTuple):
+    """What this rank holds of a block: where it is in the local tensors, and in the block."""
+
+    route: Route
+    here: Slices
+    in_block: Slices
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that is placed as the parameter is."""
+        return local_part(tensor)[self.here]
+
+
+class ShardedParameters(Placement):
+    """The DTensors of one mesh: those of a construction or of one added group.
+
+    It has state, presence, gradients and whole values of what this rank holds; `exchange` brings
+    blocks together that several ranks hold parts of.
+    """
+
+    holds_parts = True
 
     def __init__(
-        self, params: Sequence[Tensor], specs: Sequence[ParamSpec], mesh: DeviceMesh, ranks: int
+        self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
     ) -> None:
-        self.params = [param for param in params if isinstance(param, DTensor)]
-        self.specs = tuple(specs)
+        # Written in terms of this class.
+        from samestep.placements.parts.block_exchange import BlockExchange
+
+        self.params = [param for param in members.params if isinstance(param, DTensor)]
+        self.specs = members.specs
         self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
         self._share = self.group.size / ranks
         self.device = self.params[0].to_local().device
         self._held = []
-        for param, spec in zip(self.params, specs, strict=True):
+        for param, spec in zip(self.params, self.specs, strict=True):
             try:
                 self._held.append(held(param, self.group))
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
-        self._presence = PresenceAgreement([s.name for s in specs], [self.group], self.device)
+        self.exchange = BlockExchange(self, self._held, distribution)
+        self.shape = self.exchange.shape
+        lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
+        require_same_lines("plan", lines, self.group, self.device)
+        self._presence = PresenceAgreement(
+            [spec.name for spec in self.specs], [self.group], self.device
+        )
         self._present: list[bool | Tensor] = []
+
+    @classmethod
+    def plans(cls, request: "Request") -> "list[ShardedParameters]":
+        """One plan for each mesh."""
+        params = [p for index in request.indices for p in request.groups[index]["params"]]
+        ranks = 1 if request.ranks is None else request.ranks.size
+        return [
+            cls(
+                request.members(request.indices, partial(_is_on, mesh)),
+                mesh,
+                request.distribution,
+                ranks,
+            )
+            for mesh in dict.fromkeys(map(mesh_of, params))
+            if mesh is not None
+        ]
+
+    def lines(self) -> list[str]:
+        """Who holds and owns what, as text."""
+        lines = [f"mesh {tuple(self.mesh.shape)} of ranks {self.mesh.mesh.flatten().tolist()}"]
+        for spec, param in zip(self.specs, self.params, strict=True):
+            what = f"{spec.shape} {spec.dtype}, group {spec.group}, {spec.rule}"
+            lines.append(f"{spec.name}: {what}, {param.placements}")
+        return lines + self.exchange.lines(self.specs)
 
     # --- state ---------------------------------------------------------------------------
 
@@ -75,6 +139,7 @@ class ShardedTensors(Placement):
             }
             if needs_master(param, master_weights):
                 made[param][MASTER] = _beside(param, param.to_local().to(math_dtype(param)))
+        self.exchange.prepare(self)
         return made
 
     def _zeros(self, param: DTensor, like: Tensor, sharded: bool) -> Tensor:
@@ -171,6 +236,17 @@ class ShardedTensors(Placement):
         super().begin_step(state, problem)
         combine_gradients(self.params)
         self.problem = problem or self._gradient_problem()
+        self.exchange.begin_step(self)
+
+    def run(self, operation: OfBucket, maths: GroupMaths) -> None:
+        """Blocks travel; gradients come reduced, and what is updated in place is nobody else's."""
+        self.exchange.run(operation, self, maths)
+
+    def finish_step(self) -> None:
+        """Everything was taken and placed."""
+        self.exchange.end_step()
+
+    abandon_step = finish_step
 
     def _gradient_problem(self) -> Problem | None:
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
@@ -223,6 +299,82 @@ class ShardedTensors(Placement):
     def _grad(self, index: int) -> Tensor:
         param = self.params[index]
         return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
+
+    # --- parts of blocks: what stages ask -------------------------------------------------
+
+    def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
+        """Every block of a chunk of which this rank holds a part, once."""
+        rank, blocks, found = self.group.rank, dict[Key, Route](), []
+        for route in chunk:
+            blocks.setdefault(route.key, route)
+        for route in blocks.values():
+            box = self._held[route.param].boxes[rank]
+            for part in route.parts:
+                if part.rank == rank:
+                    here = part.in_param.within(box).slices
+                    found.append(HeldPart(route, here, part.in_block.slices))
+        return found
+
+    def state_of(self, index: int) -> State:
+        """The state of a parameter in this step."""
+        return self._state[self.params[index]]
+
+    def presence_of(self, index: int) -> bool | Tensor:
+        """Whether a parameter has a gradient on any rank, in this step."""
+        return self._present[index]
+
+    def gradient_of(self, index: int) -> Tensor:
+        """The local gradient of a parameter; zeros if only others have one."""
+        return self._grad(index)
+
+    def whole_state(self, route: Route) -> State:
+        """Views of the state that belongs to a whole block, such as its variance."""
+        spec = self.specs[route.param]
+        group = self._groups[spec.group]
+        state = self._state[self.params[route.param]]
+        plain = {key: tensor for key, tensor in state.items() if not isinstance(tensor, DTensor)}
+        return block_states(rule_of(group), plain, spec.blocks or (), group)[route.number]
+
+    def staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
+        """The rule of a block, and how it is run in this step."""
+        of_group = math(self.specs[route.param].group)
+        assert is_staged(of_group.rule)
+        return of_group.rule, of_group
+
+    def put(
+        self, route: Route, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Write new values, unless the parameter is absent or the step is skipped."""
+        present, only_if = self._present[route.param], of_group.only_if
+        if present is False:
+            return
+        if isinstance(present, Tensor):
+            only_if = present if only_if is None else only_if & present
+        for old, value in pairs:
+            put(old, value, only_if)
+
+    def put_whole_state(self, route: Route, extra: Tensor) -> None:
+        """Take over what the owner decided with the whole block in sight."""
+        state = self.whole_state(route)
+        sizes = [tensor.numel() for tensor in state.values()]
+        for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+    def count(self, route: Route, of_group: GroupMath, direction: Tensor) -> None:
+        """Add the squares of a part's direction, if these are measured."""
+        present = self._present[route.param]
+        if of_group.sizes is None or present is False:
+            return
+        flag = present if isinstance(present, Tensor) else None
+        counted = self._answers_for(route.param)
+        operand = Operand(direction, direction, {}, flag, counted, self._share)
+        wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
+        square = wide.square().sum(dtype=torch.float64).reshape(1)
+        of_group.sizes.add(self.specs[route.param].group, [operand], square)
+
+
+def _is_on(mesh: DeviceMesh, param: Tensor) -> bool:
+    return bool(mesh_of(param) == mesh)
 
 
 def local_part(tensor: Tensor) -> Tensor:

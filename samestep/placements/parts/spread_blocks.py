@@ -2,24 +2,27 @@
 
 import operator
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from samestep.placements.parts.block_moves import BlockMoves
-from samestep.placements.parts.block_parts import BlockParts, HeldPart
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError
 from samestep.placements.parts.spread_chunk import KernelStages
 from samestep.placements.parts.step_tables import StepTables
 from samestep.rules.state import State
 from samestep.update.plain import GroupMaths
 
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded import HeldPart, ShardedParameters
+
 
 class SpreadBlocks:
     """The chunks of one placement. Tables are made once, unless something is replaced."""
 
     def __init__(
-        self, chunks: Sequence[tuple[BlockMoves, list[HeldPart]]], gives_back: bool
+        self, chunks: "Sequence[tuple[BlockMoves, list[HeldPart]]]", gives_back: bool
     ) -> None:
         self._chunks = chunks
         self._gives_back = gives_back
@@ -30,13 +33,15 @@ class SpreadBlocks:
         self._groups: dict[int, set[int]] = {}
         self._step: StepTables | None = None
 
-    def begin_step(self, held: BlockParts) -> None:
+    def begin_step(self, held: "ShardedParameters") -> None:
         """Forget what was replaced since the last step."""
         self._step = None
         if self._known is None or not self._known.is_still(held, self._params):
             self._known, self._tables = _Known(held, self._params), {}
 
-    def stages(self, held: BlockParts, number: int, math: GroupMaths) -> KernelStages | None:
+    def stages(
+        self, held: "ShardedParameters", number: int, math: GroupMaths
+    ) -> KernelStages | None:
         """A chunk with the tables of this step; None: plain torch does it."""
         if self._step is None:
             assert self._known is not None
@@ -58,7 +63,7 @@ class SpreadBlocks:
         self._step = None
 
     def _made(
-        self, held: BlockParts, moves: BlockMoves, mine: list[HeldPart]
+        self, held: "ShardedParameters", moves: BlockMoves, mine: "list[HeldPart]"
     ) -> ChunkTables | None:
         assert self._known is not None
         dtypes = self._known.grad_dtypes
@@ -71,13 +76,13 @@ class SpreadBlocks:
 class _Known:
     """Parameters and state as a step found them."""
 
-    def __init__(self, held: BlockParts, params: Sequence[int]) -> None:
+    def __init__(self, held: "ShardedParameters", params: Sequence[int]) -> None:
         self._states = [held.state_of(index) for index in params]
         self._tensors = _tensors(self._states)
         self._addresses = _addresses(held, params)
         self.grad_dtypes: list[torch.dtype] = []
 
-    def is_still(self, held: BlockParts, params: Sequence[int]) -> bool:
+    def is_still(self, held: "ShardedParameters", params: Sequence[int]) -> bool:
         """Whether nothing was replaced since."""
         states = [held.state_of(index) for index in params]
         tensors = _tensors(states)
@@ -93,5 +98,5 @@ def _tensors(states: Sequence[State]) -> list[Tensor]:
     return [tensor for state in states for tensor in state.values()]
 
 
-def _addresses(held: BlockParts, params: Sequence[int]) -> list[int]:
+def _addresses(held: "ShardedParameters", params: Sequence[int]) -> list[int]:
     return [held.params[index].to_local().data_ptr() for index in params]

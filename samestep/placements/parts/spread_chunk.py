@@ -5,16 +5,19 @@ the dtype in which it travels; so does the owner.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from samestep.kernels.muon import GivenBlocks, finished, orthogonalized
 from samestep.kernels.parts import Size, SourceRows
-from samestep.placements.parts.block_parts import BlockParts
 from samestep.placements.parts.chunk_tables import ChunkTables
 from samestep.placements.parts.step_tables import StepTables
 from samestep.update.plain import GroupMaths, direction_squares, is_bounded
+
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded import ShardedParameters
 
 
 class KernelStages:
@@ -26,7 +29,7 @@ class KernelStages:
         self._out: Tensor | None = None
         self._directions: list[Tensor] = []
 
-    def collect(self, held: BlockParts, math: GroupMaths) -> None:
+    def collect(self, held: "ShardedParameters", math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
         out = torch.empty(self._tables.size, dtype=self._tables.moves.dtype, device=held.device)
         for group, parts in self._tables.momenta:
@@ -36,7 +39,7 @@ class KernelStages:
         self._tables.moves.send_there(out[: self._tables.sent])
         self._out = out
 
-    def transform(self, held: BlockParts, math: GroupMaths) -> None:
+    def transform(self, held: "ShardedParameters", math: GroupMaths) -> None:
         """Orthogonalize the blocks that this rank owns."""
         received = self._tables.moves.arrived()
         out, self._out = self._out, None
@@ -62,7 +65,7 @@ class KernelStages:
                     of_group.bounds.look_at(group, squares, largest, of_group.only_if)
                 self._directions.append(finished(given, directions, step, self._tables.moves.dtype))
 
-    def give_back(self, held: BlockParts) -> None:
+    def give_back(self, held: "ShardedParameters") -> None:
         """Start sending everyone the parts of the directions that they hold."""
         way, buffer = self._tables.moves.back, self._tables.moves.nothing
         if way.out:
@@ -77,7 +80,7 @@ class KernelStages:
                 buffer[begin : begin + item.beside] = self._tables.moves.packed_beside(extra)
         self._tables.moves.send_back(buffer)
 
-    def apply(self, held: BlockParts, math: GroupMaths, *, gives_back: bool) -> None:
+    def apply(self, held: "ShardedParameters", math: GroupMaths, *, gives_back: bool) -> None:
         """Step in the directions, on the parts held here."""
         sources, self._directions = self._directions, []
         if gives_back:
@@ -92,7 +95,7 @@ class KernelStages:
             of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
             held.count(part.route, of_group, _taken(sources, source, size))
 
-    def _put_whole_states(self, held: BlockParts, received: Tensor) -> None:
+    def _put_whole_states(self, held: "ShardedParameters", received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
         moves = self._tables.moves
         if any(item.beside for item in moves.back.into):

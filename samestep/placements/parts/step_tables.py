@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Sequence
 from functools import reduce
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,15 +11,17 @@ from torch import Tensor
 from samestep.kernels.call import Step
 from samestep.kernels.parts import GradientTable
 from samestep.kernels.tables import Table
-from samestep.placements.parts.block_parts import BlockParts
 from samestep.update.plain import GroupMath, GroupMaths
 from samestep.update.triton import can_run
+
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded import ShardedParameters
 
 
 class StepTables:
     """Gradients, presence and options of one step."""
 
-    def __init__(self, held: BlockParts, params: Sequence[int]) -> None:
+    def __init__(self, held: "ShardedParameters", params: Sequence[int]) -> None:
         # Contiguous: as tables of parts take them to be. Kept until all launches have read them.
         self._grads = [held.gradient_of(index).contiguous() for index in params]
         self.dtypes = [grad.dtype for grad in self._grads]

@@ -7,7 +7,7 @@ whatever they own.
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.held_state import HeldState
 from samestep.placements.placement import Placement, PlanMembers
+from samestep.placements.registry import mesh_of
 from samestep.placements.whole.gradients import gradient_dtype
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
@@ -38,7 +39,7 @@ from samestep.placements.whole.piece_state import (
 )
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.plan.flat import plan_flat
-from samestep.plan.schedule import PlacementShape
+from samestep.plan.schedule import Average, Gather, OfBucket, Place, PlacementShape, Reduce
 from samestep.plan.sharding import (
     Bucket,
     ParamSpec,
@@ -50,7 +51,10 @@ from samestep.plan.sharding import (
 from samestep.plan.transfers import BucketPolicy, bucket_transfers
 from samestep.rules.state import MASTER, State, needs_master, state_dtype
 from samestep.tooling.warn import warn_user
-from samestep.update.plain import Operand
+from samestep.update.plain import GroupMaths, Operand
+
+if TYPE_CHECKING:
+    from samestep.placements.planner import Request
 
 
 class ReplicatedParameters(Placement):
@@ -117,6 +121,7 @@ class ReplicatedParameters(Placement):
         self.reducer = GradientReducer(
             params, self.plan, reduction, distribution, policy, self.shape.transfers, order
         )
+        self._order = order
         self._in_flight = in_flight
         self._names = [spec.name for spec in specs]
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
@@ -127,6 +132,41 @@ class ReplicatedParameters(Placement):
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
         self._known_views: dict[Piece, _PieceViews] = {}
+
+    @classmethod
+    def plans(cls, request: "Request") -> "list[ReplicatedParameters]":
+        """One plan for groups that are reduced alike; one process shares nothing."""
+        if request.ranks is None:
+            return []
+        distribution, groups = request.distribution, request.groups
+        if any(mesh_of(param) is not None for group in groups for param in group["params"]):
+            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
+            distribution = distribution.beside_dtensors()
+        usual = GroupReduction(request.ranks, outer=request.outer)
+        together: dict[GroupReduction, list[int]] = {usual: []}
+        for index in request.indices:
+            together.setdefault(request.reductions.get(index, usual), []).append(index)
+        return [
+            cls(
+                request.members(alike, lambda param: mesh_of(param) is None),
+                reduction,
+                distribution,
+                request.order,
+                request.in_flight,
+            )
+            for reduction, alike in together.items()
+            if alike
+        ]
+
+    def activate(self) -> None:
+        """Put its buckets into the one order of launches."""
+        self._order.add(self.reducer, self.shape.places)
+        if self.distribution.overlap_grad_reduce:
+            self._order.launch_inside_backward(self._names, self.group.members)
+
+    def lines(self) -> list[str]:
+        """Who owns and sends what, as text."""
+        return self.plan.lines()
 
     @property
     def keeps_all(self) -> bool:
@@ -289,6 +329,10 @@ class ReplicatedParameters(Placement):
         self.reducer.abandon()
         self.problem = None
 
+    def pause(self, paused: bool) -> None:
+        """Whether gradients that arrive are only kept."""
+        self.reducer.paused = paused
+
     def end_round(self) -> None:
         """No gradient comes any more before `launch_all`."""
         if self.distribution.grads == "local":
@@ -303,6 +347,19 @@ class ReplicatedParameters(Placement):
         """Wait for them, keep this rank's part, and begin a new round."""
         if self.distribution.grads == "local":
             self.reducer.accumulate()
+
+    def run(self, operation: OfBucket, maths: GroupMaths) -> None:
+        """Reduce, average, gather and place: one bucket."""
+        number = operation.bucket.bucket
+        match operation:
+            case Reduce():
+                self.reduce(number)
+            case Average():
+                self.average(number)
+            case Gather():
+                self.gather(number)
+            case Place():
+                self.place(number)
 
     def reduce(self, number: int) -> None:
         """Start a reduction, unless backward has."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from samestep.mesh.replicate_list import FUSED, ReplicateList
-from samestep.placements import sharing
+from samestep.placements import planner
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.stress.mutants.mutant import mutant
 
@@ -22,7 +22,7 @@ def nobody_averages_over_data() -> list[Any]:
     def refuse(original: Any, named: Any, groups: Any) -> None:
         """Let it pass."""
 
-    return [(sharing, "refuse_copies_nobody_averages", refuse)]
+    return [(planner, "refuse_copies_nobody_averages", refuse)]
 
 
 @mutant(

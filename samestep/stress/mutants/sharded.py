@@ -7,7 +7,7 @@ from torch import Tensor
 
 from samestep.fsdp.participation import Unit
 from samestep.placements.parts import sharded
-from samestep.placements.parts.sharded import ShardedTensors
+from samestep.placements.parts.sharded import ShardedParameters
 from samestep.placements.parts.use_marks import Mark
 from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, mutant
@@ -83,10 +83,10 @@ def shards_orthogonalized() -> list[Any]:
 def reduced_gradients_divided_again() -> list[Any]:
     """Invisible in Muon's parameters, not in its momentum."""
 
-    def grad(original: Any, self: ShardedTensors, index: int) -> Any:
+    def grad(original: Any, self: ShardedParameters, index: int) -> Any:
         return original(self, index) / self.group.size
 
-    return [(ShardedTensors, "_grad", grad)]
+    return [(ShardedParameters, "_grad", grad)]
 
 
 @mutant(
@@ -98,7 +98,7 @@ def reduced_gradients_divided_again() -> list[Any]:
 def copies_counted_in_the_norm() -> list[Any]:
     """Every rank answers for what it holds."""
 
-    def answers_for(original: Any, self: ShardedTensors, index: int) -> bool:
+    def answers_for(original: Any, self: ShardedParameters, index: int) -> bool:
         return True
 
-    return [(ShardedTensors, "_answers_for", answers_for)]
+    return [(ShardedParameters, "_answers_for", answers_for)]

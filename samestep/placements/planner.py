@@ -1,9 +1,9 @@
-"""How ranks share the parameters of groups: which plans there are, and what each is made of."""
+"""Which plans there are for the parameters of some groups, and what each is made of."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,24 +12,33 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, options_of, parameter_names, rule_of
 from samestep.layout.blocks import Block, Shape
 from samestep.placements.copies import refuse_copies_nobody_averages
-from samestep.placements.placement import PlanMembers, mesh_of
+from samestep.placements.placement import Placement, PlanMembers
+from samestep.placements.registry import KINDS, kind_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
-from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import is_elementwise, needs_master
-
-if TYPE_CHECKING:
-    from samestep.placements.parts.sharded_blocks import ShardedParameters
 
 Blocks = Mapping[Tensor, list[Block] | None]
 
 
-class Plans(NamedTuple):
-    """Plain parameters that ranks hold whole, and DTensors, mesh by mesh."""
+class Request(NamedTuple):
+    """What a kind of placement is asked to plan: its parameters in some groups.
 
-    replicated: "list[ReplicatedParameters]"
-    sharded: "list[ShardedParameters]"
+    indices: of the groups that have any.
+    members: what a plan is made of, from indices of groups and which parameters of theirs.
+    reductions: of groups that have ranks of their own, by index.
+    """
+
+    ranks: RankGroup | None  # None: this process is alone
+    outer: RankGroup | None
+    distribution: Distribution
+    groups: Sequence[Group]
+    indices: Sequence[int]
+    members: Callable[[Sequence[int], Callable[[Tensor], bool]], PlanMembers]
+    reductions: Mapping[int, GroupReduction]
+    order: LaunchOrder
+    in_flight: ParametersInFlight
 
 
 class Planner:
@@ -62,73 +71,38 @@ class Planner:
         indices: Sequence[int],
         blocks: Blocks,
         reductions: Mapping[int, GroupReduction],
-    ) -> Plans:
+    ) -> list[Placement]:
         """The plans of the groups at `indices`, agreed on by the ranks they live on."""
-        meshes = dict.fromkeys(mesh_of(p) for index in indices for p in groups[index]["params"])
-        replicated = self._of_plain(groups, indices, blocks, reductions) if None in meshes else []
-        sharded = [self._of_mesh(m, groups, indices, blocks) for m in meshes if m is not None]
+        found: list[Placement] = []
+        kinds = {index: {kind_of(param) for param in groups[index]["params"]} for index in indices}
+        for kind in KINDS:
+            mine = [index for index in indices if kind in kinds[index]]
+            if mine:
+                request = Request(
+                    self._ranks,
+                    self._outer,
+                    self._distribution,
+                    groups,
+                    mine,
+                    lambda indices, only: self.members(groups, indices, blocks, only),
+                    reductions,
+                    self._launch_order,
+                    self._in_flight,
+                )
+                found += kind.load().plans(request)
         if self._distribution.grads == "local":  # last, since other comparisons tell more
-            refuse_copies_nobody_averages(_named(groups), self._everyone())
-        return Plans(replicated, sharded)
+            everyone = [group for group in (self._ranks, self._outer) if group is not None]
+            refuse_copies_nobody_averages(_named(groups), everyone)
+        return found
 
-    def _everyone(self) -> list[RankGroup]:
-        """The groups of ranks that may hold copies."""
-        return [group for group in (self._ranks, self._outer) if group is not None]
-
-    def launch_in_order(self, replicated: Iterable[ReplicatedParameters]) -> None:
-        """Put the buckets of plans into the one order of launches."""
-        for plan in replicated:
-            self._launch_order.add(plan.reducer, plan.shape.places)
-            if self._distribution.overlap_grad_reduce:
-                names = [spec.name for spec in plan.plan.params]
-                self._launch_order.launch_inside_backward(names, plan.group.members)
-
-    def _of_plain(
+    def members(
         self,
         groups: Sequence[Group],
         indices: Sequence[int],
         blocks: Blocks,
-        reductions: Mapping[int, GroupReduction],
-    ) -> list[ReplicatedParameters]:
-        """One plan for groups that are reduced alike."""
-        if self._ranks is None:
-            return []
-        distribution = self._distribution
-        if any(mesh_of(param) is not None for group in groups for param in group["params"]):
-            # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
-            distribution = distribution.beside_dtensors()
-        usual = GroupReduction(self._ranks, outer=self._outer)
-        together: dict[GroupReduction, list[int]] = {usual: []}
-        for index in indices:
-            if any(mesh_of(param) is None for param in groups[index]["params"]):
-                together.setdefault(reductions.get(index, usual), []).append(index)
-        return [
-            ReplicatedParameters(
-                self.members(groups, alike, blocks),
-                reduction,
-                distribution,
-                self._launch_order,
-                self._in_flight,
-            )
-            for reduction, alike in together.items()
-            if alike
-        ]
-
-    def _of_mesh(
-        self, mesh: Any, groups: Sequence[Group], indices: Sequence[int], blocks: Blocks
-    ) -> "ShardedParameters":
-        from samestep.placements.parts.sharded_blocks import (
-            ShardedParameters,  # DTensors take long to import
-        )
-
-        members = self.members(groups, indices, blocks, mesh)
-        ranks = 1 if self._ranks is None else self._ranks.size
-        return ShardedParameters(members, mesh, self._distribution, ranks)
-
-    def members(
-        self, groups: Sequence[Group], indices: Sequence[int], blocks: Blocks, mesh: Any = None
+        only: Callable[[Tensor], bool] = lambda _: True,
     ) -> PlanMembers:
-        """What a plan of some groups is made of: of their parameters those on `mesh`."""
+        """What a plan of some groups is made of: those of their parameters that `only` takes."""
         members: list[tuple[int, Tensor, ParamSpec]] = []
         lines = list(self._lines)
         for index in indices:
@@ -137,7 +111,7 @@ class Planner:
             kept = rule_of(group).state_shapes((64, 64), group).values()
             of_whole = cache(partial(_state_of_whole, group))
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-                if mesh_of(param) != mesh:
+                if not only(param):
                     continue
                 cut = blocks[param]
                 spec = ParamSpec(

@@ -1,0 +1,185 @@
+"""Blocks of DTensors: they come together on their owners, chunk by chunk, and go back.
+
+`docs/dtensors.md` has the algorithm; `block_stages` runs a chunk of it in plain torch, and
+`spread_chunk` with kernels.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.comm.meshes import Held
+from samestep.groups.distribution import Distribution
+from samestep.kernels.choice import missing
+from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.block_stages import PlainStages
+from samestep.plan.block_exchange import (
+    ChunkTransfers,
+    ExchangePlan,
+    ShardedSpec,
+    chunk_transfers,
+    plan_exchange,
+    plan_gather,
+)
+from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, PlacementShape, Transform
+from samestep.plan.sharding import ParamSpec
+from samestep.rules.state import math_dtype
+from samestep.update.plain import GroupMaths
+
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded import ShardedParameters
+    from samestep.placements.parts.spread_blocks import SpreadBlocks
+
+
+class Stages(Protocol):
+    """One chunk of blocks, stage by stage."""
+
+    def collect(self, held: "ShardedParameters", math: GroupMaths) -> None:
+        """Prepare the parts held here, and start sending them to the owners."""
+        ...
+
+    def transform(self, held: "ShardedParameters", math: GroupMaths) -> None:
+        """Run the rule on the whole blocks that this rank owns."""
+        ...
+
+    def give_back(self, held: "ShardedParameters") -> None:
+        """Start sending everyone the parts of the directions that they hold."""
+        ...
+
+    def apply(self, held: "ShardedParameters", math: GroupMaths, *, gives_back: bool) -> None:
+        """Step in the directions, on the parts held here."""
+        ...
+
+
+class BlockExchange:
+    """The plan for the blocks of one mesh, at work."""
+
+    def __init__(
+        self, held: "ShardedParameters", boxes: Sequence[Held], distribution: Distribution
+    ) -> None:
+        specs = [
+            ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
+            for spec, of_param in zip(held.specs, boxes, strict=True)
+        ]
+        ranks, device = held.group.size, held.device
+        self.plan = planned(specs, ranks, distribution, device)
+        transfers = transfers_of(self.plan, held.params, held.specs, ranks, distribution, device)
+        local = sum(param.to_local().numel() for param in held.params)
+        self.shape = shape_of(transfers, distribution, local)
+        self._stages: list[PlainStages] = []
+        self._kernels: SpreadBlocks | None = None
+        self._running: dict[int, Stages] = {}  # chunks that are on their way
+
+    def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
+        """Who owns which block, as text."""
+        lines = []
+        for number, chunk in enumerate(self.plan.chunks):
+            for route in chunk:
+                senders = [part.rank for part in route.parts if part.sent]
+                lines.append(
+                    f"chunk {number}: block {route.number} of {specs[route.param].name} from "
+                    f"{senders} on {route.owner}"
+                )
+        return lines
+
+    def prepare(self, held: "ShardedParameters") -> None:
+        """There is state now: make what blocks need to travel."""
+        chunks = [
+            (BlockMoves(transfers, chunk, held.group, held.device), held.held_parts(chunk))
+            for transfers, chunk in zip(self.shape.chunk_transfers, self.plan.chunks, strict=True)
+        ]
+        self._stages = [PlainStages(*chunk) for chunk in chunks]
+        if missing(held.device) is None:
+            from samestep.placements.parts.spread_blocks import SpreadBlocks
+
+            self._kernels = SpreadBlocks(chunks, self.shape.gives_back)
+
+    def begin_step(self, held: "ShardedParameters") -> None:
+        """Gradients are there."""
+        if self._kernels is not None:
+            self._kernels.begin_step(held)
+
+    def run(self, operation: OfBucket, held: "ShardedParameters", math: GroupMaths) -> None:
+        """One stage of one chunk; other operations are not about blocks."""
+        number = operation.bucket.bucket
+        match operation:
+            case Collect():
+                stages: Stages | None = None
+                if self._kernels is not None:
+                    stages = self._kernels.stages(held, number, math)
+                self._running[number] = stages or self._stages[number]
+                self._running[number].collect(held, math)
+            case Transform():
+                self._running[number].transform(held, math)
+            case GiveBack():
+                self._running[number].give_back(held)
+            case Apply():
+                self._running.pop(number).apply(held, math, gives_back=self.shape.gives_back)
+
+    def end_step(self) -> None:
+        """Everything was taken and placed, or the step has failed."""
+        self._running = {}
+        if self._kernels is not None:
+            self._kernels.end_step()
+
+
+def planned(
+    specs: Sequence[ShardedSpec], ranks: int, distribution: Distribution, device: torch.device
+) -> ExchangePlan:
+    """The plan that some keywords ask for."""
+    size = distribution.chunk_elements(device)
+    if distribution.muon_schedule == "gather":
+        return plan_gather(specs, ranks, chunk_elements=size)
+    return plan_exchange(specs, ranks, chunk_elements=size, owners=distribution.owners)
+
+
+def shape_of(
+    transfers: tuple[ChunkTransfers, ...], distribution: Distribution, held: int
+) -> PlacementShape:
+    """What a schedule depends on; `held`: elements of this rank."""
+    return PlacementShape(
+        bucket_sizes=(held,),
+        agrees=True,
+        reduces=False,
+        chunks=len(transfers),
+        gives_back=distribution.muon_schedule == "parallel",
+        chunk_transfers=transfers,
+    )
+
+
+def transfers_of(
+    plan: ExchangePlan,
+    params: Sequence[Tensor],
+    specs: Sequence[ParamSpec],
+    ranks: int,
+    distribution: Distribution,
+    device: torch.device,
+) -> tuple[ChunkTransfers, ...]:
+    """What each chunk of a plan sends."""
+    gives_back = distribution.muon_schedule == "parallel"
+    found = []
+    for number, chunk in enumerate(plan.chunks):
+        dtypes = (math_dtype(params[route.param]) for route in chunk)
+        dtype, wide = travel_dtypes(dtypes, distribution, device)
+        extra = [
+            specs[route.param].state_of_blocks[route.number] if gives_back else 0 for route in chunk
+        ]
+        found.append(
+            chunk_transfers(
+                number, chunk, extra, ranks, dtype=dtype, wide=wide, gives_back=gives_back
+            )
+        )
+    return tuple(found)
+
+
+def travel_dtypes(
+    wide: Iterable[torch.dtype], distribution: Distribution, device: torch.device
+) -> tuple[torch.dtype, torch.dtype]:
+    """In which blocks of a chunk travel and are computed, from the math dtypes of its blocks."""
+    widest = torch.float32
+    for dtype in wide:
+        widest = torch.promote_types(widest, dtype)
+    usual = widest if device.type == "cpu" else torch.bfloat16
+    return distribution.block_dtype or usual, widest

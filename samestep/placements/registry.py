@@ -1,0 +1,57 @@
+"""The ways to hold parameters, a line each: who plans, steps, saves or explains asks here."""
+
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_PLAIN = (torch.nn.Parameter, Tensor)
+
+
+def mesh_of(param: Tensor) -> Any:
+    """The mesh of a DTensor; None for a plain tensor."""
+    if type(param) in _PLAIN:  # asking for an attribute that is not there takes long
+        return None
+    return getattr(param, "device_mesh", None)
+
+
+class Kind(NamedTuple):
+    """A way to hold parameters.
+
+    about: in words.
+    takes: whether a parameter is held so; the first kind that says yes has it.
+    engine: the `Placement`, as "module:class". It is imported with the first parameter of its kind:
+        DTensors take long to import.
+    """
+
+    name: str
+    about: str
+    takes: Callable[[Tensor], bool]
+    engine: str
+
+    def load(self) -> Any:
+        """The class of its placements."""
+        return resolve_name(self.engine)
+
+
+KINDS = (
+    Kind(
+        "whole",
+        "plain tensors, of which every rank has a copy",
+        lambda param: mesh_of(param) is None,
+        "samestep.placements.whole.replicated:ReplicatedParameters",
+    ),
+    Kind(
+        "parts",
+        "DTensors, of which every rank of a mesh has a part",
+        lambda param: mesh_of(param) is not None,
+        "samestep.placements.parts.sharded:ShardedParameters",
+    ),
+)
+
+
+def kind_of(param: Tensor) -> Kind:
+    """How a parameter is held."""
+    return next(kind for kind in KINDS if kind.takes(param))

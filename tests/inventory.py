@@ -1,0 +1,68 @@
+"""Everything that users can name: public names, options, commands, scenarios, layouts, mutants.
+
+    python -m tests.inventory > inventory.json
+
+`test_inventory.py` holds it against the list that is committed: what goes missing is seen in a
+diff, and nothing is lost by moving code.
+"""
+
+import inspect
+import json
+import re
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import samestep
+from samestep import cli, presets
+from samestep.rules import AdamWRule, MuonRule
+from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
+from samestep.stress.mutants import MUTANTS
+from samestep.stress.scenarios import SCENARIOS
+
+ROOT = Path(__file__).parent.parent
+LISTED = ROOT / "tests" / "inventory.json"
+RECEIPTS = ("receipts", "benchmarks/results")
+MODULES = ("samestep.checkpoint", "samestep.fsdp", "samestep.mesh", "samestep.parallel",
+           "samestep.stress")  # fmt: skip
+
+
+def inventory() -> dict[str, Any]:
+    """All of it, by kind; lists are sorted."""
+    found: dict[str, Any] = {"samestep": sorted(samestep.__all__)}
+    for name in MODULES:
+        found[name] = sorted(getattr(import_module(name), "__all__", ()))
+    for name in ("AdamW", "Muon", "MuonAdamW"):
+        optimizer = getattr(samestep, name)
+        found[f"options of {name}"] = sorted(inspect.signature(optimizer).parameters)
+        found[f"methods of {name}"] = sorted(n for n in dir(optimizer) if not n.startswith("_"))
+    for rule in (AdamWRule(), MuonRule()):
+        found[f"options of rule {rule.name}"] = sorted(rule.defaults)
+    functions = inspect.getmembers(presets, inspect.isfunction)
+    found["presets"] = {
+        name: sorted(inspect.signature(function).parameters)
+        for name, function in functions
+        if not name.startswith("_")
+    }
+    found["commands"] = {name: _flags(name) for name in sorted(cli.COMMANDS)}
+    found["scenarios"] = sorted(SCENARIOS)
+    found["layouts"] = sorted({*LAYOUTS, *LAYOUTS_ON_REQUEST})
+    found["mutants"] = sorted(MUTANTS if isinstance(MUTANTS, dict) else (m.name for m in MUTANTS))
+    receipts = [path for name in RECEIPTS for path in (ROOT / name).rglob("*.json")]
+    found["receipts"] = sorted(str(path.relative_to(ROOT)) for path in receipts)
+    return found
+
+
+def _flags(command: str) -> list[str]:
+    """The options that its help shows."""
+    shown = StringIO()
+    with redirect_stdout(shown):
+        assert cli.main([*command.split(), "--help"]) == 0
+    return sorted(set(re.findall(r"--[a-z][a-z0-9-]*", shown.getvalue())))
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(inventory(), indent=1) + "\n")

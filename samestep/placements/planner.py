@@ -13,7 +13,7 @@ from samestep.groups.param_groups import Group, options_of, parameter_names, rul
 from samestep.layout.blocks import Block, Shape
 from samestep.placements.copies import refuse_copies_nobody_averages
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import KINDS, kind_of
+from samestep.placements.registry import KINDS, Kind, kind_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec
@@ -26,7 +26,8 @@ class Request(NamedTuple):
     """What a kind of placement is asked to plan: its parameters in some groups.
 
     indices: of the groups that have any.
-    members: what a plan is made of, from indices of groups and which parameters of theirs.
+    members: what a plan is made of, from indices of groups; of a kind's parameters those that a
+        function takes.
     reductions: of groups that have ranks of their own, by index.
     """
 
@@ -35,7 +36,7 @@ class Request(NamedTuple):
     distribution: Distribution
     groups: Sequence[Group]
     indices: Sequence[int]
-    members: Callable[[Sequence[int], Callable[[Tensor], bool]], PlanMembers]
+    members: Callable[..., PlanMembers]
     reductions: Mapping[int, GroupReduction]
     order: LaunchOrder
     in_flight: ParametersInFlight
@@ -84,7 +85,7 @@ class Planner:
                     self._distribution,
                     groups,
                     mine,
-                    lambda indices, only: self.members(groups, indices, blocks, only),
+                    partial(self._of_kind, kind, groups, blocks),
                     reductions,
                     self._launch_order,
                     self._in_flight,
@@ -94,6 +95,17 @@ class Planner:
             everyone = [group for group in (self._ranks, self._outer) if group is not None]
             refuse_copies_nobody_averages(_named(groups), everyone)
         return found
+
+    def _of_kind(
+        self,
+        kind: Kind,
+        groups: Sequence[Group],
+        blocks: Blocks,
+        indices: Sequence[int],
+        only: Callable[[Tensor], bool] = lambda _: True,
+    ) -> PlanMembers:
+        mine = lambda param: kind_of(param) is kind and only(param)
+        return self.members(groups, indices, blocks, mine)
 
     def members(
         self,

@@ -148,7 +148,7 @@ class ReplicatedParameters(Placement):
             together.setdefault(request.reductions.get(index, usual), []).append(index)
         return [
             cls(
-                request.members(alike, lambda param: mesh_of(param) is None),
+                request.members(alike),
                 reduction,
                 distribution,
                 request.order,

@@ -104,7 +104,9 @@ class Planner:
         indices: Sequence[int],
         only: Callable[[Tensor], bool] = lambda _: True,
     ) -> PlanMembers:
-        mine = lambda param: kind_of(param) is kind and only(param)
+        def mine(param: Tensor) -> bool:
+            return kind_of(param) is kind and only(param)
+
         return self.members(groups, indices, blocks, mine)
 
     def members(

@@ -25,7 +25,7 @@ from samestep.placements.local import LocalParameters
 from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
 from samestep.placements.parts.block_exchange import transfers_of
-from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.replicated import planned as planned_shares
 from samestep.placements.whole.replicated import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec

@@ -15,7 +15,7 @@ from samestep.estimate.sharing_walk import SharingWalk
 from samestep.estimate.spreading_walk import SpreadingWalk
 from samestep.estimate.temporaries import kernel_peak, slice_peak, stack_peak
 from samestep.groups.param_groups import rule_of
-from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.schedule import (
     Apply,
     Average,

@@ -7,7 +7,7 @@ import torch
 
 from samestep.estimate.blueprint import Blueprint, Sharing
 from samestep.estimate.ledger import GRADIENTS, Ledger
-from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.flat import places
 from samestep.plan.sharding import Segment
 from samestep.plan.transfers import Traffic, Transfer, divides_first

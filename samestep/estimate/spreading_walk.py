@@ -13,7 +13,7 @@ from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.ledger import GRADIENTS, Ledger
 from samestep.estimate.temporaries import kernel_peak, transform_peak
 from samestep.groups.param_groups import rule_of
-from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 
 

@@ -32,7 +32,7 @@ from torch.utils.hooks import RemovableHandle
 from samestep.fsdp.module_calls import CallComparison
 from samestep.fsdp.nested_tensors import requiring_gradients, with_others
 from samestep.placements.parts.fsdp_units import fsdp_modules, own_places
-from samestep.placements.parts.use_marks import Mark
+from samestep.placements.parts.gradients import Mark
 
 
 def take_part(model: nn.Module, check: bool = False) -> None:

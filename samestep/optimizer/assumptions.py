@@ -17,7 +17,7 @@ from torch import Tensor, float16
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import parameter_names
-from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.buffers import gradient_dtype
 
 if TYPE_CHECKING:
     from samestep.placements.parts.sharded import ShardedParameters
@@ -476,7 +476,7 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "finite gradients",
         "Averaged gradients are finite.",
-        "samestep.update.gradient_norm:square_sum",
+        "samestep.update.metrics:square_sum",
         "every step",
         "one reading of every gradient, 8 bytes travel",
         _finite,

@@ -37,8 +37,13 @@ from samestep.plan.schedule import (
 )
 from samestep.rules.rule import Rule
 from samestep.tooling.warn import warn_user
-from samestep.update.gradient_norm import clip_factor, square_sum
-from samestep.update.metrics import StepNumbers, UpdateSizes, present_counts
+from samestep.update.metrics import (
+    StepNumbers,
+    UpdateSizes,
+    clip_factor,
+    present_counts,
+    square_sum,
+)
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,

@@ -34,7 +34,7 @@ from samestep.groups.elsewhere import Elsewhere
 from samestep.groups.param_groups import name_matches
 from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ShardRule
-from samestep.placements.parts.partial_gradients import combine, is_partial
+from samestep.placements.parts.gradients import combine, is_partial
 
 FACTORS = ("lora_A", "lora_B")
 MODEL = "model"  # the axis of tensor parallel

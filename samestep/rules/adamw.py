@@ -8,8 +8,7 @@ from torch import Tensor
 
 from samestep.rules import checks
 from samestep.rules.fused_adamw import fused_adamw_
-from samestep.rules.numbers import in_dtype, on_host
-from samestep.rules.rule import Options, Shape, Update
+from samestep.rules.rule import Options, Shape, Update, in_dtype, on_host
 
 
 class AdamWRule:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from samestep.rules import checks
 from samestep.rules.basin import TOLERANCE, Coefficients, as_table, basin_of
-from samestep.rules.numbers import in_dtype, number, on_host
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
     block_norm,
@@ -23,7 +22,7 @@ from samestep.rules.orthogonalize import (
     orthogonalize,
     step_coefficients,
 )
-from samestep.rules.rule import Direction, Options, Shape, Update
+from samestep.rules.rule import Direction, Options, Shape, Update, in_dtype, number, on_host
 
 MomentumForm = Literal["ema", "sum"]
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from samestep.comm.diagnosis.processes import has_ended, this_process
+from samestep.comm.diagnosis.roll_call import has_ended, this_process
 
 
 def test_this_process_has_not_ended():

@@ -9,9 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from samestep.comm.diagnosis import roll_call
-from samestep.comm.diagnosis.background import Background
-from samestep.comm.diagnosis.processes import this_process
-from samestep.comm.diagnosis.roll_call import Answer, RollCall
+from samestep.comm.diagnosis.roll_call import Answer, Background, RollCall, this_process
 from tests.limits import HANG, eventually
 
 MINE, THEIRS = Answer("mine", None), Answer("theirs", "error")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from samestep.comm.diagnosis.roll_call import Answer, Attendance
-from samestep.comm.diagnosis.verdict import verdict
+from samestep.comm.diagnosis.roll_call import Answer, Attendance, verdict
 
 MEMBERS = (3, 5, 8, 0)  # global ranks by place
 LATE = Answer("presence", "Timed out")

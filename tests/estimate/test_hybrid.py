@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 import samestep
 from samestep.estimate.collectives import Launches
 from samestep.estimate.memory import rank_memory
-from samestep.placements.parts.partial_gradients import is_partial
+from samestep.placements.parts.gradients import is_partial
 from samestep.plan.schedule import line_of
 from samestep.stress.sharded_training import new_training
 from tests.estimate.calls import Calls, settled

@@ -18,7 +18,7 @@ import samestep.kernels.muon
 import samestep.kernels.parts
 import samestep.optimizer.step
 import samestep.placements.parts.block_exchange
-import samestep.placements.parts.spread_blocks
+import samestep.placements.parts.kernel_stages
 import samestep.update.triton
 from samestep.kernels.call import Step
 from samestep.kernels.parts import (
@@ -34,8 +34,8 @@ from samestep.kernels.parts import (
     StepPart,
 )
 from samestep.kernels.tables import Table
+from samestep.placements.parts.kernel_stages import KernelStages
 from samestep.placements.parts.sharded import local_part
-from samestep.placements.parts.spread_chunk import KernelStages
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
 from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random
@@ -268,7 +268,7 @@ def kernels(monkeypatch):
         samestep.update.triton, "kernels_run", lambda table, dtype, device: dtype.itemsize == 2
     )
     monkeypatch.setattr(samestep.kernels.muon, "orthogonalize_wide", one_by_one)
-    monkeypatch.setattr(samestep.placements.parts.spread_blocks, "KernelStages", Noticed)
+    monkeypatch.setattr(samestep.placements.parts.kernel_stages, "KernelStages", Noticed)
     return made
 
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from samestep.comm.diagnosis.roll_call import Answer, RollCall, roll_call
-from samestep.comm.diagnosis.verdict import verdict
+from samestep.comm.diagnosis.roll_call import Answer, RollCall, roll_call, verdict
 
 if TYPE_CHECKING:
     from samestep.comm.groups import RankGroup

@@ -1,20 +1,85 @@
-"""Who is still there? Asked when a collective has failed, through the group's store.
+"""Who is still there? Asked when a collective has failed, through the store of its group.
 
 Whoever fails says so in the store and waits for the others to do the same; those who do not are
-missing. Ranks that wait for a rank that has failed look into the store and join.
+missing. Ranks that wait for a rank that has failed look into the store and join. `verdict` says in
+words what was found out.
 """
 
 import json
+import os
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from pathlib import Path
+from typing import Generic, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from samestep.comm.diagnosis.background import Background
-from samestep.comm.diagnosis.processes import has_ended, this_process
+T = TypeVar("T")
+
+
+class Background(Generic[T]):
+    """A call in a thread of its own, which may be given up and keeps no process from ending."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._ended = threading.Event()
+        self._value: T | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._value = self._call()
+        except Exception:  # of a store whose host is gone: it gives no value
+            self._value = None
+        finally:
+            self._ended.set()
+
+    def ended(self, patience: float) -> bool:
+        """Whether it ends within that many seconds."""
+        return self._ended.wait(patience)
+
+    @property
+    def value(self) -> T | None:
+        """What the call gave; None if it raised or has not ended."""
+        return self._value
+
+
+def this_process() -> str | None:
+    """A name by which `has_ended` knows this process; None where there is no /proc."""
+    machine, stat = _machine(), _stat(os.getpid())
+    return f"{machine} {os.getpid()} {stat[1]}" if machine and stat else None
+
+
+def has_ended(process: str) -> bool:
+    """Whether that process certainly is no more; False for processes of other machines."""
+    machine, pid, start = process.rsplit(" ", 2)
+    if machine != _machine():
+        return False
+    stat = _stat(int(pid))
+    # A zombie has ended, and a number may have been given to a new process.
+    return stat is None or stat[0] in "ZX" or stat[1] != start
+
+
+def _machine() -> str | None:
+    """This boot of this machine, and which numbers its processes have here."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:
+        return None
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """The state of a process and its time of start; None if there is none."""
+    try:
+        after_name = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return after_name[0], after_name[19]
+
 
 ANSWER_S = 5.0  # from the launch of the operation that failed
 LAST_CALL_S = 1.0  # at least, from the failure
@@ -140,3 +205,50 @@ def roll_call(handle: dist.ProcessGroup, place: int) -> RollCall | None:
             return None
         known = _roll_calls[handle] = RollCall(store, place)
     return known
+
+
+def verdict(attendance: Attendance, mine: int, members: Sequence[int]) -> str:
+    """Who is missing, then the first error that is known. `members` are global ranks by place."""
+    silent = set(attendance.expected) - attendance.answers.keys() - attendance.ended
+    parts = []
+    if attendance.ended:
+        its = "its process has" if len(attendance.ended) == 1 else "their processes have"
+        parts.append(f"{_ranks(attendance.ended, members)} did not answer: {its} ended")
+    if silent and attendance.complete:
+        seconds = f"{attendance.seconds:.0f} s"
+        parts.append(f"{_ranks(silent, members)} did not answer within {seconds}")
+    elif silent:
+        parts.append(_without_store(attendance, silent, members))
+    if not parts:
+        parts.append(_nobody_missing(attendance, members))
+    return ". ".join(["; ".join(parts), *_error(attendance, mine)])
+
+
+def _without_store(attendance: Attendance, silent: set[int], members: Sequence[int]) -> str:
+    text = "the store through which ranks find each other does not answer"
+    answered = [members[place] for place in attendance.answers]
+    if 0 in answered:
+        return f"{text} any more; {_ranks(silent, members)} did not answer before"
+    return f"{text}, nor does the rank that hosts it: rank 0, unless torchrun hosts it"
+
+
+def _nobody_missing(attendance: Attendance, members: Sequence[int]) -> str:
+    text = "all ranks answered, so none is missing"
+    places = sorted(attendance.answers)
+    if len({attendance.answers[place].operation for place in places}) == 1:
+        return f"{text}: one may have been too slow"
+    where = [f"rank {members[p]} in {attendance.answers[p].operation}" for p in places]
+    return f"{text}, but they were in different operations: {'; '.join(where)}"
+
+
+def _error(attendance: Attendance, mine: int) -> list[str]:
+    own = attendance.answers[mine].error
+    if own is not None:
+        return [own]
+    errors = [answer.error for answer in attendance.answers.values() if answer.error is not None]
+    return [f"Another rank reported: {error}" for error in errors[:1]]
+
+
+def _ranks(places: Iterable[int], members: Sequence[int]) -> str:
+    ranks = sorted(members[place] for place in places)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

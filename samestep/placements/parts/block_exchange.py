@@ -29,8 +29,8 @@ from samestep.rules.state import math_dtype
 from samestep.update.plain import GroupMaths
 
 if TYPE_CHECKING:
+    from samestep.placements.parts.kernel_stages import SpreadBlocks
     from samestep.placements.parts.sharded import ShardedParameters
-    from samestep.placements.parts.spread_blocks import SpreadBlocks
 
 
 class Stages(Protocol):
@@ -92,7 +92,7 @@ class BlockExchange:
         ]
         self._stages = [PlainStages(*chunk) for chunk in chunks]
         if missing(held.device) is None:
-            from samestep.placements.parts.spread_blocks import SpreadBlocks
+            from samestep.placements.parts.kernel_stages import SpreadBlocks
 
             self._kernels = SpreadBlocks(chunks, self.shape.gives_back)
 

@@ -20,8 +20,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.held_state import HeldBox, HeldState, whole_box
-from samestep.placements.parts.partial_gradients import combine_gradients
-from samestep.placements.parts.use_marks import has_gradient
+from samestep.placements.parts.gradients import combine_gradients, has_gradient
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.plan.block_exchange import Key, Route

@@ -18,7 +18,7 @@ from samestep.comm.collectives import Pending, add_up, gather_segments
 from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
-from samestep.placements.whole.gradients import FlatGradients, PackedGradients
+from samestep.placements.whole.buffers import FlatGradients, PackedGradients
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (

@@ -24,10 +24,9 @@ from samestep.kernels.choice import line_of
 from samestep.layout.held_state import HeldState
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
-from samestep.placements.whole.gradients import gradient_dtype
+from samestep.placements.whole.buffers import FlatParameters, gradient_dtype, overlapping
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
-from samestep.placements.whole.parameters import FlatParameters, overlapping
 from samestep.placements.whole.piece_state import (
     StateEntry,
     StateLayout,

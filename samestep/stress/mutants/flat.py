@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.placements.whole.gradients import FlatGradients
+from samestep.placements.whole.buffers import FlatGradients
 from samestep.stress.mutants.mutant import mutant
 
 

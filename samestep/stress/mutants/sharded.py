@@ -7,8 +7,8 @@ from torch import Tensor
 
 from samestep.fsdp.participation import Unit
 from samestep.placements.parts import sharded
+from samestep.placements.parts.gradients import Mark
 from samestep.placements.parts.sharded import ShardedParameters
-from samestep.placements.parts.use_marks import Mark
 from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, mutant
 

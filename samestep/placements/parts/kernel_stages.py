@@ -1,0 +1,244 @@
+"""The stages of chunks of spread blocks with kernels; `block_stages` has them in plain torch.
+
+What travels is the same. All who hold parts of a block step along what its owner has, rounded to
+the dtype in which it travels; so does the owner. `SpreadBlocks` says which chunks kernels do,
+`StepTables` has what all chunks share in one step.
+"""
+
+import operator
+from collections.abc import Sequence
+from functools import reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from samestep.kernels.call import Step
+from samestep.kernels.muon import GivenBlocks, finished, orthogonalized
+from samestep.kernels.parts import GradientTable, Size, SourceRows
+from samestep.kernels.tables import Table
+from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError
+from samestep.rules.state import State
+from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
+from samestep.update.triton import can_run
+
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded import HeldPart, ShardedParameters
+
+
+class StepTables:
+    """Gradients, presence and options of one step."""
+
+    def __init__(self, held: "ShardedParameters", params: Sequence[int]) -> None:
+        # Contiguous: as tables of parts take them to be. Kept until all launches have read them.
+        self._grads = [held.gradient_of(index).contiguous() for index in params]
+        self.dtypes = [grad.dtype for grad in self._grads]
+        self._device = held.device
+        self._maths: dict[int, tuple[GroupMath, Step]] = {}
+        self._can: dict[int, bool] = {}
+        aligned = not reduce(operator.or_, [grad.data_ptr() for grad in self._grads], 0) % 16
+        flags = [held.presence_of(index) for index in params]
+        table = Table([self._grads]).addresses[0]
+        self.grads = GradientTable(table, aligned, self._writes(flags))
+
+    def _writes(self, present: Sequence[bool | Tensor]) -> Tensor | None:
+        """(params,) float64 flags of presence; None: all are present."""
+        if all(flag is True for flag in present):
+            return None
+        known = torch.arange(2, device=self._device).bool().unbind()
+        flags = [flag if isinstance(flag, Tensor) else known[flag] for flag in present]
+        return torch.stack(flags).double()
+
+    def of_group(self, group: int, math: GroupMaths) -> tuple[GroupMath, Step]:
+        """How the rule of a group is run."""
+        if group not in self._maths:
+            found = math(group)
+            only_if = None if found.only_if is None else found.only_if.double()
+            step = Step(found.scalars, found.options, found.factor, found.maximize, only_if)
+            self._maths[group] = found, step
+        return self._maths[group]
+
+    def can_run(self, group: int, math: GroupMaths) -> bool:
+        """Whether there are kernels for the rule and options of a group."""
+        if group not in self._can:
+            self._can[group] = can_run(self.of_group(group, math)[0], self._device)
+        return self._can[group]
+
+
+class KernelStages:
+    """One chunk in one step."""
+
+    def __init__(self, tables: ChunkTables, step: StepTables) -> None:
+        self._tables = tables
+        self._step = step
+        self._out: Tensor | None = None
+        self._directions: list[Tensor] = []
+
+    def collect(self, held: "ShardedParameters", math: GroupMaths) -> None:
+        """Prepare the parts held here, and start sending them to the owners."""
+        out = torch.empty(self._tables.size, dtype=self._tables.moves.dtype, device=held.device)
+        for group, parts in self._tables.momenta:
+            parts.run_(self._step.grads, out, self._step.of_group(group, math)[1])
+        if self._tables.copies is not None:
+            self._tables.copies.run_([out], out)
+        self._tables.moves.send_there(out[: self._tables.sent])
+        self._out = out
+
+    def transform(self, held: "ShardedParameters", math: GroupMaths) -> None:
+        """Orthogonalize the blocks that this rank owns."""
+        received = self._tables.moves.arrived()
+        out, self._out = self._out, None
+        assert out is not None
+        if self._tables.assembling is not None:
+            self._tables.assembling.run_([received], out)
+        writes = self._step.grads.writes
+        for group, jobs in self._tables.batches:
+            of_group, step = self._step.of_group(group, math)
+            blocks = [
+                GivenBlocks(
+                    out[job.begin : job.stop].view(-1, *job.size),
+                    job.states,
+                    None if writes is None or not job.states[0] else writes[job.places],
+                )
+                for job in jobs
+            ]
+            found = orthogonalized([(given, None) for given in blocks], step)
+            for given, directions in zip(blocks, found, strict=True):
+                if of_group.bounds is not None and is_bounded(of_group.rule):
+                    largest = of_group.rule.largest_norm((given.rows, given.cols), of_group.options)
+                    squares = direction_squares(directions)
+                    of_group.bounds.look_at(group, squares, largest, of_group.only_if)
+                self._directions.append(finished(given, directions, step, self._tables.moves.dtype))
+
+    def give_back(self, held: "ShardedParameters") -> None:
+        """Start sending everyone the parts of the directions that they hold."""
+        way, buffer = self._tables.moves.back, self._tables.moves.nothing
+        if way.out:
+            buffer = buffer.new_empty(sum(way.outgoing))
+        if self._tables.packing is not None:
+            self._tables.packing.run_(self._directions, buffer)
+        for item in way.out:
+            if item.beside:
+                state = self._tables.whole_state(item.key)
+                extra = torch.cat([tensor.reshape(-1) for tensor in state.values()])
+                begin = item.start + item.numel
+                buffer[begin : begin + item.beside] = self._tables.moves.packed_beside(extra)
+        self._tables.moves.send_back(buffer)
+
+    def apply(self, held: "ShardedParameters", math: GroupMaths, *, gives_back: bool) -> None:
+        """Step in the directions, on the parts held here."""
+        sources, self._directions = self._directions, []
+        if gives_back:
+            sources.append(self._tables.moves.arrived())
+            self._put_whole_states(held, sources[-1])
+        measured = False
+        for group, parts in self._tables.steps:
+            of_group, step = self._step.of_group(group, math)
+            parts.run_(sources, self._step.grads.writes, step)
+            measured |= of_group.sizes is not None
+        for part, size, source in self._tables.parts if measured else ():
+            of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
+            held.count(part.route, of_group, _taken(sources, source, size))
+
+    def _put_whole_states(self, held: "ShardedParameters", received: Tensor) -> None:
+        """Take over what owners decided with whole blocks in sight."""
+        moves = self._tables.moves
+        if any(item.beside for item in moves.back.into):
+            routes = {route.key: route for route in moves.chunk}
+            for item in moves.back.into:
+                if item.beside:
+                    begin = item.start + item.numel
+                    extra = moves.beside(received[begin : begin + item.beside])
+                    held.put_whole_state(routes[item.key], extra)
+
+
+def _taken(sources: Sequence[Tensor], source: SourceRows, size: Size) -> Tensor:
+    """The direction of a part, (rows, cols)."""
+    strides = (1, source.stride) if source.turned else (source.stride, 1)
+    of = sources[source.number]
+    return of.as_strided(size, strides, int(of.storage_offset()) + source.begin)
+
+
+class SpreadBlocks:
+    """The chunks of one placement. Tables are made once, unless something is replaced."""
+
+    def __init__(
+        self, chunks: "Sequence[tuple[BlockMoves, list[HeldPart]]]", gives_back: bool
+    ) -> None:
+        self._chunks = chunks
+        self._gives_back = gives_back
+        self._params = sorted({route.param for moves, _ in chunks for route in moves.chunk})
+        self._places = {param: place for place, param in enumerate(self._params)}
+        self._known: _Known | None = None
+        self._tables: dict[int, ChunkTables | None] = {}
+        self._groups: dict[int, set[int]] = {}
+        self._step: StepTables | None = None
+
+    def begin_step(self, held: "ShardedParameters") -> None:
+        """Forget what was replaced since the last step."""
+        self._step = None
+        if self._known is None or not self._known.is_still(held, self._params):
+            self._known, self._tables = _Known(held, self._params), {}
+
+    def stages(
+        self, held: "ShardedParameters", number: int, math: GroupMaths
+    ) -> KernelStages | None:
+        """A chunk with the tables of this step; None: plain torch does it."""
+        if self._step is None:
+            assert self._known is not None
+            self._step = StepTables(held, self._params)
+            if self._step.dtypes != self._known.grad_dtypes:
+                self._known.grad_dtypes, self._tables = self._step.dtypes, {}
+        moves, mine = self._chunks[number]
+        if number not in self._groups:
+            self._groups[number] = {held.specs[route.param].group for route in moves.chunk}
+        if not all(self._step.can_run(group, math) for group in self._groups[number]):
+            return None
+        if number not in self._tables:
+            self._tables[number] = self._made(held, moves, mine)
+        tables = self._tables[number]
+        return None if tables is None else KernelStages(tables, self._step)
+
+    def end_step(self) -> None:
+        """Gradients are no longer needed."""
+        self._step = None
+
+    def _made(
+        self, held: "ShardedParameters", moves: BlockMoves, mine: "list[HeldPart]"
+    ) -> ChunkTables | None:
+        assert self._known is not None
+        dtypes = self._known.grad_dtypes
+        try:
+            return ChunkTables(held, moves, mine, self._gives_back, self._places, dtypes)
+        except NotRowsError:
+            return None
+
+
+class _Known:
+    """Parameters and state as a step found them."""
+
+    def __init__(self, held: "ShardedParameters", params: Sequence[int]) -> None:
+        self._states = [held.state_of(index) for index in params]
+        self._tensors = _tensors(self._states)
+        self._addresses = _addresses(held, params)
+        self.grad_dtypes: list[torch.dtype] = []
+
+    def is_still(self, held: "ShardedParameters", params: Sequence[int]) -> bool:
+        """Whether nothing was replaced since."""
+        states = [held.state_of(index) for index in params]
+        tensors = _tensors(states)
+        return (
+            all(map(operator.is_, states, self._states))
+            and len(tensors) == len(self._tensors)
+            and all(map(operator.is_, tensors, self._tensors))
+            and _addresses(held, params) == self._addresses
+        )
+
+
+def _tensors(states: Sequence[State]) -> list[Tensor]:
+    return [tensor for state in states for tensor in state.values()]
+
+
+def _addresses(held: "ShardedParameters", params: Sequence[int]) -> list[int]:
+    return [held.params[index].to_local().data_ptr() for index in params]

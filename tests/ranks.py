@@ -75,7 +75,7 @@ def prepare() -> None:
     No backward pass, since that starts threads which ranks would lack.
     """
     importlib.import_module("torch._dynamo")  # which hooks and compiled rules import
-    for name in ("block_exchange", "block_stages", "partial_gradients"):
+    for name in ("block_exchange", "block_stages", "gradients"):
         importlib.import_module(f"samestep.placements.parts.{name}")
     matrix = nn.Parameter(torch.eye(2))
     matrix.grad = torch.eye(2)

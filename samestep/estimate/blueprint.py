@@ -267,7 +267,7 @@ def _plain(
 def _sums(
     params: Sequence[Tensor], lie: Sequence[SpreadOver], grid: Grid
 ) -> tuple[GradientSum, ...]:
-    """What `partial_gradients` adds up, all that can travel together at once."""
+    """What `combine_gradients` adds up, all that can travel together at once."""
     together: dict[tuple[Peers, tuple[int, ...], torch.dtype], list[int]] = {}
     for number, (param, over) in enumerate(zip(params, lie, strict=True)):
         if over.summed:

@@ -4,7 +4,6 @@
     elementwise  norm, AdamW; muon_tiles: both ends of Muon; part_tiles: of parts of its blocks
     symmetric    symmetric products, one triangle of them computed
     orthogonalize, muon, parts, adamw, norm    what calls them
-    spread_blocks, spread_chunk, chunk_tables, step_tables    blocks of DTensors, chunk by chunk
     choice       whether a device and a group can use them, or why not
 
 Nothing here is imported before a step meets a CUDA device: samestep needs torch alone.

@@ -1,7 +1,7 @@
 """Blocks of DTensors: they come together on their owners, chunk by chunk, and go back.
 
 `docs/dtensors.md` has the algorithm; `block_stages` runs a chunk of it in plain torch, and
-`spread_chunk` with kernels.
+`kernel_stages` with kernels.
 """
 
 from collections.abc import Iterable, Sequence

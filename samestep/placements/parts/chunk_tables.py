@@ -1,4 +1,4 @@
-"""Where everything of a chunk of spread blocks lies: made once, for `spread_chunk`.
+"""Where everything of a chunk of spread blocks lies: made once, for `kernel_stages`.
 
 New directions lie in one buffer: first what is sent to owners, part after part, then the blocks
 that this rank owns.

@@ -7,7 +7,7 @@ import samestep
 from samestep.estimate.blueprint import blueprint
 from samestep.estimate.grid import one_axis
 from samestep.estimate.memory import kept_memory, rank_memory
-from samestep.planning.shapes import SHAPES, build
+from samestep.estimate.shapes import SHAPES, build
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 

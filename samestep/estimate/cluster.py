@@ -12,10 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.estimate.blueprint import Blueprint, blueprint
 from samestep.estimate.fsdp import Unit
-from samestep.estimate.stack import Share, stack_blueprint, stack_grid, stack_units
-from samestep.groups.routing import EMBEDDING_NAME
-from samestep.mesh.degrees import Degrees
-from samestep.planning.model import (
+from samestep.estimate.model import (
     Model,
     is_expert,
     layers_of,
@@ -23,6 +20,9 @@ from samestep.planning.model import (
     shallow,
     stage_of,
 )
+from samestep.estimate.stack import Share, stack_blueprint, stack_grid, stack_units
+from samestep.groups.routing import EMBEDDING_NAME
+from samestep.mesh.degrees import Degrees
 from samestep.tooling.request import BadRequestError
 
 Stage = Literal["none", "zero1", "zero2", "zero3"]

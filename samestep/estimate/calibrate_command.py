@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from samestep.estimate.calibration import Measured, hardware, measure
 from samestep.estimate.hardware import hardware_as_json
+from samestep.estimate.options import Options
 from samestep.launch import run_forked
-from samestep.planning.calibration import Measured, hardware, measure
-from samestep.planning.options import Options
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 

@@ -11,20 +11,20 @@ import torch
 from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.cluster import (
+    Settings,
+    fsdp_units,
+    stage_blueprint,
+)
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import fsdp_collectives, passes_1f1b
 from samestep.estimate.fsdp_memory import fsdp_peak
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.estimate.model import Model, stage_of
 from samestep.estimate.timeline import Timeline, Training, simulate
 from samestep.estimate.work import balance
 from samestep.mesh.degrees import Degrees
-from samestep.planning.cluster import (
-    Settings,
-    fsdp_units,
-    stage_blueprint,
-)
-from samestep.planning.model import Model, stage_of
 
 ONE_RANK = "one rank"  # in place of axes
 

@@ -13,13 +13,9 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
-from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
-from samestep.estimate.timeline import Timeline
-from samestep.estimate.trace import chrome_trace
-from samestep.mesh.degrees import Degrees
-from samestep.planning import tables
-from samestep.planning.cluster import STAGES, Settings, Stage, stage_blueprint
-from samestep.planning.figures import (
+from samestep.estimate import tables
+from samestep.estimate.cluster import STAGES, Settings, Stage, stage_blueprint
+from samestep.estimate.figures import (
     StageFigures,
     cost_of_planning,
     device_of,
@@ -28,10 +24,14 @@ from samestep.planning.figures import (
     stage_needs,
     training_of,
 )
-from samestep.planning.mesh import not_counted, questions, read_mesh
-from samestep.planning.model import Model, load_model, stage_of
-from samestep.planning.options import Options as Options
-from samestep.planning.verdict import judge
+from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
+from samestep.estimate.mesh import not_counted, questions, read_mesh
+from samestep.estimate.model import Model, load_model, stage_of
+from samestep.estimate.options import Options as Options
+from samestep.estimate.timeline import Timeline
+from samestep.estimate.trace import chrome_trace
+from samestep.estimate.verdict import judge
+from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
@@ -42,7 +42,7 @@ MOST_DRAWN = 8  # ranks in a picture of a timeline
 def run(options: Options) -> None:
     """Do what the options ask."""
     if options.calibrate:
-        from samestep.planning.calibrate_command import calibrate
+        from samestep.estimate.calibrate_command import calibrate
 
         calibrate(options)
         return
@@ -192,8 +192,8 @@ def _files(
     hardware: Hardware,
     bars: dict[str, dict[str, int]],
 ) -> dict[str, bytes]:
-    from samestep.planning.pictures import gantt, memory_bars
-    from samestep.planning.scaling import scaling
+    from samestep.estimate.pictures import gantt, memory_bars
+    from samestep.estimate.scaling import scaling
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
     drawn = gantt({"step": timeline}, title)
@@ -218,7 +218,7 @@ def _files(
 
 def _page(content: dict[str, Any], shown: list[tables.Table], figures: list[StageFigures]) -> str:
     environment = Environment(
-        loader=PackageLoader("samestep.planning", ""), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("samestep.estimate", ""), autoescape=True, undefined=StrictUndefined
     )
     style = (Path(__file__).parent.parent / "stress" / "report" / "style.css").read_text()
     slowest = max(figures, key=lambda each: each.step_seconds)

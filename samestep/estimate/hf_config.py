@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.planning.shapes import Shape
+from samestep.estimate.shapes import Shape
 from samestep.tooling.request import BadRequestError
 
 # Where families differ from the usual names.

@@ -2,9 +2,9 @@
 
 from math import prod
 
+from samestep.estimate.model import Model, layers_of
 from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
-from samestep.planning.model import Model, layers_of
 from samestep.tooling.request import BadRequestError
 
 NAMES = {

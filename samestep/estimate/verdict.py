@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from samestep.planning.cluster import STAGES, Stage
+from samestep.estimate.cluster import STAGES, Stage
 
 # From "when to use each" of Megatron's documentation: shares of the device's memory.
 USE = {

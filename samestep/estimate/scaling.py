@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.figures import training_of
 from samestep.estimate.hardware import Hardware
+from samestep.estimate.model import Model, load_model
+from samestep.estimate.options import Options
+from samestep.estimate.pictures import curves
+from samestep.estimate.tables import Picture, Table
 from samestep.estimate.timeline import simulate
 from samestep.estimate.work import balance
 from samestep.mesh.degrees import Degrees
-from samestep.planning.cluster import Settings, stage_blueprint
-from samestep.planning.figures import training_of
-from samestep.planning.model import Model, load_model
-from samestep.planning.options import Options
-from samestep.planning.pictures import curves
-from samestep.planning.tables import Picture, Table
 from samestep.stress.report.words import duration
 from samestep.tooling.request import BadRequestError
 

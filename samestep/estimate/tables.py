@@ -8,8 +8,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as ScreenTable
 
-from samestep.planning.cluster import Stage
-from samestep.planning.figures import StageFigures
+from samestep.estimate.cluster import Stage
+from samestep.estimate.figures import StageFigures
 from samestep.stress.report.words import duration, size
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from samestep.estimate.hf_config import read_config
+from samestep.estimate.shapes import SHAPES, Shape, build
 from samestep.groups.elsewhere import Elsewhere
 from samestep.parallel.stages import spread
-from samestep.planning.hf_config import read_config
-from samestep.planning.shapes import SHAPES, Shape, build
 from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.request import BadRequestError
 

@@ -15,18 +15,15 @@ import torch
 import tyro
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.command import distinct_stages
 from samestep.estimate.figures import stage_figures
-from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS, Hardware, Link
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
-from samestep.estimate.pictures import gantt
-from samestep.estimate.scaling import RANKS, picture, point
-from samestep.estimate.timeline import Timeline, Training, simulate
-from samestep.estimate.trace import chrome_trace
+from samestep.estimate.pictures import RANKS, gantt, picture, point
+from samestep.estimate.timeline import Timeline, Training, chrome_trace, simulate
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.stress.models import Matrices

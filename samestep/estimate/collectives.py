@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Sharing
-from samestep.estimate.grid import Peers
+from samestep.estimate.blueprint import Blueprint, Peers, Sharing
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -39,12 +38,10 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """The same on every rank."""
         return self.transfers[0].name
 
     @property
     def traffic(self) -> Traffic:
-        """The same on every rank."""
         return self.transfers[0].traffic
 
     def of(self, place_among: int) -> Transfer:
@@ -91,11 +88,9 @@ class Launches:
         self._blueprint = blueprint
 
     def of(self, operation: Operation) -> list[Collective]:
-        """What an operation launches, in order."""
         return list(self._of(operation))
 
     def of_step(self, rank: int = 0) -> list[Collective]:
-        """What a step launches, in order."""
         operations = self._blueprint.schedule(rank)
         return [*self.of_beginning(), *(each for op in operations for each in self._of(op))]
 

@@ -20,17 +20,16 @@ from samestep.estimate.figures import (
     cost_of_planning,
     device_of,
     figures_as_json,
+    judge,
     stage_figures,
     stage_needs,
     training_of,
 )
 from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
-from samestep.estimate.mesh import not_counted, questions, read_mesh
 from samestep.estimate.model import Model, load_model, stage_of
 from samestep.estimate.options import Options as Options
-from samestep.estimate.timeline import Timeline
-from samestep.estimate.trace import chrome_trace
-from samestep.estimate.verdict import judge
+from samestep.estimate.options import not_counted, questions, read_mesh
+from samestep.estimate.timeline import Timeline, chrome_trace
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
@@ -40,9 +39,8 @@ MOST_DRAWN = 8  # ranks in a picture of a timeline
 
 
 def run(options: Options) -> None:
-    """Do what the options ask."""
     if options.calibrate:
-        from samestep.estimate.calibrate_command import calibrate
+        from samestep.estimate.calibration import calibrate
 
         calibrate(options)
         return
@@ -121,7 +119,6 @@ def run(options: Options) -> None:
 
 
 def find_hardware(text: str) -> Hardware:
-    """A preset, or a file."""
     if text in PRESETS:
         return PRESETS[text]
     if Path(text).suffix != ".json":
@@ -136,7 +133,6 @@ def find_hardware(text: str) -> Hardware:
 
 
 def settings_of(options: Options) -> Settings:
-    """Keywords of the optimizer."""
     return Settings(
         sharding=options.sharding,
         buffers=options.buffers,
@@ -192,8 +188,7 @@ def _files(
     hardware: Hardware,
     bars: dict[str, dict[str, int]],
 ) -> dict[str, bytes]:
-    from samestep.estimate.pictures import gantt, memory_bars
-    from samestep.estimate.scaling import scaling
+    from samestep.estimate.pictures import gantt, memory_bars, scaling
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
     drawn = gantt({"step": timeline}, title)

@@ -1,10 +1,19 @@
-"""The options of `samestep plan`."""
+"""What `samestep plan` is asked for: its options, and the axes of `--mesh dp=8,tp=2,...`.
+
+Axes are given by name, and checked against each other and against the ranks.
+"""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+
+from samestep.estimate.model import Model, layers_of
+from samestep.mesh.contract import ModelSizes, terms
+from samestep.mesh.degrees import Degrees, DegreesError
+from samestep.tooling.request import BadRequestError
 
 
 @dataclass(frozen=True)
@@ -47,3 +56,102 @@ class Options:
     """Ranks that --calibrate starts."""
     out: Path | None = None
     """Folder for plan.json, plan.html and the timeline; with --calibrate for hardware.json."""
+
+
+NAMES = {
+    "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",
+    "ep": "ep", "expert": "ep", "replicate": "replicate",
+}  # fmt: skip
+HOST = 8  # ranks
+
+
+def read_mesh(text: str, ranks: int | None) -> Degrees:
+    """Raises BadRequestError, in one line with the numbers, for axes that do not fit."""
+    sizes: dict[str, int] = {}
+    for item in filter(None, text.replace(" ", "").split(",")):
+        name, equals, value = item.partition("=")
+        if name not in NAMES or not equals:
+            known = ", ".join(NAMES)
+            raise BadRequestError(f"--mesh: {item!r} is not AXIS=SIZE; the axes are {known}")
+        if not value.isdigit() or int(value) < 1:
+            raise BadRequestError(f"--mesh: {name} must be a whole number above 0, got {value!r}")
+        if NAMES[name] in sizes:
+            raise BadRequestError(f"--mesh: {NAMES[name]} is given twice")
+        sizes[NAMES[name]] = int(value)
+    others = prod(size for name, size in sizes.items() if name != "dp")
+    world = others * sizes.get("dp", 1)
+    if ranks is not None and "dp" not in sizes and ranks % others == 0:
+        world = ranks  # what is left is data parallel
+    if ranks is not None and world != ranks:
+        raise BadRequestError(f"--mesh: {_question(sizes, world, ranks)}")
+    try:
+        return Degrees(
+            world, sizes.get("pp", 1), sizes.get("replicate", 1), sizes.get("ep", 1),
+            sizes.get("tp", 1),
+        )  # fmt: skip
+    except DegreesError as error:
+        raise BadRequestError(f"--mesh: {error}") from error
+
+
+def _question(sizes: dict[str, int], world: int, ranks: int) -> str:
+    """Why axes do not make up the ranks, and what would."""
+    product = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    parts = [f"{product} = {world:,} ranks, and there are {ranks:,}"]
+    others = world // sizes.get("dp", 1)
+    if sizes.get("ep", 1) > 1:
+        without = world // sizes["ep"]
+        parts.append(f"if ep is part of dp x tp (as in Megatron) they are {without:,}")
+        inside = others // sizes["ep"]
+        if ranks % inside == 0:
+            parts.append(f"then dp {ranks // inside} makes {ranks:,}")
+    if ranks % others == 0:
+        parts.append(f"dp {ranks // others} would fit")
+    else:
+        parts.append(f"no dp does: {ranks:,} / {others:,} = {ranks / others:g}")
+    return "; ".join(parts)
+
+
+def questions(model: Model, degrees: Degrees) -> list[str]:
+    """What can be planned, and still deserves a second look: lines of the contract, and hosts."""
+    found = [str(term) for term in terms(_sizes(model), degrees) if not term.holds]
+    if degrees.ep > 1 and model.shape is not None and not model.shape.experts:
+        found.append(f"ep={degrees.ep}, and the model has no experts: they are data parallel")
+    if degrees.tp > HOST:
+        found.append(f"tp={degrees.tp} spans hosts of {HOST} ranks")
+    return found
+
+
+def not_counted(degrees: Degrees, sharding: str, tokens: int = 0) -> list[str]:
+    """What a step has beside what a plan of these axes tells."""
+    found = ["activations, in memory"]
+    cut = [f"{name}={getattr(degrees, name)}" for name in ("tp", "ep", "pp")]
+    cut = [text for text in cut if not text.endswith("=1")]
+    if cut:
+        found.append(
+            f"what layers and stages send each other under {', '.join(cut)}, in bytes and time: it "
+            "depends on the batch"
+        )
+    if sharding == "zero3" and not tokens:
+        found.append(
+            "FSDP2's gathers and reductions, in time: the step is the optimizer's alone; --tokens "
+            "simulates whole iterations"
+        )
+    if tokens and degrees.pp > 1:
+        found.append("waits of pipeline stages for each other, in time")
+    return found
+
+
+def _sizes(model: Model) -> ModelSizes:
+    layers = layers_of(model.module)
+    count = 0 if layers is None else len(layers[1])
+    if model.shape is None:
+        return ModelSizes(layers=count)
+    shape = model.shape
+    return ModelSizes(
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        mlp_width=shape.hidden,
+        experts=shape.experts,
+        expert_width=shape.expert_hidden,
+        layers=count,
+    )

@@ -1,17 +1,28 @@
-"""Pictures of plans: timelines, memory by stage, curves over the number of ranks."""
+"""Pictures of plans: timelines, memory by stage, and how a model scales with the number of ranks.
+
+Scaling is strong and weak, with owner balance and exposed communication.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import matplotlib
-
-from samestep.estimate.timeline import Span, Timeline
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.figures import device_of, training_of
+from samestep.estimate.hardware import Hardware
+from samestep.estimate.model import Model, load_model
+from samestep.estimate.options import Options
+from samestep.estimate.tables import Picture, Table
+from samestep.estimate.timeline import Span, Timeline, simulate
+from samestep.estimate.work import balance
+from samestep.mesh.degrees import Degrees
+from samestep.stress.report.words import duration
+from samestep.tooling.request import BadRequestError
 
 COLOURS = {
     "forward": "#a9cbee", "backward": "#f2b872", "Transform": "#4f8fd0", "Update": "#4f8fd0",
@@ -26,15 +37,16 @@ MEMORY = {
     "parameters": "#4f8fd0", "gradients_then": "#f2b872", "main_parameters": "#9bd19b",
     "state": "#2f7d4f", "buffers": "#7b5ea7", "temporaries": "#c9b6e4",
 }  # fmt: skip
+RANKS = (8, 64, 512, 4096)
+SHARED_BY = 64  # ranks that share state; beyond, their groups are copies of each other
+TOKENS = 4096  # of a rank on the fewest ranks
 
 
 def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
     """One panel per timeline, on one scale; two rows per rank: host and link."""
     heights = [0.5 + 0.42 * max(len(t.shown), 1) for t in timelines.values()]
-    figure, axes = plt.subplots(
-        len(timelines), 1, figsize=(11, 1.0 + sum(heights)), sharex=True, squeeze=False,
-        gridspec_kw={"height_ratios": heights},
-    )  # fmt: skip
+    figure = Figure(figsize=(11, 1.0 + sum(heights)))
+    axes = figure.subplots(len(timelines), 1, sharex=True, squeeze=False, height_ratios=heights)
     for ax, (name, timeline) in zip(axes.flat, timelines.items(), strict=True):
         ticks = []
         for row, (rank, shown) in enumerate(timeline.shown.items()):
@@ -64,14 +76,14 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
 
 def memory_bars(by_stage: Mapping[str, Mapping[str, int]], device_memory: int) -> bytes:
     """What the worst rank holds at its peak, per stage, against the device's memory."""
-    figure, ax = plt.subplots(figsize=(8, 0.6 + 0.55 * len(by_stage)))
-    for row, (stage, parts) in enumerate(by_stage.items()):
+    figure = Figure(figsize=(8, 0.6 + 0.55 * len(by_stage)))
+    ax = figure.subplots()
+    for row, parts in enumerate(by_stage.values()):
         left = 0.0
         for part, colour in MEMORY.items():
             ax.barh(-row, parts[part] / 1e9, left=left, color=colour, height=0.7)
             left += parts[part] / 1e9
         ax.text(left, -row, f" {left:.4g} GB", va="center", fontsize=8)
-        del stage
     ax.axvline(device_memory / 1e9, color="#c8243b", linestyle="--", linewidth=1)
     ax.set_yticks([-row for row in range(len(by_stage))], list(by_stage))
     ax.set_xlabel("GB of the worst rank at its peak, activations apart (dashed: the device)")
@@ -88,7 +100,8 @@ def curves(
     xs: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], title: str
 ) -> bytes:
     """Lines over the number of ranks, a panel per quantity."""
-    figure, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 3.4), squeeze=False)
+    figure = Figure(figsize=(4.2 * len(panels), 3.4))
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for ax, (name, lines) in zip(axes.flat, panels.items(), strict=True):
         for label, ys in lines.items():
             ax.plot(xs, ys, marker="o", label=label)
@@ -108,5 +121,105 @@ def curves(
 def _png(figure: Figure) -> bytes:
     target = io.BytesIO()
     figure.savefig(target, format="png", dpi=120)
-    plt.close(figure)
     return target.getvalue()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of ranks."""
+
+    ranks: int
+    shared_by: int
+    balance: float
+    bound: float
+    step: float
+    exposed: float
+    iteration_strong: float  # the batch is divided among all ranks
+    iteration_weak: float  # every rank has as many tokens
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The curves, as numbers and as a table with a picture."""
+
+    content: list[dict[str, Any]]
+    table: Table
+
+
+def scaling(options: Options, hardware: Hardware) -> Scaling:
+    """Data parallel alone, whatever mesh was asked for."""
+    model = load_model(options.model, getattr(torch, options.dtype))
+    settings = Settings(
+        sharding=options.sharding,
+        buffers=options.buffers,
+        muon=options.rule == "muon",
+        master_weights=options.dtype == "bfloat16",
+    )
+    tokens = options.tokens or TOKENS
+    points = [point(model, settings, hardware, ranks, tokens) for ranks in RANKS]
+    rows = [
+        [
+            f"{p.ranks:,}", f"{p.shared_by:,}", f"{p.balance:.2f}", f"{p.bound:.2f}",
+            duration(p.step), duration(p.exposed),
+            f"{points[0].iteration_weak / p.iteration_weak:.0%}",
+            f"{points[0].iteration_strong * RANKS[0] / (p.iteration_strong * p.ranks):.0%}",
+        ]
+        for p in points
+    ]  # fmt: skip
+    table = Table(
+        "Scaling with data parallel ranks",
+        f"Weak: {tokens:,} tokens on every rank. Strong: as many tokens in all as {RANKS[0]} ranks "
+        "have there. Efficiency against the fewest ranks.",
+        ["ranks", "share state", "balance", "bound", "step", "exposed", "weak", "strong"],
+        rows,
+        [Picture.of("scaling", picture(points, model.name))],
+    )
+    return Scaling([vars(p) for p in points], table)
+
+
+def picture(points: Sequence[Point], name: str) -> bytes:
+    return curves(
+        [p.ranks for p in points],
+        {
+            "busiest owner / mean": {
+                "balanced": [p.balance for p in points],
+                "bound": [p.bound for p in points],
+            },
+            "seconds of a step": {
+                "step": [p.step for p in points],
+                "exposed": [max(p.exposed, 1e-9) for p in points],
+            },
+            "seconds of an iteration": {
+                "weak": [p.iteration_weak for p in points],
+                "strong": [p.iteration_strong for p in points],
+            },
+        },
+        name,
+    )
+
+
+def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, tokens: int) -> Point:
+    """Groups of at most `SHARED_BY` ranks share state; zero3 shards inside, and copies outside."""
+    copies = max(1, ranks // SHARED_BY)
+    degrees = Degrees(ranks, replicate=copies)
+    plan = stage_blueprint(model, degrees, settings, device_of(hardware), 0)
+    found = [balance(placement) for placement in plan.placements]
+    spread = next((each for each in found if each is not None), None)
+    if spread is None:
+        raise BadRequestError("--scaling is about Muon's owners, and no matrix follows Muon here")
+    step = simulate(plan, hardware)
+    share = max(1, tokens * RANKS[0] // ranks)
+    strong, weak = (
+        simulate(plan, hardware, training=training_of(each, model, degrees, settings))
+        for each in (share, tokens)
+    )
+    return Point(
+        ranks,
+        ranks // copies,
+        spread.ratio,
+        spread.bound_ratio,
+        step.seconds,
+        step.exposed_seconds,
+        strong.seconds,
+        weak.seconds,
+    )

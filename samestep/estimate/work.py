@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,12 +23,10 @@ class Work:
     pieces: Tensor
 
     def seconds(self, hardware: Hardware) -> Tensor:
-        """How long it takes."""
         return self.product_seconds + self.bytes / hardware.bytes_rate + self.pieces * hardware.call
 
 
 def no_work(ranks: int) -> Work:
-    """Nothing."""
     return Work(*(torch.zeros(ranks, dtype=torch.float64) for _ in range(4)))
 
 
@@ -86,7 +83,6 @@ def balance(placement: Sharing | Spreading) -> Balance | None:
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
-    """What each peer computes in a bucket."""
     bucket = sharing.plan.buckets[number]
     found: list[list[float]] = [[0.0] * len(bucket.segments) for _ in range(4)]
     for rank, segment in bucket.filled:
@@ -148,7 +144,6 @@ def elementwise_work(spreading: Spreading) -> Work:
 
 
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
-    """What owners compute on the blocks of a chunk."""
     found = no_work(spreading.peers.size)
     for route in spreading.plan.chunks[number]:
         cost = orthogonalize_flops(*route.block.shape)
@@ -171,12 +166,10 @@ def chunk_parts(spreading: Spreading, number: int) -> Tensor:
     return torch.tensor(sizes, dtype=torch.float64)
 
 
-@lru_cache(maxsize=8)
 def _adamw_bytes(width: int) -> int:
     """Per element: fp32 gradient and moments, a parameter of that width."""
     return ADAMW_BYTES - 2 * (4 - width)
 
 
-@lru_cache(maxsize=8)
 def _muon_bytes(width: int) -> int:
     return MUON_BYTES - 2 * (4 - width)

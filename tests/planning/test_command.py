@@ -5,8 +5,8 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.estimate.mesh import questions, read_mesh
 from samestep.estimate.model import load_model
+from samestep.estimate.options import questions, read_mesh
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.request import BadRequestError
 

@@ -258,7 +258,7 @@ def blueprint(
     """
     everyone = everyone or grid.peers(*grid.sizes)
     device = device or torch.device("cpu")
-    known: dict[tuple[tuple[int, ...], SpreadOver], tuple[tuple[Box, ...], tuple[int, ...]]] = {}
+    known: dict[tuple[tuple[int, ...], SpreadOver], _Held] = {}  # layers are alike
     lie: dict[Tensor, SpreadOver] = {}
     groups = optimizer.param_groups
     for group in groups:
@@ -294,16 +294,14 @@ def blueprint(
                 f"muon_schedule='gather' has every rank compute every block: it is planned for up "
                 f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
             )
+        lying = [known[spec.shape, lie[p]] for p, spec in zip(params, specs, strict=True)]
         held = tuple(
-            ShardedSpec(spec.name, spec.shape, spec.blocks or (), *known[spec.shape, lie[param]])
-            for param, spec in zip(params, specs, strict=True)
+            ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
+            for spec, found in zip(specs, lying, strict=True)
         )
         exchange = planned_blocks(held, peers.size, distribution, device)
         sums = _sums(params, [lie[param] for param in params], grid)
-        room = tuple(
-            max(box.numel for box in spec.boxes) if lie[param].padded else None
-            for param, spec in zip(params, held, strict=True)
-        )
+        room = tuple(found.room for found in lying)
         transfers = transfers_of(exchange, params, specs, peers.size, distribution, device)
         spreads.append(
             Spreading(params, specs, held, exchange, transfers, peers, distribution, sums, room)
@@ -358,13 +356,19 @@ def _only(
     return found
 
 
-def _held(
-    shape: tuple[int, ...], over: SpreadOver, grid: Grid
-) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+class _Held(NamedTuple):
     """The boxes of all ranks of a mesh, and which copy each holds, in the order of its group."""
+
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]
+    room: int | None  # as `Spreading.room` has it
+
+
+def _held(shape: tuple[int, ...], over: SpreadOver, grid: Grid) -> _Held:
     sizes = [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
     if list(over.axes) != [axis for axis in grid.sizes if axis in over.axes]:
         raise ValueError(f"mesh axes {over.axes} are not in the order of the grid's")
-    return tuple(boxes), tuple(copies)
+    room = max(box.numel for box in boxes) if over.padded else None
+    return _Held(tuple(boxes), tuple(copies), room)

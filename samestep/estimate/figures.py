@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.cluster import (
     STAGES,
     Settings,
@@ -155,15 +155,15 @@ def sample_ranks(plan: Blueprint) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
     found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}
     for placement in plan.placements:
-        owned = [0.0] * placement.peers.size
-        chunks = getattr(placement.plan, "chunks", ())
-        for chunk in chunks:
-            for route in chunk:
-                owned[route.owner] += route.box.numel
-        for bucket in getattr(placement.plan, "buckets", ()):
-            if not bucket.replicated:
-                for rank, size in enumerate(bucket.segment_sizes):
-                    owned[rank] += size
+        owned = [0] * placement.peers.size
+        if isinstance(placement, Spreading):
+            for chunk in placement.plan.chunks:
+                for route in chunk:
+                    owned[route.owner] += route.box.numel
+        else:
+            for bucket in placement.plan.buckets:
+                for rank, segment in () if bucket.replicated else bucket.filled:
+                    owned[rank] += segment.size
         place = max(range(len(owned)), key=owned.__getitem__)
         found.add(_rank_at(plan, placement.peers.axes, place))
     return sorted(found)

@@ -14,7 +14,7 @@ after it begins.
 
 import gzip
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -136,6 +136,7 @@ class _Simulator:
         self._flying: dict[tuple[str, object], list[InFlight]] = {}
         self._launched: set[BucketId] = set()
         self._show = list(show)
+        self._sizes: dict[int, Tensor] = {}  # of segments, by bucket
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -298,11 +299,13 @@ class _Simulator:
     def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
         self._spend_peers(per_peer / self._hardware.bytes_rate, peers)
 
-    def _segments(self, sharing: Sharing, bucket: BucketId) -> Tensor:
-        each = sharing.plan.buckets[bucket.bucket]
-        if each.replicated:
-            return torch.full((sharing.peers.size,), float(each.size), dtype=torch.float64)
-        return torch.tensor(each.segment_sizes, dtype=torch.float64)
+    def _segments(self, sharing: Sharing, number: int) -> Tensor:
+        """Elements of a bucket that each peer has to update: (size,)."""
+        each = sharing.plan.buckets[number]
+        if id(each) not in self._sizes:
+            sizes = [each.size] * sharing.peers.size if each.replicated else each.segment_sizes
+            self._sizes[id(each)] = torch.tensor(sizes, dtype=torch.float64)
+        return self._sizes[id(each)]
 
     def _pack(self, bucket: BucketId) -> None:
         """Gradients are copied side by side, where they do not lie so."""
@@ -320,7 +323,7 @@ class _Simulator:
         if sharing is None or not sharing.shape.reduces:
             return
         traffic = sharing.shape.transfers[bucket.bucket].reduce.traffic
-        own = self._segments(sharing, bucket)
+        own = self._segments(sharing, bucket.bucket)
         summands = sharing.peers.size if traffic is Traffic.EXCHANGE else 1
         self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
 
@@ -343,7 +346,7 @@ class _Simulator:
         transfer = None if sharing is None else sharing.shape.transfers[bucket.bucket].gather
         if sharing is None or transfer is None:
             return
-        ranks, own = sharing.peers.size, self._segments(sharing, bucket)
+        ranks, own = sharing.peers.size, self._segments(sharing, bucket.bucket)
         copies = 0 if sharing.distribution.buffers == "flat" else 1
         if transfer.traffic is Traffic.COPIES and ranks > 2:
             copies += ranks - 1
@@ -371,12 +374,9 @@ class _Simulator:
     def _clip_reads(self, operation: Operation) -> None:
         if isinstance(operation, Clip):
             for sharing in self._blueprint.shared:
-                owned = sum(
-                    self._segments(sharing, BucketId(0, number))
-                    for number in range(len(sharing.plan.buckets))
-                )
-                assert isinstance(owned, Tensor)
-                self._bytes(owned * 4, sharing.peers)
+                numbers = range(len(sharing.plan.buckets))
+                owned = torch.stack([self._segments(sharing, number) for number in numbers])
+                self._bytes(owned.sum(0) * 4, sharing.peers)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -408,8 +408,7 @@ class _Simulator:
             self._link = end
             self._busy += seconds
             self._flying.setdefault((kind, about), []).append(InFlight(ready, end))
-            for rank, shown in self._shown.items():
-                times = (float(t.flatten()[rank]) for t in (start, end, self._now))
+            for shown, times in self._drawn(start, end, self._now):
                 shown.transfers.append(Span(each.name, *times))
 
     def _seconds(self, each: Collective) -> Tensor:
@@ -430,16 +429,21 @@ class _Simulator:
             others = torch.minimum(torch.maximum(self._now, ready), until)
             self._idle += others - self._now
             self._exposed += until - others
-            for rank, shown in self._shown.items():
-                start, stop = float(self._now.flatten()[rank]), float(until.flatten()[rank])
+            for shown, (start, stop) in self._drawn(self._now, until):
                 if stop > start:
-                    shown.waits.append(Span(f"{kind}", start, stop))
+                    shown.waits.append(Span(kind, start, stop))
             self._now = until
 
     def _draw_operation(self, name: str, before: Tensor) -> None:
-        for rank, shown in self._shown.items():
-            start, end = float(before.flatten()[rank]), float(self._now.flatten()[rank])
-            shown.operations.append(Span(name, start, end))
+        for shown, times in self._drawn(before, self._now):
+            shown.operations.append(Span(name, *times))
+
+    def _drawn(self, *times: Tensor) -> Iterable[tuple[Shown, list[float]]]:
+        """The ranks that are drawn, and what each has of some times."""
+        if not self._shown:
+            return ()
+        columns = [each.flatten()[self._show].tolist() for each in times]
+        return zip(self._shown.values(), map(list, zip(*columns, strict=True)), strict=True)
 
 
 def _elements(unit: Unit) -> int:

@@ -327,12 +327,8 @@ class SpreadingWalk:
 
     def _parts(self, chunk: tuple[Route, ...]) -> list[int]:
         """Elements of each block of which this rank holds a part, once."""
-        found: dict[object, int] = {}
-        for route in chunk:
-            for part in route.parts:
-                if part.rank == self._place:
-                    found[route.key] = part.in_block.numel
-        return list(found.values())
+        held = {route.key: route.parts.of_rank.get(self._place) for route in chunk}
+        return [part.in_block.numel for part in held.values() if part is not None]
 
     def on_collect(self, number: int) -> None:
         """Directions of the parts, what is sent and what comes."""
@@ -340,10 +336,11 @@ class SpreadingWalk:
         parts = self._parts(chunk)
         self._ledger.add(self._key("prepared", number), sum(parts) * wide.itemsize)
         self._ledger.passing(max(parts, default=0) * wide.itemsize)
-        out, into = (sum(item.numel for item in items) for items in to_owners(chunk, self._place))
-        copied = out if len(to_owners(chunk, self._place)[0]) > 1 or dtype != wide else 0
+        out, into = to_owners(chunk, self._place)
+        copied = sum(item.numel for item in out) if len(out) > 1 or dtype != wide else 0
+        coming = sum(item.numel for item in into)
         self._ledger.add(self._key("collected", number), copied * dtype.itemsize)
-        self._ledger.add(self._key("coming", number), into * dtype.itemsize)
+        self._ledger.add(self._key("coming", number), coming * dtype.itemsize)
 
     def on_transform(self, number: int) -> None:
         chunk, _, wide = self._chunk(number)

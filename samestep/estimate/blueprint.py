@@ -8,7 +8,7 @@ is part of a plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -240,6 +240,18 @@ class Blueprint:
 _schedule = lru_cache(maxsize=64)(step_schedule)
 
 
+def _shared_plan(
+    specs: tuple[ParamSpec, ...], ranks: int, distribution: Distribution
+) -> ShardingPlan:
+    """zero1 and zero2 share one: they differ in when gradients are let go of."""
+    if distribution.sharding == "zero2":
+        distribution = replace(distribution, sharding="zero1")
+    return _known_plan(specs, ranks, distribution)
+
+
+_known_plan = lru_cache(maxsize=2)(planned_shares)
+
+
 def blueprint(
     optimizer: RuleOptimizer,
     grid: Grid,
@@ -277,7 +289,7 @@ def blueprint(
         if everyone.size * (1 if outer is None else outer.size) == 1:
             break  # one process: nothing is shared
         members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
-        plan = planned_shares(members.specs, peers.size, beside)
+        plan = _shared_plan(members.specs, peers.size, beside)
         own_outer = outer if peers == everyone else None
         policy = beside.bucket_policy(peers.size, own_outer.size if own_outer else 1, device)
         watched = optimizer._in_flight.all_watched(members.params)

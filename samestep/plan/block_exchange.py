@@ -247,36 +247,41 @@ def chunk_transfers(
 ) -> ChunkTransfers:
     """Of a chunk that travels in `dtype`; `extra` is counted in `wide`."""
     beside = tuple(count * wide.itemsize // dtype.itemsize for count in extra)
-    sent, got = [0] * ranks, [0] * ranks
-    for route in chunk:
-        for rank, size, is_sent in route.parts.sizes:
-            if is_sent and rank != route.owner:
-                sent[rank] += size
-                got[route.owner] += size
+    sent, got = _elements(chunk, ranks, only_sent=True)
     name = f"collection of chunk {number}"
     to, back = Transfer(Traffic.PARTS, name, dtype, sum(sent), sent, got), None
     if gives_back:
-        sent, got = _elements_from_owners(chunk, beside, ranks)
+        got, sent = _elements(chunk, ranks, only_sent=False)
+        whole = sum(beside)
+        got = [count + whole for count in got]
+        for route, count in zip(chunk, beside, strict=True):
+            got[route.owner] -= count
+            sent[route.owner] += count * (ranks - 1)
         back = Transfer(Traffic.PARTS, f"return of chunk {number}", dtype, sum(sent), sent, got)
     return ChunkTransfers(to, back, beside, wide)
 
 
-def _elements_from_owners(
-    chunk: Sequence[Route], beside: Sequence[int], ranks: int
+def _elements(
+    chunk: Sequence[Route], ranks: int, *, only_sent: bool
 ) -> tuple[list[int], list[int]]:
-    """What each rank sends back as an owner, and what it gets."""
-    sent, got = [0] * ranks, [0] * ranks
-    to_all = any(beside)
-    for route, extra in zip(chunk, beside, strict=True):
-        for rank, size, _ in route.parts.sizes:
-            if rank != route.owner:
-                sent[route.owner] += size
-                got[rank] += size
-        if to_all:
-            sent[route.owner] += extra * (ranks - 1)
-            for rank in range(ranks):
-                got[rank] += extra if rank != route.owner else 0
-    return sent, got
+    """What goes between ranks and owners: of parts by who holds them, of blocks by their owner.
+
+    An owner's own part goes nowhere. `only_sent`: of copies one.
+    """
+    alike: dict[int, tuple[Parts, list[int]]] = {}  # blocks that share their parts: the owners
+    for route in chunk:
+        alike.setdefault(id(route.parts), (route.parts, []))[1].append(route.owner)
+    of_parts, of_blocks = [0] * ranks, [0] * ranks
+    for parts, owners in alike.values():
+        sizes = {rank: size for rank, size, is_sent in parts.sizes if is_sent or not only_sent}
+        whole = sum(sizes.values())
+        for rank, size in sizes.items():
+            of_parts[rank] += size * len(owners)
+        for owner in owners:
+            own = sizes.get(owner, 0)
+            of_parts[owner] -= own
+            of_blocks[owner] += whole - own
+    return of_parts, of_blocks
 
 
 def _order(item: Item) -> tuple[int, int]:

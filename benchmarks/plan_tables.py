@@ -15,20 +15,17 @@ import torch
 import tyro
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.grid import one_axis
+from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
+from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.command import distinct_stages
+from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS, Hardware, Link
 from samestep.estimate.memory import kept_memory
-from samestep.estimate.timeline import Timeline, Training, simulate
-from samestep.estimate.trace import chrome_trace
+from samestep.estimate.model import load_model
+from samestep.estimate.pictures import RANKS, gantt, picture, point
+from samestep.estimate.timeline import Timeline, Training, chrome_trace, simulate
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
-from samestep.planning.cluster import Settings, stage_blueprint
-from samestep.planning.command import distinct_stages
-from samestep.planning.figures import stage_figures
-from samestep.planning.model import load_model
-from samestep.planning.pictures import gantt
-from samestep.planning.scaling import RANKS, picture, point
 from samestep.stress.models import Matrices
 from samestep.tooling.output import write_files
 

@@ -23,13 +23,12 @@ from rich.table import Table
 
 import samestep
 from benchmarks.modelled_link import Clock, ModelledLink
-from samestep.estimate.blueprint import blueprint
-from samestep.estimate.grid import one_axis
+from samestep.estimate.blueprint import blueprint, one_axis
+from samestep.estimate.calibration import Measured, hardware, measure
 from samestep.estimate.hardware import Hardware, Link, hardware_as_json
+from samestep.estimate.model import Decoder, Shape
 from samestep.estimate.timeline import simulate
 from samestep.launch import run_forked
-from samestep.planning.calibration import Measured, hardware, measure
-from samestep.planning.shapes import Decoder, Shape
 from samestep.tooling.output import check_folder, write_files
 
 MODELS = {

@@ -42,7 +42,7 @@ COMMANDS = {
     ),
     "plan": Command(
         "how much memory, traffic and time will a model need on a cluster?",
-        "samestep.planning.command",
+        "samestep.estimate.command",
     ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",

@@ -8,7 +8,7 @@ is part of a plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
@@ -32,6 +31,82 @@ from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSp
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
 from samestep.plan.transfers import BucketPolicy
+
+
+class Peers(NamedTuple):
+    """Ranks that differ at most in these axes of a grid, in the order of the grid."""
+
+    axes: tuple[str, ...]
+    size: int
+
+    @property
+    def name(self) -> str:
+        """For tables: "data x expert"."""
+        return " x ".join(self.axes)
+
+
+class Beside(NamedTuple):
+    """An axis along which a grid has one place of several: others have grids of their own."""
+
+    place: int
+    size: int
+
+
+class Grid:
+    """All ranks that train one model (or one stage of it); the last axis varies fastest.
+
+    beside: axes outside of it, such as the stages of a pipeline.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], beside: Mapping[str, Beside] | None = None
+    ) -> None:
+        self.sizes = dict(sizes)
+        self.beside = dict(beside or {})
+        self.ranks = prod(self.sizes.values())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.sizes.values())
+
+    def peers(self, *axes: str) -> Peers:
+        """The group of a rank along some axes: the same ranks are the same peers."""
+        sizes = {**{axis: size for axis, (_, size) in self.beside.items()}, **self.sizes}
+        ordered = tuple(axis for axis, size in sizes.items() if axis in axes and size > 1)
+        return Peers(ordered, prod(sizes[axis] for axis in ordered))
+
+    def place(self, rank: int, peers: Peers) -> int:
+        """Which one of its peers a rank is."""
+        places = dict(self.beside)
+        for axis, size in reversed(self.sizes.items()):
+            rank, at = divmod(rank, size)
+            places[axis] = Beside(at, size)
+        number = 0
+        for axis in peers.axes:
+            number = number * places[axis].size + places[axis].place
+        return number
+
+    def spread(self, values: Tensor, peers: Peers) -> Tensor:
+        """What each peer has, (peers.size,), for all ranks: the shape of the grid."""
+        for axis in peers.axes:
+            if axis in self.beside:
+                place, size = self.beside[axis]
+                values = values.reshape(size, -1)[place]
+        inner = [self.sizes[axis] if axis in peers.axes else 1 for axis in self.sizes]
+        return values.reshape(inner).expand(self.shape)
+
+    def maximum(self, values: Tensor, peers: Peers) -> Tensor:
+        """The largest among the peers of each rank; `values` has the shape of the grid."""
+        dims = [dim for dim, axis in enumerate(self.sizes) if axis in peers.axes]
+        return values.amax(dim=dims, keepdim=True).expand(self.shape) if dims else values
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=torch.float64)
+
+
+def one_axis(ranks: int, name: str = "data") -> Grid:
+    return Grid({name: ranks})
+
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
@@ -51,7 +126,6 @@ class SpreadOver(NamedTuple):
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Of the grid, all of them."""
         return tuple(axis for joined in self.mesh for axis in joined)
 
 
@@ -96,9 +170,8 @@ class Spreading:
     peers: Peers
     distribution: Distribution
     sums: tuple[GradientSum, ...] = ()
-    room: tuple[
-        int | None, ...
-    ] = ()  # elements of each that every rank has room for; None: its own
+    # Elements of each that every rank has room for; None: its own.
+    room: tuple[int | None, ...] = ()
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
@@ -127,12 +200,10 @@ class Blueprint:
 
     @property
     def groups(self) -> list[Group]:
-        """The optimizer's."""
         return self.optimizer.param_groups
 
     @property
     def distribution(self) -> Distribution:
-        """What the optimizer was asked for."""
         return self.optimizer._distribution
 
     @property
@@ -151,7 +222,6 @@ class Blueprint:
         return bucket.placement < len(self.placements)
 
     def schedule(self, rank: int = 0) -> Schedule:
-        """The operations of a step, as this rank runs them."""
         if rank not in self._schedules:
             shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
             shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
@@ -168,6 +238,18 @@ class Blueprint:
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)
+
+
+def _shared_plan(
+    specs: tuple[ParamSpec, ...], ranks: int, distribution: Distribution
+) -> ShardingPlan:
+    """zero1 and zero2 share one: they differ in when gradients are let go of."""
+    if distribution.sharding == "zero2":
+        distribution = replace(distribution, sharding="zero1")
+    return _known_plan(specs, ranks, distribution)
+
+
+_known_plan = lru_cache(maxsize=2)(planned_shares)
 
 
 def blueprint(
@@ -188,7 +270,7 @@ def blueprint(
     """
     everyone = everyone or grid.peers(*grid.sizes)
     device = device or torch.device("cpu")
-    known: dict[tuple[tuple[int, ...], SpreadOver], tuple[tuple[Box, ...], tuple[int, ...]]] = {}
+    known: dict[tuple[tuple[int, ...], SpreadOver], _Held] = {}  # layers are alike
     lie: dict[Tensor, SpreadOver] = {}
     groups = optimizer.param_groups
     for group in groups:
@@ -207,7 +289,7 @@ def blueprint(
         if everyone.size * (1 if outer is None else outer.size) == 1:
             break  # one process: nothing is shared
         members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
-        plan = planned_shares(members.specs, peers.size, beside)
+        plan = _shared_plan(members.specs, peers.size, beside)
         own_outer = outer if peers == everyone else None
         policy = beside.bucket_policy(peers.size, own_outer.size if own_outer else 1, device)
         watched = optimizer._in_flight.all_watched(members.params)
@@ -224,29 +306,20 @@ def blueprint(
                 f"muon_schedule='gather' has every rank compute every block: it is planned for up "
                 f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
             )
+        lying = [known[spec.shape, lie[p]] for p, spec in zip(params, specs, strict=True)]
         held = tuple(
-            ShardedSpec(spec.name, spec.shape, spec.blocks or (), *known[spec.shape, lie[param]])
-            for param, spec in zip(params, specs, strict=True)
+            ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
+            for spec, found in zip(specs, lying, strict=True)
         )
         exchange = planned_blocks(held, peers.size, distribution, device)
         sums = _sums(params, [lie[param] for param in params], grid)
-        room = tuple(
-            max(box.numel for box in spec.boxes) if lie[param].padded else None
-            for param, spec in zip(params, held, strict=True)
-        )
+        room = tuple(found.room for found in lying)
         transfers = transfers_of(exchange, params, specs, peers.size, distribution, device)
         spreads.append(
             Spreading(params, specs, held, exchange, transfers, peers, distribution, sums, room)
         )
     return Blueprint(
-        optimizer,
-        grid,
-        everyone,
-        tuple(shared),
-        tuple(spreads),
-        device,
-        clips,
-        measures,
+        optimizer, grid, everyone, tuple(shared), tuple(spreads), device, clips, measures
     )
 
 
@@ -295,13 +368,19 @@ def _only(
     return found
 
 
-def _held(
-    shape: tuple[int, ...], over: SpreadOver, grid: Grid
-) -> tuple[tuple[Box, ...], tuple[int, ...]]:
+class _Held(NamedTuple):
     """The boxes of all ranks of a mesh, and which copy each holds, in the order of its group."""
+
+    boxes: tuple[Box, ...]
+    replicas: tuple[int, ...]
+    room: int | None  # as `Spreading.room` has it
+
+
+def _held(shape: tuple[int, ...], over: SpreadOver, grid: Grid) -> _Held:
     sizes = [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
     if list(over.axes) != [axis for axis in grid.sizes if axis in over.axes]:
         raise ValueError(f"mesh axes {over.axes} are not in the order of the grid's")
-    return tuple(boxes), tuple(copies)
+    room = max(box.numel for box in boxes) if over.padded else None
+    return _Held(tuple(boxes), tuple(copies), room)

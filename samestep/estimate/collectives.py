@@ -5,12 +5,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Sharing
-from samestep.estimate.grid import Peers
+from samestep.estimate.blueprint import Blueprint, Peers, Sharing
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -39,17 +39,21 @@ class Collective:
 
     @property
     def name(self) -> str:
-        """The same on every rank."""
         return self.transfers[0].name
 
     @property
     def traffic(self) -> Traffic:
-        """The same on every rank."""
         return self.transfers[0].traffic
 
     def of(self, place_among: int) -> Transfer:
         """That of the ranks at a place in `among`."""
         return self.transfers[place_among if self.among is not None else 0]
+
+    @cached_property
+    def _segments(self) -> Tensor:
+        """Bytes per peer, where each has a part of its own: (size,)."""
+        sizes = torch.tensor(self.transfers[0].sizes, dtype=torch.float64)
+        return sizes * self.transfers[0].dtype.itemsize
 
     def sent_by_all(self) -> Tensor:
         """Bytes that all peers, or all ranks of `among`, must send at least: (size,)."""
@@ -64,19 +68,18 @@ class Collective:
         (transfer,) = self.transfers
         if transfer.sizes is None:
             return torch.full((ranks,), float(transfer.sent(0, ranks)), dtype=torch.float64)
-        first = {size: rank for rank, size in enumerate(transfer.sizes)}  # many are alike
-        sent = {size: transfer.sent(rank, ranks) for size, rank in first.items()}
-        return torch.tensor([sent[size] for size in transfer.sizes], dtype=torch.float64)
+        whole = transfer.elements * transfer.dtype.itemsize
+        base, one_more = (round(transfer.traffic.sent(whole, mine, ranks)) for mine in (0, 1))
+        return base + (one_more - base) * self._segments  # it is linear in a rank's own
 
     def received_by_all(self) -> Tensor:
         """Bytes that peers get at least: (size,)."""
         transfer, ranks = self.transfers[0], self.peers.size
         if transfer.sizes is None or self.among is not None:
             return self.sent_by_all()
-        width = transfer.dtype.itemsize
         if transfer.incoming is not None:
-            return torch.tensor(transfer.incoming, dtype=torch.float64) * width
-        mine = torch.tensor(transfer.sizes, dtype=torch.float64) * width
+            return torch.tensor(transfer.incoming, dtype=torch.float64) * transfer.dtype.itemsize
+        mine = self._segments
         if transfer.traffic is Traffic.EXCHANGE:
             return mine * (ranks - 1)
         if transfer.traffic is Traffic.REDUCE_SCATTER:  # backends add up on the way
@@ -91,11 +94,9 @@ class Launches:
         self._blueprint = blueprint
 
     def of(self, operation: Operation) -> list[Collective]:
-        """What an operation launches, in order."""
         return list(self._of(operation))
 
     def of_step(self, rank: int = 0) -> list[Collective]:
-        """What a step launches, in order."""
         operations = self._blueprint.schedule(rank)
         return [*self.of_beginning(), *(each for op in operations for each in self._of(op))]
 

@@ -26,7 +26,6 @@ class Link:
     latency_per_rank: float = 0.0
 
     def seconds(self, ranks: int, carried: float) -> float:
-        """How long a collective takes."""
         return self.latency + self.latency_per_rank * (ranks - 1) + carried / self.bandwidth
 
 
@@ -56,7 +55,6 @@ class Hardware:
     measured: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
 
     def product_rate(self, side: int) -> float:
-        """FLOP/s for blocks of that short side."""
         sides = sorted(self.product_rates)
         if side <= sides[0]:
             return self.product_rates[sides[0]]
@@ -68,7 +66,6 @@ class Hardware:
         return self.product_rates[sides[-1]]
 
     def seconds(self, kind: str, ranks: int, carried: float, *, inside: bool) -> float:
-        """How long a collective of some ranks takes, on one host or across."""
         by_ranks = self.measured.get(kind)
         if by_ranks:
             nearest = min(by_ranks, key=lambda known: (abs(known - ranks), known))
@@ -156,7 +153,6 @@ PRESETS = {preset.name: preset for preset in _PRESETS}
 
 
 def hardware_as_json(hardware: Hardware) -> dict[str, Any]:
-    """For a file."""
     return {"kind": "samestep hardware", "format": FORMAT, **asdict(hardware)}
 
 

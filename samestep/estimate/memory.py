@@ -1,18 +1,36 @@
 """Bytes of tensors on each rank: what stays, and the peak of what comes and goes.
 
-Activations are not in it: they belong to the model, not to the optimizer.
+Activations are not in it: they belong to the model, not to the optimizer. For what comes and goes,
+the operations of a schedule are walked through: what the optimizer allocates in each of them is
+written into a ledger, and taken out where the optimizer lets go of it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+import torch
+
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
-from samestep.estimate.ledger import Then
-from samestep.estimate.passing_memory import passing_memory
+from samestep.estimate.temporaries import kernel_peak, slice_peak, stack_peak
+from samestep.estimate.walks import GRADIENTS, Ledger, Passing, SharingWalk, SpreadingWalk, Then
 from samestep.groups.param_groups import rule_of
+from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
-from samestep.rules.state import MASTER, needs_master, state_dtype
+from samestep.plan.schedule import (
+    Apply,
+    Average,
+    Collect,
+    Gather,
+    GiveBack,
+    Place,
+    Reduce,
+    Transform,
+    Update,
+)
+from samestep.rules.state import MASTER, math_dtype, needs_master, state_dtype
+from samestep.update.plain import STACK_ELEMENTS
 
 
 class RankMemory(NamedTuple):
@@ -37,7 +55,6 @@ class RankMemory(NamedTuple):
 
     @property
     def in_flight(self) -> int:
-        """What comes and goes, at its most."""
         return self.buffers + self.temporaries
 
     @property
@@ -63,48 +80,36 @@ class Kept(NamedTuple):
 
 
 def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
-    """Everything of one rank."""
     kept = kept_memory(blueprint, rank)
     passing = passing_memory(blueprint, rank)
     return RankMemory(
-        kept.parameters,
-        passing.gradients,
-        kept.main_parameters,
-        kept.state,
-        passing.then.gradients,
-        passing.then.buffers,
-        passing.then.temporaries,
+        kept.parameters, passing.gradients, kept.main_parameters, kept.state, *passing.then
     )
 
 
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
-    params = main = state = 0
+    params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     master_weights = blueprint.optimizer._master_weights
     for sharing in blueprint.shared:
         place = blueprint.grid.place(rank, sharing.peers)
         params += _whole_parameters(sharing)
-        for key, size in _shared_state(sharing, place, blueprint.groups, master_weights):
-            main, state = (main + size, state) if key == MASTER else (main, state + size)
+        entries += _shared_state(sharing, place, blueprint.groups, master_weights)
     for spreading in blueprint.spread:
         place = blueprint.grid.place(rank, spreading.peers)
         for index, (param, held) in enumerate(zip(spreading.params, spreading.held, strict=True)):
             elements = held.boxes[place].numel
             params += spreading.stored(index, place) * param.dtype.itemsize
-            state += sum(_spread_state(spreading, index, elements, blueprint.groups))
+            entries += _spread_state(spreading, index, elements, blueprint.groups)
             if needs_master(param, master_weights):
-                main += elements * state_dtype(param, MASTER, {}).itemsize
+                entries.append((MASTER, elements * state_dtype(param, MASTER, {}).itemsize))
     if not blueprint.placements:
-        for group in blueprint.groups:
-            for param in group["params"]:
-                params += param.nbytes
-                for key, tensor in blueprint.optimizer.state[param].items():
-                    main, state = (
-                        (main + tensor.nbytes, state)
-                        if key == MASTER
-                        else (main, state + tensor.nbytes)
-                    )
-    return Kept(params, main, state)
+        for param in (param for group in blueprint.groups for param in group["params"]):
+            params += param.nbytes
+            state = blueprint.optimizer.state[param]
+            entries += ((key, tensor.nbytes) for key, tensor in state.items())
+    main = sum(size for key, size in entries if key == MASTER)
+    return Kept(params, main, sum(size for _, size in entries) - main)
 
 
 def _whole_parameters(sharing: Sharing) -> int:
@@ -131,7 +136,7 @@ def _shared_state(
 
 def _spread_state(
     spreading: Spreading, index: int, elements: int, groups: Sequence[Mapping[str, Any]]
-) -> Iterator[int]:
+) -> Iterator[tuple[str, int]]:
     """Bytes per key: of the parameter's shape as that is spread, all other on every rank."""
     param, spec = spreading.params[index], spreading.specs[index]
     group = groups[spec.group]
@@ -140,9 +145,114 @@ def _spread_state(
     for key, shape in shapes.items():
         width = state_dtype(param, key, group).itemsize
         if shape == (64, 48):
-            yield elements * width
+            yield key, elements * width
         elif spec.blocks is None:
-            yield prod(rule.state_shapes(spec.shape, group)[key]) * width
+            yield key, prod(rule.state_shapes(spec.shape, group)[key]) * width
         else:
             of_blocks = (rule.state_shapes(block.shape, group)[key] for block in spec.blocks)
-            yield sum(map(prod, of_blocks)) * width
+            yield key, sum(map(prod, of_blocks)) * width
+
+
+Operands = Iterable[tuple[int, torch.Tensor, tuple[int, ...]]]  # group, parameter, shape
+
+
+def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
+    ledger = Ledger()
+    walks: list[SharingWalk | SpreadingWalk] = []
+    for sharing in blueprint.shared:
+        place = blueprint.grid.place(rank, sharing.peers)
+        walks.append(SharingWalk(len(walks), sharing, place, blueprint, ledger))
+    for spreading in blueprint.spread:
+        place = blueprint.grid.place(rank, spreading.peers)
+        walks.append(SpreadingWalk(len(walks), spreading, place, blueprint, ledger))
+    for walk in walks:
+        walk.backward()
+    if not walks:
+        return _alone(blueprint, ledger)
+    gradients = ledger.now[GRADIENTS]
+    for walk in walks:
+        walk.begin()
+    for operation in blueprint.schedule(rank):
+        match operation:
+            case Update(buckets):
+                known = [bucket for bucket in buckets if blueprint.has(bucket)]
+                _update(blueprint, [(walks[p], b) for p, b in known], ledger)
+            case (
+                Reduce(bucket)
+                | Average(bucket)
+                | Gather(bucket)
+                | Place(bucket)
+                | Collect(bucket)
+                | Transform(bucket)
+                | GiveBack(bucket)
+                | Apply(bucket)
+            ) if blueprint.has(bucket):
+                name = type(operation).__name__.lower()
+                getattr(walks[bucket.placement], f"on_{name}")(bucket.bucket)
+    return Passing(gradients, ledger.most)
+
+
+def _alone(blueprint: Blueprint, ledger: Ledger) -> Passing:
+    """One process: gradients, and the temporaries of one update of everything."""
+    operands = []
+    for index, group in enumerate(blueprint.groups):
+        for param in group["params"]:
+            ledger.add(param, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
+            blocks = blueprint.optimizer._blocks[param]
+            shapes = [(param.numel(),)] if blocks is None else [b.shape for b in blocks]
+            operands += [(index, param, shape) for shape in shapes]
+    _run_rules(blueprint, operands, ledger)
+    return Passing(ledger.now[GRADIENTS], ledger.most)
+
+
+def _update(
+    blueprint: Blueprint,
+    wave: Iterable[tuple[SharingWalk | SpreadingWalk, int]],
+    ledger: Ledger,
+) -> None:
+    members = list(wave)
+    operands = [operand for walk, bucket in members for operand in walk.operands(bucket)]
+    _run_rules(blueprint, operands, ledger)
+    for walk, bucket in members:
+        walk.updated(bucket)
+
+
+def _run_rules(
+    blueprint: Blueprint,
+    operands: Operands,
+    ledger: Ledger,
+) -> None:
+    """Group by group: blocks of one shape as stacks, slices one by one."""
+    by_group: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = defaultdict(list)
+    for index, param, shape in operands:
+        by_group[index].append((param, shape))
+    for index, members in by_group.items():
+        group = blueprint.groups[index]
+        rule, on_cpu = rule_of(group), blueprint.device.type == "cpu"
+        sizes = (_count(shape) * math_dtype(param).itemsize for param, shape in members)
+        clipped = sum(sizes) if blueprint.clips and on_cpu else 0  # all of a group; kernels do not
+        most = 0
+        stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
+        for param, shape in members:
+            master = needs_master(param, blueprint.optimizer._master_weights)
+            if not on_cpu and len(shape) == 2:
+                shape = (min(shape), max(shape))  # the kernels take transposes together
+            stacked[shape, param.dtype, master] += 1
+        for (shape, dtype, master), count in stacked.items():
+            if rule.kind == "elementwise":
+                size = slice_peak(rule, group, _count(shape), dtype, master=master, on_cpu=on_cpu)
+            else:
+                rows, cols = shape
+                if on_cpu:
+                    count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
+                    size = stack_peak(
+                        rule, group, count, (rows, cols), dtype, master=master, on_cpu=True
+                    )
+                else:
+                    size = kernel_peak(count, rows, cols)
+            most = max(most, size)
+        ledger.passing(clipped + most)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Rule
+from samestep.rules.state import MASTER
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
 
@@ -85,18 +86,10 @@ def stack_peak(
     on_cpu: bool,
 ) -> int:
     """Of a matrix rule on so many blocks of one shape that lie in their parameters."""
-    math = torch.float64 if param_dtype == torch.float64 else torch.float32
 
     def once() -> int:
-        operands = []
-        for _ in range(count):
-            shapes = {**rule.state_shapes(block, options)}
-            if master:
-                shapes["master_weight"] = block
-            state = {key: _meta(shape, math) for key, shape in shapes.items()}
-            operands.append(Operand(_meta(block, param_dtype), _meta(block, math), state))
-        given = _options(rule, options, on_cpu)
-        scalars = _scalars(rule, options)
+        operands = [_operand(rule, options, block, param_dtype, master) for _ in range(count)]
+        given, scalars = _options(rule, options, on_cpu), _scalars(rule, options)
         return peak_of(
             lambda: update_blocks(rule, operands, scalars, given, run_rule), on_cpu=on_cpu
         )
@@ -116,21 +109,15 @@ def slice_peak(
     on_cpu: bool,
 ) -> int:
     """Of an elementwise rule on one slice."""
-    math = torch.float64 if param_dtype == torch.float64 else torch.float32
 
     def once() -> int:
-        shape = (elements,)
-        shapes = {**rule.state_shapes(shape, options)}
-        if master:
-            shapes["master_weight"] = shape
-        state = {key: _meta(s, math) for key, s in shapes.items()}
-        operand = Operand(_meta(shape, param_dtype), _meta(shape, math), state)
-        scalars, given = _scalars(rule, options), _options(rule, options, on_cpu)
+        operand = _operand(rule, options, (elements,), param_dtype, master)
+        given, scalars = _options(rule, options, on_cpu), _scalars(rule, options)
         found = peak_of(
             lambda: update_elementwise(rule, operand, scalars, given, run_rule), on_cpu=on_cpu
         )
         # On the host AdamW's numbers are Python's, which saves a product; meta is no host.
-        return found - elements * math.itemsize if on_cpu and rule.name == "adamw" else found
+        return found - operand.grad.nbytes if on_cpu and rule.name == "adamw" else found
 
     key = ("slice", rule.name, _text(options), elements, param_dtype, master, on_cpu)
     return _remembered(key, once)
@@ -174,6 +161,19 @@ def kernel_peak(count: int, rows: int, cols: int) -> int:
     short, long = sorted((rows, cols))
     squares = 7 if cheaper_execution(rows, cols) == "gram" else 2
     return 2 * count * (2 * short * long + squares * short * short)
+
+
+def _operand(
+    rule: Rule,
+    options: Mapping[str, Any],
+    shape: tuple[int, ...],
+    param_dtype: torch.dtype,
+    master: bool,
+) -> Operand:
+    math = torch.float64 if param_dtype == torch.float64 else torch.float32
+    shapes = {**rule.state_shapes(shape, options), **({MASTER: shape} if master else {})}
+    state = {key: _meta(own, math) for key, own in shapes.items()}
+    return Operand(_meta(shape, param_dtype), _meta(shape, math), state)
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -7,21 +7,23 @@ does one operation after the other, and a link on which transfers follow each ot
     end(k)   = start(k) + latency + bytes / bandwidth
 
 A rank that waits either waits for peers that have not launched yet (idle), or for the link
-(exposed communication).
+(exposed communication). While a model runs, FSDP2 gathers the next unit as one computes, in forward
+and in backward; a reduction goes on while the next unit computes, and has to be over before the one
+after it begins.
 """
 
-from collections.abc import Sequence
+import gzip
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.blueprint import Blueprint, Grid, Peers, Sharing, Spreading
 from samestep.estimate.collectives import Collective, Launches
-from samestep.estimate.fsdp import Unit
-from samestep.estimate.fsdp_timeline import BACKWARD, FORWARD, run_units
-from samestep.estimate.grid import Grid, Peers
+from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.work import (
     bucket_work,
@@ -48,6 +50,10 @@ from samestep.plan.schedule import (
     line_of,
 )
 from samestep.plan.transfers import Traffic
+
+FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token
+EXCHANGES = (Traffic.EXCHANGE, Traffic.PARTS, Traffic.COPIES)
+ROWS = {"operations": 0, "waits": 1, "transfers": 2}  # of a trace
 
 
 class Span(NamedTuple):
@@ -130,10 +136,10 @@ class _Simulator:
         self._flying: dict[tuple[str, object], list[InFlight]] = {}
         self._launched: set[BucketId] = set()
         self._show = list(show)
+        self._sizes: dict[int, Tensor] = {}  # of segments, by bucket
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Count from here."""
         self._begun = self._now.clone()
         self._exposed, self._idle = self._grid.zeros(), self._grid.zeros()
         self._busy, self._computing = self._grid.zeros(), self._grid.zeros()
@@ -141,7 +147,6 @@ class _Simulator:
         self._shown = {rank: Shown() for rank in self._show}
 
     def timeline(self) -> Timeline:
-        """What was counted."""
         begun = float(self._begun.min())
         last = int((self._now - self._begun).flatten().argmax())
         for shown in self._shown.values():
@@ -168,46 +173,68 @@ class _Simulator:
     # --- an iteration ------------------------------------------------------------------------
 
     def iterate(self, training: Training) -> None:
-        """Forward, backward, step."""
         tokens = training.tokens
         for sharing_number, sharing in enumerate(self._blueprint.shared):
             order = range(len(sharing.plan.buckets) - 1, -1, -1)
             for number in order:
-                self.wait("gather", BucketId(sharing_number, number))
-                self._model(sharing, number, 2 * tokens, f"forward {number}")
+                self._wait("gather", BucketId(sharing_number, number))
+                self._model(sharing, number, FORWARD * tokens, f"forward {number}")
         for sharing_number, sharing in enumerate(self._blueprint.shared):
             overlaps = sharing.distribution.overlap_grad_reduce
             for number in range(len(sharing.plan.buckets)):
-                self._model(sharing, number, 4 * tokens, f"backward {number}")
+                self._model(sharing, number, BACKWARD * tokens, f"backward {number}")
                 if overlaps:
                     bucket = BucketId(sharing_number, number)
                     if sharing.distribution.one_in_flight and number:
-                        self.wait("reduce", BucketId(sharing_number, number - 1))
+                        self._wait("reduce", BucketId(sharing_number, number - 1))
                     self._run(sharing.shape.reduce(bucket))
         if training.units:
             before = self._now - self._computing
-            run_units(training.units, tokens, self)
+            self._run_units(training.units, tokens)
             waits = self._now - self._computing - before
             self._by_operation["FSDP2"] = self._by_operation.get("FSDP2", 0.0) + waits
         elif self._blueprint.spread:
             whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
             share = self._grid.sizes.get("model", 1)
             for flops, name in (FORWARD, "forward"), (BACKWARD, "backward"):
-                self.compute(name, whole / share * flops * tokens)
+                self._compute(name, whole / share * flops * tokens)
         self.step()
 
-    def compute(self, name: str, flops: float) -> None:
+    def _run_units(self, units: Sequence[Unit], tokens: int) -> None:
+        """Forward and backward of what FSDP2 has sharded."""
+        for place, unit in enumerate(units):
+            if place == 0:
+                self._send("unit", unit.name, gather_of(unit))
+            self._wait("unit", unit.name)
+            for later in units[place + 1 : place + 2]:
+                self._send("unit", later.name, gather_of(later))
+            self._compute(f"forward {unit.name}", FORWARD * tokens * _elements(unit))
+        order = [unit for unit in reversed(units) if unit.reshards]
+        order += [unit for unit in units if not unit.reshards]  # whole still; reduced at the end
+        for unit in order[:1] if order[0].reshards else ():
+            self._send("unit", unit.name, gather_of(unit))
+        before: str | None = None
+        for place, unit in enumerate(order):
+            self._wait("unit", unit.name)
+            for later in order[place + 1 : place + 2]:
+                self._send("unit", later.name, gather_of(later) if later.reshards else ())
+            self._compute(f"backward {unit.name}", BACKWARD * tokens * _elements(unit))
+            self._wait("reduce", before)
+            self._send("reduce", unit.name, reductions_of(unit))
+            before = unit.name
+        self._wait("reduce", before)
+
+    def _compute(self, name: str, flops: float) -> None:
         """A part of the model, on every rank."""
         self._spend(name, flops / self._hardware.model_rate)
 
     def _model(self, sharing: Sharing, number: int, flops: float, name: str) -> None:
-        self.compute(name, sharing.plan.buckets[number].size * flops)
+        self._compute(name, sharing.plan.buckets[number].size * flops)
 
     def step(self) -> None:
-        """All operations of the schedule, and what comes before them."""
         before = self._now.clone()
-        self.send("begin", None, self._launches.of_beginning())
-        self.wait("begin", None)
+        self._send("begin", None, self._launches.of_beginning())
+        self._wait("begin", None)
         spent = self._now - before
         if bool(spent.any()):
             self._by_operation["Begin"] = self._by_operation.get("Begin", 0.0) + spent
@@ -230,32 +257,32 @@ class _Simulator:
                 self._clip_reads(operation)
                 self._launch("scalar", operation, operation)
                 if not isinstance(operation, Measure):
-                    self.wait("scalar", operation)
+                    self._wait("scalar", operation)
             case Average(bucket):
-                self.wait("reduce", bucket)
+                self._wait("reduce", bucket)
                 self._add_up(bucket)
                 self._launch("outer", bucket, operation)
-                self.wait("outer", bucket)
+                self._wait("outer", bucket)
             case Update(buckets):
                 self._update(buckets)
             case Gather(bucket):
                 self._copies(bucket)
                 self._launch("gather", bucket, operation)
             case Place(bucket):
-                self.wait("gather", bucket)
+                self._wait("gather", bucket)
                 self._copy_into_place(bucket)
             case Collect(chunk):
                 self._elementwise(chunk, 16 + 4)
                 self._launch("collect", chunk, operation)
             case Transform(chunk):
-                self.wait("collect", chunk)
+                self._wait("collect", chunk)
                 spreading = self._spreading(chunk)
                 work = chunk_flops(spreading, chunk.bucket, self._hardware)
                 self._spend_peers(work.seconds(self._hardware), spreading.peers)
             case GiveBack(chunk):
                 self._launch("return", chunk, operation)
             case Apply(chunk):
-                self.wait("return", chunk)
+                self._wait("return", chunk)
                 self._elementwise(chunk, 12)
         spent = self._now - before
         kind = type(operation).__name__
@@ -272,11 +299,13 @@ class _Simulator:
     def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
         self._spend_peers(per_peer / self._hardware.bytes_rate, peers)
 
-    def _segments(self, sharing: Sharing, bucket: BucketId) -> Tensor:
-        each = sharing.plan.buckets[bucket.bucket]
-        if each.replicated:
-            return torch.full((sharing.peers.size,), float(each.size), dtype=torch.float64)
-        return torch.tensor(each.segment_sizes, dtype=torch.float64)
+    def _segments(self, sharing: Sharing, number: int) -> Tensor:
+        """Elements of a bucket that each peer has to update: (size,)."""
+        each = sharing.plan.buckets[number]
+        if id(each) not in self._sizes:
+            sizes = [each.size] * sharing.peers.size if each.replicated else each.segment_sizes
+            self._sizes[id(each)] = torch.tensor(sizes, dtype=torch.float64)
+        return self._sizes[id(each)]
 
     def _pack(self, bucket: BucketId) -> None:
         """Gradients are copied side by side, where they do not lie so."""
@@ -294,7 +323,7 @@ class _Simulator:
         if sharing is None or not sharing.shape.reduces:
             return
         traffic = sharing.shape.transfers[bucket.bucket].reduce.traffic
-        own = self._segments(sharing, bucket)
+        own = self._segments(sharing, bucket.bucket)
         summands = sharing.peers.size if traffic is Traffic.EXCHANGE else 1
         self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
 
@@ -317,7 +346,7 @@ class _Simulator:
         transfer = None if sharing is None else sharing.shape.transfers[bucket.bucket].gather
         if sharing is None or transfer is None:
             return
-        ranks, own = sharing.peers.size, self._segments(sharing, bucket)
+        ranks, own = sharing.peers.size, self._segments(sharing, bucket.bucket)
         copies = 0 if sharing.distribution.buffers == "flat" else 1
         if transfer.traffic is Traffic.COPIES and ranks > 2:
             copies += ranks - 1
@@ -345,12 +374,9 @@ class _Simulator:
     def _clip_reads(self, operation: Operation) -> None:
         if isinstance(operation, Clip):
             for sharing in self._blueprint.shared:
-                owned = sum(
-                    self._segments(sharing, BucketId(0, number))
-                    for number in range(len(sharing.plan.buckets))
-                )
-                assert isinstance(owned, Tensor)
-                self._bytes(owned * 4, sharing.peers)
+                numbers = range(len(sharing.plan.buckets))
+                owned = torch.stack([self._segments(sharing, number) for number in numbers])
+                self._bytes(owned.sum(0) * 4, sharing.peers)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -370,9 +396,9 @@ class _Simulator:
         self._computing += spread
 
     def _launch(self, kind: str, about: object, operation: Operation) -> None:
-        self.send(kind, about, self._launches.of(operation))
+        self._send(kind, about, self._launches.of(operation))
 
-    def send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
+    def _send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
         """Launch transfers, after what the link has to do already."""
         for each in collectives:
             seconds = self._seconds(each)
@@ -382,8 +408,7 @@ class _Simulator:
             self._link = end
             self._busy += seconds
             self._flying.setdefault((kind, about), []).append(InFlight(ready, end))
-            for rank, shown in self._shown.items():
-                times = (float(t.flatten()[rank]) for t in (start, end, self._now))
+            for shown, times in self._drawn(start, end, self._now):
                 shown.transfers.append(Span(each.name, *times))
 
     def _seconds(self, each: Collective) -> Tensor:
@@ -391,32 +416,39 @@ class _Simulator:
         among = each.among or each.peers
         carried = torch.maximum(each.sent_by_all(), each.received_by_all())
         spread = self._grid.maximum(self._grid.spread(carried, among), each.peers)
-        kind = "all_to_all" if each.traffic in _EXCHANGES else each.traffic.kind
+        kind = "all_to_all" if each.traffic in EXCHANGES else each.traffic.kind
         inside = spans(self._grid, each.peers) <= self._hardware.ranks_per_host
         fixed = self._hardware.seconds(kind, each.peers.size, 0.0, inside=inside)
         per_byte = self._hardware.seconds(kind, each.peers.size, 1e9, inside=inside) - fixed
         return fixed + spread * (per_byte / 1e9)
 
-    def wait(self, kind: str, about: object) -> None:
+    def _wait(self, kind: str, about: object) -> None:
         """Until transfers are over, where there are any."""
         for ready, end in self._flying.pop((kind, about), ()):
             until = torch.maximum(self._now, end)
             others = torch.minimum(torch.maximum(self._now, ready), until)
             self._idle += others - self._now
             self._exposed += until - others
-            for rank, shown in self._shown.items():
-                start, stop = float(self._now.flatten()[rank]), float(until.flatten()[rank])
+            for shown, (start, stop) in self._drawn(self._now, until):
                 if stop > start:
-                    shown.waits.append(Span(f"{kind}", start, stop))
+                    shown.waits.append(Span(kind, start, stop))
             self._now = until
 
     def _draw_operation(self, name: str, before: Tensor) -> None:
-        for rank, shown in self._shown.items():
-            start, end = float(before.flatten()[rank]), float(self._now.flatten()[rank])
-            shown.operations.append(Span(name, start, end))
+        for shown, times in self._drawn(before, self._now):
+            shown.operations.append(Span(name, *times))
+
+    def _drawn(self, *times: Tensor) -> Iterable[tuple[Shown, list[float]]]:
+        """The ranks that are drawn, and what each has of some times."""
+        if not self._shown:
+            return ()
+        columns = [each.flatten()[self._show].tolist() for each in times]
+        return zip(self._shown.values(), map(list, zip(*columns, strict=True)), strict=True)
 
 
-_EXCHANGES = (Traffic.EXCHANGE, Traffic.PARTS, Traffic.COPIES)
+def _elements(unit: Unit) -> int:
+    """Of what a token meets here: a rank's experts see the tokens of all that share the others."""
+    return sum(param.numel() for param in unit.params) * unit.brings_tokens
 
 
 def spans(grid: Grid, peers: Peers) -> int:
@@ -429,3 +461,33 @@ def spans(grid: Grid, peers: Peers) -> int:
         if axis == (peers.axes[0] if peers.axes else None):
             return reach
     return 1
+
+
+def chrome_trace(timelines: Mapping[str, Timeline]) -> bytes:
+    """Gzipped JSON for chrome://tracing or ui.perfetto.dev.
+
+    A process per timeline and rank, with rows for host, waits and link.
+    """
+    events: list[dict[str, Any]] = []
+    pid = 0
+    for title, timeline in timelines.items():
+        for rank, shown in timeline.shown.items():
+            events.append(_meta("process_name", pid, 0, f"{title}: rank {rank}"))
+            for row, tid in ROWS.items():
+                events.append(_meta("thread_name", pid, tid, row))
+                for span in getattr(shown, row):
+                    event = {
+                        "name": span.name, "ph": "X", "pid": pid, "tid": tid,
+                        "ts": round(1e6 * span.start, 3),
+                        "dur": round(1e6 * (span.end - span.start), 3),
+                    }  # fmt: skip
+                    if span.launched is not None:
+                        event["args"] = {"launched": round(1e6 * span.launched, 3)}
+                    events.append(event)
+            pid += 1
+    content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+    return gzip.compress(content, mtime=0)
+
+
+def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,12 +23,10 @@ class Work:
     pieces: Tensor
 
     def seconds(self, hardware: Hardware) -> Tensor:
-        """How long it takes."""
         return self.product_seconds + self.bytes / hardware.bytes_rate + self.pieces * hardware.call
 
 
 def no_work(ranks: int) -> Work:
-    """Nothing."""
     return Work(*(torch.zeros(ranks, dtype=torch.float64) for _ in range(4)))
 
 
@@ -72,24 +69,22 @@ def balance(placement: Sharing | Spreading) -> Balance | None:
             blocks = blocks * ranks
     else:
         for bucket in placement.plan.buckets:
-            for rank, segment in enumerate(bucket.segments):
-                for piece in segment.pieces:
-                    if piece.block is not None:
-                        cost = orthogonalize_flops(*piece.block.shape)
-                        if bucket.replicated:
-                            flops = [each + cost for each in flops]
-                        else:
-                            flops[rank] += cost
+            for rank, segment in bucket.filled:
+                pieces = [piece.block for piece in segment.pieces if piece.block is not None]
+                for cost in (orthogonalize_flops(*block.shape) for block in pieces):
+                    if bucket.replicated:
+                        flops = [each + cost for each in flops]
+                    else:
+                        flops[rank] += cost
         if all(bucket.replicated for bucket in placement.plan.buckets):
             blocks = blocks * ranks
     return Balance(flops, blocks)
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
-    """What each peer computes in a bucket."""
     bucket = sharing.plan.buckets[number]
-    found: list[list[float]] = [[0.0] * len(bucket.segments) for _ in range(4)]
-    for rank, segment in bucket.filled:
+    found = []
+    for _, segment in bucket.filled:
         seconds = flops = moved = 0.0
         for piece in segment.pieces:
             width = sharing.params[piece.param].dtype.itemsize
@@ -100,12 +95,10 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
                 flops += cost
                 seconds += cost / hardware.product_rate(min(piece.block.shape))
                 moved += piece.size * _muon_bytes(width)
-        for column, value in zip(found, (seconds, flops, moved, len(segment.pieces)), strict=True):
-            column[rank] = value
-    columns = [torch.tensor(column, dtype=torch.float64) for column in found]
-    if bucket.replicated:
-        columns = [column.expand(sharing.peers.size) for column in columns]
-    return Work(*columns)
+        found.append((seconds, flops, moved, len(segment.pieces)))
+    columns = torch.zeros(4, len(bucket.segments), dtype=torch.float64)
+    columns[:, [place for place, _ in bucket.filled]] = torch.tensor(found, dtype=torch.float64).T
+    return Work(*(columns.expand(4, sharing.peers.size) if bucket.replicated else columns))
 
 
 def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
@@ -148,7 +141,6 @@ def elementwise_work(spreading: Spreading) -> Work:
 
 
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
-    """What owners compute on the blocks of a chunk."""
     found = no_work(spreading.peers.size)
     for route in spreading.plan.chunks[number]:
         cost = orthogonalize_flops(*route.block.shape)
@@ -162,21 +154,16 @@ def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
 def chunk_parts(spreading: Spreading, number: int) -> Tensor:
     """Elements of a chunk's blocks that each rank holds: (ranks,)."""
     sizes = [0] * spreading.peers.size
-    seen: set[object] = set()
-    for route in spreading.plan.chunks[number]:
-        if route.key not in seen:
-            seen.add(route.key)
-            for part in route.parts:
-                sizes[part.rank] += part.in_block.numel
+    for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
+        for rank, size, _ in route.parts.sizes:
+            sizes[rank] += size
     return torch.tensor(sizes, dtype=torch.float64)
 
 
-@lru_cache(maxsize=8)
 def _adamw_bytes(width: int) -> int:
     """Per element: fp32 gradient and moments, a parameter of that width."""
     return ADAMW_BYTES - 2 * (4 - width)
 
 
-@lru_cache(maxsize=8)
 def _muon_bytes(width: int) -> int:
     return MUON_BYTES - 2 * (4 - width)

@@ -8,6 +8,7 @@ goes back to all of them. Blocks move in chunks: in each, every rank owns some.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -42,6 +43,22 @@ class Part(NamedTuple):
     sent: bool  # by this rank to the owner; others hold a copy
 
 
+class Parts(tuple[Part, ...]):
+    """What ranks hold of a block, in their order, each at most one part.
+
+    Blocks of layers that are alike share one, so that what is asked often is found once.
+    """
+
+    @cached_property
+    def of_rank(self) -> dict[int, Part]:
+        return {part.rank: part for part in self}
+
+    @cached_property
+    def sizes(self) -> list[tuple[int, int, bool]]:
+        """Of each its rank, its elements, and whether it is sent."""
+        return [(part.rank, part.in_block.numel, part.sent) for part in self]
+
+
 class Route(NamedTuple):
     """A block, its owner and its parts; `box` is the block's in the parameter."""
 
@@ -50,7 +67,7 @@ class Route(NamedTuple):
     block: Block
     box: Box
     owner: int
-    parts: tuple[Part, ...]
+    parts: Parts
 
     @property
     def key(self) -> Key:
@@ -69,6 +86,38 @@ class ExchangePlan(NamedTuple):
     chunks: tuple[tuple[Route, ...], ...]
 
 
+class _HeldBlock:
+    """A block as ranks hold it, each a box of its parameter; the same for all that lie alike."""
+
+    def __init__(self, box: Box, boxes: Sequence[Box], replicas: Sequence[int]) -> None:
+        self.box = box
+        self.holders: dict[Box, list[int]] = {}  # of each part the ranks that hold it
+        for rank, held in enumerate(boxes):
+            part = held.overlap(box)
+            if part.numel:
+                self.holders.setdefault(part, []).append(rank)
+        self._replicas = replicas
+        self._has_copies = any(len(ranks) > 1 for ranks in self.holders.values())
+        self._parts: dict[int | None, Parts] = {}
+
+    def route(self, param: int, number: int, block: Block, owner: int) -> Route:
+        key = owner if self._has_copies else None  # decides who sends
+        if key not in self._parts:
+            self._parts[key] = self._parts_for(owner)
+        return Route(param, number, block, self.box, owner, self._parts[key])
+
+    def _parts_for(self, owner: int) -> Parts:
+        """Of copies the owner's own is sent, which is not at all, else one of the same replica."""
+        parts = []
+        for part, ranks in self.holders.items():
+            sender = min(
+                ranks, key=lambda r: (r != owner, self._replicas[r] != self._replicas[owner])
+            )
+            inside = part.within(self.box)
+            parts += [Part(rank, part, inside, rank == sender) for rank in ranks]
+        return Parts(sorted(parts, key=lambda part: part.rank))
+
+
 def plan_exchange(
     specs: Sequence[ShardedSpec],
     ranks: int,
@@ -79,17 +128,17 @@ def plan_exchange(
     """Give every block an owner, and put blocks into chunks of about that size."""
     blocks = [(i, j) for i, spec in enumerate(specs) for j in range(len(spec.blocks))]
     flops = [_flops(specs[i].blocks[j]) for i, j in blocks]
-    known: dict[tuple[Box, tuple[Box, ...]], dict[Box, list[int]]] = {}  # layers are alike
-    holders = []
+    known: dict[tuple[Box, tuple[Box, ...], tuple[int, ...]], _HeldBlock] = {}  # layers are alike
+    held = []
     for i, j in blocks:
-        key = block_box(specs[i].blocks[j], specs[i].shape), specs[i].boxes
+        key = block_box(specs[i].blocks[j], specs[i].shape), specs[i].boxes, specs[i].replicas
         if key not in known:
-            known[key] = _holders(*key)
-        holders.append(known[key])
-    chosen = _owners(specs, blocks, holders, flops, ranks, owners)
+            known[key] = _HeldBlock(*key)
+        held.append(known[key])
+    chosen = _owners(specs, blocks, held, flops, ranks, owners)
     routes = [
-        _route(i, j, specs[i], held, owner)
-        for (i, j), held, owner in zip(blocks, holders, chosen, strict=True)
+        each.route(i, j, specs[i].blocks[j], owner)
+        for (i, j), each, owner in zip(blocks, held, chosen, strict=True)
     ]
     queues: list[list[Route]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(routes)), key=lambda k: -flops[k]):  # equal work side by side
@@ -114,11 +163,11 @@ def plan_gather(specs: Sequence[ShardedSpec], ranks: int, *, chunk_elements: int
     for i, spec in enumerate(specs):
         for j, block in enumerate(spec.blocks):
             box = block_box(block, spec.shape)
-            holders = _holders(box, spec.boxes)
+            held = _HeldBlock(box, spec.boxes, spec.replicas)
             if not chunks or box.numel > room:
                 chunks.append([])
                 room = chunk_elements
-            chunks[-1] += [_route(i, j, spec, holders, owner) for owner in range(ranks)]
+            chunks[-1] += [held.route(i, j, block, owner) for owner in range(ranks)]
             room -= box.numel
     return ExchangePlan(tuple(map(tuple, chunks)))
 
@@ -143,12 +192,13 @@ def to_owners(chunk: Sequence[Route], rank: int) -> tuple[list[Item], list[Item]
     """
     out, into = [], []
     for number, route in enumerate(chunk):
-        for part in route.parts:
-            if part.sent and part.rank != route.owner:
-                if part.rank == rank:
-                    out.append(Item(route.owner, number, part))
-                if route.owner == rank:
-                    into.append(Item(part.rank, number, part))
+        if route.owner == rank:
+            others = (part for part in route.parts if part.sent and part.rank != rank)
+            into += [Item(part.rank, number, part) for part in others]
+        else:
+            mine = route.parts.of_rank.get(rank)
+            if mine is not None and mine.sent:
+                out.append(Item(route.owner, number, mine))
     return sorted(out, key=_order), sorted(into, key=_order)
 
 
@@ -161,13 +211,12 @@ def from_owners(
     """
     out, into = [], []
     for number, route in enumerate(chunk):
-        parts = {part.rank: part for part in route.parts}
-        for other in range(ranks):
-            if other != route.owner and (to_all or other in parts):
-                if route.owner == rank:
-                    out.append(Item(other, number, parts.get(other)))
-                if other == rank:
-                    into.append(Item(route.owner, number, parts.get(rank)))
+        parts = route.parts.of_rank
+        if route.owner == rank:
+            others = (r for r in (range(ranks) if to_all else parts) if r != rank)
+            out += [Item(other, number, parts.get(other)) for other in others]
+        elif to_all or rank in parts:
+            into.append(Item(route.owner, number, parts.get(rank)))
     return sorted(out, key=_order), sorted(into, key=_order)
 
 
@@ -198,36 +247,41 @@ def chunk_transfers(
 ) -> ChunkTransfers:
     """Of a chunk that travels in `dtype`; `extra` is counted in `wide`."""
     beside = tuple(count * wide.itemsize // dtype.itemsize for count in extra)
-    sent, got = [0] * ranks, [0] * ranks
-    for route in chunk:
-        for part in route.parts:
-            if part.sent and part.rank != route.owner:
-                sent[part.rank] += part.in_block.numel
-                got[route.owner] += part.in_block.numel
+    sent, got = _elements(chunk, ranks, only_sent=True)
     name = f"collection of chunk {number}"
     to, back = Transfer(Traffic.PARTS, name, dtype, sum(sent), sent, got), None
     if gives_back:
-        sent, got = _elements_from_owners(chunk, beside, ranks)
+        got, sent = _elements(chunk, ranks, only_sent=False)
+        whole = sum(beside)
+        got = [count + whole for count in got]
+        for route, count in zip(chunk, beside, strict=True):
+            got[route.owner] -= count
+            sent[route.owner] += count * (ranks - 1)
         back = Transfer(Traffic.PARTS, f"return of chunk {number}", dtype, sum(sent), sent, got)
     return ChunkTransfers(to, back, beside, wide)
 
 
-def _elements_from_owners(
-    chunk: Sequence[Route], beside: Sequence[int], ranks: int
+def _elements(
+    chunk: Sequence[Route], ranks: int, *, only_sent: bool
 ) -> tuple[list[int], list[int]]:
-    """What each rank sends back as an owner, and what it gets."""
-    sent, got = [0] * ranks, [0] * ranks
-    to_all = any(beside)
-    for route, extra in zip(chunk, beside, strict=True):
-        for part in route.parts:
-            if part.rank != route.owner:
-                sent[route.owner] += part.in_block.numel
-                got[part.rank] += part.in_block.numel
-        if to_all:
-            sent[route.owner] += extra * (ranks - 1)
-            for rank in range(ranks):
-                got[rank] += extra if rank != route.owner else 0
-    return sent, got
+    """What goes between ranks and owners: of parts by who holds them, of blocks by their owner.
+
+    An owner's own part goes nowhere. `only_sent`: of copies one.
+    """
+    alike: dict[int, tuple[Parts, list[int]]] = {}  # blocks that share their parts: the owners
+    for route in chunk:
+        alike.setdefault(id(route.parts), (route.parts, []))[1].append(route.owner)
+    of_parts, of_blocks = [0] * ranks, [0] * ranks
+    for parts, owners in alike.values():
+        sizes = {rank: size for rank, size, is_sent in parts.sizes if is_sent or not only_sent}
+        whole = sum(sizes.values())
+        for rank, size in sizes.items():
+            of_parts[rank] += size * len(owners)
+        for owner in owners:
+            own = sizes.get(owner, 0)
+            of_parts[owner] -= own
+            of_blocks[owner] += whole - own
+    return of_parts, of_blocks
 
 
 def _order(item: Item) -> tuple[int, int]:
@@ -249,7 +303,7 @@ def _flops(block: Block) -> int:
 def _owners(
     specs: Sequence[ShardedSpec],
     blocks: Sequence[tuple[int, int]],
-    holders: Sequence[dict[Box, list[int]]],
+    held: Sequence[_HeldBlock],
     flops: Sequence[int],
     ranks: int,
     strategy: OwnerStrategy,
@@ -258,9 +312,7 @@ def _owners(
     loads = [0] * ranks
     owners: dict[int, int] = {}
     for place in sorted(range(len(blocks)), key=lambda k: -flops[k]):
-        i, j = blocks[place]
-        box = block_box(specs[i].blocks[j], specs[i].shape)
-        whole = holders[place].get(box)
+        whole = held[place].holders.get(held[place].box)
         if whole:
             owners[place] = min(whole, key=lambda rank: loads[rank])
             loads[owners[place]] += flops[place]
@@ -272,33 +324,3 @@ def _owners(
         given = balanced_owners([flops[k] for k in spread], sizes, ranks, loads=loads)
     owners |= dict(zip(spread, given, strict=True))
     return [owners[place] for place in range(len(blocks))]
-
-
-def _holders(box: Box, boxes: Sequence[Box]) -> dict[Box, list[int]]:
-    """The parts of a block, and the ranks that hold each of them."""
-    holders: dict[Box, list[int]] = {}
-    for rank, held in enumerate(boxes):
-        part = held.overlap(box)
-        if part.numel:
-            holders.setdefault(part, []).append(rank)
-    return holders
-
-
-def _route(
-    param: int, number: int, spec: ShardedSpec, holders: dict[Box, list[int]], owner: int
-) -> Route:
-    """Where the parts of a block are, and which copies of them are sent."""
-    block = spec.blocks[number]
-    box = block_box(block, spec.shape)
-    parts = []
-    for part, ranks in holders.items():
-        sender = min(ranks, key=lambda rank: _distance(spec, rank, owner))
-        inside = part.within(box)
-        parts += [Part(rank, part, inside, rank == sender) for rank in ranks]
-    parts.sort(key=lambda part: part.rank)
-    return Route(param, number, block, box, owner, tuple(parts))
-
-
-def _distance(spec: ShardedSpec, rank: int, owner: int) -> tuple[bool, bool]:
-    """The owner's own copy is nearest, then one of the same replica."""
-    return rank != owner, spec.replicas[rank] != spec.replicas[owner]

@@ -67,6 +67,8 @@ class Segment(NamedTuple):
         """Without gaps."""
         if not pieces:
             return NOTHING
+        if len(pieces) == 1:  # most are, where a thousand ranks have a slice each
+            return cls((pieces[0],), (0,), pieces[0].size)
         *starts, size = accumulate((piece.size for piece in pieces), initial=0)
         return cls(tuple(pieces), tuple(starts), size)
 

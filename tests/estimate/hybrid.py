@@ -7,8 +7,8 @@ from types import MappingProxyType
 import torch
 
 import samestep
+from samestep.estimate.cluster import plan_shares, stack_blueprint, stack_units
 from samestep.estimate.fsdp import fsdp_collectives, passes_1f1b
-from samestep.estimate.stack import plan_shares, stack_blueprint, stack_units
 from samestep.mesh.degrees import Degrees
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import GPT_STAGES

@@ -6,8 +6,7 @@ from types import MappingProxyType
 import torch
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint
-from samestep.estimate.grid import Grid
+from samestep.estimate.blueprint import Grid, SpreadOver, blueprint
 from samestep.layout.dtensor_shards import Cut
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.models import Matrices, named_params

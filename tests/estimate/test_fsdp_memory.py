@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from samestep.estimate.fsdp import passes_1f1b
-from samestep.estimate.fsdp_memory import fsdp_peak
-from samestep.estimate.stack import plan_shares, stack_units
+from samestep.estimate.cluster import plan_shares, stack_units
+from samestep.estimate.fsdp import fsdp_peak, passes_1f1b
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.models.gpt_plan import gpt_plan

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from samestep.estimate.calibration import hardware_of, measured_ms, one_process
 from samestep.estimate.memory import rank_memory
-from samestep.estimate.receipts import hardware_of, measured_ms, one_process
 from samestep.estimate.timeline import simulate
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

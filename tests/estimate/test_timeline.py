@@ -10,12 +10,10 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 import samestep.optimizer.step
 from samestep.comm.executor import execute
-from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
 from samestep.estimate.fsdp import Unit, fsdp_collectives
-from samestep.estimate.grid import Grid, one_axis
 from samestep.estimate.hardware import Hardware, Link
-from samestep.estimate.timeline import Training, simulate, spans
-from samestep.estimate.trace import chrome_trace
+from samestep.estimate.timeline import Training, chrome_trace, simulate, spans
 from samestep.layout.dtensor_shards import Cut
 from samestep.plan.schedule import line_of
 from samestep.stress.models import GPT, Matrices

@@ -5,9 +5,8 @@ import torch
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import blueprint
+from samestep.estimate.blueprint import Grid, blueprint
 from samestep.estimate.collectives import Launches
-from samestep.estimate.grid import Grid
 from samestep.plan.schedule import line_of
 from samestep.stress.models import Matrices
 from samestep.stress.sharded_training import new_training

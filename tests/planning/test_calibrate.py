@@ -5,8 +5,8 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.planning import calibration
-from samestep.planning.command import find_hardware
+from samestep.estimate import calibration
+from samestep.estimate.command import find_hardware
 
 
 def test_this_machine_is_measured_and_can_be_planned_for(tmp_path, monkeypatch, capsys):

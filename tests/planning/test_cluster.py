@@ -4,17 +4,16 @@ import pytest
 import torch
 
 from samestep import cli
+from samestep.estimate.cluster import Settings, guessed_share, plan_shares, stage_blueprint
+from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.stack import plan_shares
+from samestep.estimate.model import Model, load_model, stage_of
+from samestep.estimate.options import not_counted
 from samestep.mesh.degrees import Degrees
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stages import cut
-from samestep.planning.cluster import Settings, guessed_share, stage_blueprint
-from samestep.planning.figures import stage_figures
-from samestep.planning.mesh import not_counted
-from samestep.planning.model import Model, load_model, stage_of
 
 DENSE = GPTConfig(layers=7)
 EXPERTS = GPTConfig(layers=7, experts=8, expert_size=16)

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from samestep import cli
+from samestep.estimate.model import load_model
+from samestep.estimate.options import questions, read_mesh
 from samestep.mesh.degrees import Degrees
-from samestep.planning.mesh import questions, read_mesh
-from samestep.planning.model import load_model
 from samestep.tooling.request import BadRequestError
 
 FACTORY = """

@@ -5,13 +5,12 @@ import resource
 import pytest
 import torch
 
+from samestep.estimate.cluster import Settings
+from samestep.estimate.command import distinct_stages
+from samestep.estimate.figures import judge, stage_figures
 from samestep.estimate.hardware import PRESETS
+from samestep.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
-from samestep.planning.cluster import Settings
-from samestep.planning.command import distinct_stages
-from samestep.planning.figures import stage_figures
-from samestep.planning.model import load_model
-from samestep.planning.verdict import judge
 from tests.soak import SOAK
 
 CASES = [("deepseek-v3", Degrees(2048, pp=16, ep=64), Settings(sharding="zero1"), 3)]

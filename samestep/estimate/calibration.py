@@ -1,15 +1,24 @@
-"""Rates of this machine, measured by all ranks at once, since they share it when they train."""
+"""Where rates of hardware come from: measured on this machine, or from a receipt of a GPU.
 
+`samestep plan --calibrate` measures on all ranks at once, since they share the machine when they
+train, and writes the hardware file; `hardware_of` reads a receipt of `samestep bench step`.
+"""
+
+import json
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from rich.console import Console
 
+import samestep
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
@@ -17,10 +26,17 @@ from samestep.comm.collectives import (
     total,
 )
 from samestep.comm.groups import RankGroup, registry
-from samestep.estimate.hardware import Hardware, Link
+from samestep.estimate.blueprint import Blueprint, blueprint, one_axis
+from samestep.estimate.hardware import PRESETS, Hardware, Link, hardware_as_json
+from samestep.estimate.options import Options
+from samestep.estimate.work import local_work
 from samestep.groups.param_groups import complete
+from samestep.launch import run_forked
+from samestep.models.parameter_sets import SETS
 from samestep.rules import RULES
 from samestep.rules.orthogonalize import orthogonalize, orthogonalize_flops
+from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.request import BadRequestError
 from samestep.update.plain import Operand, update_elementwise
 
 SIDES = (32, 64, 128, 256)
@@ -63,7 +79,6 @@ def measure(
 
 
 def hardware(found: Measured, ranks: int) -> Hardware:
-    """What rank 0 has found, as a file has it."""
     links = found.links.get("all_to_all") or {}
     usual = links[max(links)] if links else Link(0.0, 1e12)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -131,27 +146,25 @@ def _model_rate(clock: Clock) -> float:
 def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
     """By kind: launched with so many bytes in the busier direction, and waited for."""
 
-    def buffer(count: int) -> Tensor:
-        return torch.ones(max(count, group.size))
-
-    def even(count: int) -> list[int]:
+    def even(carried: int) -> list[int]:
+        count = carried // 4 * group.size // (group.size - 1)
         return [max(count // group.size, 1)] * group.size
 
     def exchange(carried: int) -> object:
-        sizes = even(carried // 4 * group.size // (group.size - 1))
+        sizes = even(carried)
         return exchange_segments("calibration", torch.ones(sum(sizes)), sizes, group).wait()
 
     def gather(carried: int) -> object:
-        sizes = even(carried // 4 * group.size // (group.size - 1))
+        sizes = even(carried)
         return gather_segments("calibration", torch.ones(sizes[0]), sizes, group).wait()
 
     def scatter(carried: int) -> object:
-        sizes = even(carried // 4 * group.size // (group.size - 1))
+        sizes = even(carried)
         return reduce_segments("calibration", torch.ones(sum(sizes)), sizes, group).wait()
 
     def reduce(carried: int) -> object:
         count = carried // 4 * group.size // (2 * (group.size - 1))
-        return total("calibration", buffer(count), group).wait()
+        return total("calibration", torch.ones(max(count, group.size)), group).wait()
 
     return {
         "all_to_all": lambda carried: (exchange(carried), gather(carried)),
@@ -175,3 +188,76 @@ def _together(group: RankGroup, call: Callable[[], object], clock: Clock) -> flo
     """The median over rounds of the slowest rank."""
     seconds = torch.tensor([_seconds(call, clock)], dtype=torch.float64)
     return float(total("slowest", seconds, group).wait()) / group.size
+
+
+OURS, OURS_ADAMW = "ours", "ours-adamw"
+
+
+def measured_ms(receipt: Mapping[str, Any], contestant: str = OURS) -> float:
+    """The median step of the receipt's only set."""
+    (found,) = (c for c in receipt["sets"][0]["contestants"] if c["name"] == contestant)
+    return float(found["ms"]["median"])
+
+
+def one_process(name: str, *, muon: bool = True) -> Blueprint:
+    """A set of `samestep bench step` on one device, clipping on."""
+    shapes = SETS[name]
+    params = [
+        (f"{'matrix' if place < len(shapes.matrices) else 'other'}.{place}", shape)
+        for place, shape in enumerate((*shapes.matrices, *shapes.others))
+    ]
+    named = [(n, torch.nn.Parameter(torch.empty(s, device="meta"))) for n, s in params]
+    rules = {"matrix": "muon" if muon else "adamw", "other": "adamw"}
+    groups = [
+        {"params": [pair for pair in named if pair[0].startswith(kind)], "rule": rule}
+        for kind, rule in rules.items()
+    ]
+    optimizer = samestep.MuonAdamW(groups, max_grad_norm=1.0 if muon else None)
+    return blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
+
+
+def hardware_of(receipt: Mapping[str, Any], like: str = "h200x8") -> Hardware:
+    """The device that a receipt is of; links are a preset's.
+
+    Bytes travel at the measured speed of a copy. What AdamW alone takes beyond that is time per
+    call; what Muon takes beyond both is time of products.
+    """
+    name = receipt["sets"][0]["set"]
+    found = replace(
+        PRESETS[like],
+        name=f"{receipt['device']['name']}, from {name}",
+        source=f"samestep bench step, {receipt['date']}",
+        bytes_rate=1e12 * receipt["ceilings"]["terabytes_per_second"],
+        product_rates={1: 1e30},
+        call=0.0,
+    )
+    adamw = local_work(one_process(name, muon=False), found)
+    beyond = 1e-3 * measured_ms(receipt, OURS_ADAMW) - float(adamw.seconds(found))
+    found = replace(found, call=beyond / float(adamw.pieces))
+    muon = local_work(one_process(name), found)
+    products = 1e-3 * measured_ms(receipt) - float(muon.seconds(found))
+    return replace(found, product_rates={1: float(muon.flops) / products})
+
+
+FILE = "hardware.json"
+
+
+def calibrate(options: Options) -> None:
+    """On forked gloo ranks; a GPU's rates come from `samestep bench`."""
+    if options.world_size < 2:
+        raise BadRequestError(f"--world-size must be at least 2, got {options.world_size}")
+    folder = options.out or Path()
+    check_folder(folder)
+    sizes = (*tuple(n for n in (2, 4, 8, 16) if n < options.world_size), options.world_size)
+    console = Console(highlight=False)
+    console.print(f"Measuring with {options.world_size} gloo ranks ...")
+    found: list[Measured] = run_forked(
+        options.world_size, measure, sizes, timeout=math.inf, collective_timeout=120.0
+    )
+    content = hardware_as_json(hardware(found[0], options.world_size))
+    write_files(folder, {FILE: json.dumps(content, indent=1).encode() + b"\n"})
+    rates = ", ".join(f"{side}: {rate / 1e9:.3g}" for side, rate in found[0].product_rates.items())
+    console.print(f"GFLOP/s of orthogonalization by side of a block: {rates}", soft_wrap=True)
+    console.print(
+        f"Wrote {FILE} to {folder}: samestep plan MODEL --hardware {folder / FILE}", soft_wrap=True
+    )

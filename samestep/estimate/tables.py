@@ -8,8 +8,8 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as ScreenTable
 
-from samestep.planning.cluster import Stage
-from samestep.planning.figures import StageFigures
+from samestep.estimate.cluster import Stage
+from samestep.estimate.figures import StageFigures
 from samestep.stress.report.words import duration, size
 
 
@@ -22,7 +22,6 @@ class Picture:
 
     @classmethod
     def of(cls, alt: str, png: bytes) -> "Picture":
-        """As text."""
         return cls(alt, base64.b64encode(png).decode())
 
 
@@ -37,7 +36,6 @@ class Table:
     pictures: list[Picture] = field(default_factory=list)
 
     def on_screen(self) -> ScreenTable:
-        """For a terminal."""
         table = ScreenTable(
             title=self.title, box=SIMPLE_HEAD, title_justify="left", show_edge=False
         )
@@ -49,7 +47,6 @@ class Table:
 
 
 def memory_table(stages: list[StageFigures], ranks: int) -> Table:
-    """Bytes of the worst rank of each pipeline stage."""
     rows = []
     for each in stages:
         memory = each.memory
@@ -70,7 +67,6 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
 
 
 def traffic_table(figures: StageFigures) -> Table:
-    """Collectives of a step, by group and kind."""
     rows = [
         [
             f"{each.axes} ({each.ranks})", each.kind, each.by, f"{each.collectives:,}",
@@ -89,7 +85,6 @@ def traffic_table(figures: StageFigures) -> Table:
 
 
 def owner_table(figures: StageFigures) -> Table:
-    """Who orthogonalizes how much."""
     rows = [
         [
             f"{each.axes} ({each.ranks})", f"{each.blocks:,}", f"{each.flops / 1e12:,.4g}",
@@ -122,7 +117,6 @@ def time_table(figures: StageFigures, tokens: int) -> Table:
 def stages_table(
     peaks: Mapping[Stage, int], sent: Mapping[str, float], device_memory: int
 ) -> Table:
-    """All ZeRO stages side by side."""
     rows = [
         [stage, size(peak), f"{peak / device_memory:.0%}", size(sent[stage])]
         for stage, peak in peaks.items()
@@ -136,7 +130,6 @@ def stages_table(
 
 
 def tiles(plan: Mapping[str, Any], figures: StageFigures) -> list[tuple[str, str]]:
-    """The numbers at the top of the page."""
     return [
         ("parameters", f"{plan['model']['parameters'] / 1e9:,.4g} B"),
         ("ranks", f"{plan['mesh']['ranks']:,}"),

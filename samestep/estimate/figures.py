@@ -1,30 +1,34 @@
-"""Everything a plan tells, as numbers: what the table, the page and the JSON are made of."""
+"""Everything a plan tells, as numbers: what the table, the page and the JSON are made of.
+
+And from these: which ZeRO stage to choose, and why.
+"""
 
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.collectives import Collective, Launches
-from samestep.estimate.fsdp import fsdp_collectives, passes_1f1b
-from samestep.estimate.fsdp_memory import fsdp_peak
-from samestep.estimate.hardware import Hardware
-from samestep.estimate.memory import RankMemory, rank_memory
-from samestep.estimate.timeline import Timeline, Training, simulate
-from samestep.estimate.work import balance
-from samestep.mesh.degrees import Degrees
-from samestep.planning.cluster import (
+from samestep.estimate.blueprint import Blueprint, Spreading
+from samestep.estimate.cluster import (
+    STAGES,
     Settings,
+    Stage,
     fsdp_units,
     stage_blueprint,
 )
-from samestep.planning.model import Model, stage_of
+from samestep.estimate.collectives import Collective, Launches
+from samestep.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
+from samestep.estimate.hardware import Hardware
+from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.estimate.model import Model, stage_of
+from samestep.estimate.timeline import Timeline, Training, simulate
+from samestep.estimate.work import balance
+from samestep.mesh.degrees import Degrees
 
 ONE_RANK = "one rank"  # in place of axes
 
@@ -74,7 +78,6 @@ class StageFigures:
 
     @property
     def peak(self) -> int:
-        """Bytes of the worst rank."""
         return self.memory.peak
 
 
@@ -152,15 +155,15 @@ def sample_ranks(plan: Blueprint) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
     found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}
     for placement in plan.placements:
-        owned = [0.0] * placement.peers.size
-        chunks = getattr(placement.plan, "chunks", ())
-        for chunk in chunks:
-            for route in chunk:
-                owned[route.owner] += route.box.numel
-        for bucket in getattr(placement.plan, "buckets", ()):
-            if not bucket.replicated:
-                for rank, size in enumerate(bucket.segment_sizes):
-                    owned[rank] += size
+        owned = [0] * placement.peers.size
+        if isinstance(placement, Spreading):
+            for chunk in placement.plan.chunks:
+                for route in chunk:
+                    owned[route.owner] += route.box.numel
+        else:
+            for bucket in placement.plan.buckets:
+                for rank, segment in () if bucket.replicated else bucket.filled:
+                    owned[rank] += segment.size
         place = max(range(len(owned)), key=owned.__getitem__)
         found.add(_rank_at(plan, placement.peers.axes, place))
     return sorted(found)
@@ -211,7 +214,6 @@ def _owners(plan: Blueprint) -> list[OwnerBalance]:
 
 
 def figures_as_json(figures: StageFigures) -> dict[str, Any]:
-    """For the receipt."""
     content = asdict(figures)
     content["memory"] = {
         **figures.memory._asdict(),
@@ -226,3 +228,47 @@ def cost_of_planning(since: float) -> dict[str, float]:
     unit = 1 if sys.platform == "darwin" else 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"seconds": time.monotonic() - since, "memory": float(most)}
+
+
+# From "when to use each" of Megatron's documentation: shares of the device's memory.
+USE = {
+    "none": "nothing is sharded: the fewest bytes travel",
+    "zero1": "state is sharded; gradients stay whole",
+    "zero2": "state and gradients are sharded; parameters stay whole",
+    "zero3": "parameters are sharded too, and gathered layer by layer in forward and backward",
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The stage that was asked for, and the one to choose; None: none fits."""
+
+    asked: Stage
+    fits: bool
+    choose: Stage | None
+    text: str
+
+
+def judge(asked: Stage, peaks: Mapping[Stage, int], device_memory: int, reserve: float) -> Verdict:
+    """The least sharding whose worst rank leaves the reserve for activations."""
+    room = (1 - reserve) * device_memory
+    fits = peaks[asked] <= device_memory
+    choose = next((stage for stage in STAGES if stage in peaks and peaks[stage] <= room), None)
+    share = f"{peaks[asked] / 1e9:,.1f} of {device_memory / 1e9:,.1f} GB"
+    percent = f"{peaks[asked] / device_memory:.0%}"
+    lines = [f"{asked}: the worst rank peaks at {share} ({percent})"]
+    lines.append("it fits, activations apart" if fits else "it does not fit")
+    if choose is None:
+        least = min(peaks, key=lambda stage: peaks[stage])
+        lines.append(
+            f"no stage leaves {reserve:.0%} for activations: {least} needs the least, "
+            f"{peaks[least] / 1e9:,.1f} GB; take more ranks, tensor or pipeline parallel"
+        )
+    else:
+        why = f"{USE[choose]}, at {peaks[choose] / device_memory:.0%} of the memory"
+        before = [stage for stage in STAGES[: STAGES.index(choose)] if stage in peaks]
+        if before:
+            too_much = ", ".join(f"{s} {peaks[s] / device_memory:.0%}" for s in before)
+            why += f"; less sharding takes more than {1 - reserve:.0%} ({too_much})"
+        lines.append(f"choose {choose}: {why}")
+    return Verdict(asked, fits, choose, "; ".join(lines))

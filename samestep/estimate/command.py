@@ -1,10 +1,12 @@
 """`samestep plan`: plan, show the tables, write the files."""
 
+import gc
 import json
 import shlex
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +15,24 @@ import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
-from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
-from samestep.estimate.timeline import Timeline
-from samestep.estimate.trace import chrome_trace
-from samestep.mesh.degrees import Degrees
-from samestep.planning import tables
-from samestep.planning.cluster import STAGES, Settings, Stage, stage_blueprint
-from samestep.planning.figures import (
+from samestep.estimate import tables
+from samestep.estimate.cluster import STAGES, Settings, Stage, stage_blueprint
+from samestep.estimate.figures import (
     StageFigures,
     cost_of_planning,
     device_of,
     figures_as_json,
+    judge,
     stage_figures,
     stage_needs,
     training_of,
 )
-from samestep.planning.mesh import not_counted, questions, read_mesh
-from samestep.planning.model import Model, load_model, stage_of
-from samestep.planning.options import Options as Options
-from samestep.planning.verdict import judge
+from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
+from samestep.estimate.model import Model, load_model, stage_of
+from samestep.estimate.options import Options as Options
+from samestep.estimate.options import not_counted, questions, read_mesh
+from samestep.estimate.timeline import Timeline, chrome_trace
+from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
@@ -40,12 +41,28 @@ MOST_DRAWN = 8  # ranks in a picture of a timeline
 
 
 def run(options: Options) -> None:
-    """Do what the options ask."""
     if options.calibrate:
-        from samestep.planning.calibrate_command import calibrate
+        from samestep.estimate.calibration import calibrate
 
         calibrate(options)
         return
+    with _no_collection():
+        _plan(options)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Plans have a million small parts and no cycles, for which Python would look in vain."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _plan(options: Options) -> None:
     since = time.monotonic()
     if not options.model:
         raise BadRequestError("say which MODEL: `samestep plan --help` lists what it may be")
@@ -121,7 +138,6 @@ def run(options: Options) -> None:
 
 
 def find_hardware(text: str) -> Hardware:
-    """A preset, or a file."""
     if text in PRESETS:
         return PRESETS[text]
     if Path(text).suffix != ".json":
@@ -136,7 +152,6 @@ def find_hardware(text: str) -> Hardware:
 
 
 def settings_of(options: Options) -> Settings:
-    """Keywords of the optimizer."""
     return Settings(
         sharding=options.sharding,
         buffers=options.buffers,
@@ -192,8 +207,7 @@ def _files(
     hardware: Hardware,
     bars: dict[str, dict[str, int]],
 ) -> dict[str, bytes]:
-    from samestep.planning.pictures import gantt, memory_bars
-    from samestep.planning.scaling import scaling
+    from samestep.estimate.pictures import gantt, memory_bars, scaling
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
     drawn = gantt({"step": timeline}, title)
@@ -218,7 +232,7 @@ def _files(
 
 def _page(content: dict[str, Any], shown: list[tables.Table], figures: list[StageFigures]) -> str:
     environment = Environment(
-        loader=PackageLoader("samestep.planning", ""), autoescape=True, undefined=StrictUndefined
+        loader=PackageLoader("samestep.estimate", ""), autoescape=True, undefined=StrictUndefined
     )
     style = (Path(__file__).parent.parent / "stress" / "report" / "style.css").read_text()
     slowest = max(figures, key=lambda each: each.step_seconds)

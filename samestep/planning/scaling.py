@@ -16,7 +16,7 @@ from samestep.planning.model import Model, load_model
 from samestep.planning.options import Options
 from samestep.planning.pictures import curves
 from samestep.planning.tables import Picture, Table
-from samestep.stress.report.words import duration
+from samestep.stress.report.numbers import duration
 from samestep.tooling.request import BadRequestError
 
 RANKS = (8, 64, 512, 4096)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from samestep.launch import TorchrunRank, torchrun_rank
-from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.stress.campaign import Campaign, Case, CaseResult, MutantResult, MutantRunner
 from samestep.stress.compare import changes_table, compare, read_receipt
 from samestep.stress.display import (
     Display,
@@ -23,16 +23,12 @@ from samestep.stress.display import (
 from samestep.stress.lanes import Lanes
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.mutation import MutantResult, MutantRunner
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Presence, Progress, go_on, key
-from samestep.stress.ranks import ForkedRanks, Ranks
-from samestep.stress.receipt import case_entry, machine, receipt
+from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
+from samestep.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS, scenario_named
-from samestep.stress.schema import check_receipt
-from samestep.stress.source import code_digest
-from samestep.stress.torchrun_ranks import TorchrunRanks
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.tooling.signals import Stopped, stopped_once
@@ -79,7 +75,6 @@ class Session:
             check_folder(options.out)
 
     def run(self) -> int:
-        """Run everything; whatever happens, what was found is written."""
         if self.options.goes_on:
             self._take_over()
         if self.progress.finished:
@@ -122,7 +117,6 @@ class Session:
                 ) from error
 
     def _content(self, *, interrupted: bool) -> dict[str, Any]:
-        """The receipt."""
         progress = self.progress
         ended = progress.entries | {
             key(result.case): case_entry(result)
@@ -147,7 +141,6 @@ class Session:
         )
 
     def _write(self, *, interrupted: bool) -> str:
-        """Write the files and show the tables; give the verdict."""
         content = self._content(interrupted=interrupted)
         check_receipt(content)
         files = {
@@ -183,7 +176,6 @@ class Session:
         return found
 
     def _run_cases(self, seconds: Callable[[], float]) -> None:
-        """Those that are left."""
         cases = self.cases()
         in_all = f"{len(cases)} cases on {self.world} {self.backend} ranks"
         display = Display(self.console, len(cases), f"{in_all}, {self.options.reduction}")
@@ -211,7 +203,6 @@ class Session:
     def _run_in_lanes(
         self, scenarios: Sequence[Sequence[Case]], on_result: OnResult, display: Display
     ) -> None:
-        """Several scenarios side by side."""
         lanes = Lanes(self.options.lanes, self._campaign)
         try:
             lanes.run(scenarios, on_result, display.step)
@@ -290,7 +281,6 @@ class Session:
 
 
 def _broken(result: CaseResult) -> bool:
-    """Whether a rank did not come to its end."""
     return any(ending.error is not None for ending in result.endings.values())
 
 

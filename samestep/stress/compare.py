@@ -11,18 +11,23 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from samestep.stress.report.distances import (
+from samestep.stress.receipt import check_receipt
+from samestep.stress.report.numbers import (
+    STATUSES,
     Case,
     Pick,
     Receipt,
     Worst,
     between_replicas,
+    count,
+    duration,
+    enumeration,
+    short,
+    size,
     to_first_layout,
     to_reference,
     worst_of_families,
 )
-from samestep.stress.report.words import STATUSES, count, duration, enumeration, short, size
-from samestep.stress.schema import check_receipt
 
 Severity = Literal["worse", "better", "changed"]
 Entry = Mapping[str, Any]
@@ -97,7 +102,6 @@ def compare(first: Receipt, second: Receipt) -> list[Change]:
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
-    """The changes for a terminal."""
     table = Table(caption=None if changes else "nothing changed", header_style="bold")
     for column in ("", "where", "what", "before", "after"):
         table.add_column(column, overflow="fold")
@@ -118,7 +122,6 @@ def _verdict(first: Receipt, second: Receipt) -> Iterator[Change]:
 
 
 def _surroundings(first: Receipt, second: Receipt) -> Iterator[Change]:
-    """What was asked for, and what it ran on."""
     for part, left_out in (
         ("thresholds", ()),
         ("asked", ("out",)),
@@ -269,7 +272,6 @@ def _catch(mutant: Entry) -> str:
 
 
 def _scenarios(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> Iterator[Change]:
-    """What a scenario does, if it is not the same any more."""
     for name in (name for name in old if name in new):
         if old[name]["loop"] != new[name]["loop"]:
             yield Change("changed", name, "loop", old[name]["loop"], new[name]["loop"])

@@ -10,15 +10,15 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from samestep.stress.campaign import Case, CaseResult
+from samestep.stress.campaign import Case, CaseResult, MutantResult
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.mutation import MutantResult
-from samestep.stress.report.distances import (
+from samestep.stress.report.numbers import (
+    between_replicas,
     distances,
+    to_first_layout,
     to_reference,
-    worst_between_replicas,
-    worst_to_first_layout,
+    worst,
 )
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST
 
@@ -44,21 +44,17 @@ class Display:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While the block runs."""
         with self._progress:
             yield
 
     def step(self, case: Case, step: int, worst: float) -> None:
-        """A case has got to a step."""
         text = f"{case.scenario} · {case.layout} · largest difference {worst:.3g}"
         self._progress.update(self._one, description=text, completed=step, total=case.steps)
 
     def begin(self, text: str) -> None:
-        """Something without steps begins."""
         self._progress.update(self._one, description=text, completed=0, total=None)
 
     def done(self, count: int = 1) -> None:
-        """So many more are done."""
         self._done += count
         self._progress.update(self._all, completed=self._done)
 
@@ -106,8 +102,8 @@ def _summary(cases: Sequence[Entry]) -> str:
 
 
 def _largest_difference(case: Entry) -> float:
-    found = (worst_between_replicas([case]), worst_to_first_layout([case]))
-    return max(worst.distance for worst in found if worst is not None)
+    found = (worst([case], between_replicas), worst([case], to_first_layout))
+    return max(each.distance for each in found if each is not None)
 
 
 def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:
@@ -154,7 +150,6 @@ def _caught(result: MutantResult) -> str:
 
 
 def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[MutantResult]) -> str:
-    """What came of it all."""
     if verdict == "interrupted":
         return "[yellow]Stopped before the end; nothing had failed so far.[/]"
     if mutants:
@@ -175,7 +170,6 @@ def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[Mut
 
 
 def known_table() -> Table:
-    """All scenarios, layouts and mutants."""
     table = Table()
     for column in ("", "name", "story"):
         table.add_column(column)

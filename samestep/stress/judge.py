@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from samestep.stress.expected import Expected
-from samestep.stress.sample import Ending, Sample
+from samestep.stress.rank import Ending, Sample
 from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 
 LIMITS = {"adam": 2e-5, "mu_a": 3e-4, "mu_b": 3e-4}
@@ -53,12 +53,10 @@ class Distance:
 
     @property
     def params(self) -> float:
-        """Over all parameters."""
         return max((d for d in (self.adam, self.mu_a, self.mu_b) if d is not None), default=0.0)
 
     @property
     def largest(self) -> float:
-        """Over everything."""
         return max(self.params, self.state)
 
 

@@ -19,7 +19,7 @@ class Layout:
     """Where parameters, gradients and state live: keywords of the optimizer.
 
     one_process: all ranks' gradients are averaged and applied by a single process.
-    parameters: `sharded_training` tells what the DTensor kinds are.
+    parameters: `sharded_training` tells what the kinds are.
     mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`.
     """
 
@@ -62,14 +62,12 @@ LAYOUTS_ON_REQUEST: dict[
 
 
 def register(layout: Layout, *, on_request: bool = False) -> None:
-    """Put a layout under test."""
     if layout.name in LAYOUTS or layout.name in LAYOUTS_ON_REQUEST:
         raise ValueError(f"there is a layout {layout.name!r} already")
     (LAYOUTS_ON_REQUEST if on_request else LAYOUTS)[layout.name] = layout
 
 
 def layout_named(name: str) -> Layout:
-    """Any layout."""
     return (LAYOUTS if name in LAYOUTS else LAYOUTS_ON_REQUEST)[name]
 
 

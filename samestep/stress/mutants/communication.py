@@ -9,6 +9,7 @@ from torch import Tensor
 from samestep.comm import collectives
 from samestep.comm.collectives import maximum, total
 from samestep.placements.whole import replicated
+from samestep.placements.whole.gradients import FlatGradients
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
@@ -21,30 +22,28 @@ from samestep.stress.mutants.mutant import RANDOM, mutant
     "the gradients were reduced already, and are reduced again",
     expected="state",
     scenario=RANDOM,
+    replaces=(GradientReducer, "end_round"),
 )
-def reduced_twice() -> list[Any]:
+def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
     """Summed before the optimizer averages them."""
-
-    def end_round(original: Any, self: GradientReducer, problem: Any) -> None:
-        for param in self._params:
-            here = torch.tensor([param.grad is not None], dtype=torch.int32)
-            if maximum("is it there", here, self._group).wait().item():
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                param.grad = total("first reduction", grad.detach().clone(), self._group).wait()
-        original(self, problem)
-
-    return [(GradientReducer, "end_round", end_round)]
+    for param in self._params:
+        here = torch.tensor([param.grad is not None], dtype=torch.int32)
+        if maximum("is it there", here, self._group).wait().item():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = total("first reduction", grad.detach().clone(), self._group).wait()
+    original(self, problem)
 
 
-@mutant("the sum over ranks is taken for the mean", expected="state", scenario=RANDOM)
-def sum_for_mean() -> list[Any]:
+@mutant(
+    "the sum over ranks is taken for the mean",
+    expected="state",
+    scenario=RANDOM,
+    replaces=(GradientReducer, "take"),
+)
+def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Tensor:
     """Invisible in what Muon does with it, not in AdamW's moments."""
-
-    def take(original: Any, self: GradientReducer, number: int) -> Tensor:
-        result: Tensor = original(self, number)
-        return result.mul_(self._divisor)
-
-    return [(GradientReducer, "take", take)]
+    result: Tensor = original(self, number)
+    return result.mul_(self._divisor)
 
 
 @mutant(
@@ -70,15 +69,12 @@ def stale_chunk_size() -> list[Any]:
     "owners are given out in another order on one rank",
     expected="plan",
     scenario=RANDOM,
+    replaces=(sharding, "balanced_owners"),
 )
-def owner_order_differs() -> list[Any]:
+def owner_order_differs(original: Any, *args: Any, **kwargs: Any) -> Any:
     """A set or dict was walked."""
-
-    def owners(original: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = list(original(*args, **kwargs))
-        return chosen[::-1] if dist.get_rank() == 1 else chosen
-
-    return [(sharding, "balanced_owners", owners)]
+    chosen = list(original(*args, **kwargs))
+    return chosen[::-1] if dist.get_rank() == 1 else chosen
 
 
 @mutant(
@@ -86,46 +82,37 @@ def owner_order_differs() -> list[Any]:
     expected="layouts",
     scenario=RANDOM,
     world=3,
+    replaces=(collectives, "sum_in_order"),
 )
-def sums_in_another_order() -> list[Any]:
+def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Tensor:
     """Two numbers have but one sum; three have several, in floating point."""
-
-    def backwards(original: Any, contributions: Any, **how: Any) -> Tensor:
-        result: Tensor = original(list(contributions)[::-1], **how)
-        return result
-
-    return [(collectives, "sum_in_order", backwards)]
+    result: Tensor = original(list(contributions)[::-1], **how)
+    return result
 
 
 @mutant(
     "a rank counts its buckets from another start, so that logs of collectives do not match",
     expected="collectives",
     scenario=RANDOM,
+    replaces=(GradientReducer, "_name"),
 )
-def collectives_misnamed() -> list[Any]:
+def collectives_misnamed(original: Any, self: GradientReducer, index: int) -> str:
     """All goes well, until somebody reads the log of a hang."""
-
-    def name(original: Any, self: GradientReducer, index: int) -> str:
-        others = len(self._params)
-        return str(original(self, (index + 1) % others if dist.get_rank() == 1 else index))
-
-    return [(GradientReducer, "_name", name)]
+    others = len(self._params)
+    return str(original(self, (index + 1) % others if dist.get_rank() == 1 else index))
 
 
 @mutant(
     "a rank that owns nothing in a bucket does not take part in its gather",
     expected="hang",
     scenario="conditional_compute",
+    replaces=(ReplicatedParameters, "gather"),
 )
-def empty_collective_skipped() -> list[Any]:
+def empty_collective_skipped(original: Any, self: ReplicatedParameters, number: int) -> None:
     """Nothing to send, so it seems."""
-
-    def gather(original: Any, self: ReplicatedParameters, number: int) -> None:
-        bucket = self.plan.buckets[number]
-        if bucket.replicated or bucket.segments[self.group.rank].pieces:
-            original(self, number)
-
-    return [(ReplicatedParameters, "gather", gather)]
+    bucket = self.plan.buckets[number]
+    if bucket.replicated or bucket.segments[self.group.rank].pieces:
+        original(self, number)
 
 
 @mutant(
@@ -152,14 +139,10 @@ def buffer_reused_before_wait() -> list[Any]:
     expected="replicas",
     scenario="different_start",
     layout="none",
+    replaces=(ReplicatedParameters, "mend_replicas"),
 )
-def different_from_the_start() -> list[Any]:
+def different_from_the_start(original: Any, self: ReplicatedParameters) -> None:
     """No comparison at construction."""
-
-    def mend(original: Any, self: ReplicatedParameters) -> None:
-        return
-
-    return [(ReplicatedParameters, "mend_replicas", mend)]
 
 
 @mutant(
@@ -223,15 +206,12 @@ def no_order_between_plans() -> list[Any]:
     expected="error",
     scenario="frozen_and_added",
     layout="zero2_overlap",
+    replaces=(GradientReducer, "_begin_round"),
 )
-def unfrozen_not_awaited() -> list[Any]:
+def unfrozen_not_awaited(original: Any, self: GradientReducer) -> None:
     """Met on the way: found by this harness."""
-
-    def begin_round(original: Any, self: GradientReducer) -> None:
-        original(self)
-        self._await()
-
-    return [(GradientReducer, "_begin_round", begin_round)]
+    original(self)
+    self._await()
 
 
 @mutant(
@@ -264,3 +244,15 @@ def reduction_chosen_at_launch() -> list[Any]:
         (GradientReducer, "arrived", arrived),
         (GradientReducer, "launch_through", launch_through),
     ]
+
+
+@mutant(
+    "the sum kept in the gradient buffer is overwritten by the next micro-batch",
+    expected="reference",
+    scenario="uneven_accumulation_sharded",
+    layout="flat_zero1",
+    replaces=(FlatGradients, "set_aside"),
+)
+def kept_sum_overwritten(original: Any, self: FlatGradients, total: Tensor) -> Tensor:
+    """The sum is not set aside when a round ends."""
+    return total

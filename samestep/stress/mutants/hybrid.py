@@ -1,15 +1,27 @@
-"""Bugs of the hybrid stack: what is cut, who combines gradients, and which code runs."""
+"""Bugs of DTensors and of the hybrid stack: who holds what, what is cut, who combines gradients.
+
+Among them mistakes of users that nobody refuses any more.
+"""
 
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from samestep.comm.groups import registry
+from samestep.fsdp.participation import Unit
+from samestep.mesh.replicate_list import FUSED, ReplicateList
 from samestep.parallel import apply, data, lora, tensor
 from samestep.parallel.experts import Places
-from samestep.stress.mutants.mutant import mutant
+from samestep.placements import sharing
+from samestep.placements.parts import sharded
+from samestep.placements.parts.sharded import ShardedTensors
+from samestep.placements.parts.use_marks import Mark
+from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.rules.muon import MuonRule
+from samestep.stress.mutants.mutant import RANDOM, mutant
 
 GPT = "hybrid_gpt"
 
@@ -20,18 +32,15 @@ GPT = "hybrid_gpt"
     scenario=GPT,
     layout="hybrid_tp",
     steps=1,
+    replaces=(tensor, "_copy_parameters"),
 )
-def router_sharded() -> list[Any]:
+def router_sharded(original: Any, name: str, module: nn.Module, mesh: Any) -> None:
     """As if the plan had it among the columns."""
-
-    def copy_parameters(original: Any, name: str, module: nn.Module, mesh: Any) -> None:
-        is_router = isinstance(module, nn.Linear)
-        for key, param in module.named_parameters(recurse=False):
-            placement = Shard(0) if is_router else Replicate()
-            spread = distribute_tensor(param.detach(), mesh, [placement])
-            module.register_parameter(key, nn.Parameter(spread))
-
-    return [(tensor, "_copy_parameters", copy_parameters)]
+    is_router = isinstance(module, nn.Linear)
+    for key, param in module.named_parameters(recurse=False):
+        placement = Shard(0) if is_router else Replicate()
+        spread = distribute_tensor(param.detach(), mesh, [placement])
+        module.register_parameter(key, nn.Parameter(spread))
 
 
 @mutant(
@@ -78,16 +87,13 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     scenario=GPT,
     layout="hybrid_ep",
     steps=1,
+    replaces=(Places, "on"),
 )
-def expert_predicate_off_the_wrong_mesh() -> list[Any]:
+def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Places:
     """`expert_tensor_parallel=0` makes no mesh of its own."""
-
-    def on(original: Any, mesh: Any) -> Places:
-        found: Places = original(mesh)
-        made = mesh.degrees.expert_tensor_parallel > 0
-        return found if made else found._replace(exchange=None)
-
-    return [(Places, "on", on)]
+    found: Places = original(mesh)
+    made = mesh.degrees.expert_tensor_parallel > 0
+    return found if made else found._replace(exchange=None)
 
 
 @mutant(
@@ -96,14 +102,13 @@ def expert_predicate_off_the_wrong_mesh() -> list[Any]:
     scenario=GPT,
     layout="hybrid_ep",
     steps=2,
+    replaces=(data, "_divide_by"),
 )
-def experts_divided_by_their_own_ranks() -> list[Any]:
+def experts_divided_by_their_own_ranks(
+    original: Any, module: Any, divisor: int, *, alone: bool
+) -> None:
     """FSDP2's own mean; Muon's direction does not see it, the joint norm does."""
-
-    def divide_by(original: Any, module: Any, divisor: int, *, alone: bool) -> None:
-        module.set_force_sum_reduction_for_comms(True)
-
-    return [(data, "_divide_by", divide_by)]
+    module.set_force_sum_reduction_for_comms(True)
 
 
 @mutant(
@@ -133,16 +138,13 @@ def duplicate_group() -> list[Any]:
     scenario=GPT,
     layout="hybrid_tp",
     steps=1,
+    replaces=(apply, "_observed"),
 )
-def ranks_disagree_on_a_predicate() -> list[Any]:
+def ranks_disagree_on_a_predicate(original: Any, model: nn.Module, mesh: Any) -> dict[str, Any]:
     """The last rank says that it cuts nothing."""
-
-    def observed(original: Any, model: nn.Module, mesh: Any) -> dict[str, Any]:
-        seen: dict[str, Any] = original(model, mesh)
-        last = mesh.rank == mesh.degrees.world - 1
-        return seen | {"tensor_parallel_active": not last}
-
-    return [(apply, "_observed", observed)]
+    seen: dict[str, Any] = original(model, mesh)
+    last = mesh.rank == mesh.degrees.world - 1
+    return seen | {"tensor_parallel_active": not last}
 
 
 @mutant(
@@ -151,12 +153,122 @@ def ranks_disagree_on_a_predicate() -> list[Any]:
     scenario="hybrid_lora",
     layout="hybrid_ep",
     steps=2,
+    replaces=(lora, "_spread"),
 )
-def lora_not_synchronized() -> list[Any]:
+def lora_not_synchronized(original: Any, *args: Any) -> Any:
     """Gradients are taken for what the factors are: whole."""
+    factor, _ = original(*args)
+    return factor, list(factor.placements)
 
-    def spread(original: Any, *args: Any) -> Any:
-        factor, _ = original(*args)
-        return factor, list(factor.placements)
 
-    return [(lora, "_spread", spread)]
+@mutant(
+    "tensor parallel on ranks that have data of their own, and nobody averages over the data axis",
+    expected="replicas",
+    scenario="tensor_parallel_alone",
+    layout="tp_alone",
+    world=4,
+    steps=4,
+    replaces=(sharing, "refuse_copies_nobody_averages"),
+)
+def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
+    """Copies on other meshes are not looked for."""
+
+
+@mutant(
+    "two optimizers launch their reductions inside one backward, in no common order",
+    expected="hang",
+    scenario="two_optimizers",
+    layout="two_optimizers",
+    steps=1,
+    replaces=(LaunchOrder, "_others"),
+)
+def two_orders_of_launches(original: Any, self: LaunchOrder) -> Any:
+    """Each optimizer knows its own buckets only."""
+    return iter(())
+
+
+@mutant(
+    "one weight of queries, keys and values is cut by rows, so that ranks take queries for keys",
+    expected="reference",
+    scenario="fused_qkv_cut",
+    layout="hybrid_tp",
+    steps=2,
+    replaces=(ReplicateList, "kind"),
+)
+def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> str | None:
+    """It looks like any other column layer."""
+    found: str | None = original(self, name)
+    return None if found == FUSED else found
+
+
+@mutant(
+    "zeros that FSDP2 was given for an unused parameter count as its gradient",
+    expected="reference",
+    scenario=RANDOM,
+    layout="fsdp2_parallel",
+    replaces=(sharded, "has_gradient"),
+)
+def filled_zeros_are_used(original: Any, param: Tensor) -> bool:
+    """Whatever FSDP2 hands over is present."""
+    return param.grad is not None
+
+
+@mutant(
+    "FSDP2 reduces only the gradients that a rank has, which are others on each rank",
+    expected="hang",
+    scenario="conditional_compute",
+    layout="fsdp2_parallel",
+    replaces=(Unit, "fill"),
+)
+def unused_are_left_out(original: Any, self: Unit) -> None:
+    """No zeros for what a rank has not used."""
+    self.waits = False
+
+
+@mutant(
+    "of several micro-batches only the last one tells which parameters were used",
+    expected="reference",
+    scenario="uneven_accumulation",
+    layout="fsdp2_parallel",
+    replaces=(Mark, "renew"),
+)
+def use_in_the_last_micro_batch_only(original: Any, self: Mark) -> None:
+    """Every forward starts afresh."""
+    self.used = False
+
+
+@mutant(
+    "each rank orthogonalizes the rows that it holds of a DTensor, instead of the whole",
+    expected="reference",
+    scenario=RANDOM,
+    layout="fsdp2_gather",
+    replaces=(MuonRule, "transform"),
+)
+def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *rest: Any) -> Any:
+    """Cut as FSDP2 cuts for two ranks."""
+    parts = [original(self, rows, *rest) for rows in direction.chunk(2, -2)]
+    return torch.cat([part for part, _ in parts], -2), parts[0][1]
+
+
+@mutant(
+    "gradients of DTensors, which come averaged, are divided by the number of ranks again",
+    expected="state",
+    scenario=RANDOM,
+    layout="fsdp2_parallel",
+    replaces=(ShardedTensors, "_grad"),
+)
+def reduced_gradients_divided_again(original: Any, self: ShardedTensors, index: int) -> Any:
+    """Invisible in Muon's parameters, not in its momentum."""
+    return original(self, index) / self.group.size
+
+
+@mutant(
+    "copies of a DTensor are all counted in the joint norm",
+    expected="state",
+    scenario="clipped",
+    layout="ep_fsdp2",
+    replaces=(ShardedTensors, "_answers_for"),
+)
+def copies_counted_in_the_norm(original: Any, self: ShardedTensors, index: int) -> bool:
+    """Every rank answers for what it holds."""
+    return True

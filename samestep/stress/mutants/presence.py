@@ -16,70 +16,60 @@ from samestep.stress.mutants.mutant import RANDOM, mutant
     "a rank without gradients skips their reduction, and the others wait for it",
     expected="hang",
     scenario="dist_adamw_muon",
+    replaces=(GradientReducer, "launch_next"),
 )
-def no_presence_mask() -> list[Any]:
+def no_presence_mask(original: Any, self: GradientReducer) -> None:
     """Only buckets of which this rank has a gradient are reduced."""
-
-    def launch(original: Any, self: GradientReducer) -> None:
-        members = self._members[self.launched]
-        if any(self._params[index].grad is not None for index in members):
-            original(self)
-            return
-        size = self._plan.buckets[self.launched].segment_sizes[self._group.rank]
-        nothing = torch.zeros(size)
-        self._flying[self.launched] = Pending(None, (), lambda: nothing)
-        self.launched += 1
-
-    return [(GradientReducer, "launch_next", launch)]
+    members = self._members[self.launched]
+    if any(self._params[index].grad is not None for index in members):
+        original(self)
+        return
+    size = self._plan.buckets[self.launched].segment_sizes[self._group.rank]
+    nothing = torch.zeros(size)
+    self._flying[self.launched] = Pending(None, (), lambda: nothing)
+    self.launched += 1
 
 
 @mutant(
     "zeros stand in for a gradient that no rank has, so momentum and decay move the parameter",
     expected="reference",
     scenario=RANDOM,
+    replaces=(PresenceAgreement, "agree"),
 )
-def absent_is_not_untouched() -> list[Any]:
+def absent_is_not_untouched(
+    original: Any, self: PresenceAgreement, here: Any, problem: Any
+) -> list[bool]:
     """Everything is present."""
-
-    def agree(original: Any, self: PresenceAgreement, here: Any, problem: Any) -> list[bool]:
-        return [True] * len(original(self, here, problem))
-
-    return [(PresenceAgreement, "agree", agree)]
+    return [True] * len(original(self, here, problem))
 
 
 @mutant(
     "a gradient of zeros counts as none, so momentum no longer moves the parameter",
     expected="reference",
     scenario="fixed_capacity",
+    replaces=(GradientReducer, "end_round"),
 )
-def zeros_are_absent() -> list[Any]:
+def zeros_are_absent(original: Any, self: GradientReducer, problem: Any) -> None:
     """Gradients of zeros are dropped."""
-
-    def end_round(original: Any, self: GradientReducer, problem: Any) -> None:
-        for param in self._params:
-            if param.grad is not None and not param.grad.any():
-                param.grad = None
-        original(self, problem)
-
-    return [(GradientReducer, "end_round", end_round)]
+    for param in self._params:
+        if param.grad is not None and not param.grad.any():
+            param.grad = None
+    original(self, problem)
 
 
 @mutant(
     "the step count of a parameter goes on while it has no gradient on any rank",
     expected="state",
     scenario=RANDOM,
+    replaces=(ReplicatedParameters, "operands"),
 )
-def step_counted_for_absent() -> list[Any]:
+def step_counted_for_absent(original: Any, self: ReplicatedParameters, number: int) -> Any:
     """Bias correction then is that of another step."""
-
-    def operands(original: Any, self: ReplicatedParameters, number: int) -> Any:
-        for piece in self._owned(self.plan.buckets[number]).pieces:
-            state = self._state[self.params[piece.param]]
-            if self._present[piece.param] is False and "step" in state:
-                self._layout.views(piece, state)["step"] += 1
-        return original(self, number)
-
-    return [(ReplicatedParameters, "operands", operands)]
+    for piece in self._owned(self.plan.buckets[number]).pieces:
+        state = self._state[self.params[piece.param]]
+        if self._present[piece.param] is False and "step" in state:
+            self._layout.views(piece, state)["step"] += 1
+    return original(self, number)
 
 
 @mutant(
@@ -108,31 +98,25 @@ def mean_over_present_ranks() -> list[Any]:
     "only the last micro-batch counts: what came under no_sync() is forgotten",
     expected="reference",
     scenario="uneven_accumulation",
+    replaces=(RuleOptimizer, "_pause_reductions"),
 )
-def last_micro_batch_only() -> list[Any]:
+def last_micro_batch_only(original: Any, self: RuleOptimizer, paused: bool) -> None:
     """Gradients are dropped at the end of no_sync()."""
-
-    def pause(original: Any, self: RuleOptimizer, paused: bool) -> None:
-        original(self, paused)
-        if not paused:
-            self.zero_grad()
-
-    return [(RuleOptimizer, "_pause_reductions", pause)]
+    original(self, paused)
+    if not paused:
+        self.zero_grad()
 
 
 @mutant(
     "Newton-Schulz runs once per micro-batch instead of once per step",
     expected="reference",
     scenario="uneven_accumulation",
+    replaces=(RuleOptimizer, "_pause_reductions"),
 )
-def step_per_micro_batch() -> list[Any]:
+def step_per_micro_batch(original: Any, self: RuleOptimizer, paused: bool) -> None:
     """Every micro-batch is a step."""
-
-    def pause(original: Any, self: RuleOptimizer, paused: bool) -> None:
-        original(self, paused)
-        if not paused:
-            with torch.no_grad():
-                self._run_step()
-            self.zero_grad()
-
-    return [(RuleOptimizer, "_pause_reductions", pause)]
+    original(self, paused)
+    if not paused:
+        with torch.no_grad():
+            self._run_step()
+        self.zero_grad()

@@ -1,7 +1,7 @@
 """Running cases one after the other: reference, ranks, verdict. And mutants, each a case."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import scenario_named
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
+Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
 HEALTHY_WATCHDOG = 120.0  # seconds; a slow collective of a busy machine is no hang
 
 
@@ -100,7 +101,7 @@ class Campaign:
         self._scenario: Scenario
         self._expected: Expected
         self._base: dict[int, Sample] = {}
-        self.presence: dict[str, dict[str, list[int]]] = {}
+        self.presence: dict[str, Presence] = {}  # by scenario
         self.interrupted: CaseResult | None = None  # what was known of a case at Ctrl-C
 
     def run(self, case: Case, patch: Patch = nullcontext) -> CaseResult:

@@ -26,8 +26,12 @@ from samestep.placements.placement import mesh_of
 from samestep.placements.whole.in_flight import wait_for_anyone
 from samestep.rules import RULES
 
+if TYPE_CHECKING:
+    from samestep.stress.outside_copies import OutsideCopies
+
 Kind = Literal["parameter", "buffer", "state", "options", "plan"]
 
+NAME = "check of replicas"  # for whoever reads of a collective that failed
 SHOWN = 8  # drifts that an error tells of
 
 
@@ -87,12 +91,6 @@ class DriftError(RuntimeError):
 
     def __reduce__(self) -> tuple[type["DriftError"], tuple[list[Drift]]]:
         return DriftError, (self.drifts,)
-
-
-if TYPE_CHECKING:
-    from samestep.stress.outside_copies import OutsideCopies
-
-NAME = "check of replicas"  # for whoever reads of a collective that failed
 
 
 @torch.no_grad()

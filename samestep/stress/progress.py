@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep.stress.campaign import Case
+from samestep.stress.campaign import Case, Presence
 from samestep.stress.compare import read_receipt
 from samestep.stress.receipt import commit
 from samestep.tooling.output import write_files
@@ -34,7 +34,6 @@ ASKED = (
 RAN = ("world_size", "actual_backend", "device", "runtime_mode", "machine", "code")
 
 Entry = Mapping[str, Any]  # a case as the receipt tells it
-Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
 
 
 class Key(NamedTuple):
@@ -110,7 +109,7 @@ class Progress:
             (self.folder / FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file is not None:  # others may write now
             self._file.close()
             self._file = None
 

@@ -92,20 +92,16 @@ def begin_alone(
     samestep.save(folder / BEGUN, training.model, training.optimizer)
 
 
+@dataclass(frozen=True)
 class Relay:
     """The trainings of one rank, one after the other."""
 
-    def __init__(
-        self,
-        scenario: Scenario,
-        layout: Layout,
-        rank: int,
-        reduction: str,
-        device: torch.device | None,
-        folder: Path | None,
-    ) -> None:
-        self._scenario, self._layout, self._rank = scenario, layout, rank
-        self._reduction, self._device, self._folder = reduction, device, folder
+    _scenario: Scenario
+    _layout: Layout
+    _rank: int
+    _reduction: str
+    _device: torch.device | None
+    _folder: Path | None
 
     def begin(self, step: int) -> Training:
         """A new run, or one that goes on where one process has left it before that step."""
@@ -140,12 +136,11 @@ class Relay:
     def _another_layout(self) -> Layout:
         """Half the registry away: plain parameters become DTensors, and the other way round."""
         world = self._scenario.world
-        names = [
-            name
-            for name, layout in LAYOUTS.items()
-            if not layout.one_process and not layout.reason_against(type(self._scenario), world)
-        ]
-        return LAYOUTS[names[(names.index(self._layout.name) + len(names) // 2) % len(names)]]
+        kind = type(self._scenario)
+        fitting = (each for each in LAYOUTS.values() if not each.reason_against(kind, world))
+        layouts = [layout for layout in fitting if not layout.one_process]
+        here = [layout.name for layout in layouts].index(self._layout.name)
+        return layouts[(here + len(layouts) // 2) % len(layouts)]
 
 
 def _load(path: Path, training: Training) -> None:

@@ -33,32 +33,11 @@ class Cell(NamedTuple):
     tip: str
 
 
-class MatrixRow(NamedTuple):
-    """One scenario. `cells`: per layout those of its cases."""
+def matrix(receipt: Receipt) -> dict[str, Any]:
+    """One row per scenario, in it a list per layout; `counts`: cases by status, if there are any.
 
-    scenario: str
-    anchor: str
-    cells: list[list[Cell]]
-
-    @property
-    def statuses(self) -> list[str]:
-        return sorted({cell.status for cells in self.cells for cell in cells})
-
-
-class Matrix(NamedTuple):
-    """`counts`: cases by status, of those statuses that there are."""
-
-    layouts: Mapping[str, str]
-    rows: list[MatrixRow]
-    counts: dict[str, int]
-
-    @property
-    def is_dense(self) -> bool:
-        """Whether there are so many layouts that a page has room for little about each."""
-        return len(self.layouts) > 8
-
-
-def matrix(receipt: Receipt) -> Matrix:
+    `is_dense`: there are so many layouts that a page has room for little about each.
+    """
     layouts = {name: layout["story"] for name, layout in receipt["layouts"].items()}
     rows = []
     for scenario in receipt["scenarios"]:
@@ -67,9 +46,12 @@ def matrix(receipt: Receipt) -> Matrix:
             [cell(case, receipt["thresholds"]) for case in of_scenario if case["layout"] == layout]
             for layout in layouts
         ]
-        rows.append(MatrixRow(scenario, anchor(scenario), cells))
-    statuses = [case["status"] for case in receipt["cases"]]
-    return Matrix(layouts, rows, {s: statuses.count(s) for s in STATUSES if s in statuses})
+        statuses = sorted({case["status"] for case in of_scenario})
+        row = {"scenario": scenario, "anchor": anchor(scenario), "cells": cells}
+        rows.append({**row, "statuses": statuses})
+    of_all = Counter(case["status"] for case in receipt["cases"])
+    counts = {status: of_all[status] for status in STATUSES if of_all[status]}
+    return {"layouts": layouts, "rows": rows, "counts": counts, "is_dense": len(layouts) > 8}
 
 
 def anchor(scenario: str) -> str:
@@ -115,47 +97,33 @@ class Position(NamedTuple):
     odd: bool
 
 
-class Rank(NamedTuple):
-    """A rank's last operations as the recorder has them, newest first, of so many."""
-
-    rank: str
-    launched: str
-    flights: list[Mapping[str, Any]]
-
-
-class Failure(NamedTuple):
-    """A case that failed, or was interrupted.
+def failure(case: Case) -> dict[str, Any]:
+    """A case that failed, or was interrupted, and the last operations of its ranks, newest first.
 
     parts_at, parting: the first operation that ranks do not share, and what is told of it.
     """
-
-    layout: str
-    status: str
-    symbol: str
-    headline: str
-    findings: Sequence[Mapping[str, Any]]
-    positions: list[Position]
-    parts_at: int | None
-    parting: str | None
-    ranks: list[Rank]
-
-
-def failure(case: Case) -> Failure:
     symbol, label = STATUSES[case["status"]]
     taken = f"{case['steps_taken']:,} of {count(case['steps'], 'step')}"
     dumps = {rank: dump for rank, dump in _by_rank(case["flights"]).items() if dump.get("records")}
     parts_at, told = parting(dumps) or (None, None)
-    return Failure(
-        case["layout"],
-        case["status"],
-        symbol,
-        f"{label} after {taken}",
-        case["findings"],
-        positions(case["positions"]),
-        parts_at,
-        told,
-        [_rank(rank, dump) for rank, dump in dumps.items()],
-    )
+    return {
+        "layout": case["layout"],
+        "status": case["status"],
+        "symbol": symbol,
+        "headline": f"{label} after {taken}",
+        "findings": case["findings"],
+        "positions": positions(case["positions"]),
+        "parts_at": parts_at,
+        "parting": told,
+        "ranks": [
+            {
+                "rank": rank,
+                "launched": count(dump.get("count", len(dump["records"])), "operation"),
+                "flights": sorted(dump["records"], key=lambda record: -record["number"]),
+            }
+            for rank, dump in dumps.items()
+        ],
+    }
 
 
 def positions(of_ranks: Mapping[str, str]) -> list[Position]:
@@ -204,11 +172,6 @@ def _launched(who: Sequence[int], operation: Operation | None) -> str:
 
 def _by_rank(of_ranks: Mapping[str, Any]) -> dict[str, Any]:
     return dict(sorted(of_ranks.items(), key=lambda item: int(item[0])))
-
-
-def _rank(rank: str, dump: Dump) -> Rank:
-    records = sorted(dump["records"], key=lambda record: -record["number"])
-    return Rank(rank, count(dump.get("count", len(records)), "operation"), records)
 
 
 # --- presence: on how many ranks parameters have a gradient, step by step, a row of cells each ---

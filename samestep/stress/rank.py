@@ -96,50 +96,50 @@ def begin_alone(
 class Relay:
     """The trainings of one rank, one after the other."""
 
-    _scenario: Scenario
-    _layout: Layout
-    _rank: int
-    _reduction: str
-    _device: torch.device | None
-    _folder: Path | None
+    scenario: Scenario
+    layout: Layout
+    rank: int
+    reduction: str
+    device: torch.device | None
+    folder: Path | None
 
     def begin(self, step: int) -> Training:
         """A new run, or one that goes on where one process has left it before that step."""
-        training = self._new(self._layout)
+        training = self._new(self.layout)
         if step:
             _load(self._path(BEGUN), training)
         return training
 
     def before(self, step: int, training: Training, recorder: FlightRecorder) -> Training:
         """The training that takes a step: the same as before, or one that has loaded its state."""
-        place = self._scenario.goes_on(step)
-        if place is None or self._layout.one_process:
+        place = self.scenario.goes_on(step)
+        if place is None or self.layout.one_process:
             return training
         recorder.stop()  # reading and writing is no part of the run
-        path = self._path(f"{self._layout.name}_{step}")
+        path = self._path(f"{self.layout.name}_{step}")
         samestep.save(path, training.model, training.optimizer)
-        new = self._new(self._layout if place == "here" else self._another_layout())
+        new = self._new(self.layout if place == "here" else self._another_layout())
         _load(path, new)
         recorder.start()
         return new
 
     def _new(self, layout: Layout) -> Training:
-        options = {"reduction": self._reduction, "device": self._device}
-        return new_training(self._scenario, layout, self._rank, **options)
+        options = {"reduction": self.reduction, "device": self.device}
+        return new_training(self.scenario, layout, self.rank, **options)
 
     def _path(self, name: str) -> Path:
         """In the first rank's folder: ranks of torchrun have each their own."""
-        assert self._folder is not None
-        path, group = self._folder / name, dist.group.WORLD
+        assert self.folder is not None
+        path, group = self.folder / name, dist.group.WORLD
         return path if group is None else gather_everywhere(path, group)[0]
 
     def _another_layout(self) -> Layout:
         """Half the registry away: plain parameters become DTensors, and the other way round."""
-        world = self._scenario.world
-        kind = type(self._scenario)
+        world = self.scenario.world
+        kind = type(self.scenario)
         fitting = (each for each in LAYOUTS.values() if not each.reason_against(kind, world))
         layouts = [layout for layout in fitting if not layout.one_process]
-        here = [layout.name for layout in layouts].index(self._layout.name)
+        here = [layout.name for layout in layouts].index(self.layout.name)
         return layouts[(here + len(layouts) // 2) % len(layouts)]
 
 

@@ -1,4 +1,4 @@
-"""Bugs about what travels, when, and who has it."""
+"""Bugs about which gradients there are, what travels, when, and who has it."""
 
 from typing import Any
 
@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm import collectives
-from samestep.comm.collectives import maximum, total
+from samestep.comm.collectives import Pending, maximum, total
+from samestep.comm.presence import PresenceAgreement
+from samestep.optimizer.step import RuleOptimizer
 from samestep.placements.whole import replicated
 from samestep.placements.whole.gradients import FlatGradients
 from samestep.placements.whole.launch_order import LaunchOrder
@@ -15,13 +17,123 @@ from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
 from samestep.plan.transfers import bucket_transfers
-from samestep.stress.mutants.mutant import RANDOM, mutant
+from samestep.stress.mutants.mutant import RANDOM, Place, mutant
+
+
+@mutant(
+    "a rank without gradients skips their reduction, and the others wait for it",
+    expected="hang",
+    at=Place("dist_adamw_muon"),
+    replaces=(GradientReducer, "launch_next"),
+)
+def no_presence_mask(original: Any, self: GradientReducer) -> None:
+    """Only buckets of which this rank has a gradient are reduced."""
+    members = self._members[self.launched]
+    if any(self._params[index].grad is not None for index in members):
+        original(self)
+        return
+    size = self._plan.buckets[self.launched].segment_sizes[self._group.rank]
+    nothing = torch.zeros(size)
+    self._flying[self.launched] = Pending(None, (), lambda: nothing)
+    self.launched += 1
+
+
+@mutant(
+    "zeros stand in for a gradient that no rank has, so momentum and decay move the parameter",
+    expected="reference",
+    at=Place(RANDOM),
+    replaces=(PresenceAgreement, "agree"),
+)
+def absent_is_not_untouched(
+    original: Any, self: PresenceAgreement, here: Any, problem: Any
+) -> list[bool]:
+    """Everything is present."""
+    return [True] * len(original(self, here, problem))
+
+
+@mutant(
+    "a gradient of zeros counts as none, so momentum no longer moves the parameter",
+    expected="reference",
+    at=Place("fixed_capacity"),
+    replaces=(GradientReducer, "end_round"),
+)
+def zeros_are_absent(original: Any, self: GradientReducer, problem: Any) -> None:
+    """Gradients of zeros are dropped."""
+    for param in self._params:
+        if param.grad is not None and not param.grad.any():
+            param.grad = None
+    original(self, problem)
+
+
+@mutant(
+    "the step count of a parameter goes on while it has no gradient on any rank",
+    expected="state",
+    at=Place(RANDOM),
+    replaces=(ReplicatedParameters, "operands"),
+)
+def step_counted_for_absent(original: Any, self: ReplicatedParameters, number: int) -> Any:
+    """Bias correction then is that of another step."""
+    for piece in self._owned(self.plan.buckets[number]).pieces:
+        state = self._state[self.params[piece.param]]
+        if self._present[piece.param] is False and "step" in state:
+            self._layout.views(piece, state)["step"] += 1
+    return original(self, number)
+
+
+@mutant(
+    "the mean is taken over the ranks that have a gradient, not over all",
+    expected="state",
+    at=Place(RANDOM),
+)
+def mean_over_present_ranks() -> list[Any]:
+    """The divisor changes from step to step."""
+    counts: dict[int, list[float]] = {}
+
+    def agree(original: Any, self: ReplicatedParameters, problem: Any) -> None:
+        here = torch.tensor(self.reducer.here, dtype=torch.float32)
+        counts[id(self)] = total("ranks present", here, self.group).wait().tolist()
+        original(self, problem)
+
+    def average(original: Any, self: ReplicatedParameters, number: int) -> None:
+        original(self, number)
+        for piece, grad in self._grads[number]:
+            grad.mul_(self.group.size / max(counts[id(self)][piece.param], 1.0))
+
+    return [(ReplicatedParameters, "agree", agree), (ReplicatedParameters, "average", average)]
+
+
+@mutant(
+    "only the last micro-batch counts: what came under no_sync() is forgotten",
+    expected="reference",
+    at=Place("uneven_accumulation"),
+    replaces=(RuleOptimizer, "_pause_reductions"),
+)
+def last_micro_batch_only(original: Any, self: RuleOptimizer, paused: bool) -> None:
+    """Gradients are dropped at the end of no_sync()."""
+    original(self, paused)
+    if not paused:
+        self.zero_grad()
+
+
+@mutant(
+    "Newton-Schulz runs once per micro-batch instead of once per step",
+    expected="reference",
+    at=Place("uneven_accumulation"),
+    replaces=(RuleOptimizer, "_pause_reductions"),
+)
+def step_per_micro_batch(original: Any, self: RuleOptimizer, paused: bool) -> None:
+    """Every micro-batch is a step."""
+    original(self, paused)
+    if not paused:
+        with torch.no_grad():
+            self._run_step()
+        self.zero_grad()
 
 
 @mutant(
     "the gradients were reduced already, and are reduced again",
     expected="state",
-    scenario=RANDOM,
+    at=Place(RANDOM),
     replaces=(GradientReducer, "end_round"),
 )
 def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
@@ -37,7 +149,7 @@ def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
 @mutant(
     "the sum over ranks is taken for the mean",
     expected="state",
-    scenario=RANDOM,
+    at=Place(RANDOM),
     replaces=(GradientReducer, "take"),
 )
 def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Tensor:
@@ -49,7 +161,7 @@ def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Tensor:
 @mutant(
     "a rank keeps its old chunk size when a group is added",
     expected="plan",
-    scenario="frozen_and_added",
+    at=Place("frozen_and_added"),
 )
 def stale_chunk_size() -> list[Any]:
     """The second plan of the last rank is cut differently."""
@@ -68,7 +180,7 @@ def stale_chunk_size() -> list[Any]:
 @mutant(
     "owners are given out in another order on one rank",
     expected="plan",
-    scenario=RANDOM,
+    at=Place(RANDOM),
     replaces=(sharding, "balanced_owners"),
 )
 def owner_order_differs(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -80,8 +192,7 @@ def owner_order_differs(original: Any, *args: Any, **kwargs: Any) -> Any:
 @mutant(
     "sums are taken in another order than that of the ranks, so that layouts differ in a last bit",
     expected="layouts",
-    scenario=RANDOM,
-    world=3,
+    at=Place(RANDOM, world=3),
     replaces=(collectives, "sum_in_order"),
 )
 def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Tensor:
@@ -93,7 +204,7 @@ def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Tens
 @mutant(
     "a rank counts its buckets from another start, so that logs of collectives do not match",
     expected="collectives",
-    scenario=RANDOM,
+    at=Place(RANDOM),
     replaces=(GradientReducer, "_name"),
 )
 def collectives_misnamed(original: Any, self: GradientReducer, index: int) -> str:
@@ -105,7 +216,7 @@ def collectives_misnamed(original: Any, self: GradientReducer, index: int) -> st
 @mutant(
     "a rank that owns nothing in a bucket does not take part in its gather",
     expected="hang",
-    scenario="conditional_compute",
+    at=Place("conditional_compute"),
     replaces=(ReplicatedParameters, "gather"),
 )
 def empty_collective_skipped(original: Any, self: ReplicatedParameters, number: int) -> None:
@@ -118,8 +229,7 @@ def empty_collective_skipped(original: Any, self: ReplicatedParameters, number: 
 @mutant(
     "a buffer is packed anew while its last content is still on its way",
     expected="reference",
-    scenario=RANDOM,
-    layout="zero1",
+    at=Place(RANDOM, "zero1"),
 )
 def buffer_reused_before_wait() -> list[Any]:
     """One buffer for all buckets."""
@@ -137,8 +247,7 @@ def buffer_reused_before_wait() -> list[Any]:
 @mutant(
     "replicas differ from the start, and nobody looks",
     expected="replicas",
-    scenario="different_start",
-    layout="none",
+    at=Place("different_start", "none"),
     replaces=(ReplicatedParameters, "mend_replicas"),
 )
 def different_from_the_start(original: Any, self: ReplicatedParameters) -> None:
@@ -149,8 +258,7 @@ def different_from_the_start(original: Any, self: ReplicatedParameters) -> None:
     "the sums of small parameters are sent on when they arrive, which is at another place of the "
     "order on every rank",
     expected="hang",
-    scenario="conditional_compute",
-    layout="zero2_overlap",
+    at=Place("conditional_compute", "zero2_overlap"),
 )
 def sums_sent_on_arrival() -> list[Any]:
     """Met on the way: a collective must be launched at a place that all ranks share."""
@@ -179,8 +287,7 @@ def sums_sent_on_arrival() -> list[Any]:
 @mutant(
     "each plan launches its buckets as they become complete, in no common order",
     expected="hang",
-    scenario="frozen_and_added",
-    layout="zero2_overlap",
+    at=Place("frozen_and_added", "zero2_overlap"),
 )
 def no_order_between_plans() -> list[Any]:
     """Met on the way: found by this harness."""
@@ -204,8 +311,7 @@ def no_order_between_plans() -> list[Any]:
 @mutant(
     "a parameter that is unfrozen between steps is not waited for",
     expected="error",
-    scenario="frozen_and_added",
-    layout="zero2_overlap",
+    at=Place("frozen_and_added", "zero2_overlap"),
     replaces=(GradientReducer, "_begin_round"),
 )
 def unfrozen_not_awaited(original: Any, self: GradientReducer) -> None:
@@ -217,9 +323,7 @@ def unfrozen_not_awaited(original: Any, self: GradientReducer) -> None:
 @mutant(
     "how a bucket is reduced depends on whether backward has launched it, which differs by rank",
     expected="hang",
-    scenario="megatron_conditional_live",
-    layout="zero2_overlap",
-    reduction="fast",
+    at=Place("megatron_conditional_live", "zero2_overlap", reduction="fast"),
 )
 def reduction_chosen_at_launch() -> list[Any]:
     """Met on the way: a choice must be the same on every rank."""
@@ -249,8 +353,7 @@ def reduction_chosen_at_launch() -> list[Any]:
 @mutant(
     "the sum kept in the gradient buffer is overwritten by the next micro-batch",
     expected="reference",
-    scenario="uneven_accumulation_sharded",
-    layout="flat_zero1",
+    at=Place("uneven_accumulation_sharded", "flat_zero1"),
     replaces=(FlatGradients, "set_aside"),
 )
 def kept_sum_overwritten(original: Any, self: FlatGradients, total: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from samestep.placements.parts.sharded import ShardedTensors
 from samestep.placements.parts.use_marks import Mark
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.rules.muon import MuonRule
-from samestep.stress.mutants.mutant import RANDOM, mutant
+from samestep.stress.mutants.mutant import RANDOM, Place, mutant
 
 GPT = "hybrid_gpt"
 
@@ -29,9 +29,7 @@ GPT = "hybrid_gpt"
 @mutant(
     "a router looks like any linear layer, and tensor parallel cuts it",
     expected="contract",
-    scenario=GPT,
-    layout="hybrid_tp",
-    steps=1,
+    at=Place(GPT, "hybrid_tp", steps=1),
     replaces=(tensor, "_copy_parameters"),
 )
 def router_sharded(original: Any, name: str, module: nn.Module, mesh: Any) -> None:
@@ -46,9 +44,7 @@ def router_sharded(original: Any, name: str, module: nn.Module, mesh: Any) -> No
 @mutant(
     "each rank takes its part of a QK-norm's gradient for the whole, so that copies drift apart",
     expected="replicas",
-    scenario=GPT,
-    layout="hybrid_tp",
-    steps=2,
+    at=Place(GPT, "hybrid_tp", steps=2),
 )
 def norm_not_synchronized() -> list[Any]:
     """Ranks have heads of their own, and nobody adds up."""
@@ -58,9 +54,7 @@ def norm_not_synchronized() -> list[Any]:
 @mutant(
     "with sequence parallel, norms see a part of the sequence, and nobody adds their gradients up",
     expected="replicas",
-    scenario=GPT,
-    layout="hybrid_tp_sp",
-    steps=2,
+    at=Place(GPT, "hybrid_tp_sp", steps=2),
 )
 def sequence_parts_not_added() -> list[Any]:
     """As if every rank had seen the whole sequence."""
@@ -84,9 +78,7 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     "whether experts are spread is asked of a mesh that is not made when they follow tensor "
     "parallel, so that tokens stay where they are",
     expected="plan",
-    scenario=GPT,
-    layout="hybrid_ep",
-    steps=1,
+    at=Place(GPT, "hybrid_ep", steps=1),
     replaces=(Places, "on"),
 )
 def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Places:
@@ -99,9 +91,7 @@ def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Places:
 @mutant(
     "gradients of experts are averaged over the ranks that hold them, not over all with tokens",
     expected="state",
-    scenario=GPT,
-    layout="hybrid_ep",
-    steps=2,
+    at=Place(GPT, "hybrid_ep", steps=2),
     replaces=(data, "_divide_by"),
 )
 def experts_divided_by_their_own_ranks(
@@ -114,10 +104,7 @@ def experts_divided_by_their_own_ranks(
 @mutant(
     "the same ranks get a new group each time that one is asked for",
     expected="contract",
-    scenario=GPT,
-    layout="hybrid_tp_sp_ep",
-    world=4,
-    steps=1,
+    at=Place(GPT, "hybrid_tp_sp_ep", world=4, steps=1),
 )
 def duplicate_group() -> list[Any]:
     """Nobody looks whether there is one. All ranks ask alike, or the second group could hang."""
@@ -135,9 +122,7 @@ def duplicate_group() -> list[Any]:
 @mutant(
     "a predicate is read off an object that one rank does not have",
     expected="plan",
-    scenario=GPT,
-    layout="hybrid_tp",
-    steps=1,
+    at=Place(GPT, "hybrid_tp", steps=1),
     replaces=(apply, "_observed"),
 )
 def ranks_disagree_on_a_predicate(original: Any, model: nn.Module, mesh: Any) -> dict[str, Any]:
@@ -150,9 +135,7 @@ def ranks_disagree_on_a_predicate(original: Any, model: nn.Module, mesh: Any) ->
 @mutant(
     "factors of LoRA, which are whole on every rank, keep the gradient of the rank's own tokens",
     expected="replicas",
-    scenario="hybrid_lora",
-    layout="hybrid_ep",
-    steps=2,
+    at=Place("hybrid_lora", "hybrid_ep", steps=2),
     replaces=(lora, "_spread"),
 )
 def lora_not_synchronized(original: Any, *args: Any) -> Any:
@@ -164,10 +147,7 @@ def lora_not_synchronized(original: Any, *args: Any) -> Any:
 @mutant(
     "tensor parallel on ranks that have data of their own, and nobody averages over the data axis",
     expected="replicas",
-    scenario="tensor_parallel_alone",
-    layout="tp_alone",
-    world=4,
-    steps=4,
+    at=Place("tensor_parallel_alone", "tp_alone", world=4, steps=4),
     replaces=(sharing, "refuse_copies_nobody_averages"),
 )
 def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
@@ -177,9 +157,7 @@ def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
 @mutant(
     "two optimizers launch their reductions inside one backward, in no common order",
     expected="hang",
-    scenario="two_optimizers",
-    layout="two_optimizers",
-    steps=1,
+    at=Place("two_optimizers", "two_optimizers", steps=1),
     replaces=(LaunchOrder, "_others"),
 )
 def two_orders_of_launches(original: Any, self: LaunchOrder) -> Any:
@@ -190,9 +168,7 @@ def two_orders_of_launches(original: Any, self: LaunchOrder) -> Any:
 @mutant(
     "one weight of queries, keys and values is cut by rows, so that ranks take queries for keys",
     expected="reference",
-    scenario="fused_qkv_cut",
-    layout="hybrid_tp",
-    steps=2,
+    at=Place("fused_qkv_cut", "hybrid_tp", steps=2),
     replaces=(ReplicateList, "kind"),
 )
 def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> str | None:
@@ -204,8 +180,7 @@ def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> str 
 @mutant(
     "zeros that FSDP2 was given for an unused parameter count as its gradient",
     expected="reference",
-    scenario=RANDOM,
-    layout="fsdp2_parallel",
+    at=Place(RANDOM, "fsdp2_parallel"),
     replaces=(sharded, "has_gradient"),
 )
 def filled_zeros_are_used(original: Any, param: Tensor) -> bool:
@@ -216,8 +191,7 @@ def filled_zeros_are_used(original: Any, param: Tensor) -> bool:
 @mutant(
     "FSDP2 reduces only the gradients that a rank has, which are others on each rank",
     expected="hang",
-    scenario="conditional_compute",
-    layout="fsdp2_parallel",
+    at=Place("conditional_compute", "fsdp2_parallel"),
     replaces=(Unit, "fill"),
 )
 def unused_are_left_out(original: Any, self: Unit) -> None:
@@ -228,8 +202,7 @@ def unused_are_left_out(original: Any, self: Unit) -> None:
 @mutant(
     "of several micro-batches only the last one tells which parameters were used",
     expected="reference",
-    scenario="uneven_accumulation",
-    layout="fsdp2_parallel",
+    at=Place("uneven_accumulation", "fsdp2_parallel"),
     replaces=(Mark, "renew"),
 )
 def use_in_the_last_micro_batch_only(original: Any, self: Mark) -> None:
@@ -240,8 +213,7 @@ def use_in_the_last_micro_batch_only(original: Any, self: Mark) -> None:
 @mutant(
     "each rank orthogonalizes the rows that it holds of a DTensor, instead of the whole",
     expected="reference",
-    scenario=RANDOM,
-    layout="fsdp2_gather",
+    at=Place(RANDOM, "fsdp2_gather"),
     replaces=(MuonRule, "transform"),
 )
 def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *rest: Any) -> Any:
@@ -253,8 +225,7 @@ def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *res
 @mutant(
     "gradients of DTensors, which come averaged, are divided by the number of ranks again",
     expected="state",
-    scenario=RANDOM,
-    layout="fsdp2_parallel",
+    at=Place(RANDOM, "fsdp2_parallel"),
     replaces=(ShardedTensors, "_grad"),
 )
 def reduced_gradients_divided_again(original: Any, self: ShardedTensors, index: int) -> Any:
@@ -265,8 +236,7 @@ def reduced_gradients_divided_again(original: Any, self: ShardedTensors, index: 
 @mutant(
     "copies of a DTensor are all counted in the joint norm",
     expected="state",
-    scenario="clipped",
-    layout="ep_fsdp2",
+    at=Place("clipped", "ep_fsdp2"),
     replaces=(ShardedTensors, "_answers_for"),
 )
 def copies_counted_in_the_norm(original: Any, self: ShardedTensors, index: int) -> bool:

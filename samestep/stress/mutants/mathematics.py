@@ -14,7 +14,7 @@ from samestep.optimizer.grad_scaler import GradScaler
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
-from samestep.stress.mutants.mutant import RANDOM, mutant
+from samestep.stress.mutants.mutant import RANDOM, Place, mutant
 from samestep.stress.scenarios.recipes import SMALL_TOO
 from samestep.update import plain as apply
 
@@ -22,7 +22,7 @@ from samestep.update import plain as apply
 @mutant(
     "fused QKV is orthogonalized as one matrix, which mixes queries, keys and values",
     expected="promise",
-    scenario="fused_qkv_gqa",
+    at=Place("fused_qkv_gqa"),
     replaces=(param_groups, "blocks_of"),
 )
 def fused_as_one_matrix(
@@ -35,7 +35,7 @@ def fused_as_one_matrix(
 @mutant(
     "split sizes are rescaled in proportion instead of being cut where Q, K and V are",
     expected="promise",
-    scenario="fused_qkv_mqa",
+    at=Place("fused_qkv_mqa"),
     replaces=(param_groups, "blocks_of"),
 )
 def proportional_split_sizes(
@@ -50,7 +50,7 @@ def proportional_split_sizes(
 @mutant(
     "the scale of a fused matrix is used for each of its blocks",
     expected="promise",
-    scenario="fused_qkv_gqa",
+    at=Place("fused_qkv_gqa"),
 )
 def scale_of_the_fused_matrix() -> list[Any]:
     """The learning rate of a block depends on its own shape."""
@@ -72,7 +72,7 @@ def scale_of_the_fused_matrix() -> list[Any]:
 @mutant(
     "a stack of experts is flattened into one matrix",
     expected="reference",
-    scenario="fixed_capacity",
+    at=Place("fixed_capacity"),
     replaces=(param_groups, "blocks_of"),
 )
 def experts_flattened(
@@ -85,7 +85,7 @@ def experts_flattened(
 @mutant(
     "each rank orthogonalizes the rows it would hold of a matrix, instead of the whole",
     expected="reference",
-    scenario=RANDOM,
+    at=Place(RANDOM),
     replaces=(param_groups, "blocks_of"),
 )
 def local_shards_orthogonalized(
@@ -98,7 +98,7 @@ def local_shards_orthogonalized(
 @mutant(
     "variance reduction takes its norms per shard, so that it drifts with the world size",
     expected="reference",
-    scenario="normuon_cautious",
+    at=Place("normuon_cautious"),
     replaces=(muon, "reduce_variance"),
 )
 def variance_per_shard(original: Any, direction: Tensor, variance: Tensor, beta2: Tensor) -> Any:
@@ -114,7 +114,7 @@ def variance_per_shard(original: Any, direction: Tensor, variance: Tensor, beta2
 @mutant(
     "the cautious gate reads the sign of the raw gradient instead of the parameter's",
     expected="reference",
-    scenario="normuon_cautious",
+    at=Place("normuon_cautious"),
 )
 def gate_on_raw_gradient() -> list[Any]:
     """Known to end in NaN in deep runs."""
@@ -133,8 +133,7 @@ def gate_on_raw_gradient() -> list[Any]:
 @mutant(
     "blocks are stacked by their number of elements, which mixes a matrix with its transpose",
     expected="reference",
-    scenario="megatron_conditional",
-    layout="none",
+    at=Place("megatron_conditional", "none"),
     replaces=(rule_optimizer, "stacks"),
 )
 def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
@@ -152,7 +151,7 @@ def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
 @mutant(
     "learning rate and momentum stay what they were in the first step",
     expected="reference",
-    scenario="schedules",
+    at=Place("schedules"),
     replaces=(apply.StepScalars, "refill"),
 )
 def schedule_not_seen(
@@ -166,8 +165,7 @@ def schedule_not_seen(
 @mutant(
     "momentum is lost when a run is resumed",
     expected="state",
-    scenario="resume",
-    steps=14,
+    at=Place("resume", steps=14),
     replaces=(group_optimizer, "load_state"),
 )
 def momentum_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
@@ -186,8 +184,7 @@ def _forget_momentum(optimizer: Any) -> None:
 @mutant(
     "a checkpoint is loaded without its momentum",
     expected="state",
-    scenario="resume_midrun",
-    steps=10,
+    at=Place("resume_midrun", steps=10),
     replaces=(samestep, "load"),
 )
 def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) -> Any:
@@ -200,7 +197,7 @@ def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) 
 @mutant(
     "options that were set while training are lost when a run is resumed",
     expected="reference",
-    scenario="resume",
+    at=Place("resume"),
     replaces=(group_optimizer, "load_state"),
 )
 def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
@@ -214,7 +211,7 @@ def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
 @mutant(
     "each rank clips by the norm of its own gradients, before they are averaged",
     expected="state",
-    scenario="clipped",
+    at=Place("clipped"),
     replaces=(GradientReducer, "end_round"),
 )
 def clipped_before_averaging(original: Any, self: GradientReducer, problem: Any) -> None:
@@ -226,7 +223,7 @@ def clipped_before_averaging(original: Any, self: GradientReducer, problem: Any)
 @mutant(
     "each rank decides by itself whether a step has overflowed",
     expected="state",
-    scenario="not_finite",
+    at=Place("not_finite"),
     replaces=(rule_optimizer, "total"),
 )
 def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) -> Pending[Tensor]:
@@ -237,7 +234,7 @@ def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) ->
 @mutant(
     "a step with inf or NaN is taken, and momentum never recovers",
     expected="reference",
-    scenario="not_finite",
+    at=Place("not_finite"),
     replaces=(rule_optimizer.RuleOptimizer, "_clip"),
 )
 def overflow_taken(original: Any, self: Any, operation: Any) -> None:
@@ -249,7 +246,7 @@ def overflow_taken(original: Any, self: Any, operation: Any) -> None:
 @mutant(
     "small parameters, which every rank updates, are left out of the joint norm",
     expected="state",
-    scenario="clipped",
+    at=Place("clipped"),
     replaces=(rule_optimizer, "square_sum"),
 )
 def small_left_out_of_the_norm(original: Any, grads: Any) -> Tensor | None:
@@ -261,7 +258,7 @@ def small_left_out_of_the_norm(original: Any, grads: Any) -> Tensor | None:
 @mutant(
     "the scale of a GradScaler grows, and is never reduced after an overflow",
     expected="state",
-    scenario="overflow_scaler",
+    at=Place("overflow_scaler"),
     replaces=(GradScaler, "step"),
 )
 def scale_never_backs_off(

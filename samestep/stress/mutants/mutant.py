@@ -3,12 +3,22 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 from samestep.stress.rank import Patch
 
 RANDOM = "dist_adamw_muon_random"  # the scenario in which most bugs show
+
+
+class Place(NamedTuple):
+    """The case in which a bug shows."""
+
+    scenario: str
+    layout: str = "zero2"
+    world: int = 2
+    steps: int = 16
+    reduction: str = "ordered"
 
 
 @dataclass(frozen=True)
@@ -22,24 +32,19 @@ class Mutant:
     name: str
     story: str
     expected: str
-    scenario: str
     patch: Patch
-    layout: str = "zero2"
-    world: int = 2
-    steps: int = 16
-    reduction: str = "ordered"
+    scenario: str
+    layout: str
+    world: int
+    steps: int
+    reduction: str
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    story: str,
-    *,
-    expected: str,
-    scenario: str,
-    replaces: tuple[Any, str] | None = None,
-    **where: Any,
+    story: str, *, expected: str, at: Place, replaces: tuple[Any, str] | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a bug: the decorated function takes the place of what `replaces` names.
 
@@ -57,7 +62,7 @@ def mutant(
                 yield
 
         name = bug.__name__
-        MUTANTS[name] = Mutant(name, story, expected, scenario, applied, **where)
+        MUTANTS[name] = Mutant(name, story, expected, applied, *at)
         return bug
 
     return register

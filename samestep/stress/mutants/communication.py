@@ -1,5 +1,6 @@
 """Bugs about which gradients there are, what travels, when, and who has it."""
 
+import re
 from typing import Any
 
 import torch
@@ -10,13 +11,13 @@ from samestep.comm import collectives
 from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.optimizer.step import RuleOptimizer
-from samestep.placements.whole import replicated
+from samestep.placements.whole import reduction, replicated
 from samestep.placements.whole.gradients import FlatGradients
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
-from samestep.plan.transfers import bucket_transfers
+from samestep.plan.transfers import Transfer, bucket_transfers
 from samestep.stress.mutants.mutant import RANDOM, Place, mutant
 
 
@@ -205,12 +206,14 @@ def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Tens
     "a rank counts its buckets from another start, so that logs of collectives do not match",
     expected="collectives",
     at=Place(RANDOM),
-    replaces=(GradientReducer, "_name"),
+    replaces=(reduction, "add_up"),
 )
-def collectives_misnamed(original: Any, self: GradientReducer, index: int) -> str:
+def collectives_misnamed(original: Any, transfer: Transfer, *args: Any, **how: Any) -> Any:
     """All goes well, until somebody reads the log of a hang."""
-    others = len(self._params)
-    return str(original(self, (index + 1) % others if dist.get_rank() == 1 else index))
+    if dist.get_rank() == 1:
+        name = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), transfer.name, count=1)
+        transfer = transfer._replace(name=name)
+    return original(transfer, *args, **how)
 
 
 @mutant(

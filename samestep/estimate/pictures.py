@@ -21,7 +21,7 @@ from samestep.estimate.tables import Picture, Table
 from samestep.estimate.timeline import Span, Timeline, simulate
 from samestep.estimate.work import balance
 from samestep.mesh.degrees import Degrees
-from samestep.stress.report.words import duration
+from samestep.stress.report.numbers import duration
 from samestep.tooling.request import BadRequestError
 
 COLOURS = {

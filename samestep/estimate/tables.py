@@ -10,7 +10,7 @@ from rich.table import Table as ScreenTable
 
 from samestep.estimate.cluster import Stage
 from samestep.estimate.figures import StageFigures
-from samestep.stress.report.words import duration, size
+from samestep.stress.report.numbers import duration, size
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 `check` is its smallest part, for use inside a training loop.
 """
 
-from samestep.stress.check import check
-from samestep.stress.drift import Drift, DriftError
+from samestep.stress.check import Drift, DriftError, check
 
 __all__ = ["Drift", "DriftError", "check"]

@@ -1,8 +1,8 @@
-"""Running cases one after the other: reference, ranks, verdict."""
+"""Running cases one after the other: reference, ranks, verdict. And mutants, each a case."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,16 +11,15 @@ from typing import Any
 from samestep.stress.expected import Expected, due_steps, expected_run
 from samestep.stress.judge import Finding, Judge, SampleVerdict
 from samestep.stress.layouts import layout_named
-from samestep.stress.rank import Work
-from samestep.stress.ranks import Ranks
-from samestep.stress.relay import begin_alone
-from samestep.stress.sample import Ending, Sample
+from samestep.stress.mutants import Mutant
+from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
+from samestep.stress.ranks import ForkedRanks, Ranks
 from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import scenario_named
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
-Patch = Callable[[], AbstractContextManager[object]]
-no_patch: Patch = nullcontext
+Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
+HEALTHY_WATCHDOG = 120.0  # seconds; a slow collective of a busy machine is no hang
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,6 @@ class Case:
     also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
 
     def due(self, scenario: Scenario) -> set[int]:
-        """The steps after which ranks are compared."""
         extra = {step for step in self.also_after if step <= self.steps}
         return due_steps(scenario, self.steps, self.sample_every) | extra
 
@@ -103,18 +101,13 @@ class Campaign:
         self._scenario: Scenario
         self._expected: Expected
         self._base: dict[int, Sample] = {}
-        self.presence: dict[str, dict[str, list[int]]] = {}
+        self.presence: dict[str, Presence] = {}  # by scenario
         self.interrupted: CaseResult | None = None  # what was known of a case at Ctrl-C
 
-    def run(
-        self,
-        case: Case,
-        progress: Progress = lambda case, step, worst: None,
-        patch: Patch = no_patch,
-    ) -> CaseResult:
+    def run(self, case: Case, patch: Patch = nullcontext) -> CaseResult:
         """Run one case to its end, whatever that is; only Ctrl-C comes through."""
         results: list[CaseResult] = []
-        self.run_all([case], results.append, progress, patch)
+        self.run_all([case], results.append, patch=patch)
         return results[0]
 
     def run_all(
@@ -122,7 +115,7 @@ class Campaign:
         cases: Sequence[Case],
         on_result: Callable[[CaseResult], None],
         progress: Progress = lambda case, step, worst: None,
-        patch: Patch = no_patch,
+        patch: Patch = nullcontext,
     ) -> None:
         """Run cases of one scenario on the same ranks as long as none fails."""
         cases = [case for case in cases if not _does_not_apply(case, on_result)]
@@ -158,7 +151,9 @@ class Campaign:
             raise
         begin_next()
         try:
-            with _folder(self._scenario) as folder:
+            saves = self._scenario.saves
+            with TemporaryDirectory(prefix="stress_") if saves else nullcontext() as name:
+                folder = None if name is None else Path(name)  # for checkpoints
                 begun = 0 if folder is None else self._begun_alone(cases, folder)
                 works = [self._work(case, patch, folder, begun) for case in cases]
                 self._ranks.run(works, on_sample, on_end)
@@ -214,19 +209,71 @@ class Campaign:
         self.presence[first.scenario] = expected.presence
 
 
-@contextmanager
-def _folder(scenario: Scenario) -> Iterator[Path | None]:
-    """For checkpoints, where a scenario has some; gone afterwards."""
-    if not scenario.saves:
-        yield None
-        return
-    with TemporaryDirectory(prefix="stress_") as folder:
-        yield Path(folder)
-
-
 def _does_not_apply(case: Case, on_result: Callable[[CaseResult], None]) -> bool:
     """Whether a scenario makes no sense in a layout; that is a result."""
     reason = layout_named(case.layout).reason_against(scenario_named(case.scenario), case.world)
     if reason is not None:
         on_result(CaseResult(case, "does_not_apply", [], [], reason=reason))
     return reason is not None
+
+
+# --- mutants ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MutantResult:
+    """Which checks a mutant failed. `first` is the finding of the expected check, if it is one."""
+
+    mutant: Mutant
+    unpatched: str  # status of the case without the bug
+    findings: tuple[Finding, ...]
+    seconds: float
+
+    @property
+    def caught(self) -> bool:
+        """By the check that its story names, and not by a case that fails anyway."""
+        healthy = self.unpatched in ("exact", "within_tolerance")
+        return healthy and self.mutant.expected in self.checks
+
+    @property
+    def checks(self) -> list[str]:
+        return [finding.check for finding in self.findings]
+
+    @property
+    def first(self) -> Finding | None:
+        expected = [f for f in self.findings if f.check == self.mutant.expected]
+        return next(iter([*expected, *self.findings]), None)
+
+
+class MutantRunner:
+    """Runs mutants on forked ranks; a healthy case that several mutants share runs once.
+
+    `watchdog` is for the mutants that have to hang. Where nothing has to, a slow machine must not
+    be taken for one that hangs, neither with the bug nor without.
+    """
+
+    def __init__(self, watchdog: float, seed: int = 0) -> None:
+        self._watchdog = watchdog
+        self._seed = seed
+        self._healthy: dict[Case, str] = {}
+
+    def run(self, mutant: Mutant) -> MutantResult:
+        """Run its case as it is, unless that is known, then with the bug.
+
+        Where layouts have to disagree, the case as it is stands for the first layout.
+        """
+        start = time.monotonic()
+        ranks = ForkedRanks(mutant.world, HEALTHY_WATCHDOG)
+        campaign = Campaign(ranks)
+        place = mutant.scenario, mutant.layout, mutant.world
+        case = Case(*place, mutant.steps, 1, mutant.reduction, self._seed)
+        against_itself = mutant.expected == "layouts"
+        if case not in self._healthy or against_itself:
+            self._healthy[case] = campaign.run(case).status
+        if not against_itself:
+            campaign.forget_first_layout()
+        if mutant.expected == "hang":
+            ranks.watchdog = self._watchdog
+        result = campaign.run(case, patch=mutant.patch)
+        seconds = time.monotonic() - start
+        return MutantResult(mutant, self._healthy[case], tuple(result.findings), seconds)

@@ -10,7 +10,14 @@ from typing import Any
 from rich.console import Console
 
 from samestep.launch import TorchrunRank, torchrun_rank
-from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.stress.campaign import (
+    Campaign,
+    Case,
+    CaseResult,
+    MutantResult,
+    MutantRunner,
+    Presence,
+)
 from samestep.stress.compare import changes_table, compare, read_receipt
 from samestep.stress.display import (
     Display,
@@ -23,16 +30,12 @@ from samestep.stress.display import (
 from samestep.stress.lanes import Lanes
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.mutation import MutantResult, MutantRunner
 from samestep.stress.options import Options
-from samestep.stress.progress import Entry, Presence, Progress, go_on, key
-from samestep.stress.ranks import ForkedRanks, Ranks
-from samestep.stress.receipt import case_entry, machine, receipt
+from samestep.stress.progress import Entry, Progress, go_on, key
+from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
+from samestep.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS, scenario_named
-from samestep.stress.schema import check_receipt
-from samestep.stress.source import code_digest
-from samestep.stress.torchrun_ranks import TorchrunRanks
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.tooling.signals import Stopped, stopped_once
@@ -46,7 +49,6 @@ OnResult = Callable[[CaseResult, Presence], None]
 
 
 def run(options: Options) -> int:
-    """Do what the options ask; give the exit status."""
     console = Console(highlight=False)
     if options.compare is not None:
         return _compare(console, *options.compare)
@@ -54,9 +56,7 @@ def run(options: Options) -> int:
         console.print(known_table())
         return 0
     options.check()
-    torchrun = torchrun_rank()
-    session = Session(options, torchrun, console)
-    return session.run()
+    return Session(options, torchrun_rank(), console).run()
 
 
 class Session:
@@ -79,7 +79,7 @@ class Session:
             check_folder(options.out)
 
     def run(self) -> int:
-        """Run everything; whatever happens, what was found is written."""
+        """Whatever happens, what was found is written."""
         if self.options.goes_on:
             self._take_over()
         if self.progress.finished:
@@ -122,7 +122,6 @@ class Session:
                 ) from error
 
     def _content(self, *, interrupted: bool) -> dict[str, Any]:
-        """The receipt."""
         progress = self.progress
         ended = progress.entries | {
             key(result.case): case_entry(result)
@@ -147,7 +146,6 @@ class Session:
         )
 
     def _write(self, *, interrupted: bool) -> str:
-        """Write the files and show the tables; give the verdict."""
         content = self._content(interrupted=interrupted)
         check_receipt(content)
         files = {
@@ -169,10 +167,8 @@ class Session:
         for name in names:
             usual = (SCENARIOS.get(name) or scenario_named(name)).layouts or tuple(LAYOUTS)
             for layout in usual if options.layout == "all" else [options.layout]:
-                steps = options.steps
                 is_long = name in LONG_SCENARIOS and layout in LONG_LAYOUTS
-                if options.other_steps is not None and not is_long:
-                    steps = options.other_steps
+                steps = options.steps if is_long else options.other_steps or options.steps
                 every = min(options.sample_every, steps)
                 shared = options.reduction, options.seed
                 # The last sample of short layouts is one of the long ones, too.
@@ -183,7 +179,6 @@ class Session:
         return found
 
     def _run_cases(self, seconds: Callable[[], float]) -> None:
-        """Those that are left."""
         cases = self.cases()
         in_all = f"{len(cases)} cases on {self.world} {self.backend} ranks"
         display = Display(self.console, len(cases), f"{in_all}, {self.options.reduction}")
@@ -196,27 +191,21 @@ class Session:
             self.progress.add(case_entry(result), presence, seconds())
             if self.speaks:
                 display.done(new)
-                for line in findings_lines([result]):
-                    display.say(line)
+                for line in findings_lines(result):
+                    display.console.print(line)
 
         by_scenario = groupby(cases, key=lambda case: case.scenario)
         left = [self.progress.left(list(alike)) for _, alike in by_scenario]
         scenarios = [alike for alike in left if alike]
-        with display.shown() if self.speaks else nullcontext():
+        with display if self.speaks else nullcontext():
             if self.torchrun is not None or self.options.lanes == 1:
                 self._run_in_order(scenarios, on_result, display)
-            else:
-                self._run_in_lanes(scenarios, on_result, display)
-
-    def _run_in_lanes(
-        self, scenarios: Sequence[Sequence[Case]], on_result: OnResult, display: Display
-    ) -> None:
-        """Several scenarios side by side."""
-        lanes = Lanes(self.options.lanes, self._campaign)
-        try:
-            lanes.run(scenarios, on_result, display.step)
-        finally:
-            self.interrupted += lanes.interrupted
+                return
+            lanes = Lanes(self.options.lanes, self._campaign)
+            try:
+                lanes.run(scenarios, on_result, display.step)
+            finally:
+                self.interrupted += lanes.interrupted
 
     def _run_in_order(
         self, scenarios: Sequence[Sequence[Case]], on_result: OnResult, display: Display
@@ -227,7 +216,7 @@ class Session:
 
         def on_case(result: CaseResult) -> None:
             nonlocal broken
-            broken = _broken(result)
+            broken = any(ending.error is not None for ending in result.endings.values())
             on_result(result, campaign.presence.get(result.case.scenario, {}))
 
         for alike in scenarios:
@@ -239,7 +228,9 @@ class Session:
                 raise
             if self.torchrun is not None and broken:
                 if self.speaks:
-                    display.say("Ranks of torchrun cannot be started again: stopping here.")
+                    display.console.print(
+                        "Ranks of torchrun cannot be started again: stopping here."
+                    )
                 break
 
     def _campaign(self) -> Campaign:
@@ -254,7 +245,7 @@ class Session:
         display = Display(self.console, len(MUTANTS), f"{len(MUTANTS)} known bugs")
         watchdog = min(self.options.watchdog, MUTANT_WATCHDOG)
         runner = MutantRunner(watchdog, self.options.seed)
-        with display.shown():
+        with display:
             for mutant in MUTANTS.values():
                 display.begin(mutant.name)
                 self.mutants.append(runner.run(mutant))
@@ -270,8 +261,7 @@ class Session:
     def _asked(self) -> dict[str, Any]:
         keys = (
             "scenario", "layout", "world_size", "backend", "device", "steps", "other_steps",
-            "sample_every",
-            "reduction", "seed", "model", "watchdog", "mutants",
+            "sample_every", "reduction", "seed", "model", "watchdog", "mutants",
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 
@@ -287,11 +277,6 @@ class Session:
             **machine(),
             "code": self._code,
         }
-
-
-def _broken(result: CaseResult) -> bool:
-    """Whether a rank did not come to its end."""
-    return any(ending.error is not None for ending in result.endings.values())
 
 
 def _compare(console: Console, first: Any, second: Any) -> int:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, Literal
@@ -11,18 +12,23 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from samestep.stress.report.distances import (
+from samestep.stress.receipt import check_receipt
+from samestep.stress.report.numbers import (
+    STATUSES,
     Case,
     Pick,
     Receipt,
     Worst,
     between_replicas,
+    count,
+    duration,
+    enumeration,
+    short,
+    size,
     to_first_layout,
     to_reference,
     worst_of_families,
 )
-from samestep.stress.report.words import STATUSES, count, duration, enumeration, short, size
-from samestep.stress.schema import check_receipt
 
 Severity = Literal["worse", "better", "changed"]
 Entry = Mapping[str, Any]
@@ -52,21 +58,16 @@ def read_receipt(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_bytes(), parse_constant=_refuse)
         check_receipt(content)
-    except OSError as error:
-        raise _not_a_receipt(path, error.strerror or str(error)) from error
-    except ValueError as error:  # not JSON, not text, or not of that form
-        raise _not_a_receipt(path, str(error)) from error
+    except (OSError, ValueError) as error:  # not there, not JSON, not text, or not of that form
+        why = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"{os.fspath(path)!r} is not a receipt of `samestep stress`, which writes one: {why}"
+        ) from error
     return dict(content)
 
 
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
-
-
-def _not_a_receipt(path: str | os.PathLike[str], why: str) -> ValueError:
-    return ValueError(
-        f"{os.fspath(path)!r} is not a receipt of `samestep stress`, which writes one: {why}"
-    )
 
 
 def compare(first: Receipt, second: Receipt) -> list[Change]:
@@ -78,9 +79,9 @@ def compare(first: Receipt, second: Receipt) -> list[Change]:
     same_mutants = first["asked"]["mutants"] == second["asked"]["mutants"]
     of_cases: tuple[Callable[[str, Case, Case], Iterator[Change]], ...] = (
         _status,
-        lambda where, old, new: _apart(where, old, new, between_replicas),
-        lambda where, old, new: _apart(where, old, new, to_first_layout),
-        _reference,
+        partial(_apart, "difference between replicas", between_replicas),
+        partial(_apart, "difference between layouts", to_first_layout),
+        partial(_apart, "distance to the reference", to_reference),
         _plan,
         _costs,
     )
@@ -97,7 +98,6 @@ def compare(first: Receipt, second: Receipt) -> list[Change]:
 
 
 def changes_table(changes: Sequence[Change]) -> Table:
-    """The changes for a terminal."""
     table = Table(caption=None if changes else "nothing changed", header_style="bold")
     for column in ("", "where", "what", "before", "after"):
         table.add_column(column, overflow="fold")
@@ -118,7 +118,6 @@ def _verdict(first: Receipt, second: Receipt) -> Iterator[Change]:
 
 
 def _surroundings(first: Receipt, second: Receipt) -> Iterator[Change]:
-    """What was asked for, and what it ran on."""
     for part, left_out in (
         ("thresholds", ()),
         ("asked", ("out",)),
@@ -193,26 +192,24 @@ def _status_text(case: Case) -> str:
     return ": ".join([STATUSES[case["status"]][1], *([enumeration(found)] if found else [])])
 
 
-def _apart(where: str, old: Case, new: Case, pick: Pick) -> Iterator[Change]:
-    """Differences that were zero and are not, that have become zero, or that have grown."""
-    what = "difference between " + ("replicas" if pick is between_replicas else "layouts")
+def _apart(what: str, pick: Pick, where: str, old: Case, new: Case) -> Iterator[Change]:
+    """Differences that have grown, or were zero and are not; and those that have become zero.
+
+    The distance to the reference is never to be zero, and depends on the work that was done.
+    """
     before, after = worst_of_families(old, pick), worst_of_families(new, pick)
     both = [(before[family], after[family]) for family in before if family in after]
-    grown = [pair for pair in both if _grown(*pair)]
+    grown = [pair for pair in both if pair[1].distance > GROWTH * pair[0].distance]
     zeroed = [pair for pair in both if pair[0].distance > 0 == pair[1].distance]
-    if grown:
-        yield Change("worse", where, _of(what, grown), *_told(grown))
-    if zeroed:
-        yield Change("better", where, _of(what, zeroed), *_told(zeroed))
-
-
-def _reference(where: str, old: Case, new: Case) -> Iterator[Change]:
-    before, after = worst_of_families(old, to_reference), worst_of_families(new, to_reference)
-    both = [(before[family], after[family]) for family in before if family in after]
-    grown = [pair for pair in both if _grown(*pair)]
-    if grown:
-        severity: Severity = "worse" if _same_work(old, new) else "changed"
-        yield Change(severity, where, _of("distance to the reference", grown), *_told(grown))
+    worse: Severity = "worse"
+    if pick is to_reference:
+        worse, zeroed = "worse" if _same_work(old, new) else "changed", []
+    found: tuple[tuple[Severity, list[tuple[Worst, Worst]]], ...]
+    found = (worse, grown), ("better", zeroed)
+    for severity, pairs in found:
+        if pairs:
+            families = ", ".join(of_new.family for _, of_new in pairs)
+            yield Change(severity, where, f"{what}: {families}", *_told(pairs))
 
 
 def _plan(where: str, old: Case, new: Case) -> Iterator[Change]:
@@ -269,7 +266,6 @@ def _catch(mutant: Entry) -> str:
 
 
 def _scenarios(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> Iterator[Change]:
-    """What a scenario does, if it is not the same any more."""
     for name in (name for name in old if name in new):
         if old[name]["loop"] != new[name]["loop"]:
             yield Change("changed", name, "loop", old[name]["loop"], new[name]["loop"])
@@ -313,14 +309,6 @@ def _same_work(old: Case, new: Case) -> bool:
 def _direction(before: float, after: float) -> Severity:
     """Less is better."""
     return "worse" if after > before else "better"
-
-
-def _grown(before: Worst, after: Worst) -> bool:
-    return after.distance > GROWTH * before.distance
-
-
-def _of(what: str, pairs: Sequence[tuple[Worst, Worst]]) -> str:
-    return f"{what}: {', '.join(after.family for _, after in pairs)}"
 
 
 def _told(pairs: Sequence[tuple[Worst, Worst]]) -> tuple[str, str]:

@@ -1,24 +1,23 @@
 """What `samestep stress` shows: progress while it runs, tables at its end."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
-from samestep.stress.campaign import Case, CaseResult
+from samestep.stress.campaign import Case, CaseResult, MutantResult
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.mutation import MutantResult
-from samestep.stress.report.distances import (
+from samestep.stress.report.numbers import (
+    between_replicas,
     distances,
+    to_first_layout,
     to_reference,
-    worst_between_replicas,
-    worst_to_first_layout,
+    worst,
 )
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST
 
@@ -26,56 +25,44 @@ Entry = Mapping[str, Any]  # a case as the receipt has it
 MARKS = {"failed": "[bold red]FAILED[/]", "interrupted": "[dim]stopped[/]"}
 
 
-class Display:
+class Display(Progress):
     """Two lines while cases run: how many are done, and how far the present one is."""
 
     def __init__(self, console: Console, total: int, what: str) -> None:
-        self.console = console
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        self._progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
-        self._all = self._progress.add_task(what, total=total)
-        self._one = self._progress.add_task("")
-        self._done = 0
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """While the block runs."""
-        with self._progress:
-            yield
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=4)
+        self._all = self.add_task(what, total=total)
+        self._one = self.add_task("")
 
     def step(self, case: Case, step: int, worst: float) -> None:
-        """A case has got to a step."""
         text = f"{case.scenario} · {case.layout} · largest difference {worst:.3g}"
-        self._progress.update(self._one, description=text, completed=step, total=case.steps)
+        self.update(self._one, description=text, completed=step, total=case.steps)
 
     def begin(self, text: str) -> None:
-        """Something without steps begins."""
-        self._progress.update(self._one, description=text, completed=0, total=None)
+        """Something without steps."""
+        self.update(self._one, description=text, completed=0, total=None)
 
     def done(self, count: int = 1) -> None:
-        """So many more are done."""
-        self._done += count
-        self._progress.update(self._all, completed=self._done)
-
-    def say(self, text: str) -> None:
-        """A line that stays."""
-        self._progress.console.print(text)
+        self.advance(self._all, count)
 
 
 def results_table(cases: Sequence[Entry]) -> Table:
     """Per scenario: the differences that should be 0, and the distance to the reference."""
-    table = Table(title="largest differences, over all samples", box=box.SIMPLE_HEAD)
-    table.add_column("scenario", no_wrap=True)
-    table.add_column("steps", justify="right")
-    table.add_column("between ranks and layouts")
-    table.add_column("from the reference\nadam", justify="right")
-    table.add_column("\nmuon", justify="right")
-    table.add_column("s", justify="right")
+    table = Table(
+        Column("scenario", no_wrap=True),
+        Column("steps", justify="right"),
+        "between ranks and layouts",
+        Column("from the reference\nadam", justify="right"),
+        Column("\nmuon", justify="right"),
+        Column("s", justify="right"),
+        title="largest differences, over all samples",
+        box=box.SIMPLE_HEAD,
+    )
     by_scenario: dict[str, list[Entry]] = {}
     for case in cases:
         by_scenario.setdefault(case["scenario"], []).append(case)
@@ -106,8 +93,8 @@ def _summary(cases: Sequence[Entry]) -> str:
 
 
 def _largest_difference(case: Entry) -> float:
-    found = (worst_between_replicas([case]), worst_to_first_layout([case]))
-    return max(worst.distance for worst in found if worst is not None)
+    found = (worst([case], between_replicas), worst([case], to_first_layout))
+    return max(each.distance for each in found if each is not None)
 
 
 def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:
@@ -117,23 +104,19 @@ def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:
     return f"{max(adam):.1e}" if adam else "", f"{max(muon):.1e}" if muon else ""
 
 
-def findings_lines(results: Sequence[CaseResult]) -> list[str]:
+def findings_lines(result: CaseResult) -> Iterator[str]:
     """Every failed check in words, and where each rank was when it hung."""
-    lines = []
-    for result in results:
-        for finding in result.findings:
-            where = f"{result.case.scenario} · {result.case.layout} · step {finding.step}"
-            lines.append(f"[red]{where}[/] {finding.check}: {escape(finding.message)}")
-        for rank, operation in result.positions.items():
-            lines.append(f"    rank {rank} was in: {escape(operation)}")
-    return lines
+    for finding in result.findings:
+        where = f"{result.case.scenario} · {result.case.layout} · step {finding.step}"
+        yield f"[red]{where}[/] {finding.check}: {escape(finding.message)}"
+    for rank, operation in result.positions.items():
+        yield f"    rank {rank} was in: {escape(operation)}"
 
 
 def mutants_table(results: Sequence[MutantResult]) -> Table:
-    """Every mutant: caught or not, by which check, at which step."""
-    table = Table(title="known bugs, and whether they are caught", box=box.SIMPLE_HEAD)
-    for column in ("bug", "expected", "caught by", "step"):
-        table.add_column(column, justify="right" if column == "step" else "left")
+    columns = ("bug", "expected", "caught by", Column("step", justify="right"))
+    title = "known bugs, and whether they are caught"
+    table = Table(*columns, title=title, box=box.SIMPLE_HEAD)
     for result in results:
         step = "" if result.first is None else str(result.first.step)
         story = f"{result.mutant.name}\n[dim]{result.mutant.story}[/]"
@@ -154,7 +137,6 @@ def _caught(result: MutantResult) -> str:
 
 
 def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[MutantResult]) -> str:
-    """What came of it all."""
     if verdict == "interrupted":
         return "[yellow]Stopped before the end; nothing had failed so far.[/]"
     if mutants:
@@ -175,10 +157,7 @@ def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[Mut
 
 
 def known_table() -> Table:
-    """All scenarios, layouts and mutants."""
-    table = Table()
-    for column in ("", "name", "story"):
-        table.add_column(column)
+    table = Table("", "name", "story")
     for name, scenario in {**SCENARIOS, **SCENARIOS_ON_REQUEST}.items():
         table.add_row("scenario", name, scenario.story)
     for name, layout in {**LAYOUTS, **LAYOUTS_ON_REQUEST}.items():

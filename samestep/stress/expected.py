@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.stress.models import named_params
+from samestep.stress.rank import SCALER, Sample
 from samestep.stress.reference import Reference
-from samestep.stress.sample import SCALER, Sample
 from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
     AddGroup,

@@ -15,14 +15,14 @@ Pure functions of samples. A check that fails gives a finding; the checks are
     error       anything else that kept a rank from its end, or a sample from being taken
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from samestep.stress.expected import Expected
-from samestep.stress.sample import Ending, Sample
+from samestep.stress.rank import Ending, Sample
 from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 
 LIMITS = {"adam": 2e-5, "mu_a": 3e-4, "mu_b": 3e-4}
@@ -53,12 +53,10 @@ class Distance:
 
     @property
     def params(self) -> float:
-        """Over all parameters."""
         return max((d for d in (self.adam, self.mu_a, self.mu_b) if d is not None), default=0.0)
 
     @property
     def largest(self) -> float:
-        """Over everything."""
         return max(self.params, self.state)
 
 
@@ -137,8 +135,10 @@ class Judge:
 
     @property
     def worst(self) -> float:
-        """The largest difference that should be zero, so far."""
-        return largest_difference(self.verdicts)
+        """The largest difference so far between ranks and between layouts: it should be zero."""
+        found = [verdict.replicas.largest for verdict in self.verdicts]
+        found += [each.layouts.largest for each in self.verdicts if each.layouts is not None]
+        return max(found, default=0.0)
 
     def status(self) -> str:
         """`failed`, `exact`, or `within_tolerance`: not zero where zero is possible."""
@@ -150,35 +150,24 @@ class Judge:
         step, replicas, reference = verdict.step, verdict.replicas, verdict.reference
         if replicas.largest > 0:
             self._find("replicas", step, f"ranks differ by {replicas.largest:.3g}")
-        if reference is not None:
-            for family, limit in LIMITS.items():
-                distance = getattr(reference, family)
-                if distance is not None and not distance <= limit:
-                    message = f"{family} is {distance:.3g} away from the reference, limit {limit}"
-                    self._find("reference", step, message)
-            if not reference.state <= STATE_LIMIT:
-                message = f"state is {reference.state:.3g} away from the reference's"
-                self._find("state", step, f"{message}, limit {STATE_LIMIT}")
-        if verdict.layouts is not None:
-            self._judge_layouts(step, verdict.layouts)
+        for family, away, limit in _beyond_limits(reference):
+            check, whose = ("state", "'s") if family == "state" else ("reference", "")
+            message = f"{family} is {away:.3g} away from the reference{whose}, limit {limit}"
+            self._find(check, step, message)
+        layouts = verdict.layouts
+        if not self.exact:
+            for family, away, limit in _beyond_limits(layouts):
+                self._find("layouts", step, f"{family} is {away:.3g} away, limit {limit}")
+        elif layouts is not None and layouts.largest > 0:
+            message = (
+                f"{layouts.largest:.3g} away from the first layout, and ordered sums are exact"
+            )
+            self._find("layouts", step, message)
         if not verdict.same_collectives:
             self._find("collectives", step, "ranks launched different collectives")
         broken = self.scenario.broken_promise(sample.params)
         if broken is not None:
             self._find("promise", step, broken)
-
-    def _judge_layouts(self, step: int, distance: Distance) -> None:
-        if self.exact and distance.largest > 0:
-            message = f"{distance.largest:.3g} away from the first layout, and ordered sums are"
-            self._find("layouts", step, f"{message} exact")
-        elif not self.exact:
-            for family, limit in LIMITS.items():
-                away = getattr(distance, family)
-                if away is not None and not away <= limit:
-                    self._find("layouts", step, f"{family} is {away:.3g} away, limit {limit}")
-            if not distance.state <= STATE_LIMIT:
-                message = f"state is {distance.state:.3g} away, limit {STATE_LIMIT}"
-                self._find("layouts", step, message)
 
     def _find(self, check: str, step: int, message: str) -> None:
         if all(finding.check != check for finding in self.findings):  # the first of its kind
@@ -201,11 +190,12 @@ class Judge:
         return Distance(over("adam"), over("mu_a"), over("mu_b"), over("state") or 0.0)
 
 
-def largest_difference(verdicts: Sequence[SampleVerdict]) -> float:
-    """Between ranks and between layouts, over all samples."""
-    found = [verdict.replicas.largest for verdict in verdicts]
-    found += [verdict.layouts.largest for verdict in verdicts if verdict.layouts is not None]
-    return max(found, default=0.0)
+def _beyond_limits(distance: Distance | None) -> Iterator[tuple[str, float, float]]:
+    """What is too far away, or not a number: by how much, and its limit."""
+    for family, limit in {**LIMITS, "state": STATE_LIMIT}.items():
+        away = getattr(distance, family, None)
+        if away is not None and not away <= limit:
+            yield family, away, limit
 
 
 def difference(one: Tensor, other: Tensor) -> float:
@@ -220,9 +210,8 @@ def difference(one: Tensor, other: Tensor) -> float:
     one, other = one.to(torch.float64), other.to(torch.float64)
     both_nan = one.isnan() & other.isnan()
     away = (one - other).abs().masked_fill(both_nan | (one == other), 0.0)
-    return (
-        float(away.nan_to_num(nan=float("inf"), posinf=float("inf")).max()) if away.numel() else 0.0
-    )
+    infinite = {"nan": float("inf"), "posinf": float("inf")}
+    return float(away.nan_to_num(**infinite).max()) if away.numel() else 0.0
 
 
 def _state_distance(one: Sample, other: Sample, relative: bool) -> float:

@@ -10,9 +10,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -20,11 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.stress.campaign import Campaign, Case, CaseResult, Presence, Progress
 from samestep.tooling.signals import SIGNALS
 
-Progress = Callable[[Case, int, float], None]
-Presence = Mapping[str, Sequence[int]]
 Hearers = dict[str, Callable[..., Any]]
 PATIENCE = 10.0  # seconds that a lane has to end its ranks
 
@@ -92,9 +91,8 @@ class Lanes:
                 try:
                     kind, content = pipe.recv()
                 except EOFError:
-                    raise LaneDiedError(
-                        "a lane of the harness died; is there memory left?"
-                    ) from None
+                    why = "a lane of the harness died; is there memory left?"
+                    raise LaneDiedError(why) from None
                 if kind == "raised":
                     raise LaneDiedError(f"a lane of the harness failed:\n{content}")
                 if kind == "ends":
@@ -131,11 +129,8 @@ class Lanes:
 
             try:
                 while (place := pipe.recv()) is not None:
-                    campaign.run_all(
-                        scenarios[place],
-                        on_result,
-                        lambda *step: _send(pipe, "step", *step),
-                    )
+                    report = partial(_send, pipe, "step")
+                    campaign.run_all(scenarios[place], on_result, report)
                     _send(pipe, "free")
             except KeyboardInterrupt:
                 if campaign.interrupted is not None:

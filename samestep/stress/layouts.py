@@ -19,7 +19,7 @@ class Layout:
     """Where parameters, gradients and state live: keywords of the optimizer.
 
     one_process: all ranks' gradients are averaged and applied by a single process.
-    parameters: `sharded_training` tells what the DTensor kinds are.
+    parameters: `sharded_training` tells what the kinds are.
     mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`.
     """
 
@@ -32,9 +32,10 @@ class Layout:
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
         """Why a scenario does not apply here on so many ranks, if it does not."""
-        if self.parameters == "hsdp" and (world < 4 or world % 2):
+        odd = world < 4 or world % 2
+        if self.parameters == "hsdp" and odd:
             return "two copies of a sharded model need an even number of ranks, four or more"
-        if self.parameters == "tp_alone" and (world < 4 or world % 2):
+        if self.parameters == "tp_alone" and odd:
             return "pairs of ranks with data of their own need an even number, four or more"
         if self.parameters == "hybrid":
             return _reason_against_mesh(self.mesh, scenario, world)
@@ -56,58 +57,40 @@ def _reason_against_mesh(
 
 
 LAYOUTS: dict[str, Layout] = {}  # what `all` means
-LAYOUTS_ON_REQUEST: dict[
-    str, Layout
-] = {}  # for scenarios that ask for them: too slow for every run
+# For scenarios that ask for them: too slow for every run.
+LAYOUTS_ON_REQUEST: dict[str, Layout] = {}
 
 
 def register(layout: Layout, *, on_request: bool = False) -> None:
-    """Put a layout under test."""
     if layout.name in LAYOUTS or layout.name in LAYOUTS_ON_REQUEST:
         raise ValueError(f"there is a layout {layout.name!r} already")
     (LAYOUTS_ON_REQUEST if on_request else LAYOUTS)[layout.name] = layout
 
 
 def layout_named(name: str) -> Layout:
-    """Any layout."""
     return (LAYOUTS if name in LAYOUTS else LAYOUTS_ON_REQUEST)[name]
 
 
+_ZERO1, _ZERO2 = {"sharding": "zero1"}, {"sharding": "zero2"}
+_OVERLAP, _FLAT = {"overlap_grad_reduce": True}, {"buffers": "flat"}
+_LATE = {"overlap_param_gather": True, "poison_early_reads": True}
 for _layout in (
     Layout("one_process", "no other rank: gradients averaged by hand", one_process=True),
     Layout("none", "everything on every rank", {"sharding": "none"}),
-    Layout("zero1", "state and update sharded", {"sharding": "zero1"}),
-    Layout("zero2", "gradients freed once reduced", {"sharding": "zero2"}),
-    Layout(
-        "zero1_overlap",
-        "zero1, reduced inside backward",
-        {"sharding": "zero1", "overlap_grad_reduce": True},
-    ),
-    Layout(
-        "zero2_overlap",
-        "zero2, reduced inside backward",
-        {"sharding": "zero2", "overlap_grad_reduce": True},
-    ),
-    Layout(
-        "flat_zero1",
-        "flat buffers, gradients kept whole",
-        {"buffers": "flat", "sharding": "zero1"},
-    ),
+    Layout("zero1", "state and update sharded", _ZERO1),
+    Layout("zero2", "gradients freed once reduced", _ZERO2),
+    Layout("zero1_overlap", "zero1, reduced inside backward", {**_ZERO1, **_OVERLAP}),
+    Layout("zero2_overlap", "zero2, reduced inside backward", {**_ZERO2, **_OVERLAP}),
+    Layout("flat_zero1", "flat buffers, gradients kept whole", {**_FLAT, **_ZERO1}),
     Layout(
         "flat_zero2_overlap",
         "flat buffers, gradients reduced inside backward and given back",
-        {"buffers": "flat", "sharding": "zero2", "overlap_grad_reduce": True},
+        {**_FLAT, **_ZERO2, **_OVERLAP},
     ),
     Layout(
         "flat_gather_overlap",
         "flat_zero2_overlap, gathered while the next forward runs, NaN until waited for",
-        {
-            "buffers": "flat",
-            "sharding": "zero2",
-            "overlap_grad_reduce": True,
-            "overlap_param_gather": True,
-            "poison_early_reads": True,
-        },
+        {**_FLAT, **_ZERO2, **_OVERLAP, **_LATE},
     ),
     Layout(
         "fsdp2_gather",
@@ -146,42 +129,32 @@ for _layout in (
     Layout(
         "two_optimizers",
         "two optimizers that reduce inside one backward are refused; then zero2_overlap",
-        {"sharding": "zero2", "overlap_grad_reduce": True},
+        {**_ZERO2, **_OVERLAP},
         parameters="two_optimizers",
     ),
 ):
     register(_layout, on_request=True)
 
 # The hybrid stack: every axis alone, pairs, and all of them. FSDP2 has the ranks that are left.
-for _name, _story, _mesh in (
-    ("tp", "tensor parallel", {"tp": 2}),
-    ("tp_sp", "tensor and sequence parallel", {"tp": 2, "sequence_parallel": True}),
-    ("ep", "expert parallel", {"ep": 2}),
+_TP, _TP_SP, _EP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"ep": 2}
+_MESHES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("tp", "tensor parallel", _TP),
+    ("tp_sp", "tensor and sequence parallel", _TP_SP),
+    ("ep", "expert parallel", _EP),
     (
         "ep_same_tokens",
         "expert parallel where ranks that share experts have the same tokens",
-        {"ep": 2, "ep_carries_data": False},
+        {**_EP, "ep_carries_data": False},
     ),
-    (
-        "tp_sp_ep",
-        "tensor, sequence and expert parallel",
-        {"tp": 2, "sequence_parallel": True, "ep": 2},
-    ),
+    ("tp_sp_ep", "tensor, sequence and expert parallel", _TP_SP | _EP),
     (
         "hsdp_tp_sp",
         "two copies, each with tensor and sequence parallel",
-        {"replicate": 2, "tp": 2, "sequence_parallel": True},
+        {"replicate": 2, **_TP_SP},
     ),
-    (
-        "pp_tp_sp",
-        "two stages, each with tensor and sequence parallel",
-        {"pp": 2, "tp": 2, "sequence_parallel": True},
-    ),
-    ("pp_ep", "two stages, each with expert parallel", {"pp": 2, "ep": 2}),
-    (
-        "pp_tp_sp_ep",
-        "all axes at once",
-        {"pp": 2, "tp": 2, "sequence_parallel": True, "ep": 2},
-    ),
-):
+    ("pp_tp_sp", "two stages, each with tensor and sequence parallel", {"pp": 2, **_TP_SP}),
+    ("pp_ep", "two stages, each with expert parallel", {"pp": 2, **_EP}),
+    ("pp_tp_sp_ep", "all axes at once", {"pp": 2, **_TP_SP, **_EP}),
+)
+for _name, _story, _mesh in _MESHES:
     register(Layout(f"hybrid_{_name}", _story, parameters="hybrid", mesh=_mesh), on_request=True)

@@ -117,7 +117,6 @@ class GPT(nn.Module):
 
 
 def gpt() -> nn.Module:
-    """A GPT of three layers."""
     return GPT()
 
 

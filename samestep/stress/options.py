@@ -1,20 +1,25 @@
 """What `samestep stress` can be asked, and what of it can run here."""
 
+import copy
 import math
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from tyro.conf import arg
 
+import samestep
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
-from samestep.stress.models import gpt
-from samestep.stress.own_model import own_model
-from samestep.stress.scenario import MakeModel
+from samestep.stress.models import gpt, named_params
+from samestep.stress.scenario import RATES, MakeModel
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.ranks import nccl_devices, number_of_ranks
 from samestep.tooling.request import BadRequestError
 
@@ -107,7 +112,6 @@ class Options:
             raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
 
     def ranks(self, torchrun: TorchrunRank | None) -> int:
-        """The number of ranks."""
         return number_of_ranks(self.world_size, torchrun, least=1)
 
     def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Backend, str | None]:
@@ -124,7 +128,6 @@ class Options:
         return "gloo", None if self.backend == "gloo" else reason
 
     def chosen_device(self, backend: Backend) -> Device:
-        """Where ranks compute."""
         device = self.device or ("cuda" if backend == "nccl" else "cpu")
         if device == "cpu" and backend == "nccl":
             raise BadRequestError("--device cpu needs --backend gloo: nccl is for CUDA")
@@ -146,3 +149,88 @@ class Options:
 def _known(flag: str, name: str, known: dict[str, Any]) -> None:
     if name != "all" and name not in known:
         raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
+
+
+MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
+
+
+def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
+    """A function that gives the model again and again; `make` is None for `path` to be looked up.
+
+    The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
+    """
+    make = make or _factory(path)
+    first, second = _made(make, path, seed), _made(make, path, seed)
+    _check(first, path)
+    _compare(named_params(first), named_params(second), path)
+    options: dict[str, Any] = dict(RATES)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            samestep.MuonAdamW(copy.deepcopy(first), **options)
+    except Exception as error:
+        raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
+    return lambda: copy.deepcopy(first)
+
+
+def _factory(path: str) -> MakeModel:
+    where, colon, name = path.rpartition(":")
+    if not colon or not where or not name:
+        raise BadRequestError(
+            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
+        )
+    return named_function(path, "--model")
+
+
+def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model: Any = make()
+    except (Exception, SystemExit) as error:
+        raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise BadRequestError(f"--model {path} gave a {type(model).__name__}, not a torch module")
+    return model
+
+
+def _check(model: nn.Module, path: str) -> None:
+    params = {n: p for n, p in named_params(model).items() if p.requires_grad}
+    if not params:
+        raise BadRequestError(f"--model {path} gave a module without trainable parameters")
+    for name, param in params.items():
+        problem = _problem(param)
+        if problem is not None:
+            raise BadRequestError(f"--model {path}: parameter {name!r} {problem}")
+    count = sum(param.numel() for param in params.values())
+    if count > MOST_ELEMENTS:
+        raise BadRequestError(
+            f"--model {path} has {count:,} trainable elements, and the float64 reference is made "
+            f"for {MOST_ELEMENTS:,} at most: give a smaller configuration of it"
+        )
+
+
+def _problem(param: Tensor) -> str | None:
+    if is_lazy(param):
+        return "is lazy: call the model once before it is returned"
+    if param.device.type != "cpu":
+        return f"is on {param.device.type!r}: the harness needs it on the CPU, with values"
+    if param.dtype != torch.float32:
+        return f"is {str(param.dtype).removeprefix('torch.')}: the harness needs float32 parameters"
+    if param.layout != torch.strided:
+        return f"is {str(param.layout).removeprefix('torch.')}: the harness needs dense parameters"
+    if not param.is_contiguous():
+        return "is not contiguous: give it as .contiguous()"
+    return None
+
+
+def _compare(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter], path: str) -> None:
+    """Every rank and every layout has to begin alike."""
+    if first.keys() != second.keys():
+        raise BadRequestError(f"--model {path} gave parameters of other names at its second call")
+    for name, param in first.items():
+        if not torch.equal(param, second[name]):
+            raise BadRequestError(
+                f"--model {path} gave another {name!r} at its second call under the same "
+                "torch.manual_seed: draw from torch's generator alone"
+            )

@@ -19,7 +19,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
 from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import compared, of_tensors
-from samestep.stress.drift import Drift, Kind
+from samestep.stress.check import Drift, Kind
 
 NAME = "check of copies on other meshes"
 KINDS = 8  # of DTensors that a rank tells of; what is beyond is told as one

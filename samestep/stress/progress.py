@@ -17,9 +17,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from samestep.stress.campaign import Case
+from samestep.stress.campaign import Case, Presence
 from samestep.stress.compare import read_receipt
-from samestep.stress.source import commit
+from samestep.stress.receipt import commit
 from samestep.tooling.output import write_files
 from samestep.tooling.request import BadRequestError
 
@@ -34,7 +34,6 @@ ASKED = (
 RAN = ("world_size", "actual_backend", "device", "runtime_mode", "machine", "code")
 
 Entry = Mapping[str, Any]  # a case as the receipt tells it
-Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
 
 
 class Key(NamedTuple):
@@ -65,7 +64,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Of all stretches."""
         return float(sum(stretch["seconds"] for stretch in self.stretches))
 
     def left(self, alike: Sequence[Case]) -> list[Case]:
@@ -78,7 +76,6 @@ class Progress:
         return known[:1] + left if left else []
 
     def begin(self) -> None:
-        """A stretch begins."""
         self.stretches.append(
             {
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -102,7 +99,6 @@ class Progress:
         self._take(entry, presence, seconds)
 
     def stop(self, seconds: float) -> None:
-        """The stretch ends here."""
         self.stretches[-1]["seconds"] = seconds
         if self._file is not None:
             self._write({"seconds": seconds})
@@ -113,8 +109,7 @@ class Progress:
             (self.folder / FILE).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Others may write now."""
-        if self._file is not None:
+        if self._file is not None:  # others may write now
             self._file.close()
             self._file = None
 
@@ -160,7 +155,6 @@ class Progress:
 
 
 def key(case: Case) -> Key:
-    """The name of a case."""
     return Key(case.scenario, case.layout)
 
 
@@ -204,7 +198,6 @@ def _earlier(folder: Path) -> Progress | None:
 
 
 def _differences(earlier: Progress, now: Progress) -> list[str]:
-    """In what two requests differ."""
     before, after = _request(earlier), _request(now)
     return [
         f"{name} was {before.get(name)} and is {after.get(name)}"

@@ -1,29 +1,154 @@
-"""What one rank does in a case: train, send samples, and say how it ended."""
+"""What one rank does in a case: train, save and go on, send samples, and say how it ended."""
 
 import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
+import samestep
 from samestep.comm.collectives import CollectiveError
 from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 from samestep.comm.integrity.agreement import RanksDisagreeError
+from samestep.comm.messages import gather_everywhere
 from samestep.mesh.groups import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
 from samestep.placements.whole.piece_state import PiecesDisagreeError
-from samestep.stress.layouts import Layout
-from samestep.stress.relay import Relay
-from samestep.stress.sample import Ending, Sample, take_sample
+from samestep.stress.layouts import LAYOUTS, Layout
 from samestep.stress.scenario import Scenario
+from samestep.stress.sharded_training import new_training
 from samestep.stress.training import Training, without_onednn
 
-Message = Sample | Ending
+Patch = Callable[[], AbstractContextManager[object]]
+SCALER = "GradScaler"  # its scale is state, too
+BEGUN = "begun"  # the checkpoint of `begin_alone`
 LAST_FLIGHTS = 32
+CHECKS_BY_ERROR: dict[type[Exception], str] = {
+    CollectiveError: "hang",
+    ReplicasDifferError: "replicas",
+    ReplicateListError: "contract",
+    DuplicateGroupError: "contract",
+    PiecesDisagreeError: "state",
+    RanksDisagreeError: "plan",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Parameters and state after `step` steps, and the collectives so far."""
+
+    step: int
+    params: dict[str, Tensor]
+    state: dict[str, dict[str, Tensor]]
+    collectives: int = 0
+    digest: str = ""  # of the collectives, in order
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank's run has ended. `error` is None if it went to its end."""
+
+    step: int  # taken
+    error: str | None = None
+    kind: str | None = None  # of the error: the check that failed, or "error"
+    positions: dict[int, str] = field(default_factory=dict)  # rank -> the collective it was in
+    flights: dict[str, Any] = field(default_factory=dict)  # the recorder's last operations
+    totals: dict[str, Any] = field(default_factory=dict)  # per kind of collective
+    fingerprint: str = ""
+    schedule: tuple[str, ...] = ()
+
+
+Message = Sample | Ending
+
+
+def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Sample:
+    """Collective: parameters and their state may be spread over ranks."""
+    recorder.stop()  # sampling is no part of the run
+    params = training.parameters()
+    state = {
+        name: {key: value.cpu() for key, value in entries.items()}
+        for name, entries in training.state().items()
+    }
+    if training.scale is not None:
+        state[SCALER] = {"scale": torch.tensor(training.scale, dtype=torch.float64)}
+    log = training.log(recorder)
+    recorder.start()
+    return Sample(step, params, state, *log)
+
+
+def begin_alone(
+    scenario: Scenario, steps: int, folder: Path, device: torch.device | None = None
+) -> None:
+    """Take the first steps in this process, with the gradients of all ranks, and save them."""
+    training = new_training(scenario, LAYOUTS["one_process"], 0, device=device)
+    for step in range(steps):
+        training.step(step)
+    samestep.save(folder / BEGUN, training.model, training.optimizer)
+
+
+@dataclass(frozen=True)
+class Relay:
+    """The trainings of one rank, one after the other."""
+
+    scenario: Scenario
+    layout: Layout
+    rank: int
+    reduction: str
+    device: torch.device | None
+    folder: Path | None
+
+    def begin(self, step: int) -> Training:
+        """A new run, or one that goes on where one process has left it before that step."""
+        training = self._new(self.layout)
+        if step:
+            _load(self._path(BEGUN), training)
+        return training
+
+    def before(self, step: int, training: Training, recorder: FlightRecorder) -> Training:
+        """The training that takes a step: the same as before, or one that has loaded its state."""
+        place = self.scenario.goes_on(step)
+        if place is None or self.layout.one_process:
+            return training
+        recorder.stop()  # reading and writing is no part of the run
+        path = self._path(f"{self.layout.name}_{step}")
+        samestep.save(path, training.model, training.optimizer)
+        new = self._new(self.layout if place == "here" else self._another_layout())
+        _load(path, new)
+        recorder.start()
+        return new
+
+    def _new(self, layout: Layout) -> Training:
+        options = {"reduction": self.reduction, "device": self.device}
+        return new_training(self.scenario, layout, self.rank, **options)
+
+    def _path(self, name: str) -> Path:
+        """In the first rank's folder: ranks of torchrun have each their own."""
+        assert self.folder is not None
+        path, group = self.folder / name, dist.group.WORLD
+        return path if group is None else gather_everywhere(path, group)[0]
+
+    def _another_layout(self) -> Layout:
+        """Half the registry away: plain parameters become DTensors, and the other way round."""
+        world = self.scenario.world
+        kind = type(self.scenario)
+        fitting = (each for each in LAYOUTS.values() if not each.reason_against(kind, world))
+        layouts = [layout for layout in fitting if not layout.one_process]
+        here = [layout.name for layout in layouts].index(self.layout.name)
+        return layouts[(here + len(layouts) // 2) % len(layouts)]
+
+
+def _load(path: Path, training: Training) -> None:
+    """Into a model of other weights, so that nothing is right by itself."""
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.add_(1.0)
+    samestep.load(path, training.model, training.optimizer)
 
 
 class Work(NamedTuple):
@@ -39,7 +164,7 @@ class Work(NamedTuple):
     steps: int
     due: frozenset[int]
     reduction: str
-    patch: Callable[[], AbstractContextManager[object]] = nullcontext
+    patch: Patch = nullcontext
     folder: Path | None = None
     begun: int = 0
 
@@ -87,15 +212,8 @@ def run_rank(
 
 
 def _kind(error: Exception) -> str:
-    if isinstance(error, CollectiveError):
-        return "hang"
-    if isinstance(error, ReplicasDifferError):
-        return "replicas"
-    if isinstance(error, ReplicateListError | DuplicateGroupError):
-        return "contract"
-    if isinstance(error, PiecesDisagreeError):
-        return "state"
-    return "plan" if isinstance(error, RanksDisagreeError) else "error"
+    known = CHECKS_BY_ERROR.items()
+    return next((check for of, check in known if isinstance(error, of)), "error")
 
 
 def _described(error: Exception) -> str:

@@ -70,7 +70,6 @@ class Reference:
             self.add_group(group)
 
     def add_group(self, group: Mapping[str, Any]) -> None:
-        """Add a group, with zeros as its state."""
         rule = group.get("rule")
         if rule not in DEFAULTS:
             raise ValueError(f"rule {rule!r} has no reference; choose one of {sorted(DEFAULTS)}")
@@ -140,7 +139,6 @@ def in_float64(tensor: Tensor) -> Tensor:
 
 
 def norm(tensor: Tensor) -> float:
-    """The root of the sum of all squares."""
     return math.sqrt(float(tensor.square().sum()))
 
 

@@ -89,7 +89,7 @@ class Scenario:
     starts_differ: ClassVar[bool] = False  # between ranks
     saves: ClassVar[bool] = False  # checkpoints: `begun_alone` and `goes_on`
     begun_alone: ClassVar[int] = 0  # steps that one process takes first, and saves for all ranks
-    has_plan: ClassVar[bool] = False  # its model can be cut over a mesh: `stress.hybrid_training`
+    has_plan: ClassVar[bool] = False  # its model can be cut over a mesh: `stress.sharded_training`
     layouts: ClassVar[tuple[str, ...] | None] = None  # what `all` means for it, if not LAYOUTS
 
     def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
@@ -203,34 +203,27 @@ class Recorded(Scenario):
             setattr(self, flag, getattr(inner, flag))
 
     def model(self) -> nn.Module:
-        """The inner scenario's."""
         return self.inner.model()
 
     def options(self) -> dict[str, Any]:
-        """The inner scenario's."""
         return self.inner.options()
 
     def events(self, step: int) -> Sequence[Event]:
-        """The inner scenario's."""
         return self.inner.events(step)
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
-        """Has the recorded gradients."""
         return loss_with(model, self.known_gradients(model, step, rank, micro))
 
     def known_gradients(
         self, model: nn.Module, step: int, rank: int, micro: int
     ) -> dict[str, Tensor]:
-        """The recorded ones."""
         return dict(self.gradients[step][rank])
 
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
-        """The inner scenario's."""
         return self.inner.broken_promise(params)
 
 
 def on_device_of(model: nn.Module, tensor: Tensor) -> Tensor:
-    """The tensor where the model is."""
     return tensor.to(next(model.parameters()).device)
 
 

@@ -1,15 +1,23 @@
-"""One rank's training where parameters are DTensors.
+"""One rank's training in any layout: those where parameters are DTensors, and mistakes.
 
 fsdp2, hsdp         the scenario's loss is the forward of a module that FSDP2 shards, so that it
                     finds whole parameters; ranks that have no loss or skip layers take part
 tp_fsdp2, ep_fsdp2  scenarios have no parallel plan: parameters are placed as `fully_shard` after
                     `parallelize_module` does, gradients are averaged in rank order on a plain
                     twin, and each rank is given its part of them
+hybrid              the model is cut over a mesh as its plan says, and its own forward runs; ranks
+                    that share a batch (those of tensor parallel, of a pipeline) read what all of
+                    them would read alone, so that every layout has gradients of the same mean
+tp_alone,           begin with a mistake, which has to be refused on every rank; then they go on as
+two_optimizers      one does it right, and have to end like all others. If nobody refuses the
+                    mistake, they go on with it, and a check has to find what comes of it
 """
 
 import copy
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -19,44 +27,33 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
 
+import samestep
 from samestep.comm.collectives import gather_segments, sum_in_order
 from samestep.comm.diagnosis import recorder
 from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 from samestep.comm.groups import registry
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.messages import gather_everywhere
+from samestep.comm.presence import RankProblemError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
+from samestep.mesh import Mesh, build
+from samestep.mesh.replicate_list import ReplicateListError
+from samestep.optimizer.step import RuleOptimizer
+from samestep.parallel.replicas import check_replicas
+from samestep.parallel.stack import Stack
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
+from samestep.stress.scenarios.hybrid import HybridGPT
 from samestep.stress.training import (
     Training,
     backward,
     mean_gradients,
+    mean_over_ranks,
     rank_gradients,
 )
-
-REFUSED = {"tp_alone": "TensorParallelAlone", "two_optimizers": "TwoOptimizers"}
-
-
-def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) -> Training:
-    """What a layout needs."""
-    if layout.parameters in ("fsdp2", "hsdp"):
-        return FSDPTraining(scenario, layout, rank, **options)
-    if layout.parameters == "hybrid":
-        from samestep.stress.hybrid_training import HybridTraining  # it is built on this module
-
-        return HybridTraining(scenario, layout, rank, **options)
-    if layout.parameters in REFUSED:
-        from samestep.stress import refused_training  # the same
-
-        kind = getattr(refused_training, REFUSED[layout.parameters])
-        training: Training = kind(scenario, layout, rank, **options)
-        return training
-    if layout.parameters in ("tp_fsdp2", "ep_fsdp2"):
-        return TwinTraining(scenario, layout, rank, **options)
-    return Training(scenario, layout, rank, **options)
 
 
 class DTensorTraining(Training):
@@ -287,3 +284,168 @@ class _Meshes:
 
 
 _meshes = _Meshes()
+
+
+# --- mistakes --------------------------------------------------------------------------------
+
+
+class TensorParallelAlone(TwinTraining):
+    """Tensor parallel on pairs of ranks that have data of their own, and no FSDP2 over the pairs.
+
+    Each pair has the gradients of its own data. Done right, FSDP2 averages over the pairs.
+    """
+
+    _alone = True
+
+    def _new_model(self) -> nn.Module:
+        if self._alone:
+            self._logs = GroupLogs()  # pairs begin in groups of their own
+        return super()._new_model()
+
+    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
+        return self._logs.compared(recorder)
+
+    def _over_data(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._pair = mesh["inner"].mesh.flatten().tolist()
+        if not self._alone:
+            super()._over_data(model, mesh)
+
+    def _new_optimizer(self) -> RuleOptimizer:
+        try:
+            return super()._new_optimizer()
+        except ValueError as error:
+            if not self._alone or "nobody is known to average" not in str(error):
+                raise
+        self._alone = False
+        self.model = self._new_model()
+        return super()._new_optimizer()
+
+    def _means(self, number: int) -> dict[Tensor, Tensor]:
+        if not self._alone:
+            return super()._means(number)
+        ranks = [rank_gradients(self.scenario, self._twin, number, rank) for rank in self._pair]
+        return mean_over_ranks(self._twin, ranks)
+
+
+class TwoOptimizers(Training):
+    """Two optimizers on one model, which both reduce inside its backward, tried on a copy of it.
+
+    Done right, one optimizer has all parameters.
+    """
+
+    STEPS = 8  # ranks lack gradients of all kinds meanwhile
+
+    def _new_optimizer(self) -> RuleOptimizer:
+        copy = self._new_model()
+        params = list(named_params(copy).values())
+        options = {key: self._distribution[key] for key in ("sharding", "overlap_grad_reduce")}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="replicas differ")
+            both = [
+                samestep.AdamW(own, bucket_size=200, crossover=1, **options)
+                for own in (params[::2], params[1::2])
+            ]
+        for step in range(self.STEPS):
+            loss = self.scenario.loss(copy, step, self.rank, 0)
+            if loss is not None:
+                backward(loss)
+            if any(_refuses(optimizer) for optimizer in both):
+                break
+            copy.zero_grad(set_to_none=True)
+        return super()._new_optimizer()
+
+
+def _refuses(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if not isinstance(error, RankProblemError) and "two optimizers reduce" not in str(error):
+            raise
+        return True
+    return False
+
+
+# --- the hybrid stack ------------------------------------------------------------------------
+
+
+class HybridTraining(DTensorTraining):
+    """Real backward passes through a model that is cut over every axis that was asked for."""
+
+    def _new_model(self) -> nn.Module:
+        self._logs = GroupLogs()
+        assert isinstance(self.scenario, HybridGPT)
+        self._slices = {}
+        kind = None if self._device is None else self._device.type
+        mesh = build(device_type=kind, **self.layout.mesh)
+        self._stack = self._cut(self.scenario, mesh)
+        model = self._stack.model
+        self.scenario.adapt(model, mesh)
+        self._stack.trace(tell=lambda line: None)  # raises if ranks do not run the same code
+        return model
+
+    def _cut(self, scenario: HybridGPT, mesh: Mesh) -> Stack:
+        """By the first plan that is not refused: the last has to be right."""
+        ordered = self._distribution["reduction"] == "ordered"
+        *refused, right = scenario.plans()
+        for plan in refused:
+            model = scenario.model_to_cut().to(self._device or "cpu")
+            with suppress(ReplicateListError):
+                return Stack(model, plan, mesh, loss=mean_loss, ordered=ordered)
+        model = scenario.model_to_cut().to(self._device or "cpu")
+        return Stack(model, right, mesh, loss=mean_loss, ordered=ordered)
+
+    def _new_optimizer(self) -> RuleOptimizer:
+        optimizer = self._stack.optimizer(**self.scenario.options(), **self._distribution)
+        plans = gather_everywhere(optimizer.fingerprint(), registry.of().handle)
+        self._fingerprint = hashlib.sha256(" ".join(plans).encode()).hexdigest()
+        return optimizer
+
+    def _make_gradients(self, number: int) -> None:
+        assert isinstance(self.scenario, HybridGPT)
+        share = self.scenario.world // self._stack.mesh.degrees.batch_ranks
+        first = share * self._stack.batch_place
+        parts = [self.scenario.tokens(number, rank) for rank in range(first, first + share)]
+        tokens = torch.cat(parts).to(self._device or "cpu")
+        self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Of all stages; raises if copies differ."""
+        check_replicas(self.model)
+        return self._of_all_stages(super().parameters())
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        return self._of_all_stages(super().state())
+
+    def log(self, flights: FlightRecorder) -> tuple[int, str]:
+        return self._logs.compared(flights)
+
+    def fingerprint(self) -> str:
+        """Of all ranks' plans: optimizers compare each with those who share it."""
+        return self._fingerprint
+
+    def _of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        pipe = self._stack.mesh.axis("pipe")
+        if pipe is None:
+            return own
+        of_stages = gather_everywhere(own, pipe.get_group())
+        return {name: value for stage in of_stages for name, value in stage.items()}
+
+
+def mean_loss(logits: Any, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+TRAININGS: dict[str, type[Training]] = {
+    "plain": Training,
+    "fsdp2": FSDPTraining,
+    "hsdp": FSDPTraining,
+    "tp_fsdp2": TwinTraining,
+    "ep_fsdp2": TwinTraining,
+    "hybrid": HybridTraining,
+    "tp_alone": TensorParallelAlone,
+    "two_optimizers": TwoOptimizers,
+}
+
+
+def new_training(scenario: Scenario, layout: Layout, rank: int, **options: Any) -> Training:
+    return TRAININGS[layout.parameters](scenario, layout, rank, **options)

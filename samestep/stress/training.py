@@ -78,7 +78,6 @@ class Training:
             return samestep.MuonAdamW(self.model, **options)
 
     def step(self, number: int) -> None:
-        """Events, backward passes, optimizer step."""
         for event in self.scenario.events(number):
             self._apply(event)
         self._make_gradients(number)
@@ -91,7 +90,6 @@ class Training:
 
     @property
     def scale(self) -> float | None:
-        """That of the GradScaler, if there is one."""
         return None if self._scaler is None else self._scaler.get_scale()
 
     def parameters(self) -> dict[str, Tensor]:
@@ -112,7 +110,6 @@ class Training:
         return self.optimizer.fingerprint()
 
     def _make_gradients(self, number: int) -> None:
-        """What a step finds in `.grad`."""
         if self.layout.one_process:
             for param, grad in mean_gradients(self.scenario, self.model, number).items():
                 param.grad = self._scaled(grad)
@@ -128,7 +125,6 @@ class Training:
                 self.optimizer.synchronize()
 
     def _scaled(self, value: Tensor) -> Tensor:
-        """By the GradScaler, if there is one."""
         return value if self._scaler is None else self._scaler.scale(value)
 
     def _apply(self, event: Event) -> None:
@@ -263,7 +259,6 @@ def without_onednn() -> Iterator[None]:
 
 
 def backward(loss: Tensor) -> None:
-    """From a loss."""
     loss.backward()  # type: ignore[no-untyped-call]
 
 

@@ -11,7 +11,7 @@ from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
-from samestep.stress.hybrid_training import _mean_loss
+from samestep.stress.sharded_training import mean_loss as _mean_loss
 from tests.counting_group import CountingGroup
 from tests.memory import peak_bytes
 from tests.ranks import run_forked

@@ -215,7 +215,7 @@ def test_units_of_fsdp_travel_in_the_order_of_real_ones():
     timeline = simulate(plan, MACHINE, show=[0], training=Training(8, units))
     sizes = {each.name: each for each in fsdp_collectives(units)}
     spans = [span.name for span in timeline.shown[0].transfers if span.name in sizes]
-    simulated = [(sizes[name].traffic.kind, sizes[name].sent(0)) for name in spans]
+    simulated = [(sizes[name].traffic.kind, int(sizes[name].sent_by_all()[0])) for name in spans]
     for rank, calls in enumerate(run_forked(2, launched_by_fsdp)):
         assert calls == simulated, rank
 

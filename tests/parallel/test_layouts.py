@@ -9,8 +9,8 @@ import torch
 from samestep.models.gpt import GPTConfig
 from samestep.parallel import data, tensor
 from samestep.parallel.replicas import ReplicasDifferError, check_replicas
-from samestep.stress import prove
-from samestep.stress.prove import Case, Outcome, reference, run_rank
+from samestep.stress import matrix
+from samestep.stress.matrix import Case, Outcome, reference, run_rank
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
 
@@ -124,7 +124,7 @@ def test_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
 
 def test_qk_norms_whose_gradients_are_not_combined_are_seen(monkeypatch):
     monkeypatch.setattr(tensor.Copies, "__init__", as_if_whole)
-    monkeypatch.setattr(prove, "check_replicas", lambda model: 0)
+    monkeypatch.setattr(matrix, "check_replicas", lambda model: 0)
     found, *_ = failures(Case("mutant", 2, DENSE, {"tp": 2}, sequences=4, steps=1))
     assert found.startswith("gradient ")
 

@@ -5,8 +5,7 @@ from dataclasses import asdict
 
 from samestep.mesh import Degrees
 from samestep.stress import matrix
-from samestep.stress.matrix import Options, cases, table
-from samestep.stress.prove import Outcome
+from samestep.stress.matrix import Options, Outcome, cases, table
 
 ROW = {"ranks": 2, "verdict": "pass", "why": []}
 

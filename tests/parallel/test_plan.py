@@ -13,7 +13,7 @@ from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.apply import apply, shard_rules
 from samestep.parallel.plan import Plan, PlanError, name_matches
 from samestep.parallel.replicas import ReplicasDifferError
-from samestep.stress.scenarios.refused import FusedQKVCut
+from samestep.stress.scenarios.hybrid import FusedQKVCut
 from tests.ranks import run_forked
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 1, "heads": 4, "kv_heads": 2}

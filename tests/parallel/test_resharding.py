@@ -8,7 +8,7 @@ from samestep.mesh import build
 from samestep.models.gpt import GPTConfig
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.stack import Stack
-from samestep.stress.prove import Case, mean_loss, new_model, optimizer_keywords, tokens_of
+from samestep.stress.matrix import Case, mean_loss, new_model, optimizer_keywords, tokens_of
 from tests.checkpoint.training import spoil
 from tests.ranks import run_forked
 from tests.soak import SOAK

@@ -20,15 +20,14 @@ import torch.distributed as dist
 import samestep
 from samestep import cli
 from samestep.stress import command
-from samestep.stress.campaign import CaseResult
+from samestep.stress.campaign import CaseResult, MutantResult
 from samestep.stress.judge import Finding
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.mutation import MutantResult
-from samestep.stress.own_model import own_model
-from samestep.stress.sample import Ending
-from samestep.stress.schema import check_receipt
-from samestep.stress.torchrun_ranks import TorchrunRanks
+from samestep.stress.options import own_model
+from samestep.stress.rank import Ending
+from samestep.stress.ranks import TorchrunRanks
+from samestep.stress.receipt import check_receipt
 from samestep.tooling.signals import Stopped, stopped_once
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked

@@ -7,7 +7,7 @@ import torch
 
 from samestep.stress.expected import Expected, due_steps, sampled_steps
 from samestep.stress.judge import LIMITS, STATE_LIMIT, Judge, difference
-from samestep.stress.sample import Ending, Sample
+from samestep.stress.rank import Ending, Sample
 from samestep.stress.scenarios import SCENARIOS
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
+from samestep.stress.campaign import MutantRunner
 from samestep.stress.judge import CHECKS
 from samestep.stress.layouts import layout_named
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.mutation import MutantRunner
 from samestep.stress.scenarios import scenario_named
 from tests.limits import limit
 from tests.soak import SOAK

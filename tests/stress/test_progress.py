@@ -18,9 +18,9 @@ from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.judge import Distance, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.progress import Key, Progress
+from samestep.stress.rank import Ending
 from samestep.stress.ranks import ForkedRanks
-from samestep.stress.sample import Ending
-from samestep.stress.source import code_digest, commit
+from samestep.stress.receipt import code_digest, commit
 from samestep.tooling.request import BadRequestError
 from samestep.tooling.signals import Stopped
 from tests.limits import HANG, TEST, eventually, limit

@@ -8,8 +8,8 @@ import pytest
 import samestep
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.layouts import LAYOUTS
+from samestep.stress.rank import Relay
 from samestep.stress.ranks import ForkedRanks
-from samestep.stress.relay import Relay
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG
 

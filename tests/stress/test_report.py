@@ -7,16 +7,22 @@ from itertools import pairwise
 
 import pytest
 
+from samestep.stress.receipt import check_receipt
 from samestep.stress.report import plot as plots
 from samestep.stress.report import render
-from samestep.stress.report.failures import parting, positions
-from samestep.stress.report.matrix import cell
+from samestep.stress.report.numbers import count, duration, enumeration, moment, ranks, short, size
+from samestep.stress.report.page import summary
+from samestep.stress.report.parts import (
+    CELL,
+    cell,
+    cells,
+    heat_map,
+    level,
+    parting,
+    positions,
+    traffic,
+)
 from samestep.stress.report.plot import HEIGHT, WIDTH, Scale, alike, plot
-from samestep.stress.report.presence import CELL, cells, heat_map, level
-from samestep.stress.report.summary import summary
-from samestep.stress.report.traffic import traffic
-from samestep.stress.report.words import count, duration, enumeration, moment, ranks, short, size
-from samestep.stress.schema import check_receipt
 from tests.stress.example_receipt import (
     EXAMPLES,
     case_of,

@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from samestep.stress.judge import CHECKS
-from samestep.stress.schema import check_receipt
+from samestep.stress.receipt import check_receipt
 from tests.stress.example_receipt import EXAMPLES, clean, failed, mutants, with_mutants
 from tests.stress.example_receipt import receipt as made
 

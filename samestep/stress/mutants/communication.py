@@ -1,5 +1,6 @@
-"""Bugs about what travels, when, and who has it."""
+"""Bugs about which gradients there are, what travels, when, and who has it."""
 
+import re
 from typing import Any
 
 import torch
@@ -7,50 +8,161 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm import collectives
-from samestep.comm.collectives import maximum, total
-from samestep.placements.whole import replicated
+from samestep.comm.collectives import Pending, maximum, total
+from samestep.comm.presence import PresenceAgreement
+from samestep.optimizer.step import RuleOptimizer
+from samestep.placements.whole import reduction, replicated
+from samestep.placements.whole.buffers import FlatGradients
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
-from samestep.plan.transfers import bucket_transfers
-from samestep.stress.mutants.mutant import RANDOM, mutant
+from samestep.plan.transfers import Transfer, bucket_transfers
+from samestep.stress.mutants.mutant import RANDOM, Place, mutant
+
+
+@mutant(
+    "a rank without gradients skips their reduction, and the others wait for it",
+    expected="hang",
+    at=Place("dist_adamw_muon"),
+    replaces=(GradientReducer, "launch_next"),
+)
+def no_presence_mask(original: Any, self: GradientReducer) -> None:
+    """Only buckets of which this rank has a gradient are reduced."""
+    members = self._members[self.launched]
+    if any(self._params[index].grad is not None for index in members):
+        original(self)
+        return
+    size = self._plan.buckets[self.launched].segment_sizes[self._group.rank]
+    nothing = torch.zeros(size)
+    self._flying[self.launched] = Pending(None, (), lambda: nothing)
+    self.launched += 1
+
+
+@mutant(
+    "zeros stand in for a gradient that no rank has, so momentum and decay move the parameter",
+    expected="reference",
+    at=Place(RANDOM),
+    replaces=(PresenceAgreement, "agree"),
+)
+def absent_is_not_untouched(
+    original: Any, self: PresenceAgreement, here: Any, problem: Any
+) -> list[bool]:
+    """Everything is present."""
+    return [True] * len(original(self, here, problem))
+
+
+@mutant(
+    "a gradient of zeros counts as none, so momentum no longer moves the parameter",
+    expected="reference",
+    at=Place("fixed_capacity"),
+    replaces=(GradientReducer, "end_round"),
+)
+def zeros_are_absent(original: Any, self: GradientReducer, problem: Any) -> None:
+    """Gradients of zeros are dropped."""
+    for param in self._params:
+        if param.grad is not None and not param.grad.any():
+            param.grad = None
+    original(self, problem)
+
+
+@mutant(
+    "the step count of a parameter goes on while it has no gradient on any rank",
+    expected="state",
+    at=Place(RANDOM),
+    replaces=(ReplicatedParameters, "operands"),
+)
+def step_counted_for_absent(original: Any, self: ReplicatedParameters, number: int) -> Any:
+    """Bias correction then is that of another step."""
+    for piece in self._owned(self.plan.buckets[number]).pieces:
+        state = self._state[self.params[piece.param]]
+        if self._present[piece.param] is False and "step" in state:
+            self._layout.views(piece, state)["step"] += 1
+    return original(self, number)
+
+
+@mutant(
+    "the mean is taken over the ranks that have a gradient, not over all",
+    expected="state",
+    at=Place(RANDOM),
+)
+def mean_over_present_ranks() -> list[Any]:
+    """The divisor changes from step to step."""
+    counts: dict[int, list[float]] = {}
+
+    def agree(original: Any, self: ReplicatedParameters, problem: Any) -> None:
+        here = torch.tensor(self.reducer.here, dtype=torch.float32)
+        counts[id(self)] = total("ranks present", here, self.group).wait().tolist()
+        original(self, problem)
+
+    def average(original: Any, self: ReplicatedParameters, number: int) -> None:
+        original(self, number)
+        for piece, grad in self._grads[number]:
+            grad.mul_(self.group.size / max(counts[id(self)][piece.param], 1.0))
+
+    return [(ReplicatedParameters, "agree", agree), (ReplicatedParameters, "average", average)]
+
+
+@mutant(
+    "only the last micro-batch counts: what came under no_sync() is forgotten",
+    expected="reference",
+    at=Place("uneven_accumulation"),
+    replaces=(RuleOptimizer, "_pause_reductions"),
+)
+def last_micro_batch_only(original: Any, self: RuleOptimizer, paused: bool) -> None:
+    """Gradients are dropped at the end of no_sync()."""
+    original(self, paused)
+    if not paused:
+        self.zero_grad()
+
+
+@mutant(
+    "Newton-Schulz runs once per micro-batch instead of once per step",
+    expected="reference",
+    at=Place("uneven_accumulation"),
+    replaces=(RuleOptimizer, "_pause_reductions"),
+)
+def step_per_micro_batch(original: Any, self: RuleOptimizer, paused: bool) -> None:
+    """Every micro-batch is a step."""
+    original(self, paused)
+    if not paused:
+        with torch.no_grad():
+            self._run_step()
+        self.zero_grad()
 
 
 @mutant(
     "the gradients were reduced already, and are reduced again",
     expected="state",
-    scenario=RANDOM,
+    at=Place(RANDOM),
+    replaces=(GradientReducer, "end_round"),
 )
-def reduced_twice() -> list[Any]:
+def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
     """Summed before the optimizer averages them."""
-
-    def end_round(original: Any, self: GradientReducer, problem: Any) -> None:
-        for param in self._params:
-            here = torch.tensor([param.grad is not None], dtype=torch.int32)
-            if maximum("is it there", here, self._group).wait().item():
-                grad = torch.zeros_like(param) if param.grad is None else param.grad
-                param.grad = total("first reduction", grad.detach().clone(), self._group).wait()
-        original(self, problem)
-
-    return [(GradientReducer, "end_round", end_round)]
+    for param in self._params:
+        here = torch.tensor([param.grad is not None], dtype=torch.int32)
+        if maximum("is it there", here, self._group).wait().item():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            param.grad = total("first reduction", grad.detach().clone(), self._group).wait()
+    original(self, problem)
 
 
-@mutant("the sum over ranks is taken for the mean", expected="state", scenario=RANDOM)
-def sum_for_mean() -> list[Any]:
+@mutant(
+    "the sum over ranks is taken for the mean",
+    expected="state",
+    at=Place(RANDOM),
+    replaces=(GradientReducer, "take"),
+)
+def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Tensor:
     """Invisible in what Muon does with it, not in AdamW's moments."""
-
-    def take(original: Any, self: GradientReducer, number: int) -> Tensor:
-        result: Tensor = original(self, number)
-        return result.mul_(self._divisor)
-
-    return [(GradientReducer, "take", take)]
+    result: Tensor = original(self, number)
+    return result.mul_(self._divisor)
 
 
 @mutant(
     "a rank keeps its old chunk size when a group is added",
     expected="plan",
-    scenario="frozen_and_added",
+    at=Place("frozen_and_added"),
 )
 def stale_chunk_size() -> list[Any]:
     """The second plan of the last rank is cut differently."""
@@ -69,70 +181,58 @@ def stale_chunk_size() -> list[Any]:
 @mutant(
     "owners are given out in another order on one rank",
     expected="plan",
-    scenario=RANDOM,
+    at=Place(RANDOM),
+    replaces=(sharding, "balanced_owners"),
 )
-def owner_order_differs() -> list[Any]:
+def owner_order_differs(original: Any, *args: Any, **kwargs: Any) -> Any:
     """A set or dict was walked."""
-
-    def owners(original: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = list(original(*args, **kwargs))
-        return chosen[::-1] if dist.get_rank() == 1 else chosen
-
-    return [(sharding, "balanced_owners", owners)]
+    chosen = list(original(*args, **kwargs))
+    return chosen[::-1] if dist.get_rank() == 1 else chosen
 
 
 @mutant(
     "sums are taken in another order than that of the ranks, so that layouts differ in a last bit",
     expected="layouts",
-    scenario=RANDOM,
-    world=3,
+    at=Place(RANDOM, world=3),
+    replaces=(collectives, "sum_in_order"),
 )
-def sums_in_another_order() -> list[Any]:
+def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Tensor:
     """Two numbers have but one sum; three have several, in floating point."""
-
-    def backwards(original: Any, contributions: Any, **how: Any) -> Tensor:
-        result: Tensor = original(list(contributions)[::-1], **how)
-        return result
-
-    return [(collectives, "sum_in_order", backwards)]
+    result: Tensor = original(list(contributions)[::-1], **how)
+    return result
 
 
 @mutant(
     "a rank counts its buckets from another start, so that logs of collectives do not match",
     expected="collectives",
-    scenario=RANDOM,
+    at=Place(RANDOM),
+    replaces=(reduction, "add_up"),
 )
-def collectives_misnamed() -> list[Any]:
+def collectives_misnamed(original: Any, transfer: Transfer, *args: Any, **how: Any) -> Any:
     """All goes well, until somebody reads the log of a hang."""
-
-    def name(original: Any, self: GradientReducer, index: int) -> str:
-        others = len(self._params)
-        return str(original(self, (index + 1) % others if dist.get_rank() == 1 else index))
-
-    return [(GradientReducer, "_name", name)]
+    if dist.get_rank() == 1:
+        name = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), transfer.name, count=1)
+        transfer = transfer._replace(name=name)
+    return original(transfer, *args, **how)
 
 
 @mutant(
     "a rank that owns nothing in a bucket does not take part in its gather",
     expected="hang",
-    scenario="conditional_compute",
+    at=Place("conditional_compute"),
+    replaces=(ReplicatedParameters, "gather"),
 )
-def empty_collective_skipped() -> list[Any]:
+def empty_collective_skipped(original: Any, self: ReplicatedParameters, number: int) -> None:
     """Nothing to send, so it seems."""
-
-    def gather(original: Any, self: ReplicatedParameters, number: int) -> None:
-        bucket = self.plan.buckets[number]
-        if bucket.replicated or bucket.segments[self.group.rank].pieces:
-            original(self, number)
-
-    return [(ReplicatedParameters, "gather", gather)]
+    bucket = self.plan.buckets[number]
+    if bucket.replicated or bucket.segments[self.group.rank].pieces:
+        original(self, number)
 
 
 @mutant(
     "a buffer is packed anew while its last content is still on its way",
     expected="reference",
-    scenario=RANDOM,
-    layout="zero1",
+    at=Place(RANDOM, "zero1"),
 )
 def buffer_reused_before_wait() -> list[Any]:
     """One buffer for all buckets."""
@@ -150,24 +250,18 @@ def buffer_reused_before_wait() -> list[Any]:
 @mutant(
     "replicas differ from the start, and nobody looks",
     expected="replicas",
-    scenario="different_start",
-    layout="none",
+    at=Place("different_start", "none"),
+    replaces=(ReplicatedParameters, "mend_replicas"),
 )
-def different_from_the_start() -> list[Any]:
+def different_from_the_start(original: Any, self: ReplicatedParameters) -> None:
     """No comparison at construction."""
-
-    def mend(original: Any, self: ReplicatedParameters) -> None:
-        return
-
-    return [(ReplicatedParameters, "mend_replicas", mend)]
 
 
 @mutant(
     "the sums of small parameters are sent on when they arrive, which is at another place of the "
     "order on every rank",
     expected="hang",
-    scenario="conditional_compute",
-    layout="zero2_overlap",
+    at=Place("conditional_compute", "zero2_overlap"),
 )
 def sums_sent_on_arrival() -> list[Any]:
     """Met on the way: a collective must be launched at a place that all ranks share."""
@@ -196,8 +290,7 @@ def sums_sent_on_arrival() -> list[Any]:
 @mutant(
     "each plan launches its buckets as they become complete, in no common order",
     expected="hang",
-    scenario="frozen_and_added",
-    layout="zero2_overlap",
+    at=Place("frozen_and_added", "zero2_overlap"),
 )
 def no_order_between_plans() -> list[Any]:
     """Met on the way: found by this harness."""
@@ -221,25 +314,19 @@ def no_order_between_plans() -> list[Any]:
 @mutant(
     "a parameter that is unfrozen between steps is not waited for",
     expected="error",
-    scenario="frozen_and_added",
-    layout="zero2_overlap",
+    at=Place("frozen_and_added", "zero2_overlap"),
+    replaces=(GradientReducer, "_begin_round"),
 )
-def unfrozen_not_awaited() -> list[Any]:
+def unfrozen_not_awaited(original: Any, self: GradientReducer) -> None:
     """Met on the way: found by this harness."""
-
-    def begin_round(original: Any, self: GradientReducer) -> None:
-        original(self)
-        self._await()
-
-    return [(GradientReducer, "_begin_round", begin_round)]
+    original(self)
+    self._await()
 
 
 @mutant(
     "how a bucket is reduced depends on whether backward has launched it, which differs by rank",
     expected="hang",
-    scenario="megatron_conditional_live",
-    layout="zero2_overlap",
-    reduction="fast",
+    at=Place("megatron_conditional_live", "zero2_overlap", reduction="fast"),
 )
 def reduction_chosen_at_launch() -> list[Any]:
     """Met on the way: a choice must be the same on every rank."""
@@ -264,3 +351,14 @@ def reduction_chosen_at_launch() -> list[Any]:
         (GradientReducer, "arrived", arrived),
         (GradientReducer, "launch_through", launch_through),
     ]
+
+
+@mutant(
+    "the sum kept in the gradient buffer is overwritten by the next micro-batch",
+    expected="reference",
+    at=Place("uneven_accumulation_sharded", "flat_zero1"),
+    replaces=(FlatGradients, "set_aside"),
+)
+def kept_sum_overwritten(original: Any, self: FlatGradients, total: Tensor) -> Tensor:
+    """The sum is not set aside when a round ends."""
+    return total

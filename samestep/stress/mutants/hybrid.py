@@ -1,15 +1,27 @@
-"""Bugs of the hybrid stack: what is cut, who combines gradients, and which code runs."""
+"""Bugs of DTensors and of the hybrid stack: who holds what, what is cut, who combines gradients.
+
+Among them mistakes of users that nobody refuses any more.
+"""
 
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from samestep.comm.groups import registry
+from samestep.fsdp.participation import Unit
+from samestep.mesh.replicate_list import FUSED, ReplicateList
 from samestep.parallel import apply, data, lora, tensor
 from samestep.parallel.experts import Places
-from samestep.stress.mutants.mutant import mutant
+from samestep.placements import planner
+from samestep.placements.parts import sharded
+from samestep.placements.parts.gradients import Mark
+from samestep.placements.parts.sharded import ShardedParameters
+from samestep.placements.whole.launch_order import LaunchOrder
+from samestep.rules.muon import MuonRule
+from samestep.stress.mutants.mutant import RANDOM, Place, mutant
 
 GPT = "hybrid_gpt"
 
@@ -17,29 +29,22 @@ GPT = "hybrid_gpt"
 @mutant(
     "a router looks like any linear layer, and tensor parallel cuts it",
     expected="contract",
-    scenario=GPT,
-    layout="hybrid_tp",
-    steps=1,
+    at=Place(GPT, "hybrid_tp", steps=1),
+    replaces=(tensor, "_copy_parameters"),
 )
-def router_sharded() -> list[Any]:
+def router_sharded(original: Any, name: str, module: nn.Module, mesh: Any) -> None:
     """As if the plan had it among the columns."""
-
-    def copy_parameters(original: Any, name: str, module: nn.Module, mesh: Any) -> None:
-        is_router = isinstance(module, nn.Linear)
-        for key, param in module.named_parameters(recurse=False):
-            placement = Shard(0) if is_router else Replicate()
-            spread = distribute_tensor(param.detach(), mesh, [placement])
-            module.register_parameter(key, nn.Parameter(spread))
-
-    return [(tensor, "_copy_parameters", copy_parameters)]
+    is_router = isinstance(module, nn.Linear)
+    for key, param in module.named_parameters(recurse=False):
+        placement = Shard(0) if is_router else Replicate()
+        spread = distribute_tensor(param.detach(), mesh, [placement])
+        module.register_parameter(key, nn.Parameter(spread))
 
 
 @mutant(
     "each rank takes its part of a QK-norm's gradient for the whole, so that copies drift apart",
     expected="replicas",
-    scenario=GPT,
-    layout="hybrid_tp",
-    steps=2,
+    at=Place(GPT, "hybrid_tp", steps=2),
 )
 def norm_not_synchronized() -> list[Any]:
     """Ranks have heads of their own, and nobody adds up."""
@@ -49,9 +54,7 @@ def norm_not_synchronized() -> list[Any]:
 @mutant(
     "with sequence parallel, norms see a part of the sequence, and nobody adds their gradients up",
     expected="replicas",
-    scenario=GPT,
-    layout="hybrid_tp_sp",
-    steps=2,
+    at=Place(GPT, "hybrid_tp_sp", steps=2),
 )
 def sequence_parts_not_added() -> list[Any]:
     """As if every rank had seen the whole sequence."""
@@ -75,44 +78,33 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     "whether experts are spread is asked of a mesh that is not made when they follow tensor "
     "parallel, so that tokens stay where they are",
     expected="plan",
-    scenario=GPT,
-    layout="hybrid_ep",
-    steps=1,
+    at=Place(GPT, "hybrid_ep", steps=1),
+    replaces=(Places, "on"),
 )
-def expert_predicate_off_the_wrong_mesh() -> list[Any]:
+def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Places:
     """`expert_tensor_parallel=0` makes no mesh of its own."""
-
-    def on(original: Any, mesh: Any) -> Places:
-        found: Places = original(mesh)
-        made = mesh.degrees.expert_tensor_parallel > 0
-        return found if made else found._replace(exchange=None)
-
-    return [(Places, "on", on)]
+    found: Places = original(mesh)
+    made = mesh.degrees.expert_tensor_parallel > 0
+    return found if made else found._replace(exchange=None)
 
 
 @mutant(
     "gradients of experts are averaged over the ranks that hold them, not over all with tokens",
     expected="state",
-    scenario=GPT,
-    layout="hybrid_ep",
-    steps=2,
+    at=Place(GPT, "hybrid_ep", steps=2),
+    replaces=(data, "_divide_by"),
 )
-def experts_divided_by_their_own_ranks() -> list[Any]:
+def experts_divided_by_their_own_ranks(
+    original: Any, module: Any, divisor: int, *, alone: bool
+) -> None:
     """FSDP2's own mean; Muon's direction does not see it, the joint norm does."""
-
-    def divide_by(original: Any, module: Any, divisor: int, *, alone: bool) -> None:
-        module.set_force_sum_reduction_for_comms(True)
-
-    return [(data, "_divide_by", divide_by)]
+    module.set_force_sum_reduction_for_comms(True)
 
 
 @mutant(
     "the same ranks get a new group each time that one is asked for",
     expected="contract",
-    scenario=GPT,
-    layout="hybrid_tp_sp_ep",
-    world=4,
-    steps=1,
+    at=Place(GPT, "hybrid_tp_sp_ep", world=4, steps=1),
 )
 def duplicate_group() -> list[Any]:
     """Nobody looks whether there is one. All ranks ask alike, or the second group could hang."""
@@ -130,33 +122,123 @@ def duplicate_group() -> list[Any]:
 @mutant(
     "a predicate is read off an object that one rank does not have",
     expected="plan",
-    scenario=GPT,
-    layout="hybrid_tp",
-    steps=1,
+    at=Place(GPT, "hybrid_tp", steps=1),
+    replaces=(apply, "_observed"),
 )
-def ranks_disagree_on_a_predicate() -> list[Any]:
+def ranks_disagree_on_a_predicate(original: Any, model: nn.Module, mesh: Any) -> dict[str, Any]:
     """The last rank says that it cuts nothing."""
-
-    def observed(original: Any, model: nn.Module, mesh: Any) -> dict[str, Any]:
-        seen: dict[str, Any] = original(model, mesh)
-        last = mesh.rank == mesh.degrees.world - 1
-        return seen | {"tensor_parallel_active": not last}
-
-    return [(apply, "_observed", observed)]
+    seen: dict[str, Any] = original(model, mesh)
+    last = mesh.rank == mesh.degrees.world - 1
+    return seen | {"tensor_parallel_active": not last}
 
 
 @mutant(
     "factors of LoRA, which are whole on every rank, keep the gradient of the rank's own tokens",
     expected="replicas",
-    scenario="hybrid_lora",
-    layout="hybrid_ep",
-    steps=2,
+    at=Place("hybrid_lora", "hybrid_ep", steps=2),
+    replaces=(lora, "_spread"),
 )
-def lora_not_synchronized() -> list[Any]:
+def lora_not_synchronized(original: Any, *args: Any) -> Any:
     """Gradients are taken for what the factors are: whole."""
+    factor, _ = original(*args)
+    return factor, list(factor.placements)
 
-    def spread(original: Any, *args: Any) -> Any:
-        factor, _ = original(*args)
-        return factor, list(factor.placements)
 
-    return [(lora, "_spread", spread)]
+@mutant(
+    "tensor parallel on ranks that have data of their own, and nobody averages over the data axis",
+    expected="replicas",
+    at=Place("tensor_parallel_alone", "tp_alone", world=4, steps=4),
+    replaces=(planner, "refuse_copies_nobody_averages"),
+)
+def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
+    """Copies on other meshes are not looked for."""
+
+
+@mutant(
+    "two optimizers launch their reductions inside one backward, in no common order",
+    expected="hang",
+    at=Place("two_optimizers", "two_optimizers", steps=1),
+    replaces=(LaunchOrder, "_others"),
+)
+def two_orders_of_launches(original: Any, self: LaunchOrder) -> Any:
+    """Each optimizer knows its own buckets only."""
+    return iter(())
+
+
+@mutant(
+    "one weight of queries, keys and values is cut by rows, so that ranks take queries for keys",
+    expected="reference",
+    at=Place("fused_qkv_cut", "hybrid_tp", steps=2),
+    replaces=(ReplicateList, "kind"),
+)
+def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> str | None:
+    """It looks like any other column layer."""
+    found: str | None = original(self, name)
+    return None if found == FUSED else found
+
+
+@mutant(
+    "zeros that FSDP2 was given for an unused parameter count as its gradient",
+    expected="reference",
+    at=Place(RANDOM, "fsdp2_parallel"),
+    replaces=(sharded, "has_gradient"),
+)
+def filled_zeros_are_used(original: Any, param: Tensor) -> bool:
+    """Whatever FSDP2 hands over is present."""
+    return param.grad is not None
+
+
+@mutant(
+    "FSDP2 reduces only the gradients that a rank has, which are others on each rank",
+    expected="hang",
+    at=Place("conditional_compute", "fsdp2_parallel"),
+    replaces=(Unit, "fill"),
+)
+def unused_are_left_out(original: Any, self: Unit) -> None:
+    """No zeros for what a rank has not used."""
+    self.waits = False
+
+
+@mutant(
+    "of several micro-batches only the last one tells which parameters were used",
+    expected="reference",
+    at=Place("uneven_accumulation", "fsdp2_parallel"),
+    replaces=(Mark, "renew"),
+)
+def use_in_the_last_micro_batch_only(original: Any, self: Mark) -> None:
+    """Every forward starts afresh."""
+    self.used = False
+
+
+@mutant(
+    "each rank orthogonalizes the rows that it holds of a DTensor, instead of the whole",
+    expected="reference",
+    at=Place(RANDOM, "fsdp2_gather"),
+    replaces=(MuonRule, "transform"),
+)
+def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *rest: Any) -> Any:
+    """Cut as FSDP2 cuts for two ranks."""
+    parts = [original(self, rows, *rest) for rows in direction.chunk(2, -2)]
+    return torch.cat([part for part, _ in parts], -2), parts[0][1]
+
+
+@mutant(
+    "gradients of DTensors, which come averaged, are divided by the number of ranks again",
+    expected="state",
+    at=Place(RANDOM, "fsdp2_parallel"),
+    replaces=(ShardedParameters, "_grad"),
+)
+def reduced_gradients_divided_again(original: Any, self: ShardedParameters, index: int) -> Any:
+    """Invisible in Muon's parameters, not in its momentum."""
+    return original(self, index) / self.group.size
+
+
+@mutant(
+    "copies of a DTensor are all counted in the joint norm",
+    expected="state",
+    at=Place("clipped", "ep_fsdp2"),
+    replaces=(ShardedParameters, "_answers_for"),
+)
+def copies_counted_in_the_norm(original: Any, self: ShardedParameters, index: int) -> bool:
+    """Every rank answers for what it holds."""
+    return True

@@ -1,4 +1,4 @@
-"""Bugs that leave the collectives alone and change what is computed."""
+"""Bugs that change what is computed: blocks, decay, state, the joint norm, skipped steps."""
 
 from typing import Any
 
@@ -6,49 +6,51 @@ import torch
 from torch import Tensor
 
 import samestep
+from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
 from samestep.optimizer import group_optimizer
 from samestep.optimizer import step as rule_optimizer
+from samestep.optimizer.grad_scaler import GradScaler
+from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
-from samestep.stress.mutants.mutant import RANDOM, mutant
+from samestep.stress.mutants.mutant import RANDOM, Place, mutant
+from samestep.stress.scenarios.recipes import SMALL_TOO
 from samestep.update import plain as apply
 
 
 @mutant(
     "fused QKV is orthogonalized as one matrix, which mixes queries, keys and values",
     expected="promise",
-    scenario="fused_qkv_gqa",
+    at=Place("fused_qkv_gqa"),
+    replaces=(param_groups, "blocks_of"),
 )
-def fused_as_one_matrix() -> list[Any]:
+def fused_as_one_matrix(
+    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
+) -> Any:
     """`split_sizes` is ignored."""
-
-    def blocks(original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False) -> Any:
-        return original(shape, None, flatten)
-
-    return [(param_groups, "blocks_of", blocks)]
+    return original(shape, None, flatten)
 
 
 @mutant(
     "split sizes are rescaled in proportion instead of being cut where Q, K and V are",
     expected="promise",
-    scenario="fused_qkv_mqa",
+    at=Place("fused_qkv_mqa"),
+    replaces=(param_groups, "blocks_of"),
 )
-def proportional_split_sizes() -> list[Any]:
+def proportional_split_sizes(
+    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
+) -> Any:
     """Thirds."""
-
-    def blocks(original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False) -> Any:
-        if split_sizes is not None:
-            split_sizes = (shape[0] // 3,) * 3
-        return original(shape, split_sizes, flatten)
-
-    return [(param_groups, "blocks_of", blocks)]
+    if split_sizes is not None:
+        split_sizes = (shape[0] // 3,) * 3
+    return original(shape, split_sizes, flatten)
 
 
 @mutant(
     "the scale of a fused matrix is used for each of its blocks",
     expected="promise",
-    scenario="fused_qkv_gqa",
+    at=Place("fused_qkv_gqa"),
 )
 def scale_of_the_fused_matrix() -> list[Any]:
     """The learning rate of a block depends on its own shape."""
@@ -70,54 +72,49 @@ def scale_of_the_fused_matrix() -> list[Any]:
 @mutant(
     "a stack of experts is flattened into one matrix",
     expected="reference",
-    scenario="fixed_capacity",
+    at=Place("fixed_capacity"),
+    replaces=(param_groups, "blocks_of"),
 )
-def experts_flattened() -> list[Any]:
+def experts_flattened(
+    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
+) -> Any:
     """(3, 10, 8) as (3, 80)."""
-
-    def blocks(original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False) -> Any:
-        return original(shape, split_sizes, True)
-
-    return [(param_groups, "blocks_of", blocks)]
+    return original(shape, split_sizes, True)
 
 
 @mutant(
     "each rank orthogonalizes the rows it would hold of a matrix, instead of the whole",
     expected="reference",
-    scenario=RANDOM,
+    at=Place(RANDOM),
+    replaces=(param_groups, "blocks_of"),
 )
-def local_shards_orthogonalized() -> list[Any]:
+def local_shards_orthogonalized(
+    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
+) -> Any:
     """Halves of rows are blocks."""
-
-    def blocks(original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False) -> Any:
-        return original(shape, (shape[0] // 2,) * 2, flatten)
-
-    return [(param_groups, "blocks_of", blocks)]
+    return original(shape, (shape[0] // 2,) * 2, flatten)
 
 
 @mutant(
     "variance reduction takes its norms per shard, so that it drifts with the world size",
     expected="reference",
-    scenario="normuon_cautious",
+    at=Place("normuon_cautious"),
+    replaces=(muon, "reduce_variance"),
 )
-def variance_per_shard() -> list[Any]:
+def variance_per_shard(original: Any, direction: Tensor, variance: Tensor, beta2: Tensor) -> Any:
     """Halves of the rows of tall blocks keep a norm of their own."""
-
-    def reduce(original: Any, direction: Tensor, variance: Tensor, beta2: Tensor) -> Any:
-        rows, cols = direction.shape[-2:]
-        if rows < cols:
-            return original(direction, variance, beta2)
-        halves = zip(direction.chunk(2, -2), variance.chunk(2, -2), strict=True)
-        parts = [original(half, part, beta2) for half, part in halves]
-        return tuple(torch.cat(each, -2) for each in zip(*parts, strict=True))
-
-    return [(muon, "reduce_variance", reduce)]
+    rows, cols = direction.shape[-2:]
+    if rows < cols:
+        return original(direction, variance, beta2)
+    halves = zip(direction.chunk(2, -2), variance.chunk(2, -2), strict=True)
+    parts = [original(half, part, beta2) for half, part in halves]
+    return tuple(torch.cat(each, -2) for each in zip(*parts, strict=True))
 
 
 @mutant(
     "the cautious gate reads the sign of the raw gradient instead of the parameter's",
     expected="reference",
-    scenario="normuon_cautious",
+    at=Place("normuon_cautious"),
 )
 def gate_on_raw_gradient() -> list[Any]:
     """Known to end in NaN in deep runs."""
@@ -136,54 +133,45 @@ def gate_on_raw_gradient() -> list[Any]:
 @mutant(
     "blocks are stacked by their number of elements, which mixes a matrix with its transpose",
     expected="reference",
-    scenario="megatron_conditional",
-    layout="none",
+    at=Place("megatron_conditional", "none"),
+    replaces=(rule_optimizer, "stacks"),
 )
-def stacked_by_size() -> list[Any]:
+def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
     """(32, 16) and (16, 32) go together."""
-
-    def stacks(original: Any, blocks: Any, *_: Any) -> Any:
-        by_size: dict[int, list[Any]] = {}
-        for block in blocks:
-            alike = by_size.setdefault(block.param.numel(), [])
-            shape = alike[0].param.shape if alike else block.param.shape
-            state = {key: tensor.view(shape) for key, tensor in block.state.items()}
-            param, grad = block.param.view(shape), block.grad.view(shape)
-            alike.append(block._replace(param=param, grad=grad, state=state))
-        return list(by_size.values())
-
-    return [(rule_optimizer, "stacks", stacks)]
+    by_size: dict[int, list[Any]] = {}
+    for block in blocks:
+        alike = by_size.setdefault(block.param.numel(), [])
+        shape = alike[0].param.shape if alike else block.param.shape
+        state = {key: tensor.view(shape) for key, tensor in block.state.items()}
+        param, grad = block.param.view(shape), block.grad.view(shape)
+        alike.append(block._replace(param=param, grad=grad, state=state))
+    return list(by_size.values())
 
 
 @mutant(
     "learning rate and momentum stay what they were in the first step",
     expected="reference",
-    scenario="schedules",
+    at=Place("schedules"),
+    replaces=(apply.StepScalars, "refill"),
 )
-def schedule_not_seen() -> list[Any]:
+def schedule_not_seen(
+    original: Any, self: apply.StepScalars, group: int, device: Any, values: Any
+) -> Any:
     """Cached scalars are not refilled."""
-
-    def refill(original: Any, self: apply.StepScalars, group: int, device: Any, values: Any) -> Any:
-        known = self._tensors.get((group, device))
-        return known if known else original(self, group, device, values)
-
-    return [(apply.StepScalars, "refill", refill)]
+    known = self._tensors.get((group, device))
+    return known if known else original(self, group, device, values)
 
 
 @mutant(
     "momentum is lost when a run is resumed",
     expected="state",
-    scenario="resume",
-    steps=14,
+    at=Place("resume", steps=14),
+    replaces=(group_optimizer, "load_state"),
 )
-def momentum_lost_at_resume() -> list[Any]:
+def momentum_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """Loading keeps the zeros of the new optimizer."""
-
-    def load(original: Any, optimizer: Any, *args: Any) -> None:
-        original(optimizer, *args)
-        _forget_momentum(optimizer)
-
-    return [(group_optimizer, "load_state", load)]
+    original(optimizer, *args)
+    _forget_momentum(optimizer)
 
 
 def _forget_momentum(optimizer: Any) -> None:
@@ -196,32 +184,88 @@ def _forget_momentum(optimizer: Any) -> None:
 @mutant(
     "a checkpoint is loaded without its momentum",
     expected="state",
-    scenario="resume_midrun",
-    steps=10,
+    at=Place("resume_midrun", steps=10),
+    replaces=(samestep, "load"),
 )
-def momentum_lost_at_load() -> list[Any]:
+def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) -> Any:
     """The same bug on the way of `samestep.load`."""
-
-    def load(original: Any, path: Any, model: Any, optimizer: Any) -> Any:
-        loaded = original(path, model, optimizer)
-        _forget_momentum(optimizer)
-        return loaded
-
-    return [(samestep, "load", load)]
+    loaded = original(path, model, optimizer)
+    _forget_momentum(optimizer)
+    return loaded
 
 
 @mutant(
     "options that were set while training are lost when a run is resumed",
     expected="reference",
-    scenario="resume",
+    at=Place("resume"),
+    replaces=(group_optimizer, "load_state"),
 )
-def options_lost_at_resume() -> list[Any]:
+def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """Learning rate and momentum are again those that the optimizer was built with."""
+    built = [dict(group) for group in optimizer.param_groups]
+    original(optimizer, *args)
+    for group, before in zip(optimizer.param_groups, built, strict=True):
+        group.update({key: before[key] for key in ("lr", "momentum", "betas") if key in before})
 
-    def load(original: Any, optimizer: Any, *args: Any) -> None:
-        built = [dict(group) for group in optimizer.param_groups]
-        original(optimizer, *args)
-        for group, before in zip(optimizer.param_groups, built, strict=True):
-            group.update({key: before[key] for key in ("lr", "momentum", "betas") if key in before})
 
-    return [(group_optimizer, "load_state", load)]
+@mutant(
+    "each rank clips by the norm of its own gradients, before they are averaged",
+    expected="state",
+    at=Place("clipped"),
+    replaces=(GradientReducer, "end_round"),
+)
+def clipped_before_averaging(original: Any, self: GradientReducer, problem: Any) -> None:
+    """Ranks with large gradients count for less."""
+    torch.nn.utils.clip_grad_norm_(self._params, 1.0)
+    original(self, problem)
+
+
+@mutant(
+    "each rank decides by itself whether a step has overflowed",
+    expected="state",
+    at=Place("not_finite"),
+    replaces=(rule_optimizer, "total"),
+)
+def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) -> Pending[Tensor]:
+    """Owners of the bad values skip, the others do not."""
+    return Pending(None, (values,), lambda: values)
+
+
+@mutant(
+    "a step with inf or NaN is taken, and momentum never recovers",
+    expected="reference",
+    at=Place("not_finite"),
+    replaces=(rule_optimizer.RuleOptimizer, "_clip"),
+)
+def overflow_taken(original: Any, self: Any, operation: Any) -> None:
+    """The verdict is ignored."""
+    original(self, operation)
+    self._verdict = rule_optimizer.Verdict()
+
+
+@mutant(
+    "small parameters, which every rank updates, are left out of the joint norm",
+    expected="state",
+    at=Place("clipped"),
+    replaces=(rule_optimizer, "square_sum"),
+)
+def small_left_out_of_the_norm(original: Any, grads: Any) -> Tensor | None:
+    """Counted by all they would count several times, so they are counted by none."""
+    result: Tensor | None = original([g for g in grads if g.numel() >= SMALL_TOO])
+    return result
+
+
+@mutant(
+    "the scale of a GradScaler grows, and is never reduced after an overflow",
+    expected="state",
+    at=Place("overflow_scaler"),
+    replaces=(GradScaler, "step"),
+)
+def scale_never_backs_off(
+    original: Any, self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any
+) -> None:
+    """The step is skipped, but the scaler does not hear of it."""
+    original(self, optimizer, *args, **kwargs)
+    found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    for device in found:
+        found[device] = torch.zeros_like(found[device])

@@ -1,14 +1,24 @@
 """A mutant: a known bug of this field as a small patch of the shipped code."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
+
+from samestep.stress.rank import Patch
 
 RANDOM = "dist_adamw_muon_random"  # the scenario in which most bugs show
 
-Patch = Callable[[], AbstractContextManager[object]]
+
+class Place(NamedTuple):
+    """The case in which a bug shows."""
+
+    scenario: str
+    layout: str = "zero2"
+    world: int = 2
+    steps: int = 16
+    reduction: str = "ordered"
 
 
 @dataclass(frozen=True)
@@ -22,34 +32,38 @@ class Mutant:
     name: str
     story: str
     expected: str
-    scenario: str
     patch: Patch
-    layout: str = "zero2"
-    world: int = 2
-    steps: int = 16
-    reduction: str = "ordered"
+    scenario: str
+    layout: str
+    world: int
+    steps: int
+    reduction: str
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    story: str, *, expected: str, scenario: str, **where: Any
-) -> Callable[[Callable[[], list[Any]]], Callable[[], list[Any]]]:
-    """Register the mutant that the decorated function describes as (object, name, replacement).
+    story: str, *, expected: str, at: Place, replaces: tuple[Any, str] | None = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a bug: the decorated function takes the place of what `replaces` names.
 
-    A replacement gets what it replaces as its first argument.
+    A replacement gets what it replaces as its first argument. Without `replaces` the function is
+    called whenever the bug begins, and gives a list of (owner, name, replacement): for bugs in
+    several places, or that remember something.
     """
 
-    def register(patches: Callable[[], list[Any]]) -> Callable[[], list[Any]]:
+    def register(bug: Callable[..., Any]) -> Callable[..., Any]:
         @contextmanager
         def applied() -> Iterator[None]:
-            with _all_of([_replaced(*each) for each in patches()]):
+            with ExitStack() as stack:
+                for each in bug() if replaces is None else [(*replaces, bug)]:
+                    stack.enter_context(_replaced(*each))
                 yield
 
-        name = patches.__name__
-        MUTANTS[name] = Mutant(name, story, expected, scenario, applied, **where)
-        return patches
+        name = bug.__name__
+        MUTANTS[name] = Mutant(name, story, expected, applied, *at)
+        return bug
 
     return register
 
@@ -61,12 +75,3 @@ def _replaced(owner: Any, name: str, replacement: Callable[..., Any]) -> Any:
         return replacement(original, *args, **kwargs)
 
     return mock.patch.object(owner, name, patched)
-
-
-@contextmanager
-def _all_of(patches: list[Any]) -> Iterator[None]:
-    if not patches:
-        yield
-        return
-    with patches[0], _all_of(patches[1:]):
-        yield

@@ -1,3 +1,3 @@
 """A receipt of `samestep stress` as one page that needs nothing but a browser."""
 
-from samestep.stress.report.report import render as render
+from samestep.stress.report.page import render as render

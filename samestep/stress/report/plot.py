@@ -6,17 +6,17 @@ zero, where no logarithm reaches.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from samestep.stress.report.distances import (
+from samestep.stress.report.numbers import (
     FAMILIES,
     Case,
     Pick,
     between_replicas,
+    short,
     to_first_layout,
     to_reference,
 )
-from samestep.stress.report.words import short
 
 WIDTH, HEIGHT = 290, 216
 LEFT, RIGHT, TOP, BOTTOM = 40, 12, 8, 24
@@ -31,8 +31,7 @@ TITLES = {
 }
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """From steps and distances to places in a panel. `low` and `high` are powers of ten."""
 
     low: int
@@ -42,7 +41,6 @@ class Scale:
 
     @property
     def top(self) -> float:
-        """Where the axis begins."""
         return TOP + (INFINITE_BAND if self.infinite else 0)
 
     @property
@@ -51,7 +49,6 @@ class Scale:
         return HEIGHT - BOTTOM - ZERO_BAND
 
     def x(self, step: int) -> float:
-        """The place of a step."""
         return round(LEFT + (WIDTH - LEFT - RIGHT) * step / self.last_step, 1)
 
     def y(self, distance: float, row: int = 0) -> float:
@@ -64,14 +61,12 @@ class Scale:
         return round(self.bottom + (self.top - self.bottom) * share, 1)
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Powers of ten, not too many, with their places."""
         every = math.ceil((self.high - self.low + 1) / MOST_TICKS)
         powers = range(self.low + (-self.low) % every, self.high + 1, every)
         return [(self.y(10.0**power), f"1e{power}") for power in powers]
 
 
-@dataclass(frozen=True)
-class Dot:
+class Dot(NamedTuple):
     """A sample on a line."""
 
     x: float
@@ -79,8 +74,7 @@ class Dot:
     tip: str
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One distance over steps. `style`: reference, layouts or replicas."""
 
     style: str
@@ -89,12 +83,10 @@ class Line:
 
     @property
     def points(self) -> str:
-        """For a polyline."""
         return " ".join(f"{dot.x:g},{dot.y:g}" for dot in self.dots)
 
 
-@dataclass(frozen=True)
-class Zeros:
+class Zeros(NamedTuple):
     """The samples at which a difference was zero, as it should be."""
 
     style: str
@@ -102,8 +94,7 @@ class Zeros:
     tip: str
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One family's plot."""
 
     title: str
@@ -114,8 +105,7 @@ class Panel:
     not_compared_from: float | None
 
 
-@dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """All panels of a scenario, and a legend of its lines: (colour, layouts).
 
     styles: of the zeros there are, and of the lines, those with " line" after them.

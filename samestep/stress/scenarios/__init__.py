@@ -1,18 +1,18 @@
 """Every scenario, by name."""
 
 from samestep.stress.scenario import Scenario
-from samestep.stress.scenarios import conditional, hybrid, patterns, recipes, refused
+from samestep.stress.scenarios import hybrid, patterns, recipes
 
 SCENARIOS: dict[str, type[Scenario]] = {
     scenario.name: scenario
     for scenario in (
         patterns.FourPatterns,
         patterns.FourPatternsRandom,
-        conditional.MegatronConditional,
-        conditional.MegatronConditionalLive,
-        conditional.FixedCapacity,
-        conditional.ConditionalCompute,
-        conditional.EmptyExpert,
+        patterns.MegatronConditional,
+        patterns.MegatronConditionalLive,
+        patterns.FixedCapacity,
+        patterns.ConditionalCompute,
+        patterns.EmptyExpert,
         recipes.FrozenAndAdded,
         patterns.UnevenAccumulation,
         patterns.UnevenAccumulationSharded,
@@ -37,13 +37,12 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
     for scenario in (
         hybrid.HybridGPT,
         hybrid.HybridLoRA,
-        refused.TensorParallelWithoutFSDP,
-        refused.TwoOptimizersInOneBackward,
-        refused.FusedQKVCut,
+        hybrid.TensorParallelWithoutFSDP,
+        hybrid.TwoOptimizersInOneBackward,
+        hybrid.FusedQKVCut,
     )
 }
 
 
 def scenario_named(name: str) -> type[Scenario]:
-    """Any scenario."""
     return (SCENARIOS if name in SCENARIOS else SCENARIOS_ON_REQUEST)[name]

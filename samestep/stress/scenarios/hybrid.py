@@ -1,18 +1,45 @@
-"""Training that every axis of a mesh takes part in: a GPT with experts, in a closed loop."""
+"""Training that every axis of a mesh takes part in: a GPT with experts, in a closed loop.
+
+And mistakes that have to be refused on every rank: `stress.sharded_training` makes them first.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from samestep.mesh import Mesh
-from samestep.models.gpt import GPT, GPTConfig
+from samestep.models.gpt import GPT, GPTConfig, rotate
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.lora import add_lora
 from samestep.parallel.plan import Plan
 from samestep.stress.layouts import LAYOUTS_ON_REQUEST
 from samestep.stress.scenario import RATES, Loop, Scenario, on_device_of
+from samestep.stress.scenarios.patterns import FourPatternsRandom
+
+
+def gpt_without_ones(config: GPTConfig) -> GPT:
+    """No vector is all ones, as norms are at their start."""
+    model = GPT(config)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.dim() == 1:
+                param.add_(0.1 * torch.randn_like(param))
+    return model
+
+
+def noisy_tokens(config: GPTConfig, sequences: int, seed: int) -> Tensor:
+    """(sequences, context + 1): a rule with some noise, to be learnt."""
+    random = torch.Generator().manual_seed(seed)
+    shape = (sequences, config.context + 1)
+    noise = torch.randint(3, shape, generator=random)
+    tokens = torch.randint(config.vocab_size, shape, generator=random)
+    for place in range(1, shape[1]):
+        tokens[:, place] = (3 * tokens[:, place - 1] + noise[:, place]) % config.vocab_size
+    return tokens
 
 
 class HybridGPT(Scenario):
@@ -27,9 +54,12 @@ class HybridGPT(Scenario):
         vocab_size=16, context=8, width=16, layers=2, heads=4, kv_heads=2, experts=4, expert_size=8
     )
     sequences: ClassVar[int] = 2  # of a rank
+    rules: ClassVar[dict[str, dict[str, Any]]] = {
+        "*.experts.*": {"rule": "muon"},
+        "*.router.weight": {"rule": "adamw"},
+    }
 
     def own_model(self) -> nn.Module:
-        """As one process has it."""
         model = self._plain_model()
         self.adapt(model)
         return model
@@ -44,13 +74,7 @@ class HybridGPT(Scenario):
         """What happens to it after it was cut over a mesh."""
 
     def _plain_model(self) -> nn.Module:
-        """No vector is all ones."""
-        model = GPT(self.config)
-        with torch.no_grad():
-            for param in model.parameters():
-                if param.dim() == 1:
-                    param.add_(0.1 * torch.randn_like(param))
-        return model
+        return gpt_without_ones(self.config)
 
     def plans(self) -> Sequence[Plan]:
         """How it is cut; before that, what has to be refused."""
@@ -58,21 +82,13 @@ class HybridGPT(Scenario):
 
     def options(self) -> dict[str, Any]:
         """Every step is clipped, so that norms count."""
-        rules = {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
-        return {**RATES, "max_grad_norm": 0.25, "overrides": rules}
+        return {**RATES, "max_grad_norm": 0.25, "overrides": self.rules}
 
     def tokens(self, step: int, rank: int) -> Tensor:
-        """What a rank reads, (sequences, context + 1): a rule with some noise."""
-        random = torch.Generator().manual_seed(self.seed + 104729 * step + rank)
-        shape = (self.sequences, self.config.context + 1)
-        noise = torch.randint(3, shape, generator=random)
-        tokens = torch.randint(self.config.vocab_size, shape, generator=random)
-        for place in range(1, shape[1]):
-            tokens[:, place] = (3 * tokens[:, place - 1] + noise[:, place]) % self.config.vocab_size
-        return tokens
+        """What a rank reads, (sequences, context + 1)."""
+        return noisy_tokens(self.config, self.sequences, self.seed + 104729 * step + rank)
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
-        """Of a rank's own sequences."""
         assert isinstance(model, GPT)
         tokens = on_device_of(model, self.tokens(step, rank))
         return model.loss(tokens[:, :-1], tokens[:, 1:])
@@ -83,6 +99,10 @@ class HybridLoRA(HybridGPT):
 
     name = "hybrid_lora"
     story = "the same with LoRA: factors that are added when the model is cut already"
+    rules: ClassVar[dict[str, dict[str, Any]]] = {
+        "*.lora_A": {"rule": "muon"},
+        "*.lora_B": {"rule": "adamw"},
+    }
 
     def adapt(self, model: nn.Module, mesh: Mesh | None = None) -> None:
         """Factors in layers that are cut by rows and by columns."""
@@ -91,7 +111,74 @@ class HybridLoRA(HybridGPT):
         layers = ["*.attention.[qv]", "*.attention.out"]
         add_lora(model, layers, rank=4, seed=self.seed, mesh=mesh)
 
-    def options(self) -> dict[str, Any]:
-        """Muon on one factor, AdamW on the other."""
-        rules = {"*.lora_A": {"rule": "muon"}, "*.lora_B": {"rule": "adamw"}}
-        return {**RATES, "max_grad_norm": 0.25, "overrides": rules}
+
+class TensorParallelWithoutFSDP(FourPatternsRandom):
+    """The copies of each pair of ranks drift apart, if nobody refuses."""
+
+    name = "tensor_parallel_alone"
+    story = "tensor parallel beside data parallel without FSDP2: refused, then done right"
+    layouts = ("one_process", "tp_alone")
+
+
+class TwoOptimizersInOneBackward(FourPatternsRandom):
+    """Their reductions meet in another order on each rank, if nobody refuses."""
+
+    name = "two_optimizers"
+    story = "two optimizers that reduce inside one backward: refused, then one for both"
+    layouts = ("one_process", "two_optimizers")
+
+
+class FusedQKVCut(HybridGPT):
+    """Each rank takes queries for keys and values, if nobody refuses."""
+
+    name = "fused_qkv_cut"
+    story = "one weight for queries, keys and values, cut by rows: refused, then left whole"
+    layouts = ("one_process", "hybrid_tp")
+    config: ClassVar[GPTConfig] = replace(HybridGPT.config, experts=0, kv_heads=4)
+    rules: ClassVar[dict[str, dict[str, Any]]] = {
+        "*.qkv.weight": {"split_sizes": (config.width,) * 3}
+    }
+
+    def _plain_model(self) -> nn.Module:
+        model = super()._plain_model()
+        for block in model.get_submodule("blocks").children():
+            block.attention = FusedAttention(block.get_submodule("attention"))
+        return model
+
+    def plans(self) -> Sequence[Plan]:
+        """Cut as three weights would be; and whole, with all heads on every rank."""
+        right = gpt_plan(self.config)
+        names = ("qkv", "out", "q_norm", "k_norm")
+        whole = tuple(f"blocks.*.attention.{name}" for name in names)
+        cut = replace(right, column=("blocks.*.attention.qkv", "blocks.*.mlp.up"))
+        return cut, replace(
+            right,
+            branches=("blocks.*.mlp",),
+            column=("blocks.*.mlp.up",),
+            row=("blocks.*.mlp.down",),
+            on_stream=(*right.on_stream, *whole),
+            on_heads=(),
+        )
+
+
+class FusedAttention(nn.Module):
+    """The attention of the example GPT with queries, keys and values in one weight."""
+
+    def __init__(self, separate: Any) -> None:
+        super().__init__()
+        self.head_dim: int = separate.head_dim
+        weight = torch.cat([part.weight.detach() for part in (separate.q, separate.k, separate.v)])
+        self.qkv = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.qkv.weight = nn.Parameter(weight)
+        self.q_norm, self.k_norm, self.out = separate.q_norm, separate.k_norm, separate.out
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As people write it: what the layer gives is cut into three."""
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H, T, D)
+            for part in self.qkv(x).chunk(3, dim=-1)
+        )
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out

@@ -1,12 +1,21 @@
 """Gradients that some ranks have and others lack."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from samestep.stress.models import TINY_GROUPS, tiny
-from samestep.stress.scenario import RATES, GradientScenario
+from samestep.stress.models import GPT, TINY_GROUPS, Matrices, MixtureOfExperts, tiny
+from samestep.stress.scenario import (
+    RATES,
+    Edit,
+    Event,
+    GradientScenario,
+    Loop,
+    Scenario,
+    on_device_of,
+)
 
 # What even and odd ranks have: the four cases of two ranks, repeated over any number of them.
 PATTERNS = ((1.0, None), (None, -0.5), (0.25, 0.75), (None, None))
@@ -18,7 +27,6 @@ class TinyScenario(GradientScenario):
     takes_any_model = True
 
     def own_model(self) -> nn.Module:
-        """One AdamW parameter, two groups of Muon parameters."""
         return tiny()
 
     def options(self) -> dict[str, Any]:
@@ -40,7 +48,6 @@ class FourPatterns(TinyScenario):
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
     ) -> Tensor | None:
-        """The value of the pattern in every element."""
         value = PATTERNS[step % 4][rank % 2]
         return None if value is None else torch.full_like(param, value)
 
@@ -54,7 +61,6 @@ class FourPatternsRandom(TinyScenario):
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
     ) -> Tensor | None:
-        """Random numbers where the pattern has a value."""
         value = PATTERNS[(step + place) % 4][rank % 2]
         return None if value is None else value * self.random(param.shape, place, step, rank)
 
@@ -66,7 +72,6 @@ class UnevenAccumulation(TinyScenario):
     story = "three micro-batches under no_sync(), to which ranks contribute differently often"
 
     def micro_batches(self, step: int) -> int:
-        """Three."""
         return 3
 
     def gradient(
@@ -101,3 +106,133 @@ class DifferentStart(FourPatternsRandom):
     name = "different_start"
     story = "replicas that differ before the first step"
     starts_differ = True
+
+
+SMALL = {**RATES, "lr": 2**-11, "crossover": 64, "bucket_size": 4000}
+RECYCLE_EVERY = 40
+
+
+class MegatronConditional(Scenario):
+    """Layers are skipped, neurons recycled and the second head is used, on each rank by itself."""
+
+    name = "megatron_conditional"
+    story = "a GPT with skipped layers, recycled neurons and a second head, toggled per rank"
+    loop: ClassVar[Loop] = "recorded"
+    layers: ClassVar[int] = 1
+
+    def own_model(self) -> nn.Module:
+        return GPT(layers=self.layers)
+
+    def options(self) -> dict[str, Any]:
+        """Fused QKV is cut. One wave, as there is little to send."""
+        cut = {"*.qkv.weight": {"split_sizes": (16, 16, 16)}}
+        return {**SMALL, "overrides": cut, "waves": 1}
+
+    def events(self, step: int) -> Sequence[Event]:
+        """Now and then some neurons start afresh, on all ranks alike."""
+        if step == 0 or step % RECYCLE_EVERY:
+            return ()
+        layer = step // RECYCLE_EVERY % self.layers
+        fresh = torch.Generator().manual_seed(self.seed + step)
+        return (Edit(f"layers.{layer}.recycle", 1 + 0.1 * torch.randn(32, generator=fresh)),)
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
+        """That of a rank's own tokens; every sixth step one rank has none."""
+        if step % 6 == 5 and step // 6 % self.world == rank:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 7919 * step + rank)
+        tokens = torch.randint(40, (2, 8), generator=generator)
+        loss: Tensor = model(
+            on_device_of(model, tokens),
+            skipped=frozenset(n for n in range(self.layers) if (step // 2 + n + rank) % 3 == 0),
+            recycled=(step // 5 + rank) % 4 == 0,
+            second=(step + rank) % 4 == 0,
+        )
+        return loss
+
+
+class MegatronConditionalLive(MegatronConditional):
+    """With the gradients of each layout's own parameters."""
+
+    name = "megatron_conditional_live"
+    story = "the same with two layers, each layout with the gradients of its own parameters"
+    loop: ClassVar[Loop] = "closed"
+    layers: ClassVar[int] = 2
+
+
+class EmptyExpert(Scenario):
+    """Every rank has tokens for some experts only; at times nobody has any for one."""
+
+    name = "empty_expert"
+    story = "a mixture of experts in which some get no tokens on some ranks, or on all"
+    loop: ClassVar[Loop] = "closed"
+
+    def own_model(self) -> nn.Module:
+        return MixtureOfExperts()
+
+    def options(self) -> dict[str, Any]:
+        return {**SMALL, "bucket_size": 500}
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
+        """Tokens for two of four experts; expert 3 gets some in every third step only."""
+        generator = torch.Generator().manual_seed(self.seed + 104729 * step + rank)
+        experts = [(step + rank) % 3, 3 if step % 3 == 0 else (step + rank + 1) % 3]
+        picks = torch.randint(2, (10,), generator=generator)
+        rows = torch.randint(6, (10,), generator=generator)
+        tokens = 4 * rows + torch.tensor(experts)[picks]
+        loss: Tensor = model(on_device_of(model, tokens))
+        return loss
+
+
+class FixedCapacity(GradientScenario):
+    """Experts without tokens have a gradient of zeros, so momentum goes on moving them."""
+
+    name = "fixed_capacity"
+    story = "experts without tokens have zeros, which count as a gradient"
+    bucket_size: ClassVar[int] = 400
+
+    def own_model(self) -> nn.Module:
+        """A stack of experts, single ones, and a small parameter that backward reaches first."""
+        shapes: dict[str, tuple[int, ...]] = {f"expert_{number}": (12, 8) for number in range(3)}
+        return Matrices({"router": (8, 5), "stack": (3, 10, 8), **shapes, "temperature": (7,)})
+
+    def options(self) -> dict[str, Any]:
+        return {
+            **RATES,
+            "crossover": 32,
+            "bucket_size": self.bucket_size,
+            "groups": [
+                {"params": ["router", "temperature"], "rule": "adamw"},
+                {"params": ["stack"], "rule": "muon"},
+                {"params": ["expert_*"], "rule": "muon"},
+            ],
+        }
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        grad = self.random(param.shape, place, step, rank)
+        if name == "stack":
+            for expert in range(len(grad)):
+                if not self._has_tokens(expert, step, rank):
+                    grad[expert] = 0
+        elif name.startswith("expert") and not self._has_tokens(place, step, rank):
+            return self.without_tokens(param)
+        return grad
+
+    def without_tokens(self, param: Tensor) -> Tensor | None:
+        return torch.zeros_like(param)
+
+    def _has_tokens(self, expert: int, step: int, rank: int) -> bool:
+        return (step + expert) % 4 != 0 and (step + expert + rank) % 3 == 0
+
+
+class ConditionalCompute(FixedCapacity):
+    """Experts without tokens are not computed: without a gradient anywhere nothing moves them."""
+
+    name = "conditional_compute"
+    story = "the same experts have no gradient, which leaves them untouched"
+    bucket_size: ClassVar[int] = 120  # one expert each, so that a rank owns nothing in a bucket
+
+    def without_tokens(self, param: Tensor) -> Tensor | None:
+        return None

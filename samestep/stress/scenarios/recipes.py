@@ -36,7 +36,6 @@ class FrozenAndAdded(TinyScenario):
         return {**super().options(), "bucket_size": 300}
 
     def own_model(self) -> nn.Module:
-        """The tiny model and three parameters that the optimizer does not get at first."""
         late = {"late_adam": (19, 5), "late_muon_0": (10, 14), "late_muon_1": (10, 14)}
         shapes = {"adam": (23, 9), "mu_a_0": (16, 12), "mu_a_1": (16, 12), "mu_b_0": (8, 20)}
         model = Matrices({**shapes, **late})
@@ -57,7 +56,6 @@ class FrozenAndAdded(TinyScenario):
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
     ) -> Tensor | None:
-        """Missing on one rank in four."""
         if (step + place + rank) % 4 == 3:
             return None
         return self.random(param.shape, place, step, rank)
@@ -93,7 +91,6 @@ class Overflow(NotFinite):
     scales = True
 
     def options(self) -> dict[str, Any]:
-        """The scaler checks."""
         return {**super().options(), "max_grad_norm": None}
 
 
@@ -123,7 +120,6 @@ class Schedules(FourPatternsRandom):
     story = "warm-up and cosine for the learning rates, momentum from 0.85 to 0.95, moving decay"
 
     def events(self, step: int) -> Sequence[Event]:
-        """A cycle of 100 steps."""
         phase = step % 100
         rate = 0.02 * (phase + 1) / 10 if phase < 10 else 0.01 * (1 + math.cos(phase * 0.031))
         momentum = 0.85 + 0.1 * min(phase, 50) / 50
@@ -140,13 +136,11 @@ class NorMuon(FourPatternsRandom):
     takes_any_model = False
 
     def own_model(self) -> nn.Module:
-        """Tall, wide and stacked."""
         return Matrices(
             {"adam": (23, 9), "mu_a_0": (20, 8), "mu_a_1": (20, 8), "mu_b_0": (3, 8, 12)}
         )
 
     def options(self) -> dict[str, Any]:
-        """The options of two recipes."""
         options = super().options()
         adam, mu_a, mu_b = options.pop("groups")
         nanochat = {"equilibrate": True, "renormalize": True, "variance_beta2": 0.9, "lr": 2**-4}
@@ -199,7 +193,6 @@ class FusedQKV(GradientScenario):
     heads: ClassVar[tuple[int, int, int]]
 
     def own_model(self) -> nn.Module:
-        """The same numbers fused and apart."""
         model = Matrices({"adam": (11, 7), "fused": (sum(self.heads), 12)})
         parts = torch.split(model.get_parameter("fused").detach(), list(self.heads))
         for name, part in zip("qkv", parts, strict=True):

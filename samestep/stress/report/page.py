@@ -1,24 +1,94 @@
-"""The verdict in one sentence, and the numbers behind it."""
+"""The page: the verdict in one sentence, the numbers behind it, and a section for each scenario."""
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from samestep.stress.report.distances import (
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from samestep.stress.report import parts
+from samestep.stress.report import plot as plots
+from samestep.stress.report.numbers import (
+    STATUSES,
     Case,
     Receipt,
     Worst,
-    worst_between_replicas,
-    worst_to_first_layout,
+    between_replicas,
+    count,
+    duration,
+    enumeration,
+    moment,
+    short,
+    size,
+    to_first_layout,
+    worst,
     worst_to_reference,
 )
-from samestep.stress.report.words import STATUSES, count, duration, enumeration, short
 
 SYMBOLS = {"clean": "✓", "failed": "✗", "interrupted": "…"}
+LOOPS = {
+    "open": "gradients do not depend on the parameters",
+    "recorded": "every layout gets the gradients of the reference's run",
+    "closed": "each layout has the gradients of its own parameters, which amplifies rounding: only "
+    "the first steps are held against the reference",
+}
 
 
-@dataclass(frozen=True)
-class Tile:
+def render(receipt: Receipt) -> str:
+    """One page of HTML that loads nothing; `receipt` has passed `check_receipt`."""
+    environment = Environment(
+        loader=PackageLoader("samestep.stress.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"duration": duration, "size": size}
+    return environment.get_template("report.html.jinja").render(
+        receipt=receipt,
+        asked=receipt["asked"],
+        ran=receipt["ran"],
+        command=shlex.join(receipt["ran"]["command"]),
+        started=moment(receipt["ran"]["started"]),
+        summary=summary(receipt),
+        matrix=parts.matrix(receipt),
+        sections=[_section(receipt, name) for name in receipt["scenarios"]],
+        statuses=STATUSES,
+        plots=plots,
+        presence=parts,
+    )
+
+
+def _section(receipt: Receipt, name: str) -> dict[str, Any]:
+    """What the page shows of a scenario."""
+    scenario = receipt["scenarios"][name]
+    cases = [case for case in receipt["cases"] if case["scenario"] == name]
+    by_status = Counter(case["status"] for case in cases)
+    return {
+        "name": name,
+        "anchor": parts.anchor(name),
+        "story": scenario["story"],
+        "loop": scenario["loop"],
+        "loop_story": LOOPS[scenario["loop"]],
+        "statuses": [
+            (status, f"{count(by_status[status], 'layout')} {words}")
+            for status, (_, words) in STATUSES.items()
+            if by_status[status]
+        ],
+        "failures": [
+            parts.failure(case) for case in cases if case["status"] in ("failed", "interrupted")
+        ],
+        "plot": plots.plot(cases, receipt["thresholds"]),
+        "heat_map": parts.heat_map(scenario["presence"], receipt["ran"]["world_size"]),
+        "traffic": parts.traffic(cases),
+    }
+
+
+# --- the verdict -----------------------------------------------------------------------------
+
+
+class Tile(NamedTuple):
     """A number with its name, and what is to be known about it.
 
     tone: good, flag, bad or plain.
@@ -30,8 +100,7 @@ class Tile:
     tone: str = "plain"
 
 
-@dataclass(frozen=True)
-class Summary:
+class Summary(NamedTuple):
     """`headline: rest.` is the verdict's sentence."""
 
     verdict: str
@@ -42,7 +111,6 @@ class Summary:
 
 
 def summary(receipt: Receipt) -> Summary:
-    """What came of the whole run."""
     verdict = receipt["verdict"]
     headline, rest = _sentence(receipt)
     return Summary(verdict, SYMBOLS[verdict], headline, "; ".join(rest), _tiles(receipt))
@@ -92,21 +160,17 @@ def _applying(cases: Sequence[Case]) -> list[Case]:
 
 
 def _numbers(receipt: Receipt) -> list[str]:
-    """How far things are apart, and from the reference."""
     cases, limits = receipt["cases"], receipt["thresholds"]
-    replicas, layouts = worst_between_replicas(cases), worst_to_first_layout(cases)
+    replicas, layouts = worst(cases, between_replicas), worst(cases, to_first_layout)
     reference = worst_to_reference(cases, limits)
     told = []
     if replicas is not None:
         steps = f"after up to {max(case['steps_taken'] for case in cases):,} steps"
         apart = [(name, w) for name, w in (("replica", replicas), ("layout", layouts)) if w]
-        same = [f"every {name}" for name, worst in apart if worst.distance == 0]
+        same = [f"every {name}" for name, found in apart if found.distance == 0]
         told += [f"{' and '.join(same)} bit-identical {steps}"] if same else []
-        told += [
-            f"{name}s up to {short(worst.distance)} apart"
-            for name, worst in apart
-            if worst.distance > 0
-        ]
+        far = [(name, short(found.distance)) for name, found in apart if found.distance > 0]
+        told += [f"{name}s up to {distance} apart" for name, distance in far]
     if reference is not None:
         limit = short(limits[reference.family])
         told.append(f"furthest from the float64 reference {short(reference.distance)} of {limit}")
@@ -123,14 +187,13 @@ def _mutants(receipt: Receipt) -> list[str]:
 
 
 def _tiles(receipt: Receipt) -> list[Tile]:
-    """Those of which something is known."""
     cases, limits, mutants = receipt["cases"], receipt["thresholds"], receipt["mutants"]
     samples = [sample for case in cases for sample in case["samples"]]
     tiles = []
-    if (replicas := worst_between_replicas(cases)) is not None:
+    if (replicas := worst(cases, between_replicas)) is not None:
         note = f"exactly, in {count(len(samples), 'sample')}"
         tiles.append(_zero_tile("replicas differ by", replicas, note, "bad"))
-    if (layouts := worst_to_first_layout(cases)) is not None:
+    if (layouts := worst(cases, to_first_layout)) is not None:
         tone = "bad" if receipt["asked"]["reduction"] == "ordered" else "flag"
         tiles.append(_zero_tile("layouts differ by", layouts, "exactly, from the first", tone))
     if (reference := worst_to_reference(cases, limits)) is not None:
@@ -148,18 +211,15 @@ def _tiles(receipt: Receipt) -> list[Tile]:
         tone = "good" if caught == len(mutants) else "bad"
         tiles.append(Tile("mutants", f"{caught} / {len(mutants)}", "caught", tone))
     steps = count(sum(case["steps_taken"] for case in cases), "step")
-    note = (
-        f"{steps} in {count(len(_applying(cases)), 'run')}"
-        if cases
-        else count(len(mutants), "mutant")
-    )
+    runs = count(len(_applying(cases)), "run")
+    note = f"{steps} in {runs}" if cases else count(len(mutants), "mutant")
     if (stretches := len(receipt["ran"].get("stretches", ()))) > 1:
         note += f", in {stretches} stretches"
     return [*tiles, Tile("time", duration(receipt["ran"]["seconds"]), note)]
 
 
-def _zero_tile(name: str, worst: Worst, note: str, nonzero: str) -> Tile:
+def _zero_tile(name: str, found: Worst, note: str, nonzero: str) -> Tile:
     """Of a distance that is to be zero; if it is not, the tile gets the tone `nonzero`."""
-    if worst.distance == 0:
+    if found.distance == 0:
         return Tile(name, "0", note, "good")
-    return Tile(name, short(worst.distance), f"{worst.family}, step {worst.step:,}", nonzero)
+    return Tile(name, short(found.distance), f"{found.family}, step {found.step:,}", nonzero)

@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 import samestep
-from samestep.bench.gpu.ceilings import measure_ceilings
-from samestep.bench.gpu.kernels import kernels
+from samestep.bench.gpu.measure import kernels, measure_ceilings, times_of
 from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.receipt import heading, leave
-from samestep.bench.gpu.show import Screen, number
-from samestep.bench.gpu.timing import times_of
+from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
 
@@ -82,16 +79,19 @@ def batches(text: Tensor, seed: int, options: argparse.Namespace, device: torch.
     return text[starts + torch.arange(length)].to(device)
 
 
+def config_of(options: argparse.Namespace) -> GPTConfig:
+    heads = max(1, options.width // HEAD_WIDTH)
+    return GPTConfig(
+        width=options.width, layers=options.layers, context=options.context, heads=heads,
+        kv_heads=heads,
+    )  # fmt: skip
+
+
 def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
     """Train once, with events between passes and optimizer."""
     device = device_of(options.device)
     torch.manual_seed(seed)
-    heads = max(1, options.width // HEAD_WIDTH)
-    config = GPTConfig(
-        width=options.width, layers=options.layers, context=options.context, heads=heads,
-        kv_heads=heads,
-    )  # fmt: skip
-    model = GPT(config).to(device)
+    model = GPT(config_of(options)).to(device)
     optimizer = samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0)
     losses: list[Tensor] = []
     events: list[list[Any]] = []
@@ -187,9 +187,7 @@ def run(options: argparse.Namespace, command: str) -> None:
 def parameters(options: argparse.Namespace) -> int:
     """How many the model has."""
     with torch.device("meta"):
-        heads = max(1, options.width // HEAD_WIDTH)
-        shape = {"width": options.width, "layers": options.layers, "heads": heads}
-        model = GPT(GPTConfig(context=options.context, kv_heads=heads, **shape))
+        model = GPT(config_of(options))
     return sum(param.numel() for param in model.parameters())
 
 

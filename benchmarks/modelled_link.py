@@ -30,8 +30,12 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.diagnosis.recorder import FlightRecorder, Record
+
 CAPACITY = 1 << 20  # transfers in the life of a link
 POLL = 1e-4  # seconds
+
+FREE = "free"  # the name of a link that costs nothing
 
 Clock = Literal["wall", "cpu"]
 
@@ -106,6 +110,14 @@ class ModelledLink:
         self._unknown.append(transfer)
         self.transfers.append(transfer)
         return transfer
+
+    def take_names(self, recorder: FlightRecorder) -> None:
+        """Transfers are called from now on what the recorder calls them."""
+
+        def name(record: Record) -> None:
+            self.transfers[-1].name = record.name
+
+        recorder.on_launch.append(name)
 
     def is_over(self, transfer: Transfer) -> bool:
         """Whether the modelled time of a transfer has passed."""

@@ -5,10 +5,9 @@ Nothing of nanochat is here: model, groups and optimizer are imported from the c
 step is written out below.
 """
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -17,15 +16,19 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.bench.client.options import DTYPES, ClientOptions, client_options, client_parser
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import Client, Contestant
-from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.peers import make_importable, peer, reason
+from samestep.bench.client.training import (
+    DTYPES,
+    Client,
+    ClientOptions,
+    Contestant,
+    client_options,
+    client_parser,
+)
+from samestep.bench.gpu.measure import environment, reason
+from samestep.bench.gpu.options import device_of, make_importable, peer
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
-
-__all__ = ["Options", "parse", "run"]
 
 VOCABULARY = 256  # bytes
 WIDTH_PER_LAYER = 64
@@ -120,25 +123,12 @@ def set_groups(optimizer: Any, step: int, steps: int) -> None:
 # The model
 
 
-@contextmanager
-def computing_in(dtype: str) -> Iterator[None]:
-    """Inside, nanochat finds the dtype of its passes where it looks for it when imported."""
-    before = os.environ.get("NANOCHAT_DTYPE")
-    os.environ["NANOCHAT_DTYPE"] = dtype
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["NANOCHAT_DTYPE"]
-        else:
-            os.environ["NANOCHAT_DTYPE"] = before
-
-
 def load(options: Options) -> Any:
     """Its module with the model; BadRequestError says what is missing."""
     make_importable(options.peer_path)
     try:
-        with computing_in(options.dtype), redirect_stdout(sys.stderr):
+        # There it looks for the dtype of its passes when it is imported.
+        with environment("NANOCHAT_DTYPE", options.dtype), redirect_stdout(sys.stderr):
             gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
     except ImportError as error:
         raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error

@@ -7,22 +7,20 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from samestep.bench.client.options import ClientOptions
 from samestep.bench.client.training import (
     LAST,
     VALIDATION_BATCHES,
     Batches,
     Client,
+    ClientOptions,
     Contestant,
     Race,
     Training,
     median_of,
 )
-from samestep.bench.gpu.ceilings import measure_ceilings
+from samestep.bench.gpu.measure import measure_ceilings
 from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.receipt import heading, leave
-from samestep.bench.gpu.show import Screen, number
-from samestep.bench.step.bars import Verdict
+from samestep.bench.gpu.report import Screen, Verdict, heading, leave, number
 from samestep.tooling.output import check_folder
 
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
@@ -79,9 +77,7 @@ def run_client(
     show(seeds, fastest, screen)
     picture = draw(client.name, seeds)
     files = leave(options.out, client.name, content | as_json(seeds, fastest), picture)
-    if picture is None:
-        screen.say("No picture: matplotlib is not installed.")
-    screen.say(f"Wrote {' and '.join(files)} to {options.out}.")
+    screen.wrote(files, options.out)
     every = [training for seed in seeds for training in seed.trainings]
     return int(any(each.contestant.ours and not each.running for each in every))
 

@@ -1,9 +1,11 @@
-"""Reading the words of a command with what Python brings."""
+"""What every benchmark of a GPU can be asked, and the peers that `--peer-path` leads to."""
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -122,3 +124,41 @@ def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> tuple[str
         if name not in known:
             raise BadRequestError(f"{option}: {name!r} is not known; there is: {', '.join(known)}")
     return tuple(dict.fromkeys(asked))
+
+
+# Other people's packages, from checkouts that the user names; none of their code is here.
+
+PACKAGES = ("nanochat", "dion", "gram_newton_schulz")
+GRAPHS = 256  # one set of parameters has many shapes, and each may be a graph of its own
+
+
+def make_importable(paths: Sequence[Path]) -> None:
+    """Let peers be found, and be compiled for as many shapes as there are."""
+    for path in paths:
+        if str(path.resolve()) not in sys.path:
+            sys.path.append(str(path.resolve()))
+    if paths:
+        config: Any = import_module("torch._dynamo.config")
+        config.recompile_limit = GRAPHS
+        config.accumulated_recompile_limit = 8 * GRAPHS
+
+
+def forget_compiled() -> None:
+    """Compile peers afresh: shapes met before would make the next ones symbols, and slower."""
+    import_module("torch._dynamo").reset()
+
+
+def peer(module: str) -> Any:
+    """A peer's module; ImportError says how to get it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] in PACKAGES:
+            raise ImportError(f"no {error.name} here; --peer-path names a checkout") from error
+        raise
+
+
+def revisions(paths: Sequence[Path]) -> dict[str, str | None]:
+    """The commit of each checkout, from a file COMMIT in it; None where nobody left one."""
+    files = {str(path): path / "COMMIT" for path in paths}
+    return {name: f.read_text().strip() if f.is_file() else None for name, f in files.items()}

@@ -93,7 +93,6 @@ def _nanochat(blocks: Tensor) -> Tensor:
 
 
 def exact(blocks: Tensor, contestant: Contestant) -> Tensor:
-    """Its polynomial in float64."""
     X = blocks.double()
     X = X / (torch.linalg.matrix_norm(X, keepdim=True) * contestant.norm_factor)
     X = X.mT if X.shape[1] > X.shape[2] else X
@@ -113,7 +112,6 @@ def distances(blocks: Tensor, contestant: Contestant) -> list[float]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure all, print the table, write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--blocks", type=int, default=8, help="of each shape and spectrum")

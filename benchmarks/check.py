@@ -93,7 +93,6 @@ def batch(rank: int, number: int, options: Options) -> Tensor:
 
 
 def backward(model: GPT, tokens: Tensor, targets: Tensor) -> None:
-    """Gradients of a batch."""
     model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
 
 
@@ -125,7 +124,6 @@ def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
 
 
 def main(options: Options) -> None:
-    """Measure every optimizer, print the table, write JSON."""
     check_folder(options.out)
     console, results = Console(highlight=False), {}
     load = [os.getloadavg()[0]]

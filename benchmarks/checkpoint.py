@@ -64,7 +64,6 @@ def memory(field: str) -> int:
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
     longest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return longest.item()
@@ -137,7 +136,6 @@ def is_met(name: str, value: float) -> bool:
 
 
 def main(options: Options) -> None:
-    """Measure, print a table, write JSON."""
     folder = options.out / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -38,7 +38,6 @@ class UnbatchedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Momentum, five quintic steps, decay, update."""
         for group in self.param_groups:
             lr, mu = group["lr"], group["momentum"]
             for param in group["params"]:
@@ -67,7 +66,6 @@ class Twin:
         self.adamw = torch.optim.AdamW(others, foreach=True)
 
     def step(self) -> None:
-        """Both optimizers, one after the other."""
         self.muon.step()
         self.adamw.step()
 
@@ -102,7 +100,6 @@ def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[Parameters
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """Wall time of one call."""
     start = time.perf_counter()
     step()
     return 1e3 * (time.perf_counter() - start)
@@ -150,7 +147,6 @@ def measure(width: int, options: Options) -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    """Measure every width, print the table, write JSON."""
     console = Console()
     table = Table(title="optimizer step on CPU, ms (medians, interleaved)")
     columns = ["width", "parameters", "twin", "samestep", "ratio", "Muon", "AdamW", "GFLOP/s"]

@@ -72,11 +72,9 @@ class Share(NamedTuple):
 
     @property
     def parts(self) -> tuple[float, float, float]:
-        """That make up the whole."""
         return self.elementwise, self.products, self.exposed
 
     def per(self, count: int) -> "Share":
-        """The mean of some repetitions."""
         return Share(
             self.wall / count,
             self.products / count,
@@ -125,7 +123,6 @@ def share_of(work: Sequence[Work], wall: float) -> Share:
 
 
 def is_product(name: str) -> bool:
-    """Whether a kernel multiplies matrices."""
     return any(word in name.lower() for word in PRODUCTS)
 
 
@@ -135,7 +132,6 @@ def is_move(name: str) -> bool:
 
 
 def short(name: str) -> str:
-    """A kernel without its arguments."""
     return name.removeprefix("void ").split("(")[0][:100]
 
 
@@ -168,7 +164,6 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """In words."""
         pipeline = ", pipelined" if self.chunks_ahead else ", no pipeline"
         size = f", chunks of {self.chunk_size / 1e6:.1f}M"
         return f"{self.ranks} on {self.backend}{pipeline if self.ranks > 1 else ''}{size}"
@@ -221,7 +216,6 @@ class Model(nn.Module):
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--layers", type=int, default=20)
@@ -269,7 +263,6 @@ def on_rank(
 
 
 def measured(case: Case, options: argparse.Namespace, device: torch.device) -> Steps:
-    """One rank's steps."""
     torch.manual_seed(0)
     model = Model(options.width, options.layers, options.vocabulary).to(device)
     mesh = init_device_mesh(device.type, (case.ranks,))
@@ -315,7 +308,6 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
 
 
 def wait_for(device: torch.device) -> None:
-    """Until it is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -337,7 +329,6 @@ def plain_flops(rows: int, cols: int) -> int:
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Measure, print the table, write JSON."""
     check_folder(options.out)
     screen = Screen()
     reports = {

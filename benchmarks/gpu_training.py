@@ -43,7 +43,6 @@ class Run(NamedTuple):
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
@@ -120,7 +119,6 @@ def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
 
 
 def mark(device: torch.device) -> Any:
-    """A moment on the device."""
     if device.type != "cuda":
         return None
     make: Any = torch.cuda.Event  # without types
@@ -130,12 +128,10 @@ def mark(device: torch.device) -> Any:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Train all, print the table and the verdict, write JSON."""
     check_folder(options.out)
     screen = Screen()
     device = device_of(options.device)
@@ -185,7 +181,6 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 def parameters(options: argparse.Namespace) -> int:
-    """How many the model has."""
     with torch.device("meta"):
         model = GPT(config_of(options))
     return sum(param.numel() for param in model.parameters())

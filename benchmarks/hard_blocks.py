@@ -20,11 +20,9 @@ class Draw:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """Gaussian numbers."""
         return torch.randn(shape, generator=self.generator, device=self.device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1)."""
         return torch.rand(shape, generator=self.generator, device=self.device)
 
     def turned(self, values: Tensor) -> Tensor:
@@ -41,7 +39,6 @@ class Draw:
         return blocks
 
     def order(self) -> Tensor:
-        """1, 2, 3, ..."""
         return torch.arange(1, self.short + 1, device=self.device).float()
 
 

@@ -83,7 +83,6 @@ class ModelledLink:
         self._latency, self._bandwidth = latency, bandwidth
 
     def now(self) -> float:
-        """Seconds by the clock of the link."""
         return time.monotonic() if self._sleeps else time.thread_time() + self._waited
 
     def install(self) -> None:
@@ -101,7 +100,6 @@ class ModelledLink:
         dist.init_process_group("modelled", store=store, rank=self._rank, world_size=size)
 
     def launch(self, kind: str, carried: float) -> Transfer:
-        """A collective of this rank begins."""
         seconds = self._latency + carried / self._bandwidth
         transfer = Transfer(self._count, kind, carried, seconds, self.now())
         self._launches[self._rank][self._count] = transfer.launched
@@ -120,7 +118,6 @@ class ModelledLink:
         recorder.on_launch.append(name)
 
     def is_over(self, transfer: Transfer) -> bool:
-        """Whether the modelled time of a transfer has passed."""
         return self._is_known(transfer) and self.now() >= transfer.end
 
     def pass_time(self, transfer: Transfer, limit: float) -> None:
@@ -192,16 +189,13 @@ class ModelledGroup(dist.ProcessGroup):
     # torch's own versions of these ask a registered backend, which would not be modelled.
 
     def get_group_store(self) -> dist.Store:
-        """Where ranks meet."""
         return self._store
 
     def name(self) -> str:
-        """The backend's name."""
         return "modelled"
 
     @property
     def group_name(self) -> Any:  # a str, of which newer torch has a type of its own
-        """As torch knows the group."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:

@@ -25,12 +25,10 @@ class Case(NamedTuple):
 
     @property
     def unpipelined(self) -> "Case":
-        """The same without a pipeline."""
         return self._replace(pipelined=False)
 
     @property
     def title(self) -> str:
-        """In words."""
         words = [self.schedule, self.owners, "pipelined" if self.pipelined else "no pipeline"]
         return ", ".join(word for word in words if word)
 
@@ -54,12 +52,10 @@ def about_blocks(trace: Trace) -> Trace:
 
 
 def busy(trace: Trace) -> float:
-    """Seconds that the link is busy."""
     return sum(transfer.seconds for transfer in trace.transfers)
 
 
 def waited(trace: Trace) -> float:
-    """Seconds inside waits."""
     return sum(stop - start for t in trace.transfers for start, stop in t.waits)
 
 
@@ -108,7 +104,6 @@ class Results:
         self._steps, self._free = steps, free
 
     def median(self, case: Case, link: str, of: Callable[[Step], float]) -> float:
-        """Of all rounds, in milliseconds."""
         return 1e3 * statistics.median(map(of, self._steps[case, link]))
 
     def longer(self, case: Case, link: str) -> float:
@@ -142,7 +137,6 @@ class Results:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every case on every link but the free one."""
         return [self.row(case, link) for case, link in self._steps if link != self._free]
 
 
@@ -171,7 +165,6 @@ COLUMNS = {
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as a table in Markdown."""
     lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
         lines.append(f"| {' | '.join(_cell(row, key) for key in COLUMNS)} |")

@@ -81,7 +81,6 @@ class Marks(list[tuple[str, float, float]]):
         self._now = now
 
     def execute(self, schedule: Schedule, handlers: Handlers) -> None:
-        """Run the operations one after the other."""
         execute(schedule, {kind: self._timed(handler) for kind, handler in handlers.items()})
 
     def _timed(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -124,7 +123,6 @@ class Training:
 
     @property
     def chunks(self) -> int:
-        """In how many chunks blocks move."""
         return sum(line.startswith("Transform") for line in self._optimizer.schedule_lines())
 
     def step(self, speed: Speed) -> Trace:
@@ -202,7 +200,6 @@ DRAWN = {
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5, help="steps of a case on a link")
@@ -223,12 +220,10 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def traces_of(ranks: Sequence[RankResult], case: Case, link: str, number: int) -> list[Trace]:
-    """Of all ranks in one step."""
     return [result.traces[case, link][number] for result in ranks]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table and how the bar was met, write JSON and a trace."""
     check_folder(options.out)
     load = [os.getloadavg()[0]]
     shape = Shape(width=options.width, layers=options.layers)
@@ -287,13 +282,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_trace(found: dict[str, Any]) -> Trace:
-    """A trace as JSON has it."""
     marks = [(name, begin, end) for name, begin, end in found["marks"]]
     return Trace(marks, [Transfer(**transfer) for transfer in found["transfers"]])
 
 
 def draw(folder: Path) -> None:
-    """Pictures of a run, into its folder."""
     receipt = json.loads((folder / RESULT).read_bytes())
     shown = {
         f"{name}.png": (drawn["title"], [read_trace(trace) for trace in drawn["ranks"]])
@@ -310,7 +303,6 @@ def draw(folder: Path) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Measure, or draw what was measured."""
     if options.draw is None:
         run(options)
     else:

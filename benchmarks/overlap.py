@@ -53,7 +53,6 @@ LABELS = {
 
 
 def kind(transfer: Transfer) -> str:
-    """What a transfer is for."""
     return next((k for k in ("reduction", "gather") if transfer.name.startswith(k)), "presence")
 
 
@@ -105,7 +104,6 @@ class Row(NamedTuple):
 
 
 def median_ms(samples: Iterable[Sample], of: Callable[[Sample], float]) -> float:
-    """The median step."""
     return 1e3 * statistics.median(map(of, samples))
 
 
@@ -143,7 +141,6 @@ class Results:
         self.samples = samples
 
     def rows(self, keep: Callable[[Case, str], bool]) -> list[Row]:
-        """Every case on every link but the free one."""
         return [
             row(self.samples, case, link)
             for case, link in self.samples
@@ -156,11 +153,9 @@ class Results:
         return 1 - row(self.samples, case, link, *picked).exposed / plain.exposed
 
     def falls(self, case: Case, link: str) -> list[float]:
-        """In every round alone."""
         return [self.fall(case, link, i) for i in range(len(self.samples[case, link]))]
 
     def table(self, title: str, rows: Sequence[Row]) -> Table:
-        """Rows for the screen."""
         table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
         for column in ("link", "layout", "overlap"):
             table.add_column(column, no_wrap=True)
@@ -181,7 +176,6 @@ class Results:
         return table
 
     def bar_line(self, case: Case, link: str) -> str:
-        """How a case did against the bar."""
         fall, rounds = self.fall(case, link), self.falls(case, link)
         verdict = "met" if fall >= BAR else "not met"
         return (
@@ -191,7 +185,6 @@ class Results:
         )
 
     def summary(self) -> list[dict[str, Any]]:
-        """Everything for JSON."""
         return [
             {
                 **described(r.case),
@@ -285,12 +278,10 @@ def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[
 
 
 def blocks(options: Options) -> int:
-    """How many blocks a run has."""
     return options.rounds * sum(map(len, cases(options).values()))
 
 
 def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
-    """Measure everything, in turns."""
     link.install()
     trainings = {case: Training(case, options.shape, link) for case in cases(options)}
     speeds = calibrate(trainings[Case("zero2", True, True)], options, link)
@@ -332,7 +323,6 @@ def typical(results: list[RankResult], case: Case) -> list[Trace]:
 
 
 def main(options: Options) -> None:
-    """Measure, print the tables and how the bar was met, write JSON, a trace and a picture."""
     console = Console(highlight=False)
     check_folder(options.out)
     load_before = os.getloadavg()[0]

@@ -67,7 +67,6 @@ class Case:
 
     @property
     def overlap(self) -> str:
-        """In words."""
         return {
             (False, False): "none",
             (True, False): "gradients",
@@ -77,7 +76,6 @@ class Case:
 
     @property
     def without(self) -> "Case":
-        """The same without overlap."""
         return Case(self.sharding, False, False, self.parts, self.rule)
 
 
@@ -169,5 +167,4 @@ def slowest(per_rank: list[list[Sample]]) -> list[Sample]:
 
 
 def described(case: Case) -> dict[str, Any]:
-    """A case for JSON."""
     return {**asdict(case), "overlap": case.overlap}

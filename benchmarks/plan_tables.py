@@ -196,7 +196,6 @@ def scaling(hardware: Hardware) -> tuple[list[str], dict[str, bytes]]:
 
 
 def main(options: Options) -> None:
-    """Print all tables; write the pictures."""
     files: dict[str, bytes] = {}
 
     def show(name: str, lines: Iterator[str] | list[str]) -> None:

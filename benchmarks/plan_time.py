@@ -68,12 +68,10 @@ class Found(NamedTuple):
 
 
 def optimizer_of(model: torch.nn.Module, layout: str) -> samestep.MuonAdamW:
-    """In a layout."""
     return samestep.MuonAdamW(model, **LAYOUTS[layout])
 
 
 def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
-    """Calibrate, step in turns, calibrate."""
     now = time.perf_counter
     if link is not None:
         link.install()
@@ -148,7 +146,6 @@ def mean_of(found: Found, ranks: int) -> Hardware:
 
 
 def main(options: Options) -> None:
-    """Print a table and write the receipt."""
     check_folder(options.out)
     console = Console(highlight=False)
     rows: list[dict[str, Any]] = []

@@ -46,7 +46,6 @@ def measure(rank: int, options: Options) -> list[float]:
 
 
 def main(options: Options) -> None:
-    """Measure every number of ranks, print the table, write JSON."""
     check_folder(options.out)
     table = Table(title=f"presence of {options.parameters} parameters, ms per step")
     for column in ("ranks", "median", "least", "most"):

@@ -57,7 +57,6 @@ class Combination(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For tables and files."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.polynomial} {self.execution} {self.by} {dtype}"
 
@@ -85,7 +84,6 @@ class Result:
 
 
 def combinations() -> Iterator[Combination]:
-    """All of them."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     executions: tuple[Execution, ...] = ("standard", "gram")
     for polynomial, execution in itertools.product(POLYNOMIALS, executions):
@@ -200,7 +198,6 @@ def survey(
 def note(
     worst: Worst, value: float, table: Sequence[Coefficients], norm_factor: float, where: str
 ) -> None:
-    """Keep it if it is the worst so far."""
     excess = value - basin_of(as_table(table), norm_factor).largest[-1]
     if not excess <= worst.excess:
         worst.excess, worst.value, worst.where = excess, value, where
@@ -255,7 +252,6 @@ def _changes(given: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def tried(combination: Combination, options: argparse.Namespace, seed: int) -> Result:
-    """Survey and climb of one combination."""
     device = torch.device(options.device)
     start = time.perf_counter()
     result, run = Result(combination.name), runner(combination, device)
@@ -293,7 +289,6 @@ class _graphs:  # noqa: N801
 
 
 def line_of(result: Result) -> str:
-    """A row of the table."""
     return (
         f"{result.name:44s} {result.blocks:>9,d} {result.worst.value:>9.4f} "
         f"{result.worst.excess:>+9.4f} {result.climbed:>11,d} {result.worst_climbed.value:>9.4f} "
@@ -308,7 +303,6 @@ HEAD = (
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.survival", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="of each combination")
@@ -353,7 +347,6 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def device_name(device: str) -> str:
-    """The machine, in words."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
 
 

@@ -65,7 +65,6 @@ class Training(NamedTuple):
     zero_grad: Callable[[], Any]
 
     def iterate(self, tokens: Tensor, targets: Tensor) -> Moments:
-        """One whole iteration, timed."""
         cpu, start = time.process_time(), time.perf_counter()
         loss = cross_entropy(self.called(tokens).flatten(0, 1), targets.flatten())
         forward = time.perf_counter()
@@ -95,7 +94,6 @@ def samestep_muon(model: GPT, **options: Any) -> Training:
 
 
 def samestep_adamw(model: GPT, **options: Any) -> Training:
-    """samestep's AdamW, whose defaults are torch's."""
     plain = deepcopy(model)
     optimizer = samestep.AdamW(plain, **{"sharding": "zero2", **options})
     return Training(plain, plain, optimizer.step, optimizer.zero_grad)
@@ -160,17 +158,14 @@ class ContestResult:
     milliseconds: dict[str, dict[str, list[float]]]
 
     def median(self, name: str, kind: str = "iteration") -> float:
-        """Milliseconds of one contestant."""
         return statistics.median(self.milliseconds[name][kind])
 
     @property
     def best_peer(self) -> str:
-        """The peer that everyone is compared with."""
         return min(self.peers, key=self.median)
 
     @property
     def floor(self) -> str:
-        """Forward and backward alone."""
         return next(iter(self.milliseconds))
 
     def speed(self, name: str) -> tuple[float, float, float]:
@@ -191,7 +186,6 @@ class ContestResult:
         return passes * 4 * self.parameters * (ranks - 1) // ranks
 
     def summary(self, ranks: int) -> dict[str, Any]:
-        """Everything for JSON."""
         return {
             "contest": self.name,
             "parameters": self.parameters,
@@ -213,7 +207,6 @@ class ContestResult:
 
 
 def closing_table(result: ContestResult, width: int, ranks: int) -> Table:
-    """All contestants."""
     millions = result.parameters / 1e6
     title = f"{result.name}: width {width}, {millions:.1f} M parameters, {ranks} gloo ranks"
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
@@ -398,13 +391,11 @@ def run_contest(
 
 
 def iterations(contest: Contest) -> int:
-    """How many iterations a contest takes in all."""
     contestants = len(contest.peers) + len(contest.ours)
     return contestants * CHECKED_STEPS + (contestants + 1) * (1 + contest.rounds)
 
 
 def measure(options: Options, console: Console) -> list[ContestResult]:
-    """Both contests on forked ranks."""
     total = sum(map(iterations, contests(options)))
 
     def on_rank(rank: int) -> list[ContestResult]:
@@ -426,7 +417,6 @@ def measure(options: Options, console: Console) -> list[ContestResult]:
 
 
 def main(options: Options) -> None:
-    """Measure, print the tables and how the bars were met, write JSON."""
     console = Console(highlight=False)
     check_folder(options.out)
     load_before = os.getloadavg()[0]

@@ -166,7 +166,6 @@ class Options(SharedOptions):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, out="out/bench-orthogonalize")
     add_rounds(parser, 10)
     parser.add_argument(
@@ -339,14 +338,12 @@ def lead(shape: Shape, results: Sequence[Result]) -> Lead | None:
 
 
 def geometric_mean(leads: Sequence[Lead]) -> float | None:
-    """Of the ratios."""
     if not leads:
         return None
     return math.exp(sum(math.log(each.ratio) for each in leads) / len(leads))
 
 
 def lines(leads: Sequence[Lead], shapes: int) -> list[str]:
-    """Both bars in words."""
     mean = geometric_mean(leads)
     if mean is None or len(leads) < shapes:
         return [f"not measured  the lead on {shapes - len(leads)} of {shapes} shapes"]
@@ -375,12 +372,10 @@ class Outcome(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As it is asked for."""
         return "x".join(map(str, self.shape))
 
 
 def run(options: Options) -> int:
-    """Do what the options ask."""
     check_folder(options.out)
     screen = Screen()
     device = device_of(options.device)
@@ -418,7 +413,6 @@ def _line(outcome: Outcome) -> str:
 
 
 def show(outcomes: Sequence[Outcome], contestants: Sequence[Contestant], screen: Screen) -> None:
-    """Tables of time, rate and accuracy, failures in words, and the bars."""
     names = [contestant.name for contestant in contestants]
     rows = []
     for outcome in outcomes:
@@ -454,7 +448,6 @@ def _failures(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
 
 
 def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:
-    """For the receipt."""
     leads = [outcome.lead for outcome in outcomes if outcome.lead is not None]
     return {
         "shapes": [

@@ -74,7 +74,6 @@ class Options(SharedOptions):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, out="out/bench-step")
     add_rounds(parser, 20)
     parser.add_argument(
@@ -249,7 +248,6 @@ MEMORY = 1.3  # of the state
 
 
 def verdicts(name: str, results: Sequence[Result]) -> list[Verdict]:
-    """All bars of a set."""
     ms = {result.contestant.name: result.ms for result in results}
     found = []
     if name in MOST_MS:
@@ -303,7 +301,6 @@ class Outcome(NamedTuple):
 
 
 def run(options: Options) -> int:
-    """Do what the options ask."""
     check_folder(options.out)
     screen = Screen()
     device = device_of(options.device)
@@ -354,7 +351,6 @@ def _measure_set(name: str, options: Options, device: torch.device, screen: Scre
 
 
 def show(outcome: Outcome, ceilings: Ceilings, screen: Screen) -> None:
-    """A table, failures in words, and the bars."""
     shown = [result for result in outcome.results if result.ms is not None]
     floor = step_floor(*outcome.shapes, clips=True).ms(ceilings)
     title = f"{outcome.name}: floor {floor:.3g} ms with clipping"
@@ -414,7 +410,6 @@ def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, f
 
 
 def as_json(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
-    """For the receipt."""
     floor = step_floor(*outcome.shapes, clips=True)
     return {
         "set": outcome.name,

@@ -27,7 +27,6 @@ class Parameters(NamedTuple):
 
     @property
     def all(self) -> list[Parameter]:
-        """Every parameter."""
         return [*self.matrices, *self.others]
 
 
@@ -83,12 +82,10 @@ class Entry(NamedTuple):
     reference: Reference | None = None
 
     def step(self) -> None:
-        """One step on everything."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def state_bytes(self) -> int:
-        """Of all tensors kept between steps."""
         return sum(t.numel() * t.element_size() for o in self.optimizers for t in _tensors(o.state))
 
 
@@ -114,7 +111,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def our_reference(method: str = "polar-express") -> Reference:
-    """One of our polynomials."""
     return Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
 
 

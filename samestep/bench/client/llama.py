@@ -49,7 +49,6 @@ class LlamaShape:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
         return self.hidden_size // self.num_attention_heads
 
 
@@ -89,7 +88,6 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each position on its own."""
         out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -126,7 +124,6 @@ class Llama(nn.Module):
                 nn.init.normal_(module.weight, std=STD)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits of the token after each one."""
         x = self.embed_tokens(tokens)
         cos, sin = (table.to(x.dtype) for table in self._rotary(tokens.shape[1], x.device))
         for layer in self.layers:
@@ -228,7 +225,6 @@ def transformers_version(options: Options) -> str | None:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy, in fp32."""
     found = model(inputs)
     logits: Tensor = getattr(found, "logits", found)
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -254,7 +250,6 @@ class MainWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the copies."""
         given = [p.grad for p in self._params if p.grad is not None]
         assert len(given) == len(self._grads)
         torch._foreach_copy_(self._grads, given)
@@ -268,7 +263,6 @@ def is_hidden(name: str, param: Tensor) -> bool:
 
 
 def torch_adamw(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
-    """torch's AdamW, in its fused form."""
     params = [param for _, param in named]
     return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
@@ -290,8 +284,6 @@ def dion_muon(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
 
 
 def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
-    """Ours, and the peers with and without main weights."""
-
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
         return lambda model: samestep.MuonAdamW(model, lr=lr, master_weights=True, **options)
 
@@ -336,7 +328,6 @@ def set_rate(optimizer: Any, step: int, steps: int) -> None:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     known = contestants()
     parser = client_parser(
         prog, Options.__doc__, known, layers=12, out="out/bench-llama", cpu_dtype="bfloat16"
@@ -358,7 +349,6 @@ def parse(words: Sequence[str], prog: str) -> Options:
 
 
 def run(options: Options) -> int:
-    """Do what the options ask."""
     make_importable(options.peer_path)
     version = transformers_version(options)
     client = Client(

@@ -107,7 +107,6 @@ def muon_momentum(step: int, steps: int) -> float:
 
 
 def muon_decay(step: int, steps: int) -> float:
-    """A cosine that falls to zero."""
     return WEIGHT_DECAY * 0.5 * (1 + cos(pi * step / steps))
 
 
@@ -155,7 +154,6 @@ def config_of(gpt: Any, options: Options) -> Any:
 
 
 def make_model(gpt: Any, options: Options, seed: int) -> nn.Module:
-    """A model with the weights of a seed."""
     torch.manual_seed(seed)
     with redirect_stdout(sys.stderr):
         with torch.device("meta"):
@@ -166,7 +164,6 @@ def make_model(gpt: Any, options: Options, seed: int) -> nn.Module:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy."""
     loss: Tensor = model(inputs, targets)
     return loss
 
@@ -191,8 +188,6 @@ def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> sa
 
 
 def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
-    """Its optimizer, and ours in several forms."""
-
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
         return lambda model: our_optimizer(model, lr_scale, **options)
 
@@ -214,7 +209,6 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     known = contestants()
     parser = client_parser(
         prog, Options.__doc__, known, layers=12, out="out/bench-nanochat", cpu_dtype="float32"
@@ -232,7 +226,6 @@ def parse(words: Sequence[str], prog: str) -> Options:
 
 
 def run(options: Options) -> int:
-    """Do what the options ask."""
     gpt = load(options)
     config = config_of(gpt, options)
     client = Client(

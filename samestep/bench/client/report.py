@@ -83,7 +83,6 @@ def run_client(
 
 
 def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> dict[str, Any]:
-    """What the receipt says of the training itself."""
     return {
         "client": client.name,
         "model": client.described,
@@ -109,7 +108,6 @@ def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> 
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation, of two and more."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -166,7 +164,6 @@ def _ratio(ours: Sequence[Training], rival: Sequence[Training], which: str) -> f
 
 
 def as_json(seeds: Sequence[Seed], fastest: float | None) -> dict[str, Any]:
-    """For the receipt."""
     return {
         "contestants": [_summary(trainings) for trainings in of_contestants(seeds)],
         "bars": [each._asdict() | {"met": each.met} for each in verdicts(seeds, fastest)],
@@ -201,7 +198,6 @@ MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
 
 
 def _losses(trainings: Sequence[Training]) -> str:
-    """The latest loss of each."""
     return ", ".join(
         f"{each.contestant.name} "
         + (f"{each.losses[-1]:.4f}" if each.running and each.losses else "out")
@@ -210,7 +206,6 @@ def _losses(trainings: Sequence[Training]) -> str:
 
 
 def outcome(training: Training) -> str:
-    """One training in words."""
     name = training.contestant.name
     if training.failed is not None:
         return f"{name} is out: {training.failed}"
@@ -224,7 +219,6 @@ def outcome(training: Training) -> str:
 
 
 def _where(training: Training) -> str:
-    """The step and the first parameters."""
     found = training.not_finite
     assert found is not None
     if not found.parameters:
@@ -234,7 +228,6 @@ def _where(training: Training) -> str:
 
 
 def show(seeds: Sequence[Seed], fastest: float | None, screen: Screen) -> None:
-    """Tables of loss and time, what went wrong, and the bars."""
     everybody = of_contestants(seeds)
     steps = sorted({round(part * len(_longest(seeds)) / 10) for part in range(1, 11)} - {0})
     screen.table(

@@ -80,7 +80,6 @@ def client_parser(
     out: str,
     cpu_dtype: str,
 ) -> Parser:
-    """A parser with the options of every client."""
     parser = parser_for(prog, description, contestants, warmup=10, out=out)
     for name, default, text in (
         ("--layers", layers, "of the model; the width follows"),
@@ -191,7 +190,6 @@ class Training:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
         return self.failed is None and self.not_finite is None
 
     @property
@@ -202,7 +200,6 @@ class Training:
         return statistics.mean(self.losses[-LAST:])
 
     def as_json(self) -> dict[str, Any]:
-        """For the receipt."""
         found = self.not_finite
         return {
             "name": self.contestant.name,
@@ -219,7 +216,6 @@ class Training:
 
 
 def as_times(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and spread, for the receipt."""
     return times_of(values)._asdict() if values else None
 
 
@@ -235,7 +231,6 @@ class Batches:
         self._order = Order(len(corpus.train), options.sequence, seed)
 
     def training(self, number: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step."""
         size = self._options.batch
         starts = self._order.starts(torch.arange(number * size, (number + 1) * size))
         return self._windows(self._corpus.train, starts)

@@ -150,7 +150,6 @@ def run(options: Options) -> None:
 
 
 def closing_table(measurements: Sequence[Measurement], title: str) -> Table:
-    """Both ways side by side."""
     table = Table(title=title)
     for column in ("elements", "all-reduce ms", "shard ms", "shard / all-reduce", "faster"):
         table.add_column(column, justify="right")
@@ -162,7 +161,6 @@ def closing_table(measurements: Sequence[Measurement], title: str) -> Table:
 
 
 def verdict_text(crossover: int, sizes: Sequence[int]) -> str:
-    """The verdict in words."""
     if crossover > sizes[-1]:
         return f"Sharding is not faster up to {sizes[-1]:,} elements: crossover={crossover}"
     where = f"from {crossover:,} elements on"

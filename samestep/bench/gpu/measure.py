@@ -61,7 +61,6 @@ def take_turn(call: Callable[[], object], device: torch.device, calls: int = 1) 
 
 
 def times_of(values: Sequence[float]) -> Times:
-    """Median and spread."""
     quarter = [0.0] * 3
     if len(values) > 1:
         quarter = statistics.quantiles(values, n=4, method="inclusive")
@@ -170,7 +169,6 @@ def reason(error: BaseException) -> str:
 
 
 def give_back_memory(device: torch.device) -> None:
-    """After a failure: what it left behind."""
     if device.type == "cuda":
         with suppress(RuntimeError):  # a device that is lost says so to everybody
             torch.cuda.empty_cache()

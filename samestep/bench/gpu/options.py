@@ -18,7 +18,6 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the words."""
         raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
@@ -51,7 +50,6 @@ class Named(Protocol):
 def parser_for(
     prog: str, description: str | None, contestants: Sequence[Named], *, warmup: int, out: str
 ) -> Parser:
-    """A parser with the options of every benchmark here."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     usual = [contestant.name for contestant in contestants if contestant.default]
     left_out = [contestant.name for contestant in contestants if not contestant.default]
@@ -78,14 +76,12 @@ def parser_for(
 
 
 def add_rounds(parser: Parser, rounds: int) -> None:
-    """The option of benchmarks whose contestants take turns."""
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
     )
 
 
 def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
-    """Refuse options that are smaller."""
     for name in names:
         value = getattr(given, name)
         if value < least:

@@ -33,7 +33,6 @@ class Screen:
         self._progress_to = progress_to  # None: where results go
 
     def say(self, text: str) -> None:
-        """One line."""
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
@@ -70,7 +69,6 @@ class Screen:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of equal width."""
     lines = [list(columns), *map(list, rows)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
     texts = []
@@ -84,7 +82,6 @@ def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
@@ -94,7 +91,6 @@ def digits(value: float | None) -> str:
 
 
 def band(low: float, high: float) -> str:
-    """Smallest and largest."""
     return f"{low:.3g}..{high:.3g}"
 
 
@@ -119,7 +115,6 @@ class Verdict(NamedTuple):
         return self.value >= self.bar if self.at_least else self.value <= self.bar
 
     def line(self) -> str:
-        """In words."""
         state = {True: "met", False: "NOT MET", None: "not measured"}[self.met]
         value = "" if self.value is None else f"{self.value:.3g}, "
         return f"{state:12} {self.what}: {value}bar {'>=' if self.at_least else '<='} {self.bar:g}"
@@ -187,7 +182,6 @@ FORMAT = 1
 def heading(
     kind: str, command: str, device: torch.device, ceilings: Ceilings, peer_paths: Sequence[Path]
 ) -> dict[str, Any]:
-    """What every receipt begins with."""
     return {
         "kind": kind,
         "format": FORMAT,
@@ -212,7 +206,6 @@ def heading(
 
 
 def describe(device: torch.device) -> dict[str, Any]:
-    """Which device it is."""
     if device.type != "cuda":
         return {"type": "cpu", "name": platform.machine()}
     properties = torch.cuda.get_device_properties(device)

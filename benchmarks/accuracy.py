@@ -6,7 +6,6 @@ and worst. A peer's loop runs if `--peer-path` leads to its checkout. Needs torc
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
 from benchmarks.survival import device_name
@@ -142,9 +142,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "machine": device_name(options.device),
         "distances to the polynomial in float64, relative": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "accuracy.json").write_text(json.dumps(receipt, indent=2) + "\n")
-    print(f"written to {options.out / 'accuracy.json'}")
+    write_json(options.out, "accuracy.json", receipt)
     return 0
 
 

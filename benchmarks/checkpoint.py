@@ -6,7 +6,6 @@ medians of the rounds after the first are compared. Run it on a quiet machine: a
 and disk.
 """
 
-import json
 import shutil
 import statistics
 import time
@@ -26,18 +25,13 @@ from rich.table import Table
 from torch import nn
 
 import samestep
+from benchmarks import write_json
 from benchmarks.cpu_step import gpt_parameters
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
 from samestep.launch import run_forked
-from samestep.tooling.output import write_files
 
-BARS = {
-    "with checksums": 0.65,
-    "without checksums": 0.9,
-    "extra memory": 0.1,
-    "blocked": 0.1,
-}
+BARS = {"with checksums": 0.65, "without checksums": 0.9, "extra memory": 0.1, "blocked": 0.1}
 
 
 @dataclass(frozen=True)
@@ -172,8 +166,7 @@ def main(options: Options) -> None:
         "medians": medians,
         "ranks": ranks,
     }
-    write_files(options.out, {"checkpoint.json": json.dumps(content, indent=1).encode() + b"\n"})
-    console.print(str(options.out / "checkpoint.json"))
+    write_json(options.out, "checkpoint.json", content, indent=1)
 
 
 if __name__ == "__main__":

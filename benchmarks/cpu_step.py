@@ -5,7 +5,6 @@ two norms; an embedding and a head of `vocabulary` rows. Both optimizers run the
 Newton-Schulz with the same scale, on the same gradients.
 """
 
-import json
 import platform
 import statistics
 import time
@@ -21,6 +20,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import samestep
+from benchmarks import write_json
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 # What users write today: one Newton-Schulz per matrix in fp32, beside torch's foreach AdamW
@@ -165,7 +165,6 @@ def main(options: Options) -> None:
         )  # fmt: skip
     console.print(table)
     console.print("ratio: samestep / twin, smaller is better; pairs are samestep / twin")
-    options.out.mkdir(parents=True, exist_ok=True)
     receipt = {
         "command": "python -m benchmarks.cpu_step",
         "options": {**asdict(options), "out": str(options.out)},
@@ -175,9 +174,7 @@ def main(options: Options) -> None:
         "threads": torch.get_num_threads(),
         "milliseconds": results,
     }
-    path = options.out / "cpu_step.json"
-    path.write_text(json.dumps(receipt, indent=2) + "\n")
-    console.print(f"written to {path}")
+    write_json(options.out, "cpu_step.json", receipt)
 
 
 if __name__ == "__main__":

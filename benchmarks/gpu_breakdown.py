@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import samestep
-from samestep.bench.gpu.measure import measure_ceilings
+from samestep.bench.gpu.measure import measure_ceilings, settle
 from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU, Distribution
@@ -75,13 +75,8 @@ class Share(NamedTuple):
         return self.elementwise, self.products, self.exposed
 
     def per(self, count: int) -> "Share":
-        return Share(
-            self.wall / count,
-            self.products / count,
-            self.elementwise / count,
-            self.moved / count,
-            [(name, ms / count) for name, ms in self.longest],
-        )
+        longest = [(name, ms / count) for name, ms in self.longest]
+        return Share._make([*(part / count for part in self[:-1]), longest])
 
 
 def device_work(call: Callable[[], T]) -> tuple[list[Work], T]:
@@ -114,11 +109,7 @@ def share_of(work: Sequence[Work], wall: float) -> Share:
     longest = sorted(sums.items(), key=lambda item: item[1], reverse=True)
     in_products = covered(products)
     return Share(
-        wall,
-        in_products,
-        covered(computing) - in_products,
-        covered(moves),
-        longest[:SHOWN],
+        wall, in_products, covered(computing) - in_products, covered(moves), longest[:SHOWN]
     )
 
 
@@ -285,11 +276,11 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
 
     def step() -> float:
         """Milliseconds, from an idle device to an idle device; all ranks begin together."""
-        wait_for(device)
+        settle(device)
         dist.barrier()
         begin = time.perf_counter()
         optimizer.step()
-        wait_for(device)
+        settle(device)
         return 1e3 * (time.perf_counter() - begin)
 
     for _ in range(WARM_UP):
@@ -305,11 +296,6 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
         sum(line.startswith("Transform") for line in lines),
         sum(int(checksum(param.to_local())) for param in params),
     )
-
-
-def wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def computed_flops(rows: int, cols: int) -> int:

@@ -108,7 +108,8 @@ class Results:
 
     def longer(self, case: Case, link: str) -> float:
         """What a step takes more than on a link that costs nothing, in milliseconds."""
-        return self.median(case, link, _whole) - self.median(case, self._free, _whole)
+        length = attrgetter("whole")
+        return self.median(case, link, length) - self.median(case, self._free, length)
 
     def typical(self, case: Case, link: str) -> int:
         """The round whose step is in the middle."""
@@ -121,9 +122,8 @@ class Results:
         medians = {f"{key}_ms": self.median(case, link, attrgetter(key)) for key in Step._fields}
         kept: dict[str, Any] = {}
         if case.pipelined:
-            kept["exposed_of_unpipelined"] = medians["exposed_ms"] / self.median(
-                plain, link, _exposed
-            )
+            exposed = self.median(plain, link, attrgetter("exposed"))
+            kept["exposed_of_unpipelined"] = medians["exposed_ms"] / exposed
             kept["longer_of_unpipelined"] = self.longer(case, link) / self.longer(plain, link)
             pairs = zip(self._steps[case, link], self._steps[plain, link], strict=True)
             kept["in_single_rounds"] = [one.exposed / other.exposed for one, other in pairs]
@@ -131,21 +131,13 @@ class Results:
             **case._asdict(),
             "link": link,
             **medians,
-            "free_ms": self.median(case, self._free, _whole),
+            "free_ms": self.median(case, self._free, attrgetter("whole")),
             "longer_ms": self.longer(case, link),
             **kept,
         }
 
     def rows(self) -> list[dict[str, Any]]:
         return [self.row(case, link) for case, link in self._steps if link != self._free]
-
-
-def _whole(step: Step) -> float:
-    return step.whole
-
-
-def _exposed(step: Step) -> float:
-    return step.exposed
 
 
 COLUMNS = {
@@ -165,10 +157,9 @@ COLUMNS = {
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(_cell(row, key) for key in COLUMNS)} |")
-    return "\n".join(lines)
+    head = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
+    cells = ([_cell(row, key) for key in COLUMNS] for row in rows)
+    return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in cells)])
 
 
 def _cell(row: Mapping[str, Any], key: str) -> str:

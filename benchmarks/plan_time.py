@@ -5,7 +5,6 @@ more. The prediction is the simulator's, with the mean of both calibrations. Gra
 when a step begins, and all ranks begin together; a step is as long as the slowest rank's.
 """
 
-import json
 import math
 import os
 import platform
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import samestep
+from benchmarks import write_json
 from benchmarks.modelled_link import Clock, ModelledLink
 from samestep.estimate.blueprint import blueprint
 from samestep.estimate.grid import one_axis
@@ -30,7 +30,7 @@ from samestep.estimate.timeline import simulate
 from samestep.launch import run_forked
 from samestep.planning.calibration import Measured, hardware, measure
 from samestep.planning.shapes import Decoder, Shape
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder
 
 MODELS = {
     "small": Shape("small", 512, 64, 2, 1, 1, 64, 256, gated=False),
@@ -210,10 +210,7 @@ def main(options: Options) -> None:
         "load_average": {"before": load[0], "after": os.getloadavg()[0], "cpus": os.cpu_count()},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    write_files(
-        options.out,
-        {f"plan_time_{options.clock}.json": json.dumps(content, indent=1).encode() + b"\n"},
-    )
+    write_json(options.out, f"plan_time_{options.clock}.json", content, indent=1)
 
 
 if __name__ == "__main__":

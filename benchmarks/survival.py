@@ -10,19 +10,21 @@ On a GPU the kernels run; on a CPU their arithmetic is emulated. Needs torch alo
 
 import argparse
 import itertools
-import json
 import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from benchmarks import write_json
 from benchmarks.hard_blocks import KINDS, Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
 from samestep.rules.basin import FEW_ROWS, TOLERANCE, Coefficients, as_table, basin_of
@@ -257,35 +259,27 @@ def tried(combination: Combination, options: argparse.Namespace, seed: int) -> R
     result, run = Result(combination.name), runner(combination, device)
     arguments = (result, run, combination.polynomial)
     end = start + options.seconds
-    with _graphs(device, small=False):  # every batch has another shape
+    with _no_graphs(device):  # every batch has another shape
         survey(*arguments, SHAPES, options.blocks, start + 0.6 * options.seconds, device, seed)
         if options.large:
             now = time.perf_counter()
             until = now + max(0.0, 0.5 * (end - now))
             survey(*arguments, LARGE, 3000, until, device, seed + 500_000)
-    with _graphs(device, small=True):
-        climb(*arguments, CLIMBED, end, device, seed + 900_000)
+    climb(*arguments, CLIMBED, end, device, seed + 900_000)
     result.seconds = round(time.perf_counter() - start, 1)
     return result
 
 
-class _graphs:  # noqa: N801
-    """Whether small orthogonalizations are recorded as CUDA graphs."""
+@contextmanager
+def _no_graphs(device: torch.device) -> Iterator[None]:
+    """Inside, small orthogonalizations are not recorded as CUDA graphs."""
+    if device.type != "cuda":
+        yield
+        return
+    from samestep.kernels import replay
 
-    def __init__(self, device: torch.device, *, small: bool) -> None:
-        self.changes = device.type == "cuda" and not small
-
-    def __enter__(self) -> None:
-        if self.changes:
-            from samestep.kernels import replay
-
-            self.before, replay.SMALL = replay.SMALL, 0.0
-
-    def __exit__(self, *_: object) -> None:
-        if self.changes:
-            from samestep.kernels import replay
-
-            replay.SMALL = self.before
+    with patch.object(replay, "SMALL", 0.0):
+        yield
 
 
 def line_of(result: Result) -> str:
@@ -339,10 +333,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "few_rows": FEW_ROWS,
         "results": [asdict(result) for result in results],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "survival.json"
-    file.write_text(json.dumps(receipt, indent=2) + "\n")
-    print(f"written to {file}")
+    write_json(options.out, "survival.json", receipt)
     return 1 if failed or not results else 0
 
 

@@ -5,7 +5,6 @@ and AdamW against ZeroRedundancyOptimizer. Before anything is timed, all contest
 take three steps on the same data and must end with the same parameters.
 """
 
-import json
 import os
 import platform
 import statistics
@@ -28,10 +27,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
+from benchmarks import write_json
 from benchmarks.cpu_step import Twin
 from examples.gpt import GPT, GPTConfig
 from samestep.launch import run_forked
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder
 from samestep.tooling.progress import from_other_processes, progress_bar
 
 # Training loops, each with its own copy of one GPT. Those of samestep work on the plain model. The
@@ -117,10 +117,7 @@ def ddp_zero_adamw(
     """
     plain, wrapped = _wrapped(model, grad_view)
     optimizer = ZeroRedundancyOptimizer(
-        plain.parameters(),
-        torch.optim.AdamW,
-        parameters_as_bucket_view=bucket_view,
-        **options,
+        plain.parameters(), torch.optim.AdamW, parameters_as_bucket_view=bucket_view, **options
     )
     return _ddp(plain, wrapped, optimizer.step, keep_grads)
 
@@ -443,9 +440,7 @@ def main(options: Options) -> None:
         "threads_per_rank": 1,
         "contests": [result.summary(RANKS) for result in results],
     }
-    content = json.dumps(receipt, indent=2).encode() + b"\n"
-    write_files(options.out, {"two_ranks.json": content})
-    console.print(f"written to {options.out / 'two_ranks.json'}")
+    write_json(options.out, "two_ranks.json", receipt)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ As a plain script, with torch alone: `python -m samestep.bench.orthogonalize`.
 """
 
 import gc
-import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,24 +16,17 @@ from torch import Tensor
 
 from samestep.bench.gpu.measure import (
     Ceilings,
+    Contest,
     Reference,
     Shown,
+    Turn,
     accuracy_of,
-    give_back_memory,
-    in_turn,
-    kernels,
     measure_ceilings,
-    polynomial,
     power_law,
-    reason,
-    settle,
     take_turn,
-    times_of,
 )
 from samestep.bench.gpu.options import (
     SharedOptions,
-    add_rounds,
-    at_least,
     device_of,
     make_importable,
     parser_for,
@@ -166,14 +159,13 @@ class Options(SharedOptions):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, out="out/bench-orthogonalize")
-    add_rounds(parser, 10)
+    out = "out/bench-orthogonalize"
+    parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=10, out=out)
     parser.add_argument(
         "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
         help=f"batches to orthogonalize ({' '.join(SHAPES)})",
     )  # fmt: skip
     given = parser.parse_args(words)
-    at_least(1, given, "rounds")
     common = shared(given, CONTESTANTS, prog, words)
     shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
     if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
@@ -231,49 +223,26 @@ def make_batch(shape: Shape, device: torch.device) -> Tensor:
     return batch
 
 
-class Measurement:
+class Measurement(Contest[Result]):
     """One shape."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
+        super().__init__(device)
         self.shape = shape
-        self._device = device
         self._batch = make_batch(shape, device)
         self._sum = self._batch.sum(dtype=torch.float64)
-        self._calls: dict[str, Function] = {}
-        self._exact: dict[tuple[str, int], Tensor] = {}
 
     def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
-        """Warm up one after the other, then measure in turns."""
-        results = [Result(contestant) for contestant in contestants]
-        for result in results:
-            self._guarded(result, lambda result: self._prepare(result, warmup))
-        for turn in range(rounds):
-            for result in in_turn(results, turn):
-                if result.failed is None:
-                    self._guarded(result, self._turn)
-        for result in results:
-            if result.turns:
-                result.times = times_of(result.turns)
-        return results
+        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
 
     @torch.no_grad()
-    def _guarded(self, result: Result, action: Callable[[Result], None]) -> None:
-        """One failure ends one contestant, not the run."""
-        try:
-            with kernels(result.contestant.kernels, self._device):
-                action(result)
-        except Exception as error:
-            result.failed = reason(error)
-        if result.failed is not None:
-            give_back_memory(self._device)
-
     def _prepare(self, result: Result, warmup: int) -> None:
         if result.contestant.ours and missing_products(self._device) is None:
             from samestep.update import measure
 
             measure.settle([self.shape[1:]], self._device, None)  # as an optimizer does
         function = result.contestant.build()
-        self._calls[result.contestant.name] = function
+        self._entries[result.contestant.name] = function
         found = function.call(self._batch)
         if not found.isfinite().all():
             raise ArithmeticError("the result is not finite")
@@ -286,31 +255,23 @@ class Measurement:
             function.call(self._batch)
         ms = take_turn(lambda: function.call(self._batch), self._device).ms
         result.calls = max(1, min(MOST_CALLS, int(TURN_MS / ms))) if ms else MOST_CALLS
-        settle(self._device)
 
-    def _turn(self, result: Result) -> None:
-        call = self._calls[result.contestant.name].call
-        turn = take_turn(lambda: call(self._batch), self._device, result.calls)
-        result.turns.append(turn.ms)
+    @torch.no_grad()
+    def _turn(self, result: Result) -> Turn:
+        call = self._entries[result.contestant.name].call
+        return take_turn(lambda: call(self._batch), self._device, result.calls)
 
     def _look_at(self, result: Result, found: Tensor, reference: Reference | None) -> None:
         count, rows, cols = self.shape
         if min(rows, cols) > MOST_ROWS or count < 2:
             return
         if len(found) != count:  # matrix by matrix, and only the last was kept
-            call = self._calls[result.contestant.name].call
+            call = self._entries[result.contestant.name].call
             found = torch.cat([call(self._batch[number : number + 1]) for number in range(2)])
         result.accuracy = [
-            accuracy_of(found[number], self._exact_for(reference, number)) for number in range(2)
+            accuracy_of(found[at], self._exact_for(reference, at, self._batch[at]))
+            for at in range(2)
         ]
-
-    def _exact_for(self, reference: Reference | None, number: int) -> Tensor | None:
-        if reference is None:
-            return None
-        key = (str(reference), number)
-        if key not in self._exact:
-            self._exact[key] = polynomial(self._batch[number], reference)
-        return self._exact[key]
 
 
 # How far ours is ahead of the best peer, shape by shape.
@@ -338,9 +299,7 @@ def lead(shape: Shape, results: Sequence[Result]) -> Lead | None:
 
 
 def geometric_mean(leads: Sequence[Lead]) -> float | None:
-    if not leads:
-        return None
-    return math.exp(sum(math.log(each.ratio) for each in leads) / len(leads))
+    return statistics.geometric_mean(each.ratio for each in leads) if leads else None
 
 
 def lines(leads: Sequence[Lead], shapes: int) -> list[str]:

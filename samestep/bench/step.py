@@ -16,24 +16,16 @@ from torch import Tensor
 from samestep.bench.gpu.measure import (
     HOT,
     Ceilings,
-    Reference,
+    Contest,
     Shown,
-    Times,
+    Turn,
     accuracy_of,
-    give_back_memory,
-    in_turn,
-    kernels,
     measure_ceilings,
-    polynomial,
-    reason,
     settle,
     take_turn,
-    times_of,
 )
 from samestep.bench.gpu.options import (
     SharedOptions,
-    add_rounds,
-    at_least,
     chosen,
     device_of,
     forget_compiled,
@@ -74,14 +66,14 @@ class Options(SharedOptions):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, out="out/bench-step")
-    add_rounds(parser, 20)
+    parser = parser_for(
+        prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=20, out="out/bench-step"
+    )
     parser.add_argument(
         "--set", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
         help=f"parameters to step: {', '.join(SETS)} (gpt-1280 gpt-2048)",
     )  # fmt: skip
     given = parser.parse_args(words)
-    at_least(1, given, "rounds")
     common = shared(given, CONTESTANTS, prog, words)
     sets = chosen("--set", given.set, list(SETS))
     options = Options(sets=sets, rounds=given.rounds, **common)
@@ -104,7 +96,6 @@ class Result(Shown):
     """The same of a step."""
 
     first_s: float | None = None  # with compilation and tuning
-    host: Times | None = None
     state_bytes: int | None = None
     extra_bytes: int | None = None  # at the peak of a step, beyond what was there before
 
@@ -125,47 +116,22 @@ class Result(Shown):
         }
 
 
-class Field:
+class Field(Contest[Result]):
     """Contestants that are compared with each other."""
 
     def __init__(
         self, parameters: Parameters, device: torch.device, say: Callable[[str], None]
     ) -> None:
+        super().__init__(device)
         self._parameters = parameters
-        self._device = device
-        self._say = say
-        self._entries: dict[str, Entry] = {}
-        self._exact: dict[tuple[Any, int], Tensor] = {}
+        self._tell = say
 
     def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
-        """Build and warm up one after the other, then measure in turns."""
-        results = [Result(contestant) for contestant in contestants]
-        for result in results:
-            self._guarded(result, lambda result: self._prepare(result, warmup))
-            outcome = result.failed or f"ready, first step {result.first_s:.1f} s"
-            self._say(f"  {result.contestant.name}: {outcome}")
-        host: dict[str, list[float]] = {result.contestant.name: [] for result in results}
-        for turn in range(rounds):
-            for result in in_turn(results, turn):
-                if result.failed is None:
-                    self._guarded(result, lambda r: self._turn(r, host[r.contestant.name]))
-        for result in results:
-            if result.turns:
-                result.times = times_of(result.turns)
-                result.host = times_of(host[result.contestant.name])
-        return results
+        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
 
-    def _guarded(self, result: Result, action: Callable[[Result], None]) -> None:
-        """One failure ends one contestant, not the run."""
-        try:
-            with kernels(result.contestant.kernels, self._device):
-                action(result)
-                settle(self._device)
-        except Exception as error:
-            result.failed = reason(error)
-            self._entries.pop(result.contestant.name, None)
-        if result.failed is not None:
-            give_back_memory(self._device)
+    def _say(self, result: Result) -> None:
+        outcome = result.failed or f"ready, first step {result.first_s:.1f} s"
+        self._tell(f"  {result.contestant.name}: {outcome}")
 
     def _prepare(self, result: Result, warmup: int) -> None:
         begin = time.perf_counter()
@@ -179,10 +145,8 @@ class Field:
         result.state_bytes = entry.state_bytes()
         self._check(result, entry)
 
-    def _turn(self, result: Result, host: list[float]) -> None:
-        turn = take_turn(self._entries[result.contestant.name].step, self._device)
-        result.turns.append(turn.ms)
-        host.append(turn.host_ms)
+    def _turn(self, result: Result) -> Turn:
+        return take_turn(self._entries[result.contestant.name].step, self._device)
 
     @torch.no_grad()
     def _check(self, result: Result, entry: Entry) -> None:
@@ -199,11 +163,12 @@ class Field:
         if unchanged:
             raise NotAStepError(f"{unchanged} of {len(parameters)} parameters did not change")
         if result.contestant.field == "muon":
-            exact = [self._exact_for(entry.reference, number) for number in range(len(probes))]
-            result.accuracy = [
-                accuracy_of(-probe, value, scaled=True)
-                for probe, value in zip(probes, exact, strict=True)
-            ]
+            found = []
+            for number, probe in enumerate(probes):
+                assert probe.grad is not None
+                exact = self._exact_for(entry.reference, number, probe.grad)
+                found.append(accuracy_of(-probe, exact, scaled=True))
+            result.accuracy = found
             spread = result.accuracy[0].spread
             if not spread < FLAT:
                 raise NotAStepError(
@@ -220,17 +185,6 @@ class Field:
         step()
         settle(self._device)
         return torch.cuda.max_memory_allocated(self._device) - before
-
-    def _exact_for(self, reference: Reference | None, number: int) -> Tensor | None:
-        """The exact polynomial of a probe's gradient; several contestants share one."""
-        if reference is None:
-            return None
-        key = (str(reference), number)
-        if key not in self._exact:
-            grad = self._parameters.probes[number].grad
-            assert grad is not None
-            self._exact[key] = polynomial(grad, reference)
-        return self._exact[key]
 
 
 def _sums(parameters: Sequence[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.report import Screen, Verdict, heading, leave, number
 from samestep.tooling.output import check_folder
 
+SETTINGS = ("layers", "steps", "seeds", "batch", "sequence", "warmup")  # in the receipt
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
 TIMES = (
     "", "optimizer ms", "min..max", "host ms", "iteration ms", "optimizer of rival's",
@@ -87,12 +88,7 @@ def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> 
         "client": client.name,
         "model": client.described,
         "training": {
-            "layers": options.layers,
-            "steps": options.steps,
-            "seeds": list(options.seeds),
-            "batch": options.batch,
-            "sequence": options.sequence,
-            "warmup": options.warmup,
+            **{name: getattr(options, name) for name in SETTINGS},
             "steps_of_final_loss": min(LAST, options.steps),
             "validation_sequences": VALIDATION_BATCHES * options.batch,
         },

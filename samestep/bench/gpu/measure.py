@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from samestep.kernels import choice
 
 # Milliseconds by CUDA events, by the clock on a CPU, and their spread.
 
-Contestant = TypeVar("Contestant")
+T = TypeVar("T")
 
 
 class Turn(NamedTuple):
@@ -67,7 +67,7 @@ def times_of(values: Sequence[float]) -> Times:
     return Times(statistics.median(values), min(values), max(values), quarter[2] - quarter[0])
 
 
-def in_turn(contestants: Sequence[Contestant], round_number: int) -> list[Contestant]:
+def in_turn(contestants: Sequence[T], round_number: int) -> list[T]:
     """All of them in an order of this round: who comes next to a heavy one finds a slower clock."""
     return random.Random(round_number).sample(contestants, len(contestants))
 
@@ -249,7 +249,9 @@ class Shown:
     failed: str | None = None
     times: Times | None = None
     accuracy: list[Accuracy] = field(default_factory=list)  # Gaussian, power law
-    turns: list[float] = field(default_factory=list)
+    turns: list[float] = field(default_factory=list)  # milliseconds
+    host: Times | None = None
+    host_turns: list[float] = field(default_factory=list)
 
     @property
     def ms(self) -> float | None:
@@ -261,3 +263,66 @@ class Shown:
         if not self.accuracy:
             return dict.fromkeys(names)
         return {name: found._asdict() for name, found in zip(names, self.accuracy, strict=True)}
+
+
+ShownT = TypeVar("ShownT", bound=Shown)
+
+
+class Contest(Generic[ShownT]):
+    """Contestants that take turns on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: dict[str, Any] = {}  # what each has built
+        self._exact: dict[tuple[str, int], Tensor] = {}
+
+    def _prepare(self, result: ShownT, warmup: int) -> None:
+        """Build and warm up."""
+        raise NotImplementedError
+
+    def _turn(self, result: ShownT) -> Turn:
+        raise NotImplementedError
+
+    def _say(self, result: ShownT) -> None:
+        """Of one that is prepared, or failed."""
+
+    def _run(self, results: list[ShownT], rounds: int, warmup: int) -> list[ShownT]:
+        """Prepare one after the other, then measure in turns."""
+        for result in results:
+            self._guarded(result, lambda result: self._prepare(result, warmup))
+            self._say(result)
+        for round_number in range(rounds):
+            for result in in_turn(results, round_number):
+                if result.failed is None:
+                    self._guarded(result, self._count)
+        for result in results:
+            if result.turns:
+                result.times = times_of(result.turns)
+                result.host = times_of(result.host_turns)
+        return results
+
+    def _count(self, result: ShownT) -> None:
+        turn = self._turn(result)
+        result.turns.append(turn.ms)
+        result.host_turns.append(turn.host_ms)
+
+    def _guarded(self, result: ShownT, action: Callable[[ShownT], None]) -> None:
+        """One failure ends one contestant, not the run."""
+        try:
+            with kernels(result.contestant.kernels, self._device):
+                action(result)
+                settle(self._device)
+        except Exception as error:
+            result.failed = reason(error)
+            self._entries.pop(result.contestant.name, None)
+        if result.failed is not None:
+            give_back_memory(self._device)
+
+    def _exact_for(self, reference: Reference | None, number: int, matrix: Tensor) -> Tensor | None:
+        """The exact polynomial of a matrix of this number; several contestants share one."""
+        if reference is None:
+            return None
+        key = (str(reference), number)
+        if key not in self._exact:
+            self._exact[key] = polynomial(matrix, reference)
+        return self._exact[key]

@@ -37,19 +37,22 @@ class Named(Protocol):
     """Somebody who can take part."""
 
     @property
-    def name(self) -> str:
-        """What `--variants` calls it."""
-        ...
+    def name(self) -> str: ...  # what `--variants` calls it
 
     @property
-    def default(self) -> bool:
-        """Whether it takes part unless others are named."""
-        ...
+    def default(self) -> bool: ...  # whether it takes part unless others are named
 
 
 def parser_for(
-    prog: str, description: str | None, contestants: Sequence[Named], *, warmup: int, out: str
+    prog: str,
+    description: str | None,
+    contestants: Sequence[Named],
+    *,
+    warmup: int,
+    out: str,
+    rounds: int | None = None,
 ) -> Parser:
+    """With `--rounds` where contestants take turns."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     usual = [contestant.name for contestant in contestants if contestant.default]
     left_out = [contestant.name for contestant in contestants if not contestant.default]
@@ -72,13 +75,11 @@ def parser_for(
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (cuda)"
     )
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
+        )
     return parser
-
-
-def add_rounds(parser: Parser, rounds: int) -> None:
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
-    )
 
 
 def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
@@ -92,7 +93,7 @@ def shared(
     given: argparse.Namespace, contestants: Sequence[Named], prog: str, words: Sequence[str]
 ) -> dict[str, Any]:
     """The fields of SharedOptions; refuses values that cannot run, before anything is made."""
-    at_least(1, given, "warmup")
+    at_least(1, given, *(name for name in ("rounds", "warmup") if hasattr(given, name)))
     for path in given.peer_path:
         if not path.is_dir():
             raise BadRequestError(f"--peer-path {str(path)!r} is not a folder")

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -24,7 +24,7 @@ from rich.table import Table
 
 import samestep
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
-from benchmarks.overlap_training import Case, Sample, Shape, Training, described, slowest
+from benchmarks.overlap_training import Case, Sample, Shape, Training, slowest
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
 from samestep.launch import run_forked
@@ -80,7 +80,7 @@ def _waited(trace: Trace, begin: float, end: float) -> float:
 
 BAR = 0.7  # by how much exposed communication shall fall
 
-Rounds = Sequence[Sequence[Sample]]
+Samples = dict[tuple[Case, str], list[list[Sample]]]  # steps of each round
 
 
 class Row(NamedTuple):
@@ -103,42 +103,34 @@ class Row(NamedTuple):
         return 1 - self.exposed / self.busy
 
 
-def median_ms(samples: Iterable[Sample], of: Callable[[Sample], float]) -> float:
-    return 1e3 * statistics.median(map(of, samples))
-
-
-def row(samples: Mapping[tuple[Case, str], Rounds], case: Case, link: str, *picked: int) -> Row:
+def row(samples: Samples, case: Case, link: str, *picked: int) -> Row:
     """From the samples of some rounds, or of all."""
 
-    def steps(name: str) -> list[Sample]:
+    def ms(name: str, of: str, *, only_skips: bool = False) -> float:
         rounds = samples[case, name]
-        return [
-            step for i, steps in enumerate(rounds) if not picked or i in picked for step in steps
-        ]
-
-    def more(of: Callable[[Sample], float], only: Callable[[Sample], bool]) -> float:
-        taken, free = filter(only, steps(link)), filter(only, steps(FREE))
-        return median_ms(taken, of) - median_ms(free, of)
+        some = [rounds[i] for i in picked] if picked else rounds
+        steps = [step for steps in some for step in steps if step.skips or not only_skips]
+        return 1e3 * float(statistics.median(getattr(step, of) for step in steps))
 
     return Row(
         case=case,
         link=link,
-        step=median_ms(steps(link), lambda s: s.whole),
-        compute=median_ms(steps(FREE), lambda s: s.whole),
-        backward=median_ms(steps(FREE), lambda s: s.backward),
-        skew=median_ms(steps(FREE), lambda s: s.waited),
-        busy=median_ms(steps(link), lambda s: s.link),
-        exposed=more(lambda s: s.whole, lambda s: True),
-        waited=more(lambda s: s.waited, lambda s: True),
-        skipping=more(lambda s: s.whole, lambda s: s.skips),
+        step=ms(link, "whole"),
+        compute=ms(FREE, "whole"),
+        backward=ms(FREE, "backward"),
+        skew=ms(FREE, "waited"),
+        busy=ms(link, "link"),
+        exposed=ms(link, "whole") - ms(FREE, "whole"),
+        waited=ms(link, "waited") - ms(FREE, "waited"),
+        skipping=ms(link, "whole", only_skips=True) - ms(FREE, "whole", only_skips=True),
     )
 
 
+@dataclass(frozen=True)
 class Results:
     """All samples of a run."""
 
-    def __init__(self, samples: dict[tuple[Case, str], list[list[Sample]]]) -> None:
-        self.samples = samples
+    samples: Samples
 
     def rows(self, keep: Callable[[Case, str], bool]) -> list[Row]:
         return [
@@ -187,7 +179,8 @@ class Results:
     def summary(self) -> list[dict[str, Any]]:
         return [
             {
-                **described(r.case),
+                **asdict(r.case),
+                "overlap": r.case.overlap,
                 **{key: value for key, value in r._asdict().items() if key != "case"},
                 "hidden": r.hidden,
                 "falls_by": self.fall(r.case, r.link),
@@ -237,7 +230,7 @@ class RankResult(NamedTuple):
 
     parameters: int
     speeds: dict[str, Speed]
-    samples: dict[tuple[Case, str], list[list[Sample]]]
+    samples: Samples
     traces: dict[tuple[Case, int], tuple[list[Sample], Trace]]
 
 
@@ -277,17 +270,13 @@ def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[
     }
 
 
-def blocks(options: Options) -> int:
-    return options.rounds * sum(map(len, cases(options).values()))
-
-
 def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
     link.install()
     trainings = {case: Training(case, options.shape, link) for case in cases(options)}
     speeds = calibrate(trainings[Case("zero2", True, True)], options, link)
     for training in trainings.values():
         training.run(speeds[FREE], 1, -1)
-    samples: dict[tuple[Case, str], list[list[Sample]]] = {
+    samples: Samples = {
         (case, name): [] for case, names in cases(options).items() for name in names
     }
     done = 0
@@ -298,7 +287,7 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
             samples[case, name].append(found)
             done += 1
             if rank == 0:
-                report(done, blocks(options))
+                report(done, options.rounds * len(samples))
     recorder = samestep.FlightRecorder()
     link.take_names(recorder)
     traces = {}
@@ -312,14 +301,10 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
 
 def typical(results: list[RankResult], case: Case) -> list[Trace]:
     """The traces of all ranks in the attempt whose steps are in the middle."""
-    attempts = sorted(
-        (sum(sample.whole for sample in result.traces[key][0]), key)
-        for result in results[:1]
-        for key in result.traces
-        if key[0] == case
-    )
-    key = attempts[len(attempts) // 2][1] if attempts else (case, 0)
-    return [result.traces[key][1] for result in results]
+    first = results[0].traces
+    attempts = [key for key in first if key[0] == case]
+    attempts.sort(key=lambda key: sum(sample.whole for sample in first[key][0]))
+    return [result.traces[attempts[len(attempts) // 2]][1] for result in results]
 
 
 def main(options: Options) -> None:

@@ -1,6 +1,6 @@
 """Trainings whose communication may be hidden, run step after step on a modelled link."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +164,3 @@ class Training:
 def slowest(per_rank: list[list[Sample]]) -> list[Sample]:
     """Steps as long as those of the slowest rank."""
     return [Sample(*map(max, zip(*step, strict=True))) for step in zip(*per_rank, strict=True)]
-
-
-def described(case: Case) -> dict[str, Any]:
-    return {**asdict(case), "overlap": case.overlap}

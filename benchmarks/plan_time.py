@@ -118,26 +118,23 @@ def mean_of(found: Found, ranks: int) -> Hardware:
         kind: {
             ranks: Link(
                 statistics.mean(h.measured[kind][ranks].latency for h in both),
-                2 / sum(1 / h.measured[kind][ranks].bandwidth for h in both),
+                statistics.harmonic_mean([h.measured[kind][ranks].bandwidth for h in both]),
             )
         }
         for kind in both[0].measured
     }
-
-    def middle(rates: list[float]) -> float:
-        return len(rates) / sum(1 / rate for rate in rates)
-
     return Hardware(
         name="this machine",
         source=both[0].source,
         device_memory=both[0].device_memory,
         ranks_per_host=ranks,
         product_rates={
-            side: middle([h.product_rates[side] for h in both]) for side in both[0].product_rates
+            side: statistics.harmonic_mean([h.product_rates[side] for h in both])
+            for side in both[0].product_rates
         },
-        bytes_rate=middle([h.bytes_rate for h in both]),
+        bytes_rate=statistics.harmonic_mean([h.bytes_rate for h in both]),
         call=statistics.mean(h.call for h in both),
-        model_rate=middle([h.model_rate for h in both]),
+        model_rate=statistics.harmonic_mean([h.model_rate for h in both]),
         inside=links["all_to_all"][ranks],
         between=links["all_to_all"][ranks],
         on_cpu=True,

@@ -9,6 +9,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from samestep.bench.gpu.measure import (
     Turn,
     accuracy_of,
     measure_ceilings,
+    our_reference,
     power_law,
     take_turn,
 )
@@ -45,7 +47,7 @@ from samestep.bench.gpu.report import (
 )
 from samestep.estimate.floors import least_flops
 from samestep.kernels.choice import missing_products
-from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize, step_coefficients
+from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
@@ -73,12 +75,8 @@ class Contestant(NamedTuple):
     default: bool = True
 
 
-def _ours(method: str = "polar-express", **options: Any) -> Callable[[], Function]:
-    def build() -> Function:
-        reference = Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
-        return Function(lambda X: orthogonalize(X, method=method, **options), reference)
-
-    return build
+def _ours(method: str = "polar-express", **options: Any) -> Function:
+    return Function(lambda X: orthogonalize(X, method=method, **options), our_reference(method))
 
 
 def _torch_single() -> Function:
@@ -107,39 +105,39 @@ def _dion_polar() -> Function:
     return Function(module.polar_express_triton, Reference(module._POLAR_EXPRESS_COEFFS, 1.02))
 
 
-def _gram(**options: Any) -> Callable[[], Function]:
-    def build() -> Function:
-        package = peer("gram_newton_schulz")
-        table = package.POLAR_EXPRESS_COEFFICIENTS
-        call = package.GramNewtonSchulz(
-            ns_coefficients=table, gram_newton_schulz_reset_iterations=[2], **options
-        )
-        return Function(call, Reference(table))
-
-    return build
+def _gram(**options: Any) -> Function:
+    package = peer("gram_newton_schulz")
+    table = package.POLAR_EXPRESS_COEFFICIENTS
+    call = package.GramNewtonSchulz(
+        ns_coefficients=table, gram_newton_schulz_reset_iterations=[2], **options
+    )
+    return Function(call, Reference(table))
 
 
 CONTESTANTS = (
-    Contestant("ours", "samestep's orthogonalize", _ours(), ours=True),
+    Contestant("ours", "samestep's orthogonalize", _ours, ours=True),
     Contestant(
         "ours-float16", "the same with compute_dtype=float16",
-        _ours(compute_dtype=torch.float16), ours=True,
+        partial(_ours, compute_dtype=torch.float16), ours=True,
     ),
     Contestant("torch-single", "torch.optim.Muon's function, matrix by matrix", _torch_single),
     Contestant(
         "torch-batched", "the same polynomial on the batch, in plain torch",
-        _ours("newton-schulz", execution="standard", compute_dtype=torch.bfloat16), kernels=False,
+        partial(_ours, "newton-schulz", execution="standard", compute_dtype=torch.bfloat16),
+        kernels=False,
     ),
     Contestant(
         "torch-gram", "samestep's orthogonalize in plain torch (SAMESTEP_KERNELS=0)",
-        _ours(compute_dtype=torch.bfloat16), kernels=False,
+        partial(_ours, compute_dtype=torch.bfloat16), kernels=False,
     ),
     Contestant("dion-triton", "dion's newton_schulz_triton", _dion_triton),
     Contestant(
         "dion-polar", "dion's polar_express_triton, compiled", _dion_polar, default=False
     ),
-    Contestant("gram", "gram-newton-schulz with its kernels", _gram()),
-    Contestant("gram-torch", "gram-newton-schulz in plain torch", _gram(ns_use_kernels=False)),
+    Contestant("gram", "gram-newton-schulz with its kernels", _gram),
+    Contestant(
+        "gram-torch", "gram-newton-schulz in plain torch", partial(_gram, ns_use_kernels=False)
+    ),
 )  # fmt: skip
 
 
@@ -389,21 +387,15 @@ def show(outcomes: Sequence[Outcome], contestants: Sequence[Contestant], screen:
     ]
     columns = ["", "Gaussian", "distance", "power law", "distance"]
     screen.table("Singular values", columns, rows)
-    for name, failures in _failures(outcomes).items():
-        screen.say(f"{name} is out: {'; '.join(failures)}")
+    results = [result for outcome in outcomes for result in outcome.results]
+    for name in names:
+        failures = dict.fromkeys(
+            r.failed for r in results if r.contestant.name == name and r.failed
+        )
+        if failures:
+            screen.say(f"{name} is out: {'; '.join(failures)}")
     for line in lines([o.lead for o in outcomes if o.lead is not None], len(outcomes)):
         screen.say(line)
-
-
-def _failures(outcomes: Sequence[Outcome]) -> dict[str, list[str]]:
-    """By contestant: each reason once."""
-    found: dict[str, list[str]] = {}
-    for result in (result for outcome in outcomes for result in outcome.results):
-        if result.failed is not None:
-            reasons = found.setdefault(result.contestant.name, [])
-            if result.failed not in reasons:
-                reasons.append(result.failed)
-    return found
 
 
 def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:

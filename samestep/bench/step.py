@@ -6,7 +6,7 @@ As a plain script, with torch alone: `python -m samestep.bench.step`.
 import gc
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -203,25 +203,25 @@ MEMORY = 1.3  # of the state
 
 def verdicts(name: str, results: Sequence[Result]) -> list[Verdict]:
     ms = {result.contestant.name: result.ms for result in results}
+
+    def of(name: str, other: str) -> float | None:
+        return _ratio(ms.get(name), ms.get(other))
+
     found = []
     if name in MOST_MS:
         found.append(Verdict("milliseconds of a step", ms.get("ours"), MOST_MS[name]))
-        peers = [r for r in results if not r.contestant.ours and r.contestant.field == "muon"]
-        for result in peers:
-            label = f"times as fast as {result.contestant.name}"
-            found.append(Verdict(label, _ratio(result.ms, ms.get("ours")), AHEAD, at_least=True))
+        for peer in (r.contestant for r in results if not r.contestant.ours):
+            if peer.field == "muon":
+                label = f"times as fast as {peer.name}"
+                found.append(Verdict(label, of(peer.name, "ours"), AHEAD, at_least=True))
     found += [
-        Verdict("AdamW against torch's fused", _of(ms, "ours-adamw", "torch-adamw"), ADAMW),
-        Verdict("variance and caution against plain", _of(ms, "ours-variance", "ours"), VARIANCE),
+        Verdict("AdamW against torch's fused", of("ours-adamw", "torch-adamw"), ADAMW),
+        Verdict("variance and caution against plain", of("ours-variance", "ours"), VARIANCE),
     ]
     ours = next((r for r in results if r.contestant.name == "ours"), None)
     extra = None if ours is None else _ratio(ours.extra_bytes, ours.state_bytes)
     found.append(Verdict("extra memory against state", extra, MEMORY))
     return found
-
-
-def _of(ms: Mapping[str, float | None], name: str, other: str) -> float | None:
-    return _ratio(ms.get(name), ms.get(other))
 
 
 def _ratio(value: float | None, other: float | None) -> float | None:

@@ -1,6 +1,7 @@
 """Who takes part in `samestep bench step`: ours in several forms, peers at their best settings."""
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -8,10 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import samestep
-from samestep.bench.gpu.measure import Reference, power_law
+from samestep.bench.gpu.measure import Reference, our_reference, power_law
 from samestep.bench.gpu.options import peer
 from samestep.models.parameter_sets import Shape, Shapes
-from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
 
 # Parameters with gradients, for a measurement.
 
@@ -110,32 +110,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def our_reference(method: str = "polar-express") -> Reference:
-    return Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
-
-
-def _ours(**options: Any) -> Callable[[Parameters], Entry]:
+def _ours(parameters: Parameters, **options: Any) -> Entry:
     """As shipped, with clipping; `options` are what differs."""
-
-    def build(parameters: Parameters) -> Entry:
-        groups = [
-            {"params": parameters.matrices, "rule": "muon"},
-            {"params": parameters.others, "rule": "adamw"},
-        ]
-        optimizer = samestep.MuonAdamW(groups, lr=LR, max_grad_norm=1.0, **options)
-        plain = "variance_beta2" not in options
-        return Entry([optimizer], our_reference() if plain else None)
-
-    return build
+    groups = [
+        {"params": parameters.matrices, "rule": "muon"},
+        {"params": parameters.others, "rule": "adamw"},
+    ]
+    optimizer = samestep.MuonAdamW(groups, lr=LR, max_grad_norm=1.0, **options)
+    plain = "variance_beta2" not in options
+    return Entry([optimizer], our_reference() if plain else None)
 
 
-def _our_adamw(**options: Any) -> Callable[[Parameters], Entry]:
-    def build(parameters: Parameters) -> Entry:
-        return Entry(
-            [samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY, **options)]
-        )
-
-    return build
+def _our_adamw(parameters: Parameters, **options: Any) -> Entry:
+    return Entry(
+        [samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY, **options)]
+    )
 
 
 def _torch_adamw(parameters: Parameters) -> Entry:
@@ -178,21 +167,17 @@ def _nanochat(parameters: Parameters) -> Entry:
     return Entry([optim.MuonAdamW(groups)])
 
 
-def _dion(**options: Any) -> Callable[[Parameters], Entry]:
+def _dion(parameters: Parameters, **options: Any) -> Entry:
     """Its Muon on one device, AdamW for the rest inside the same optimizer."""
-
-    def build(parameters: Parameters) -> Entry:
-        groups = [
-            {"params": parameters.matrices},
-            {"params": parameters.others, "algorithm": "adamw"},
-        ]
-        optimizer = peer("dion").Muon(
-            groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
-            adjust_lr="rms_norm", **options,
-        )  # fmt: skip
-        return Entry([optimizer], _dion_reference(options))
-
-    return build
+    groups = [
+        {"params": parameters.matrices},
+        {"params": parameters.others, "algorithm": "adamw"},
+    ]
+    optimizer = peer("dion").Muon(
+        groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
+        adjust_lr="rms_norm", **options,
+    )  # fmt: skip
+    return Entry([optimizer], _dion_reference(options))
 
 
 def _dion_reference(options: dict[str, Any]) -> Reference | None:
@@ -208,45 +193,45 @@ def _dion_reference(options: dict[str, Any]) -> Reference | None:
 
 
 CONTESTANTS = (
-    Contestant("ours", "samestep as shipped, clipping on", _ours(), ours=True, clips=True),
+    Contestant("ours", "samestep as shipped, clipping on", _ours, ours=True, clips=True),
     Contestant(
         "ours-float16", "the same with compute_dtype=float16",
-        _ours(compute_dtype=torch.float16), ours=True, clips=True,
+        partial(_ours, compute_dtype=torch.float16), ours=True, clips=True,
     ),
     Contestant(
         "ours-variance", "the same with variance reduction and cautious decay",
-        _ours(variance_beta2=0.9, cautious=True), ours=True, clips=True,
+        partial(_ours, variance_beta2=0.9, cautious=True), ours=True, clips=True,
     ),
     Contestant(
         "ours-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
-        _ours(cuda_graph=True), ours=True, clips=True,
+        partial(_ours, cuda_graph=True), ours=True, clips=True,
     ),
     Contestant(
         "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)",
-        _ours(), ours=True, clips=True, kernels=False,
+        _ours, ours=True, clips=True, kernels=False,
     ),
     Contestant("torch", "torch.optim.Muon and fused AdamW", _torch_muon),
     Contestant("nanochat", "nanochat's MuonAdamW, compiled", _nanochat),
     Contestant(
         "dion-triton", "dion's Muon, Newton-Schulz in Triton",
-        _dion(use_triton=True, use_polar_express=False),
+        partial(_dion, use_triton=True, use_polar_express=False),
     ),
     Contestant(
         "dion-polar", "dion's Muon, Polar Express in Triton and compiled",
-        _dion(use_triton=True), default=False,
+        partial(_dion, use_triton=True), default=False,
     ),
     Contestant(
         "dion-gram", "dion's Muon, Gram Newton-Schulz with its kernels",
-        _dion(use_triton=True, use_gram_newton_schulz=True),
+        partial(_dion, use_triton=True, use_gram_newton_schulz=True),
     ),
     Contestant(
         "dion-gram-torch", "dion's Muon, Gram Newton-Schulz in plain torch",
-        _dion(use_gram_newton_schulz=True),
+        partial(_dion, use_gram_newton_schulz=True),
     ),
-    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw(), "adamw", ours=True),
+    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw, "adamw", ours=True),
     Contestant(
         "ours-adamw-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
-        _our_adamw(cuda_graph=True), "adamw", ours=True,
+        partial(_our_adamw, cuda_graph=True), "adamw", ours=True,
     ),
     Contestant("torch-adamw", "torch's fused AdamW on everything", _torch_adamw, "adamw"),
 )  # fmt: skip

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import choice
+from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
 
 # Milliseconds by CUDA events, by the clock on a CPU, and their spread.
 
@@ -193,6 +194,10 @@ class Accuracy(NamedTuple):
     high: float  # largest
     spread: float  # of fourth against second moments: 1 if all singular values are equal
     distance: float | None  # relative, from the polynomial in float64; None: not known
+
+
+def our_reference(method: str = "polar-express") -> Reference:
+    return Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
 
 
 def power_law(rows: int, cols: int, device: torch.device) -> Tensor:

@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -24,6 +24,7 @@ import samestep
 import samestep.optimizer.step
 from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, Results, computed, measure, pictures, table, verdicts
+from benchmarks.overlap_training import Shape
 from benchmarks.timeline import Trace, chrome_trace
 from examples.gpt import GPT, GPTConfig
 from samestep.comm.executor import Handlers, execute
@@ -33,6 +34,7 @@ from samestep.tooling.output import check_folder, write_files
 
 # Steps of Muon over FSDP2 on a modelled link, traced operation by operation
 
+SHAPE = Shape(width=256, layers=8, vocabulary=256, sequences=2, tokens=32)
 HEADS, KV_HEADS = 4, 1
 ONE_TURN = 1  # elements of a chunk: as small as can be, one block per owner
 
@@ -44,17 +46,6 @@ CASES = (
     Case("parallel", False, "balanced"),
     Case("parallel", True, "balanced"),
 )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The model and its batch."""
-
-    width: int = 256
-    layers: int = 8
-    vocabulary: int = 256
-    sequences: int = 2
-    tokens: int = 32
 
 
 class Regime(NamedTuple):
@@ -203,8 +194,8 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5, help="steps of a case on a link")
-    parser.add_argument("--width", type=int, default=Shape.width)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--width", type=int, default=SHAPE.width)
+    parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument(
         "--ratios", type=float, nargs=len(LINKS), default=[0.3, 0.6, 0.9],
         help="communication against computing on the fast, the middle and the slow link",
@@ -226,7 +217,7 @@ def traces_of(ranks: Sequence[RankResult], case: Case, link: str, number: int) -
 def run(options: argparse.Namespace) -> None:
     check_folder(options.out)
     load = [os.getloadavg()[0]]
-    shape = Shape(width=options.width, layers=options.layers)
+    shape = replace(SHAPE, width=options.width, layers=options.layers)
     regime = Regime(options.latency, dict(zip(LINKS, options.ratios, strict=True)))
     link = ModelledLink(options.ranks, options.clock)
     ranks: list[RankResult] = run_forked(

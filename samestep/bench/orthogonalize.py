@@ -39,7 +39,6 @@ from samestep.bench.gpu.report import (
     Panel,
     Screen,
     accuracy_cells,
-    bars_of,
     draw,
     heading,
     leave,
@@ -356,7 +355,7 @@ def run(options: Options) -> int:
         content.update(as_json(outcomes, ceilings))
         leave(options.out, "orthogonalize", content, None)  # what ends the run leaves this
     show(outcomes, contestants, screen)
-    picture = draw("Orthogonalization", panels(outcomes, ceilings), "ms (median)")
+    picture = draw("Orthogonalization", panels(outcomes, ceilings))
     files = leave(options.out, "orthogonalize", content, picture)
     screen.wrote(files, options.out)
     return 0
@@ -422,7 +421,7 @@ def _floor(shape: Shape, ceilings: Ceilings) -> float:
 
 
 def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
-    return [Panel(o.name, bars_of(o.results), _floor(o.shape, ceilings)) for o in outcomes]
+    return [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
 
 
 if __name__ == "__main__":

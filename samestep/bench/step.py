@@ -38,7 +38,6 @@ from samestep.bench.gpu.report import (
     Screen,
     Verdict,
     accuracy_cells,
-    bars_of,
     draw,
     heading,
     leave,
@@ -275,7 +274,7 @@ def run(options: Options) -> int:
         show(outcomes[-1], ceilings, screen)
         content["sets"].append(as_json(outcomes[-1], ceilings))
         # After every set: what ends the run later leaves what was measured.
-        picture = draw("A step of the optimizer", panels(outcomes, ceilings), "ms (median)")
+        picture = draw("A step of the optimizer", panels(outcomes, ceilings))
         files = leave(options.out, "step", content, picture)
     screen.wrote(files, options.out)
     return 0
@@ -378,10 +377,8 @@ def as_json(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
 
 
 def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
-    return [
-        Panel(o.name, bars_of(o.results), step_floor(*o.shapes, clips=True).ms(ceilings))
-        for o in outcomes
-    ]
+    floors = [step_floor(*outcome.shapes, clips=True).ms(ceilings) for outcome in outcomes]
+    return [Panel(o.name, o.results, ms) for o, ms in zip(outcomes, floors, strict=True)]
 
 
 if __name__ == "__main__":

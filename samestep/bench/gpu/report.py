@@ -123,28 +123,15 @@ class Verdict(NamedTuple):
 # Bars as a picture, where matplotlib is installed.
 
 
-class Bar(NamedTuple):
-    """One contestant."""
-
-    label: str
-    value: float
-    ours: bool
-
-
 class Panel(NamedTuple):
-    """Contestants side by side."""
+    """Contestants side by side, those that came through."""
 
     title: str
-    bars: Sequence[Bar]
-    floor: float | None = None
+    results: Sequence[Shown]
+    floor: float  # milliseconds
 
 
-def bars_of(results: Sequence[Shown]) -> list[Bar]:
-    """Those that came through."""
-    return [Bar(r.contestant.name, r.ms, r.contestant.ours) for r in results if r.ms is not None]
-
-
-def draw(title: str, panels: Sequence[Panel], unit: str) -> bytes | None:
+def draw(title: str, panels: Sequence[Panel]) -> bytes | None:
     """A PNG; None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
@@ -152,21 +139,21 @@ def draw(title: str, panels: Sequence[Panel], unit: str) -> bytes | None:
 
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    height = 0.3 * max(len(panel.bars) for panel in panels) + 1.0
+    shown = [[(r.contestant, r.ms) for r in p.results if r.ms is not None] for p in panels]
+    height = 0.3 * max(map(len, shown)) + 1.0
     figure = Figure(figsize=(6.5 * columns, height * rows + 0.5), dpi=120, layout="constrained")
     figure.suptitle(title, fontweight="bold")
-    for number, panel in enumerate(panels):
-        axes = figure.add_subplot(rows, columns, number + 1)
-        labels = [bar.label for bar in panel.bars]
-        colors = ["#1f5fa8" if bar.ours else "#c2571a" for bar in panel.bars]
-        drawn = axes.barh(labels, [bar.value for bar in panel.bars], color=colors)
+    for place, (panel, bars) in enumerate(zip(panels, shown, strict=True), start=1):
+        axes = figure.add_subplot(rows, columns, place)
+        names = [contestant.name for contestant, _ in bars]
+        colors = ["#1f5fa8" if contestant.ours else "#c2571a" for contestant, _ in bars]
+        drawn = axes.barh(names, [ms for _, ms in bars], color=colors)
         axes.bar_label(drawn, fmt=" {:.3g}", fontsize=8)
         axes.margins(x=0.12)
         axes.invert_yaxis()
-        if panel.floor is not None:
-            axes.axvline(panel.floor, color="#444444", linestyle="dotted", linewidth=1.2)
+        axes.axvline(panel.floor, color="#444444", linestyle="dotted", linewidth=1.2)
         axes.set_title(panel.title, fontsize=10)
-        axes.set_xlabel(unit, fontsize=8)
+        axes.set_xlabel("ms (median)", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
     png = io.BytesIO()

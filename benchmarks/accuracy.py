@@ -59,19 +59,15 @@ def contestants(device: torch.device) -> Iterator[Contestant]:
     yield Contestant("ours, bfloat16", ours(BFLOAT16, torch.bfloat16), POLAR, 1.01)
     yield Contestant("ours before, emulated", before, POLAR, 1.01)
     yield Contestant("nanochat's loop", _nanochat, POLAR, 1.01)
-    yield Contestant("torch", _each(_peer("torch.optim._muon", "_zeropower_via_newtonschulz")),
-                     QUINTIC, 1.0)  # fmt: skip
+    its: Any = importlib.import_module("torch.optim._muon")
+    yield Contestant("torch", _each(its._zeropower_via_newtonschulz), QUINTIC, 1.0)
     try:
-        dion = _peer("dion.polar_express", "polar_express")
+        dion = importlib.import_module("dion.polar_express").polar_express
         # Not compiled: tuning its kernels takes minutes for each shape, and the rounding is that of
         # bfloat16 either way.
         yield Contestant("dion", getattr(dion, "_torchdynamo_orig_callable", dion), POLAR, 1.02)
     except ImportError as error:
         print(f"dion takes no part: {error}", file=sys.stderr)
-
-
-def _peer(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 def _each(function: Any) -> Callable[[Tensor], Tensor]:

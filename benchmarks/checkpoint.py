@@ -72,7 +72,6 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
-    """All ways in turns, in every round."""
     torch.manual_seed(0)
     model = gpt(options.parameters)
     opt = samestep.AdamW(model, sharding="zero2", grads="reduced")

@@ -232,7 +232,6 @@ def on_ranks(options: argparse.Namespace, command: str, ranks: int, backend: str
 def on_rank(
     rank: int, options: argparse.Namespace, command: str, ranks: int, backend: str, folder: str
 ) -> None:
-    """Be a rank: run the cases for as many, and leave a report."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")

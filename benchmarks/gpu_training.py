@@ -87,7 +87,6 @@ def config_of(options: argparse.Namespace) -> GPTConfig:
 
 
 def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
-    """Train once, with events between passes and optimizer."""
     device = device_of(options.device)
     torch.manual_seed(seed)
     model = GPT(config_of(options)).to(device)

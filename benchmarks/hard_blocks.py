@@ -45,14 +45,6 @@ class Draw:
 Table = Sequence[Coefficients]
 
 
-def _gaussian(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.normal(count, draw.rows, draw.cols)
-
-
-def _power_law(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.turned(torch.pow(draw.order(), -0.5 - draw.uniform(count, 1)))
-
-
 def _steep(draw: Draw, count: int, table: Table) -> Tensor:
     decades = 6 * (draw.order() - 1) / max(1, draw.short - 1)
     return draw.turned(torch.pow(10.0, -decades).expand(count, -1))
@@ -67,14 +59,6 @@ def _equilibrated(draw: Draw, count: int, table: Table) -> Tensor:
     blocks = draw.normal(count, draw.rows, draw.cols)
     normed: Tensor = blocks / blocks.norm(dim=2, keepdim=True)
     return normed
-
-
-def _uneven_rows(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.normal(count, draw.rows, draw.cols) * 10 ** (-4 * draw.uniform(count, draw.rows, 1))
-
-
-def _rank_one(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.normal(count, draw.rows, 1) @ draw.normal(count, 1, draw.cols)
 
 
 def _same_rows(draw: Draw, count: int, table: Table) -> Tensor:
@@ -134,13 +118,19 @@ def _few_rows(draw: Draw, count: int, table: Table) -> Tensor:
 
 
 KINDS: dict[str, Callable[[Draw, int, Table], Tensor]] = {
-    "gaussian": _gaussian,
-    "power law": _power_law,
+    "gaussian": lambda draw, count, _: draw.normal(count, draw.rows, draw.cols),
+    "power law": lambda draw, count, _: draw.turned(
+        torch.pow(draw.order(), -0.5 - draw.uniform(count, 1))
+    ),
     "steep": _steep,
     "low rank": _low_rank,
     "equilibrated": _equilibrated,
-    "uneven rows": _uneven_rows,
-    "rank one": _rank_one,
+    "uneven rows": lambda draw, count, _: (
+        draw.normal(count, draw.rows, draw.cols) * 10 ** (-4 * draw.uniform(count, draw.rows, 1))
+    ),
+    "rank one": lambda draw, count, _: (
+        draw.normal(count, draw.rows, 1) @ draw.normal(count, 1, draw.cols)
+    ),
     "same rows": _same_rows,
     "one-hot": _one_hot,
     "dangerous": _dangerous,

@@ -152,7 +152,6 @@ class ModelledWork(dist.Work):
         self._link, self._transfer, self._real = link, transfer, real
 
     def is_completed(self) -> bool:
-        """Whether waiting would return at once."""
         return self._real.is_completed() and self._link.is_over(self._transfer)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -206,7 +205,6 @@ class ModelledGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, incoming: list[int], outgoing: list[int], *opts: Any
     ) -> dist.Work:
-        """Every rank sends a segment to each other one."""
         sent = sum(outgoing) - outgoing[self.rank()]
         received = sum(incoming) - incoming[self.rank()]
         carried = max(sent, received) * input.element_size()
@@ -219,22 +217,18 @@ class ModelledGroup(dist.ProcessGroup):
         return self._launch("all_reduce", carried, self._gloo.allreduce, tensors, *opts)
 
     def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
-        """From one rank to all."""
         carried = sum(tensor.nbytes for tensor in tensors)
         return self._launch("broadcast", carried, self._gloo.broadcast, tensors, *opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, *opts: Any) -> dist.Work:
-        """Everyone gets the equal parts of all."""
         carried = self._share([output])
         return self._launch("all_gather", carried, self._gloo._allgather_base, output, input, *opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *opts: Any) -> dist.Work:
-        """Everyone gets one of the equal parts of the sum."""
         launch = self._gloo._reduce_scatter_base
         return self._launch("reduce_scatter", self._share([input]), launch, output, input, *opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Nothing travels."""
         return self._launch("barrier", 0, self._gloo.barrier, opts)
 
     # Their names before torch 2.13.

@@ -79,7 +79,6 @@ def computed(trace: Trace) -> float:
 
 
 def measure(traces: Sequence[Trace]) -> Step:
-    """A step from the traces of all its ranks."""
     moves = list(map(about_blocks, traces))
     begin = min(trace.marks[0][1] for trace in traces)
     end = max(trace.marks[-1][2] for trace in traces)
@@ -172,7 +171,6 @@ def _cell(row: Mapping[str, Any], key: str) -> str:
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """How each pipeline of the parallel schedule did against the bar."""
     lines = []
     for row in rows:
         if row["schedule"] == "parallel" and row["pipelined"]:
@@ -191,32 +189,22 @@ def verdicts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 EXPOSED, IDLE = "exposed", "idle"
 
-COLOURS = {
-    "collect": "#9bd19b",
-    "transform": "#7fb2e5",
-    "apply": "#f2b872",
-    "other": "#bbbbbb",
-    EXPOSED: "#c8243b",
-    IDLE: "#f4c6cb",
-    "collection": "#7b5ea7",
-    "return": "#1f8a8a",
-}
-LABELS = {
-    "collect": "momentum",
-    "transform": "orthogonalization",
-    "apply": "update",
-    "other": "AdamW and more",
-    EXPOSED: "waiting for the link",
-    IDLE: "for another rank",
-    "collection": "to owners",
-    "return": "back",
+KINDS = {
+    "collect": ("#9bd19b", "momentum"),
+    "transform": ("#7fb2e5", "orthogonalization"),
+    "apply": ("#f2b872", "update"),
+    "other": ("#bbbbbb", "AdamW and more"),
+    EXPOSED: ("#c8243b", "waiting for the link"),
+    IDLE: ("#f4c6cb", "for another rank"),
+    "collection": ("#7b5ea7", "to owners"),
+    "return": ("#1f8a8a", "back"),
 }
 
 
 def of_mark(name: str) -> tuple[str, str]:
     """Kind and text of an operation such as "Transform 0.3": the chunk, if it is a long one."""
     word = name.split()[0].lower()
-    kind = word if word in COLOURS else "other"
+    kind = word if word in KINDS else "other"
     return kind, name.split(".")[-1] if kind == "transform" else ""
 
 
@@ -257,9 +245,8 @@ def pictures(shown: Mapping[str, tuple[str, Sequence[Trace]]], about: str) -> di
         made[name] = picture(
             about,
             [panel],
-            Look(COLOURS, LABELS, of_mark, of_transfer),
+            Look(KINDS, of_mark, of_transfer),
             longest=1.02 * (max(alike) if step.whole in alike else step.whole),
-            since="the step began",
             rank_height=0.75,
         )
     return made

@@ -155,7 +155,6 @@ def calibrate(training: Training, regime: Regime) -> dict[str, Speed]:
 def on_rank(
     rank: int, shape: Shape, regime: Regime, rounds: int, link: ModelledLink, names: tuple[str, ...]
 ) -> RankResult:
-    """Every case on every link, in turns, back and forth."""
     link.install()
     marks = Marks(link.now)
     recorder = samestep.FlightRecorder()

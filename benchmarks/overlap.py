@@ -33,22 +33,14 @@ from samestep.tooling.progress import from_other_processes, progress_bar
 
 # The picture of a step without and with overlap
 
-COLOURS = {
-    "forward": "#7fb2e5",
-    "backward": "#f2b872",
-    "step": "#9bd19b",
-    WAITING: "#c8243b",
-    "reduction": "#7b5ea7",
-    "gather": "#1f8a8a",
-    "presence": "#333333",
-}
-LABELS = {
-    "forward": "forward",
-    "backward": "backward",
-    "step": "optimizer step",
-    WAITING: "waiting for the link",
-    "reduction": "gradients reduced",
-    "gather": "parameters gathered",
+KINDS = {
+    "forward": ("#7fb2e5", "forward"),
+    "backward": ("#f2b872", "backward"),
+    "step": ("#9bd19b", "optimizer step"),
+    WAITING: ("#c8243b", "waiting for the link"),
+    "reduction": ("#7b5ea7", "gradients reduced"),
+    "gather": ("#1f8a8a", "parameters gathered"),
+    "presence": ("#333333", ""),
 }
 
 
@@ -65,9 +57,9 @@ def picture(title: str, shown: Mapping[str, Sequence[Trace]], step: int = 2) -> 
         waited = statistics.mean(_waited(trace, begin, end) for trace in traces)
         about = f"{1e3 * (end - begin):.0f} ms per step, {1e3 * waited:.0f} of them waiting"
         panels.append(Panel(f"{name}: {about}", traces, begin, end))
-    look = Look(COLOURS, LABELS, lambda name: (name, name), lambda transfer: (kind(transfer), ""))
+    look = Look(KINDS, lambda name: (name, name), lambda transfer: (kind(transfer), ""))
     longest = 1.12 * max(panel.end - panel.begin for panel in panels)
-    return draw(title, panels, look, longest=longest, since="the step began", rank_height=1.1)
+    return draw(title, panels, look, longest=longest, rank_height=1.1)
 
 
 def _waited(trace: Trace, begin: float, end: float) -> float:

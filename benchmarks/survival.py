@@ -146,7 +146,6 @@ def upper_bounds(found: Tensor) -> Tensor:
 
 
 def largest_singular_value(found: Tensor) -> float:
-    """Exactly, of one block."""
     if not bool(torch.isfinite(found).all()):
         return float("inf")
     return float(torch.linalg.matrix_norm(found.double().cpu(), 2))

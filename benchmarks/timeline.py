@@ -59,22 +59,15 @@ class Panel(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How things are drawn; each kind has a colour, that of waits is `WAITING`."""
+    """How things are drawn: colour of each kind, and label in the legend, if it is there."""
 
-    colours: Mapping[str, str]
-    labels: Mapping[str, str]  # for the legend; kinds without one are left out
+    kinds: Mapping[str, tuple[str, str]]  # that of waits is `WAITING`
     of_mark: Callable[[str], tuple[str, str]]  # name -> kind, text
     of_transfer: Callable[[Transfer], tuple[str, str]]
 
 
 def picture(
-    title: str,
-    panels: Sequence[Panel],
-    look: Look,
-    *,
-    longest: float,
-    since: str,
-    rank_height: float,
+    title: str, panels: Sequence[Panel], look: Look, *, longest: float, rank_height: float
 ) -> bytes:
     """One panel above the other, all `longest` seconds wide; needs matplotlib."""
     import matplotlib
@@ -91,8 +84,8 @@ def picture(
         _draw(ax, panel, look, longest)
         ax.set_title(panel.title, loc="left", fontsize=11, weight="bold")
         ax.set_xlim(0, 1e3 * longest)
-    axes[-1, 0].set_xlabel(f"ms since {since}")
-    handles = [Patch(color=look.colours[kind], label=text) for kind, text in look.labels.items()]
+    axes[-1, 0].set_xlabel("ms since the step began")
+    handles = [Patch(color=colour, label=text) for colour, text in look.kinds.values() if text]
     figure.legend(
         handles=handles, loc="lower center", ncol=len(handles), frameon=False, columnspacing=1.4
     )
@@ -107,7 +100,7 @@ def picture(
 def _draw(ax: Any, panel: Panel, look: Look, longest: float) -> None:
     def bar(y: float, height: float, kind: str, start: float, stop: float, text: str = "") -> None:
         begin, width = 1e3 * (start - panel.begin), 1e3 * (stop - start)
-        color = look.colours[kind]
+        color, _ = look.kinds[kind]
         ax.barh(y, width, left=begin, height=height, color=color, edgecolor="white", linewidth=0.6)
         fits = stop - start > CHARACTER * len(text) * longest
         if text and fits and start >= panel.begin and stop <= panel.end + 1e-3:

@@ -352,7 +352,6 @@ def require_same_work(contest: Contest, field: dict[str, Training], start: GPT) 
 def run_contest(
     contest: Contest, rank: int, options: Options, report: Callable[[], None]
 ) -> ContestResult:
-    """Check, warm up, and time all contestants in turns."""
     torch.manual_seed(0)
     model = build_model(options.width, options.layers, options.vocabulary)
     built = {**contest.peers, **contest.ours}

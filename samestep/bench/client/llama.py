@@ -314,7 +314,6 @@ def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
 
 
 def set_rate(optimizer: Any, step: int, steps: int) -> None:
-    """Before a step: learning rates that rise and fall."""
     rise = max(1, round(RISE * steps))
     fallen = max(0, step + 1 - rise) / max(1, steps - rise)
     share = min(1.0, (step + 1) / rise) * (1 - (1 - END) * fallen)

@@ -130,7 +130,6 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
 
 @contextmanager
 def environment(name: str, value: str) -> Iterator[None]:
-    """Inside, a variable of the environment is set."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:

@@ -37,7 +37,6 @@ class Screen:
         sys.stdout.flush()
 
     def wrote(self, files: Sequence[str], folder: Path) -> None:
-        """The last lines of a run."""
         if not any(name.endswith(".png") for name in files):
             self.say("No picture: matplotlib is not installed.")
         self.say(f"Wrote {' and '.join(files)} to {folder}.")

@@ -163,11 +163,11 @@ def parse(words: Sequence[str], prog: str) -> Options:
         help=f"batches to orthogonalize ({' '.join(SHAPES)})",
     )  # fmt: skip
     given = parser.parse_args(words)
-    common = shared(given, CONTESTANTS, prog, words)
+    common = shared(Options, given, CONTESTANTS, prog, words)
     shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
     if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
         raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
-    return Options(shapes=shapes, rounds=given.rounds, **common)
+    return Options(shapes=shapes, **common)
 
 
 def shape_of(text: str) -> Shape:

@@ -73,9 +73,8 @@ def parse(words: Sequence[str], prog: str) -> Options:
         help=f"parameters to step: {', '.join(SETS)} (gpt-1280 gpt-2048)",
     )  # fmt: skip
     given = parser.parse_args(words)
-    common = shared(given, CONTESTANTS, prog, words)
-    sets = chosen("--set", given.set, list(SETS))
-    options = Options(sets=sets, rounds=given.rounds, **common)
+    common = shared(Options, given, CONTESTANTS, prog, words)
+    options = Options(sets=chosen("--set", given.set, list(SETS)), **common)
     if options.device == "cpu" and options.sets != ("tiny",):
         raise BadRequestError("--device cpu is slow, and only for --set tiny")
     return options

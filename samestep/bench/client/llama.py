@@ -343,8 +343,7 @@ def parse(words: Sequence[str], prog: str) -> Options:
         raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {given.width}")
     if not 0 < given.lr < float("inf"):
         raise BadRequestError(f"--lr must be above 0, got {given.lr}")
-    common = client_options(given, known, prog, words)
-    return Options(model=given.model, width=given.width, lr=given.lr, **common)
+    return Options(**client_options(Options, given, known, prog, words))
 
 
 def run(options: Options) -> int:

@@ -219,10 +219,10 @@ def parse(words: Sequence[str], prog: str) -> Options:
         "524288) (1)",
     )  # fmt: skip
     given = parser.parse_args(words)
-    common = client_options(given, known, prog, words)
+    common = client_options(Options, given, known, prog, words)
     if not 0 < given.lr_scale < float("inf"):
         raise BadRequestError(f"--lr-scale must be above 0, got {given.lr_scale}")
-    return Options(lr_scale=given.lr_scale, **common)
+    return Options(**common)
 
 
 def run(options: Options) -> int:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from samestep.bench.client.training import (
     LAST,
+    MEASURED,
     VALIDATION_BATCHES,
     Batches,
     Client,
@@ -16,6 +17,7 @@ from samestep.bench.client.training import (
     Contestant,
     Race,
     Training,
+    as_times,
     median_of,
 )
 from samestep.bench.gpu.measure import measure_ceilings
@@ -172,7 +174,6 @@ def as_json(seeds: Sequence[Seed], fastest: float | None) -> dict[str, Any]:
 
 def _summary(trainings: Sequence[Training]) -> dict[str, Any]:
     contestant, final = trainings[0].contestant, final_losses(trainings)
-    times = {which: median_of(trainings, which) for which in MEASURED}
     return {
         "name": contestant.name,
         "what": contestant.what,
@@ -183,11 +184,8 @@ def _summary(trainings: Sequence[Training]) -> dict[str, Any]:
         "standard_deviation": spread(final),
         "validation_losses": [each.validation_loss for each in trainings],
         "finite": all(each.not_finite is None for each in trainings),
-        **{which: None if found is None else found._asdict() for which, found in times.items()},
+        **{which: as_times(trainings, which) for which in MEASURED},
     }
-
-
-MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
 
 
 # The screen

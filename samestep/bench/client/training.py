@@ -16,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,12 +110,16 @@ def client_parser(
 
 
 def client_options(
-    given: argparse.Namespace, contestants: Sequence[Named], prog: str, words: Sequence[str]
+    options: type[ClientOptions],
+    given: argparse.Namespace,
+    contestants: Sequence[Named],
+    prog: str,
+    words: Sequence[str],
 ) -> dict[str, Any]:
-    """The fields of ClientOptions; refuses values that cannot run, before anything is made."""
+    """The fields that were given; refuses values that cannot run, before anything is made."""
     at_least(1, given, "layers", "steps", "batch", "every")
     at_least(2, given, "sequence")
-    common = shared(given, contestants, prog, words)
+    common = shared(options, given, contestants, prog, words)
     if given.warmup > given.steps - 2:
         raise BadRequestError(
             f"--warmup {given.warmup} leaves fewer than two of --steps {given.steps} to be timed"
@@ -126,9 +130,7 @@ def client_options(
     if given.data is not None and not given.data.is_file():
         raise BadRequestError(f"--data {str(given.data)!r} is not a file")
     on_gpu = given.device == "cuda"
-    known = {option.name for option in fields(ClientOptions)}
     return {
-        **{name: value for name, value in vars(given).items() if name in known},
         **common,
         "seeds": tuple(dict.fromkeys(given.seeds)),
         "dtype": given.dtype or ("bfloat16" if on_gpu else given.cpu_dtype),
@@ -138,6 +140,7 @@ def client_options(
 
 # The trainings.
 
+MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
 LAST = 20  # steps whose mean is the final loss
 VALIDATION_BATCHES = 8
 
@@ -208,15 +211,9 @@ class Training:
             "steps_done": len(self.losses),
             "final_loss": self.final_loss,
             "validation_loss": self.validation_loss,
-            "optimizer_ms": as_times(self.optimizer_ms),
-            "host_ms": as_times(self.host_ms),
-            "iteration_ms": as_times(self.iteration_ms),
+            **{which: as_times([self], which) for which in MEASURED},
             "losses": [round(loss, 6) if math.isfinite(loss) else None for loss in self.losses],
         }
-
-
-def as_times(values: Sequence[float]) -> dict[str, float] | None:
-    return times_of(values)._asdict() if values else None
 
 
 class Batches:
@@ -382,3 +379,8 @@ def median_of(trainings: Sequence[Training], which: str) -> Times | None:
     """Over all counted steps of all seeds."""
     values = [value for training in trainings for value in getattr(training, which)]
     return times_of(values) if values else None
+
+
+def as_times(trainings: Sequence[Training], which: str) -> dict[str, float] | None:
+    found = median_of(trainings, which)
+    return None if found is None else found._asdict()

@@ -4,7 +4,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -90,9 +90,13 @@ def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
 
 
 def shared(
-    given: argparse.Namespace, contestants: Sequence[Named], prog: str, words: Sequence[str]
+    options: type[SharedOptions],
+    given: argparse.Namespace,
+    contestants: Sequence[Named],
+    prog: str,
+    words: Sequence[str],
 ) -> dict[str, Any]:
-    """The fields of SharedOptions; refuses values that cannot run, before anything is made."""
+    """The fields that were given; refuses values that cannot run, before anything is made."""
     at_least(1, given, *(name for name in ("rounds", "warmup") if hasattr(given, name)))
     for path in given.peer_path:
         if not path.is_dir():
@@ -100,12 +104,11 @@ def shared(
     if given.device == "cuda" and not torch.cuda.is_available():
         raise BadRequestError("--device cuda needs a CUDA device, and there is none here")
     names = [contestant.name for contestant in contestants]
+    known = {field.name for field in fields(options)}
     return {
+        **{name: value for name, value in vars(given).items() if name in known},
         "variants": chosen("--variants", given.variants, names),
-        "warmup": given.warmup,
         "peer_path": tuple(given.peer_path),
-        "out": given.out,
-        "device": given.device,
         "command": shlex.join([*prog.split(), *words]),
     }
 

@@ -6,7 +6,6 @@ and worst. A peer's loop runs if `--peer-path` leads to its checkout. Needs torc
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
 from benchmarks.survival import device_name
@@ -59,19 +59,15 @@ def contestants(device: torch.device) -> Iterator[Contestant]:
     yield Contestant("ours, bfloat16", ours(BFLOAT16, torch.bfloat16), POLAR, 1.01)
     yield Contestant("ours before, emulated", before, POLAR, 1.01)
     yield Contestant("nanochat's loop", _nanochat, POLAR, 1.01)
-    yield Contestant("torch", _each(_peer("torch.optim._muon", "_zeropower_via_newtonschulz")),
-                     QUINTIC, 1.0)  # fmt: skip
+    its: Any = importlib.import_module("torch.optim._muon")
+    yield Contestant("torch", _each(its._zeropower_via_newtonschulz), QUINTIC, 1.0)
     try:
-        dion = _peer("dion.polar_express", "polar_express")
+        dion = importlib.import_module("dion.polar_express").polar_express
         # Not compiled: tuning its kernels takes minutes for each shape, and the rounding is that of
         # bfloat16 either way.
         yield Contestant("dion", getattr(dion, "_torchdynamo_orig_callable", dion), POLAR, 1.02)
     except ImportError as error:
         print(f"dion takes no part: {error}", file=sys.stderr)
-
-
-def _peer(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
 
 
 def _each(function: Any) -> Callable[[Tensor], Tensor]:
@@ -93,7 +89,6 @@ def _nanochat(blocks: Tensor) -> Tensor:
 
 
 def exact(blocks: Tensor, contestant: Contestant) -> Tensor:
-    """Its polynomial in float64."""
     X = blocks.double()
     X = X / (torch.linalg.matrix_norm(X, keepdim=True) * contestant.norm_factor)
     X = X.mT if X.shape[1] > X.shape[2] else X
@@ -113,7 +108,6 @@ def distances(blocks: Tensor, contestant: Contestant) -> list[float]:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Measure all, print the table, write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--blocks", type=int, default=8, help="of each shape and spectrum")
@@ -144,9 +138,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "machine": device_name(options.device),
         "distances to the polynomial in float64, relative": rows,
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "accuracy.json").write_text(json.dumps(receipt, indent=2) + "\n")
-    print(f"written to {options.out / 'accuracy.json'}")
+    write_json(options.out, "accuracy.json", receipt)
     return 0
 
 

@@ -4,7 +4,6 @@ A GPT with tied embeddings trains on random tokens; the slower rank counts. The 
 every hundredth step takes less than 1% of the time.
 """
 
-import json
 import os
 import platform
 import statistics
@@ -23,10 +22,11 @@ from rich.table import Table
 from torch import Tensor
 
 import samestep
+from benchmarks import write_json
 from examples.gpt import GPT, GPTConfig
 from samestep.launch import run_forked
 from samestep.stress import check
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder
 
 HEAD_WIDTH = 64
 STEPS_PER_CHECK = 100
@@ -93,7 +93,6 @@ def batch(rank: int, number: int, options: Options) -> Tensor:
 
 
 def backward(model: GPT, tokens: Tensor, targets: Tensor) -> None:
-    """Gradients of a batch."""
     model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
 
 
@@ -125,7 +124,6 @@ def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
 
 
 def main(options: Options) -> None:
-    """Measure every optimizer, print the table, write JSON."""
     check_folder(options.out)
     console, results = Console(highlight=False), {}
     load = [os.getloadavg()[0]]
@@ -174,8 +172,7 @@ def main(options: Options) -> None:
         "parameters": parameters,
         "results": results,
     }
-    write_files(options.out, {"check.json": (json.dumps(receipt, indent=2) + "\n").encode()})
-    console.print(f"written to {options.out / 'check.json'}")
+    write_json(options.out, "check.json", receipt)
 
 
 if __name__ == "__main__":

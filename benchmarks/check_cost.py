@@ -6,22 +6,24 @@ it. A check is host time, and its share is that of the wall clock of the step.
 """
 
 import argparse
-import json
 import platform
 import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 
 import samestep
+from benchmarks import write_json
+from samestep.bench.gpu.measure import settle
 from samestep.models.parameter_sets import SETS
 from samestep.optimizer.assumptions import REGISTER
 
@@ -29,36 +31,26 @@ WARMUP = 5
 BAR = 0.01  # of a step
 
 
-def checks_of_every_step() -> list[tuple[str, str]]:
-    """(module, qualified name) of each."""
-    found = []
-    for entry in REGISTER:
-        if entry.when == "every step" and entry.check is not None:
-            module, _, name = entry.check.partition(":")
-            found.append((module, name))
-    return found
+def checks_of_every_step() -> list[str]:
+    """Each as module:qualified name."""
+    return [e.check for e in REGISTER if e.when == "every step" and e.check is not None]
 
 
 @contextmanager
 def timed_checks(spent: Counter[str]) -> Iterator[None]:
     """Add to `spent` the nanoseconds in each check, wherever it is known by name."""
-    undo: list[tuple[Any, str, Any]] = []
-    for module_name, name in checks_of_every_step():
-        owner: Any = import_module(module_name)
-        *classes, last = name.split(".")
-        for part in classes:
-            owner = getattr(owner, part)
-        plain = getattr(owner, last)
-        timed = _timed(plain, f"{module_name}:{name}", spent)
-        owners = [owner] if classes else _modules_with(last, plain)
-        for place in owners:
-            undo.append((place, last, plain))
-            setattr(place, last, timed)
-    try:
+    with ExitStack() as patches:
+        for check in checks_of_every_step():
+            module, _, name = check.partition(":")
+            owner: Any = import_module(module)
+            *classes, last = name.split(".")
+            for part in classes:
+                owner = getattr(owner, part)
+            plain = getattr(owner, last)
+            timed = _timed(plain, check, spent)
+            for place in [owner] if classes else _modules_with(last, plain):
+                patches.enter_context(patch.object(place, last, timed))
         yield
-    finally:
-        for place, last, plain in undo:
-            setattr(place, last, plain)
 
 
 def _timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Callable[..., Any]:
@@ -102,11 +94,11 @@ def measure(device: torch.device, steps: int) -> dict[str, Any]:
     times, shares = [], []
     with timed_checks(spent):
         for number in range(WARMUP + steps):
-            _wait(device)
+            settle(device)
             spent.clear()
             start = time.perf_counter()
             opt.step()
-            _wait(device)
+            settle(device)
             elapsed = time.perf_counter() - start
             if number >= WARMUP:
                 times.append(1e3 * elapsed)
@@ -116,11 +108,6 @@ def measure(device: torch.device, steps: int) -> dict[str, Any]:
         "share": statistics.median(shares),
         "checks_us": {name: 1e-3 * ns for name, ns in sorted(spent.items())},
     }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main(given: list[str]) -> int:
@@ -136,12 +123,9 @@ def main(given: list[str]) -> int:
         print(f"{check:70} {spent:8.1f} us")
     total = sum(found["checks_us"].values())
     print(f"all {total:.1f} us of a step of {found['step_ms']:.2f} ms: {100 * found['share']:.3f}%")
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / f"check_cost_{device.type}.json"
     versions = {"samestep": samestep.__version__, "torch": torch.__version__}
     receipt = {"versions": versions, "machine": platform.machine(), **found}
-    path.write_text(json.dumps(receipt, indent=2) + "\n")
-    print(f"written to {path}")
+    write_json(options.out, f"check_cost_{device.type}.json", receipt)
     return int(found["share"] > BAR)
 
 

@@ -6,7 +6,6 @@ medians of the rounds after the first are compared. Run it on a quiet machine: a
 and disk.
 """
 
-import json
 import shutil
 import statistics
 import time
@@ -26,18 +25,13 @@ from rich.table import Table
 from torch import nn
 
 import samestep
+from benchmarks import write_json
 from benchmarks.cpu_step import gpt_parameters
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
 from samestep.launch import run_forked
-from samestep.tooling.output import write_files
 
-BARS = {
-    "with checksums": 0.65,
-    "without checksums": 0.9,
-    "extra memory": 0.1,
-    "blocked": 0.1,
-}
+BARS = {"with checksums": 0.65, "without checksums": 0.9, "extra memory": 0.1, "blocked": 0.1}
 
 
 @dataclass(frozen=True)
@@ -64,7 +58,6 @@ def memory(field: str) -> int:
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of all ranks."""
     longest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     return longest.item()
@@ -79,7 +72,6 @@ def timed(act: Callable[[], object]) -> float:
 
 
 def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
-    """All ways in turns, in every round."""
     torch.manual_seed(0)
     model = gpt(options.parameters)
     opt = samestep.AdamW(model, sharding="zero2", grads="reduced")
@@ -137,7 +129,6 @@ def is_met(name: str, value: float) -> bool:
 
 
 def main(options: Options) -> None:
-    """Measure, print a table, write JSON."""
     folder = options.out / "checkpoints"
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -174,8 +165,7 @@ def main(options: Options) -> None:
         "medians": medians,
         "ranks": ranks,
     }
-    write_files(options.out, {"checkpoint.json": json.dumps(content, indent=1).encode() + b"\n"})
-    console.print(str(options.out / "checkpoint.json"))
+    write_json(options.out, "checkpoint.json", content, indent=1)
 
 
 if __name__ == "__main__":

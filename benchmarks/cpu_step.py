@@ -5,11 +5,10 @@ two norms; an embedding and a head of `vocabulary` rows. Both optimizers run the
 Newton-Schulz with the same scale, on the same gradients.
 """
 
-import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,60 @@ import torch
 import tyro
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 import samestep
-from benchmarks.twin import Twin
+from benchmarks import write_json
 from samestep.rules.orthogonalize import orthogonalize_flops
+
+# What users write today: one Newton-Schulz per matrix in fp32, beside torch's foreach AdamW
+
+
+class UnbatchedMuon(torch.optim.Optimizer):
+    """torch.optim.Muon's algorithm without its bfloat16 cast, one matrix at a time.
+
+    torch's own class computes in bfloat16, which this kind of CPU emulates: a comparison
+    with it would measure the emulation.
+    """
+
+    def __init__(self, params: Sequence[Tensor], lr: float = 1e-3, weight_decay: float = 0.1):
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": 0.95})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            lr, mu = group["lr"], group["momentum"]
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                momentum = state["momentum"].lerp_(param.grad, 1 - mu)
+                X = param.grad.lerp(momentum, mu)
+                tall = X.shape[0] > X.shape[1]
+                X = X.T if tall else X
+                X = X / X.norm().clamp(min=1e-7)
+                for _ in range(5):
+                    A = X @ X.T
+                    B = torch.addmm(A, A, A, beta=-4.7750, alpha=2.0315)
+                    X = torch.addmm(X, B, X, beta=3.4445)
+                X = X.T if tall else X
+                param.mul_(1 - lr * group["weight_decay"])
+                param.add_(X, alpha=-lr * 0.2 * max(param.shape) ** 0.5)
+
+
+class Twin:
+    """UnbatchedMuon for the matrices and torch.optim.AdamW(foreach=True) for the rest."""
+
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+        self.muon = UnbatchedMuon(matrices)
+        self.adamw = torch.optim.AdamW(others, foreach=True)
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+
+# The benchmark
 
 
 @dataclass(frozen=True)
@@ -52,7 +100,6 @@ def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[Parameters
 
 
 def milliseconds(step: Callable[[], object]) -> float:
-    """Wall time of one call."""
     start = time.perf_counter()
     step()
     return 1e3 * (time.perf_counter() - start)
@@ -100,7 +147,6 @@ def measure(width: int, options: Options) -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    """Measure every width, print the table, write JSON."""
     console = Console()
     table = Table(title="optimizer step on CPU, ms (medians, interleaved)")
     columns = ["width", "parameters", "twin", "samestep", "ratio", "Muon", "AdamW", "GFLOP/s"]
@@ -119,7 +165,6 @@ def main(options: Options) -> None:
         )  # fmt: skip
     console.print(table)
     console.print("ratio: samestep / twin, smaller is better; pairs are samestep / twin")
-    options.out.mkdir(parents=True, exist_ok=True)
     receipt = {
         "command": "python -m benchmarks.cpu_step",
         "options": {**asdict(options), "out": str(options.out)},
@@ -129,9 +174,7 @@ def main(options: Options) -> None:
         "threads": torch.get_num_threads(),
         "milliseconds": results,
     }
-    path = options.out / "cpu_step.json"
-    path.write_text(json.dumps(receipt, indent=2) + "\n")
-    console.print(f"written to {path}")
+    write_json(options.out, "cpu_step.json", receipt)
 
 
 if __name__ == "__main__":

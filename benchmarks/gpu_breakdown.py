@@ -8,16 +8,17 @@ Gradients are given, so that only steps are seen.
 """
 
 import argparse
+import json
 import os
 import shlex
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,17 +27,115 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 import samestep
-from benchmarks.gpu_trace import Share, device_work, share_of
-from samestep.bench.gpu.ceilings import measure_ceilings
-from samestep.bench.gpu.receipt import heading, leave
-from samestep.bench.gpu.show import Screen, number
+from samestep.bench.gpu.measure import measure_ceilings, settle
+from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU, Distribution
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
 from samestep.tooling.output import check_folder
+
+# What a GPU did while something ran, by the profiler's timeline
+
+T = TypeVar("T")
+
+DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories; ranges of users are there too
+PRODUCTS = ("gemm", "nvjet", "cutlass", "symmetric", "xmma", "cublas")
+MOVES = ("HtoD", "DtoH", "nccl")  # between ranks: gloo goes through the host
+SHOWN = 12
+
+
+class Work(NamedTuple):
+    """One thing that the device did, in microseconds."""
+
+    name: str
+    begin: float
+    end: float
+
+
+class Share(NamedTuple):
+    """Milliseconds of some time."""
+
+    wall: float
+    products: float
+    elementwise: float  # all other computing
+    moved: float  # copies to and from the host, hidden or not
+    longest: list[tuple[str, float]]  # names of kernels, and the sum of each
+
+    @property
+    def exposed(self) -> float:
+        """In which nothing was computed: communication, and launches that came late."""
+        return self.wall - self.products - self.elementwise
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        return self.elementwise, self.products, self.exposed
+
+    def per(self, count: int) -> "Share":
+        longest = [(name, ms / count) for name, ms in self.longest]
+        return Share._make([*(part / count for part in self[:-1]), longest])
+
+
+def device_work(call: Callable[[], T]) -> tuple[list[Work], T]:
+    """All that the device did during a call, and what the call gave."""
+    on_gpu = torch.cuda.is_available()
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU  # to try it
+    with profile(activities=[activity]) as profiler:
+        value = call()
+    with tempfile.TemporaryDirectory(prefix="trace_") as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events = json.loads(file.read_text())["traceEvents"]
+    work = [
+        Work(event["name"], event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") in DEVICE
+    ]
+    return sorted(work, key=lambda each: each.begin), value
+
+
+def share_of(work: Sequence[Work], wall: float) -> Share:
+    """How a time of `wall` milliseconds was spent; what overlaps is counted once."""
+    moves = [each for each in work if is_move(each.name)]
+    computing = [each for each in work if not is_move(each.name)]
+    products = [each for each in computing if is_product(each.name)]
+    sums: dict[str, float] = {}
+    for each in work:
+        name = short(each.name)
+        sums[name] = sums.get(name, 0.0) + (each.end - each.begin) / 1e3
+    longest = sorted(sums.items(), key=lambda item: item[1], reverse=True)
+    in_products = covered(products)
+    return Share(
+        wall, in_products, covered(computing) - in_products, covered(moves), longest[:SHOWN]
+    )
+
+
+def is_product(name: str) -> bool:
+    return any(word in name.lower() for word in PRODUCTS)
+
+
+def is_move(name: str) -> bool:
+    """Whether it carries something to another rank, or to the host on the way there."""
+    return any(word in name for word in MOVES)
+
+
+def short(name: str) -> str:
+    return name.removeprefix("void ").split("(")[0][:100]
+
+
+def covered(work: Iterable[Work]) -> float:
+    """Milliseconds in which at least one was running."""
+    total, reached = 0.0, float("-inf")
+    for each in sorted(work, key=lambda each: each.begin):
+        total += max(each.end - max(each.begin, reached), 0.0)
+        reached = max(reached, each.end)
+    return total / 1e3
+
+
+# The benchmark
 
 STEPS = 5  # of the polynomial
 WARM_UP, PLAIN, PROFILED = 3, 5, 3
@@ -56,7 +155,6 @@ class Case(NamedTuple):
 
     @property
     def title(self) -> str:
-        """In words."""
         pipeline = ", pipelined" if self.chunks_ahead else ", no pipeline"
         size = f", chunks of {self.chunk_size / 1e6:.1f}M"
         return f"{self.ranks} on {self.backend}{pipeline if self.ranks > 1 else ''}{size}"
@@ -109,7 +207,6 @@ class Model(nn.Module):
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1280)
     parser.add_argument("--layers", type=int, default=20)
@@ -135,7 +232,6 @@ def on_ranks(options: argparse.Namespace, command: str, ranks: int, backend: str
 def on_rank(
     rank: int, options: argparse.Namespace, command: str, ranks: int, backend: str, folder: str
 ) -> None:
-    """Be a rank: run the cases for as many, and leave a report."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch.device("cpu")
@@ -157,7 +253,6 @@ def on_rank(
 
 
 def measured(case: Case, options: argparse.Namespace, device: torch.device) -> Steps:
-    """One rank's steps."""
     torch.manual_seed(0)
     model = Model(options.width, options.layers, options.vocabulary).to(device)
     mesh = init_device_mesh(device.type, (case.ranks,))
@@ -180,11 +275,11 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
 
     def step() -> float:
         """Milliseconds, from an idle device to an idle device; all ranks begin together."""
-        wait_for(device)
+        settle(device)
         dist.barrier()
         begin = time.perf_counter()
         optimizer.step()
-        wait_for(device)
+        settle(device)
         return 1e3 * (time.perf_counter() - begin)
 
     for _ in range(WARM_UP):
@@ -200,12 +295,6 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
         sum(line.startswith("Transform") for line in lines),
         sum(int(checksum(param.to_local())) for param in params),
     )
-
-
-def wait_for(device: torch.device) -> None:
-    """Until it is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def computed_flops(rows: int, cols: int) -> int:
@@ -225,7 +314,6 @@ def plain_flops(rows: int, cols: int) -> int:
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Measure, print the table, write JSON."""
     check_folder(options.out)
     screen = Screen()
     reports = {

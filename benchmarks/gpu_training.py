@@ -19,12 +19,9 @@ import torch
 from torch import Tensor
 
 import samestep
-from samestep.bench.gpu.ceilings import measure_ceilings
-from samestep.bench.gpu.kernels import kernels
+from samestep.bench.gpu.measure import kernels, measure_ceilings, times_of
 from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.receipt import heading, leave
-from samestep.bench.gpu.show import Screen, number
-from samestep.bench.gpu.timing import times_of
+from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
 
@@ -46,7 +43,6 @@ class Run(NamedTuple):
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
@@ -82,16 +78,18 @@ def batches(text: Tensor, seed: int, options: argparse.Namespace, device: torch.
     return text[starts + torch.arange(length)].to(device)
 
 
-def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
-    """Train once, with events between passes and optimizer."""
-    device = device_of(options.device)
-    torch.manual_seed(seed)
+def config_of(options: argparse.Namespace) -> GPTConfig:
     heads = max(1, options.width // HEAD_WIDTH)
-    config = GPTConfig(
+    return GPTConfig(
         width=options.width, layers=options.layers, context=options.context, heads=heads,
         kv_heads=heads,
     )  # fmt: skip
-    model = GPT(config).to(device)
+
+
+def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
+    device = device_of(options.device)
+    torch.manual_seed(seed)
+    model = GPT(config_of(options)).to(device)
     optimizer = samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0)
     losses: list[Tensor] = []
     events: list[list[Any]] = []
@@ -120,7 +118,6 @@ def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
 
 
 def mark(device: torch.device) -> Any:
-    """A moment on the device."""
     if device.type != "cuda":
         return None
     make: Any = torch.cuda.Event  # without types
@@ -130,12 +127,10 @@ def mark(device: torch.device) -> Any:
 
 
 def spread(values: Sequence[float]) -> float:
-    """The standard deviation."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def run(options: argparse.Namespace, command: str) -> None:
-    """Train all, print the table and the verdict, write JSON."""
     check_folder(options.out)
     screen = Screen()
     device = device_of(options.device)
@@ -185,11 +180,8 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 
 def parameters(options: argparse.Namespace) -> int:
-    """How many the model has."""
     with torch.device("meta"):
-        heads = max(1, options.width // HEAD_WIDTH)
-        shape = {"width": options.width, "layers": options.layers, "heads": heads}
-        model = GPT(GPTConfig(context=options.context, kv_heads=heads, **shape))
+        model = GPT(config_of(options))
     return sum(param.numel() for param in model.parameters())
 
 

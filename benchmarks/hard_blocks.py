@@ -20,11 +20,9 @@ class Draw:
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        """Gaussian numbers."""
         return torch.randn(shape, generator=self.generator, device=self.device)
 
     def uniform(self, *shape: int) -> Tensor:
-        """Numbers in [0, 1)."""
         return torch.rand(shape, generator=self.generator, device=self.device)
 
     def turned(self, values: Tensor) -> Tensor:
@@ -41,19 +39,10 @@ class Draw:
         return blocks
 
     def order(self) -> Tensor:
-        """1, 2, 3, ..."""
         return torch.arange(1, self.short + 1, device=self.device).float()
 
 
 Table = Sequence[Coefficients]
-
-
-def _gaussian(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.normal(count, draw.rows, draw.cols)
-
-
-def _power_law(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.turned(torch.pow(draw.order(), -0.5 - draw.uniform(count, 1)))
 
 
 def _steep(draw: Draw, count: int, table: Table) -> Tensor:
@@ -70,14 +59,6 @@ def _equilibrated(draw: Draw, count: int, table: Table) -> Tensor:
     blocks = draw.normal(count, draw.rows, draw.cols)
     normed: Tensor = blocks / blocks.norm(dim=2, keepdim=True)
     return normed
-
-
-def _uneven_rows(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.normal(count, draw.rows, draw.cols) * 10 ** (-4 * draw.uniform(count, draw.rows, 1))
-
-
-def _rank_one(draw: Draw, count: int, table: Table) -> Tensor:
-    return draw.normal(count, draw.rows, 1) @ draw.normal(count, 1, draw.cols)
 
 
 def _same_rows(draw: Draw, count: int, table: Table) -> Tensor:
@@ -137,13 +118,19 @@ def _few_rows(draw: Draw, count: int, table: Table) -> Tensor:
 
 
 KINDS: dict[str, Callable[[Draw, int, Table], Tensor]] = {
-    "gaussian": _gaussian,
-    "power law": _power_law,
+    "gaussian": lambda draw, count, _: draw.normal(count, draw.rows, draw.cols),
+    "power law": lambda draw, count, _: draw.turned(
+        torch.pow(draw.order(), -0.5 - draw.uniform(count, 1))
+    ),
     "steep": _steep,
     "low rank": _low_rank,
     "equilibrated": _equilibrated,
-    "uneven rows": _uneven_rows,
-    "rank one": _rank_one,
+    "uneven rows": lambda draw, count, _: (
+        draw.normal(count, draw.rows, draw.cols) * 10 ** (-4 * draw.uniform(count, draw.rows, 1))
+    ),
+    "rank one": lambda draw, count, _: (
+        draw.normal(count, draw.rows, 1) @ draw.normal(count, 1, draw.cols)
+    ),
     "same rows": _same_rows,
     "one-hot": _one_hot,
     "dangerous": _dangerous,

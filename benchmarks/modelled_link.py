@@ -30,8 +30,12 @@ from typing import Any, Literal, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
+from samestep.comm.diagnosis.recorder import FlightRecorder, Record
+
 CAPACITY = 1 << 20  # transfers in the life of a link
 POLL = 1e-4  # seconds
+
+FREE = "free"  # the name of a link that costs nothing
 
 Clock = Literal["wall", "cpu"]
 
@@ -79,7 +83,6 @@ class ModelledLink:
         self._latency, self._bandwidth = latency, bandwidth
 
     def now(self) -> float:
-        """Seconds by the clock of the link."""
         return time.monotonic() if self._sleeps else time.thread_time() + self._waited
 
     def install(self) -> None:
@@ -97,7 +100,6 @@ class ModelledLink:
         dist.init_process_group("modelled", store=store, rank=self._rank, world_size=size)
 
     def launch(self, kind: str, carried: float) -> Transfer:
-        """A collective of this rank begins."""
         seconds = self._latency + carried / self._bandwidth
         transfer = Transfer(self._count, kind, carried, seconds, self.now())
         self._launches[self._rank][self._count] = transfer.launched
@@ -107,8 +109,15 @@ class ModelledLink:
         self.transfers.append(transfer)
         return transfer
 
+    def take_names(self, recorder: FlightRecorder) -> None:
+        """Transfers are called from now on what the recorder calls them."""
+
+        def name(record: Record) -> None:
+            self.transfers[-1].name = record.name
+
+        recorder.on_launch.append(name)
+
     def is_over(self, transfer: Transfer) -> bool:
-        """Whether the modelled time of a transfer has passed."""
         return self._is_known(transfer) and self.now() >= transfer.end
 
     def pass_time(self, transfer: Transfer, limit: float) -> None:
@@ -143,7 +152,6 @@ class ModelledWork(dist.Work):
         self._link, self._transfer, self._real = link, transfer, real
 
     def is_completed(self) -> bool:
-        """Whether waiting would return at once."""
         return self._real.is_completed() and self._link.is_over(self._transfer)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -180,16 +188,13 @@ class ModelledGroup(dist.ProcessGroup):
     # torch's own versions of these ask a registered backend, which would not be modelled.
 
     def get_group_store(self) -> dist.Store:
-        """Where ranks meet."""
         return self._store
 
     def name(self) -> str:
-        """The backend's name."""
         return "modelled"
 
     @property
     def group_name(self) -> Any:  # a str, of which newer torch has a type of its own
-        """As torch knows the group."""
         return self._name
 
     def _set_group_name(self, name: str) -> None:
@@ -200,7 +205,6 @@ class ModelledGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, input: Tensor, incoming: list[int], outgoing: list[int], *opts: Any
     ) -> dist.Work:
-        """Every rank sends a segment to each other one."""
         sent = sum(outgoing) - outgoing[self.rank()]
         received = sum(incoming) - incoming[self.rank()]
         carried = max(sent, received) * input.element_size()
@@ -213,22 +217,18 @@ class ModelledGroup(dist.ProcessGroup):
         return self._launch("all_reduce", carried, self._gloo.allreduce, tensors, *opts)
 
     def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
-        """From one rank to all."""
         carried = sum(tensor.nbytes for tensor in tensors)
         return self._launch("broadcast", carried, self._gloo.broadcast, tensors, *opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, *opts: Any) -> dist.Work:
-        """Everyone gets the equal parts of all."""
         carried = self._share([output])
         return self._launch("all_gather", carried, self._gloo._allgather_base, output, input, *opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *opts: Any) -> dist.Work:
-        """Everyone gets one of the equal parts of the sum."""
         launch = self._gloo._reduce_scatter_base
         return self._launch("reduce_scatter", self._share([input]), launch, output, input, *opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """Nothing travels."""
         return self._launch("barrier", 0, self._gloo.barrier, opts)
 
     # Their names before torch 2.13.

@@ -1,4 +1,4 @@
-"""What traces of Muon's steps tell: pure functions, and the rows of a table.
+"""What traces of Muon's steps tell: pure functions, the rows of a table, and timelines.
 
 A rank waits for a transfer either because another rank has not launched it yet (idle: work is
 uneven), or because it is on the link or behind others there (exposed communication).
@@ -6,10 +6,12 @@ uneven), or because it is on the link or behind others there (exposed communicat
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from benchmarks.timeline import Trace
+from benchmarks.modelled_link import Transfer
+from benchmarks.timeline import Look, Panel, Trace, picture
 
 BAR = 1 / 3  # of what is exposed without a pipeline, at most
 
@@ -23,12 +25,10 @@ class Case(NamedTuple):
 
     @property
     def unpipelined(self) -> "Case":
-        """The same without a pipeline."""
         return self._replace(pipelined=False)
 
     @property
     def title(self) -> str:
-        """In words."""
         words = [self.schedule, self.owners, "pipelined" if self.pipelined else "no pipeline"]
         return ", ".join(word for word in words if word)
 
@@ -52,12 +52,10 @@ def about_blocks(trace: Trace) -> Trace:
 
 
 def busy(trace: Trace) -> float:
-    """Seconds that the link is busy."""
     return sum(transfer.seconds for transfer in trace.transfers)
 
 
 def waited(trace: Trace) -> float:
-    """Seconds inside waits."""
     return sum(stop - start for t in trace.transfers for start, stop in t.waits)
 
 
@@ -81,7 +79,6 @@ def computed(trace: Trace) -> float:
 
 
 def measure(traces: Sequence[Trace]) -> Step:
-    """A step from the traces of all its ranks."""
     moves = list(map(about_blocks, traces))
     begin = min(trace.marks[0][1] for trace in traces)
     end = max(trace.marks[-1][2] for trace in traces)
@@ -106,12 +103,12 @@ class Results:
         self._steps, self._free = steps, free
 
     def median(self, case: Case, link: str, of: Callable[[Step], float]) -> float:
-        """Of all rounds, in milliseconds."""
         return 1e3 * statistics.median(map(of, self._steps[case, link]))
 
     def longer(self, case: Case, link: str) -> float:
         """What a step takes more than on a link that costs nothing, in milliseconds."""
-        return self.median(case, link, _whole) - self.median(case, self._free, _whole)
+        length = attrgetter("whole")
+        return self.median(case, link, length) - self.median(case, self._free, length)
 
     def typical(self, case: Case, link: str) -> int:
         """The round whose step is in the middle."""
@@ -124,9 +121,8 @@ class Results:
         medians = {f"{key}_ms": self.median(case, link, attrgetter(key)) for key in Step._fields}
         kept: dict[str, Any] = {}
         if case.pipelined:
-            kept["exposed_of_unpipelined"] = medians["exposed_ms"] / self.median(
-                plain, link, _exposed
-            )
+            exposed = self.median(plain, link, attrgetter("exposed"))
+            kept["exposed_of_unpipelined"] = medians["exposed_ms"] / exposed
             kept["longer_of_unpipelined"] = self.longer(case, link) / self.longer(plain, link)
             pairs = zip(self._steps[case, link], self._steps[plain, link], strict=True)
             kept["in_single_rounds"] = [one.exposed / other.exposed for one, other in pairs]
@@ -134,22 +130,13 @@ class Results:
             **case._asdict(),
             "link": link,
             **medians,
-            "free_ms": self.median(case, self._free, _whole),
+            "free_ms": self.median(case, self._free, attrgetter("whole")),
             "longer_ms": self.longer(case, link),
             **kept,
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Every case on every link but the free one."""
         return [self.row(case, link) for case, link in self._steps if link != self._free]
-
-
-def _whole(step: Step) -> float:
-    return step.whole
-
-
-def _exposed(step: Step) -> float:
-    return step.exposed
 
 
 COLUMNS = {
@@ -169,11 +156,9 @@ COLUMNS = {
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as a table in Markdown."""
-    lines = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
-    for row in rows:
-        lines.append(f"| {' | '.join(_cell(row, key) for key in COLUMNS)} |")
-    return "\n".join(lines)
+    head = [f"| {' | '.join(COLUMNS.values())} |", "|---" * len(COLUMNS) + "|"]
+    cells = ([_cell(row, key) for key in COLUMNS] for row in rows)
+    return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in cells)])
 
 
 def _cell(row: Mapping[str, Any], key: str) -> str:
@@ -186,7 +171,6 @@ def _cell(row: Mapping[str, Any], key: str) -> str:
 
 
 def verdicts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """How each pipeline of the parallel schedule did against the bar."""
     lines = []
     for row in rows:
         if row["schedule"] == "parallel" and row["pipelined"]:
@@ -199,3 +183,70 @@ def verdicts(rows: Iterable[Mapping[str, Any]]) -> list[str]:
                 f"return: {row['ends_ms']:.1f} of {row['exposed_ms']:.1f} ms."
             )
     return lines
+
+
+# The four timelines of Muon over shards, from the traces of a run
+
+EXPOSED, IDLE = "exposed", "idle"
+
+KINDS = {
+    "collect": ("#9bd19b", "momentum"),
+    "transform": ("#7fb2e5", "orthogonalization"),
+    "apply": ("#f2b872", "update"),
+    "other": ("#bbbbbb", "AdamW and more"),
+    EXPOSED: ("#c8243b", "waiting for the link"),
+    IDLE: ("#f4c6cb", "for another rank"),
+    "collection": ("#7b5ea7", "to owners"),
+    "return": ("#1f8a8a", "back"),
+}
+
+
+def of_mark(name: str) -> tuple[str, str]:
+    """Kind and text of an operation such as "Transform 0.3": the chunk, if it is a long one."""
+    word = name.split()[0].lower()
+    kind = word if word in KINDS else "other"
+    return kind, name.split(".")[-1] if kind == "transform" else ""
+
+
+def of_transfer(transfer: Transfer) -> tuple[str, str]:
+    """Kind and text of a transfer: the chunk that is on its way."""
+    kind = transfer.name.split()[0] if transfer.name else ""
+    if kind in ("collection", "return"):
+        return kind, transfer.name.split()[-1]
+    return "other", ""
+
+
+def waits_apart(trace: Trace) -> Trace:
+    """Operations cut where they wait, and waits among them, by what is waited for."""
+    marks: list[tuple[str, float, float]] = []
+    waits = sorted((*span, t.ready) for t in trace.transfers for span in t.waits)
+    for name, begin, end in trace.marks:
+        for start, stop, ready in waits:
+            if begin <= start and stop <= end:
+                others = min(max(start, ready), stop)
+                pieces = (name, begin, start), (IDLE, start, others), (EXPOSED, others, stop)
+                marks += [piece for piece in pieces if piece[2] > piece[1]]
+                begin = stop
+        marks.append((name, begin, end))
+    return Trace(marks, [replace(transfer, waits=()) for transfer in trace.transfers])
+
+
+def pictures(shown: Mapping[str, tuple[str, Sequence[Trace]]], about: str) -> dict[str, bytes]:
+    """A picture per file name, from its title and traces; neighbours of similar length align."""
+    steps = {name: measure(traces) for name, (_, traces) in shown.items()}
+    shortest = min(step.whole for step in steps.values())
+    alike = [step.whole for step in steps.values() if step.whole < 2.5 * shortest]
+    made = {}
+    for name, (title, traces) in shown.items():
+        step = steps[name]
+        begin = min(trace.marks[0][1] for trace in traces)
+        ms = f"{1e3 * step.whole:.0f} ms, exposed communication {1e3 * step.exposed:.0f} ms"
+        panel = Panel(f"{title}: {ms}", [*map(waits_apart, traces)], begin, begin + step.whole)
+        made[name] = picture(
+            about,
+            [panel],
+            Look(KINDS, of_mark, of_transfer),
+            longest=1.02 * (max(alike) if step.whole in alike else step.whole),
+            rank_height=0.75,
+        )
+    return made

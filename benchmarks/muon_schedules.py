@@ -8,20 +8,176 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Sequence
-from dataclasses import asdict
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import samestep
-from benchmarks.modelled_link import ModelledLink, Transfer
-from benchmarks.muon_exposure import Case, Results, measure, table, verdicts
-from benchmarks.muon_runs import FREE, RankResult, Regime, Shape, on_rank
+import samestep.optimizer.step
+from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
+from benchmarks.muon_exposure import Case, Results, computed, measure, pictures, table, verdicts
+from benchmarks.overlap_training import Shape
 from benchmarks.timeline import Trace, chrome_trace
+from examples.gpt import GPT, GPTConfig
+from samestep.comm.executor import Handlers, execute
 from samestep.launch import run_forked
+from samestep.plan.schedule import Operation, Schedule, line_of
 from samestep.tooling.output import check_folder, write_files
+
+# Steps of Muon over FSDP2 on a modelled link, traced operation by operation
+
+SHAPE = Shape(width=256, layers=8, vocabulary=256, sequences=2, tokens=32)
+HEADS, KV_HEADS = 4, 1
+ONE_TURN = 1  # elements of a chunk: as small as can be, one block per owner
+
+CASES = (
+    Case("gather", False),
+    Case("gather", True),
+    Case("parallel", False, "cyclic"),
+    Case("parallel", True, "cyclic"),
+    Case("parallel", False, "balanced"),
+    Case("parallel", True, "balanced"),
+)
+
+
+class Regime(NamedTuple):
+    """Links by what all transfers of a step cost on them, as a share of its computing."""
+
+    latency: float  # seconds per transfer
+    ratios: dict[str, float]
+
+
+class RankResult(NamedTuple):
+    """What a rank has seen: a trace per round."""
+
+    speeds: dict[str, Speed]
+    traces: dict[tuple[Case, str], list[Trace]]
+    parameters: int
+    chunks: dict[Case, int]
+
+
+class Marks(list[tuple[str, float, float]]):
+    """Runs schedules as the executor does, and notes when each operation began and ended."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        super().__init__()
+        self._now = now
+
+    def execute(self, schedule: Schedule, handlers: Handlers) -> None:
+        execute(schedule, {kind: self._timed(handler) for kind, handler in handlers.items()})
+
+    def _timed(self, handler: Callable[[Any], None]) -> Callable[[Any], None]:
+        def run(operation: Operation) -> None:
+            begin = self._now()
+            handler(operation)
+            self.append((line_of(operation), begin, self._now()))
+
+        return run
+
+
+class Training:
+    """A GPT under FSDP2 with an optimizer of its own.
+
+    The six matrices of a layer are blocks of unequal work: dealt out in turn they leave two of
+    four ranks with all the large ones.
+    """
+
+    def __init__(self, case: Case, shape: Shape, link: ModelledLink, marks: Marks) -> None:
+        self._shape, self._link, self._marks = shape, link, marks
+        torch.manual_seed(0)
+        config = GPTConfig(
+            vocab_size=shape.vocabulary, context=shape.tokens, width=shape.width,
+            layers=shape.layers, heads=HEADS, kv_heads=KV_HEADS,
+        )  # fmt: skip
+        self._model = GPT(config)
+        self.parameters = sum(param.numel() for param in self._model.parameters())
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in self._model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self._model, mesh=mesh)
+        self._optimizer = samestep.MuonAdamW(
+            self._model,
+            bucket_size=ONE_TURN,
+            muon_schedule=case.schedule,
+            chunks_ahead=int(case.pipelined),
+            owners=case.owners or "balanced",
+        )
+        self._generator = torch.Generator().manual_seed(dist.get_rank())
+
+    @property
+    def chunks(self) -> int:
+        return sum(line.startswith("Transform") for line in self._optimizer.schedule_lines())
+
+    def step(self, speed: Speed) -> Trace:
+        """Forward and backward on a free link, then the traced step on the one that is asked for.
+
+        All ranks begin it together, so that nobody waits for another's backward.
+        """
+        size = (2, self._shape.sequences, self._shape.tokens)
+        tokens, targets = torch.randint(self._shape.vocabulary, size, generator=self._generator)
+        self._optimizer.zero_grad()
+        self._model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
+        dist.barrier()
+        self._link.set_speed(*speed)
+        transfers: list[Transfer] = []
+        self._link.transfers = transfers
+        self._marks.clear()
+        self._optimizer.step()
+        self._link.set_speed(0.0, float("inf"))
+        self._link.transfers = []  # FSDP2's are not of interest
+        return Trace(list(self._marks), transfers)
+
+
+def calibrate(training: Training, regime: Regime) -> dict[str, Speed]:
+    """Links on which communication is the wanted share of computing, the same on all ranks."""
+    free = Speed(0.0, float("inf"))
+    training.step(free)
+    traces = [training.step(free) for _ in range(3)]
+    carried = sum(transfer.bytes for transfer in traces[0].transfers)
+    least = torch.tensor([statistics.median(map(computed, traces)), -carried], dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MIN)  # the rank with the least noise, and the most bytes
+    computing, most = float(least[0]), -float(least[1])
+    latencies = regime.latency * len(traces[0].transfers)
+    speeds = {FREE: free}
+    for name, ratio in regime.ratios.items():
+        speeds[name] = Speed(regime.latency, most / max(ratio * computing - latencies, 1e-3))
+    return speeds
+
+
+def on_rank(
+    rank: int, shape: Shape, regime: Regime, rounds: int, link: ModelledLink, names: tuple[str, ...]
+) -> RankResult:
+    link.install()
+    marks = Marks(link.now)
+    recorder = samestep.FlightRecorder()
+    link.take_names(recorder)
+    with patch.object(samestep.optimizer.step, "execute", marks.execute), recorder:
+        trainings = {case: Training(case, shape, link, marks) for case in CASES}
+        speeds = calibrate(trainings[CASES[-1]], regime)
+        for training in trainings.values():
+            training.step(speeds[FREE])
+        traces: dict[tuple[Case, str], list[Trace]] = {
+            (case, name): [] for case in CASES for name in (FREE, *names)
+        }
+        for number in range(rounds):
+            turns = list(traces)
+            for case, name in turns if number % 2 else reversed(turns):
+                traces[case, name].append(trainings[case].step(speeds[name]))
+            if rank == 0:
+                print(f"round {number + 1} of {rounds}", flush=True)
+    chunks = {case: training.chunks for case, training in trainings.items()}
+    return RankResult(speeds, traces, trainings[CASES[0]].parameters, chunks)
+
+
+# The command
 
 RESULT, TRACE = "muon_schedules.json", "muon_schedules_trace.json.gz"
 LINKS = ("fast", "middle", "slow")
@@ -34,12 +190,11 @@ DRAWN = {
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What to do."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5, help="steps of a case on a link")
-    parser.add_argument("--width", type=int, default=Shape.width)
-    parser.add_argument("--layers", type=int, default=Shape.layers)
+    parser.add_argument("--width", type=int, default=SHAPE.width)
+    parser.add_argument("--layers", type=int, default=SHAPE.layers)
     parser.add_argument(
         "--ratios", type=float, nargs=len(LINKS), default=[0.3, 0.6, 0.9],
         help="communication against computing on the fast, the middle and the slow link",
@@ -55,15 +210,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def traces_of(ranks: Sequence[RankResult], case: Case, link: str, number: int) -> list[Trace]:
-    """Of all ranks in one step."""
     return [result.traces[case, link][number] for result in ranks]
 
 
 def run(options: argparse.Namespace) -> None:
-    """Measure, print the table and how the bar was met, write JSON and a trace."""
     check_folder(options.out)
     load = [os.getloadavg()[0]]
-    shape = Shape(width=options.width, layers=options.layers)
+    shape = replace(SHAPE, width=options.width, layers=options.layers)
     regime = Regime(options.latency, dict(zip(LINKS, options.ratios, strict=True)))
     link = ModelledLink(options.ranks, options.clock)
     ranks: list[RankResult] = run_forked(
@@ -119,15 +272,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def read_trace(found: dict[str, Any]) -> Trace:
-    """A trace as JSON has it."""
     marks = [(name, begin, end) for name, begin, end in found["marks"]]
     return Trace(marks, [Transfer(**transfer) for transfer in found["transfers"]])
 
 
 def draw(folder: Path) -> None:
-    """Pictures of a run, into its folder."""
-    from benchmarks.muon_pictures import pictures  # needs matplotlib
-
     receipt = json.loads((folder / RESULT).read_bytes())
     shown = {
         f"{name}.png": (drawn["title"], [read_trace(trace) for trace in drawn["ranks"]])
@@ -144,7 +293,6 @@ def draw(folder: Path) -> None:
 
 
 def main(options: argparse.Namespace) -> None:
-    """Measure, or draw what was measured."""
     if options.draw is None:
         run(options)
     else:

@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,17 +18,176 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 import tyro
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
 import samestep
-from benchmarks.modelled_link import Clock, ModelledLink, Speed, Transfer
-from benchmarks.overlap_table import Results
-from benchmarks.overlap_timeline import picture
-from benchmarks.overlap_training import FREE, Case, Sample, Shape, Training, slowest
-from benchmarks.timeline import Trace, chrome_trace
+from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
+from benchmarks.overlap_training import Case, Sample, Shape, Training, slowest
+from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
+from benchmarks.timeline import picture as draw
 from samestep.launch import run_forked
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
+
+# The picture of a step without and with overlap
+
+KINDS = {
+    "forward": ("#7fb2e5", "forward"),
+    "backward": ("#f2b872", "backward"),
+    "step": ("#9bd19b", "optimizer step"),
+    WAITING: ("#c8243b", "waiting for the link"),
+    "reduction": ("#7b5ea7", "gradients reduced"),
+    "gather": ("#1f8a8a", "parameters gathered"),
+    "presence": ("#333333", ""),
+}
+
+
+def kind(transfer: Transfer) -> str:
+    return next((k for k in ("reduction", "gather") if transfer.name.startswith(k)), "presence")
+
+
+def picture(title: str, shown: Mapping[str, Sequence[Trace]], step: int = 2) -> bytes:
+    """One configuration above the other on one scale: a whole step and the start of the next."""
+    panels = []
+    for name, traces in shown.items():
+        begin = min(trace.marks[3 * step][1] for trace in traces)
+        end = max(trace.marks[3 * step + 3][1] for trace in traces)
+        waited = statistics.mean(_waited(trace, begin, end) for trace in traces)
+        about = f"{1e3 * (end - begin):.0f} ms per step, {1e3 * waited:.0f} of them waiting"
+        panels.append(Panel(f"{name}: {about}", traces, begin, end))
+    look = Look(KINDS, lambda name: (name, name), lambda transfer: (kind(transfer), ""))
+    longest = 1.12 * max(panel.end - panel.begin for panel in panels)
+    return draw(title, panels, look, longest=longest, rank_height=1.1)
+
+
+def _waited(trace: Trace, begin: float, end: float) -> float:
+    """Seconds between two times that the host was held up."""
+    waits = [wait for transfer in trace.transfers for wait in transfer.waits]
+    return sum(max(min(stop, end) - max(start, begin), 0.0) for start, stop in waits)
+
+
+# Tables, sentences and JSON
+
+BAR = 0.7  # by how much exposed communication shall fall
+
+Samples = dict[tuple[Case, str], list[list[Sample]]]  # steps of each round
+
+
+class Row(NamedTuple):
+    """One case on one link, in milliseconds, against the same case on a free link."""
+
+    case: Case
+    link: str
+    step: float
+    compute: float  # the step on a free link
+    backward: float  # there
+    skew: float  # inside waits there: for other ranks, since the link costs nothing
+    busy: float  # that the modelled link is
+    exposed: float
+    waited: float  # more than on a free link, inside waits
+    skipping: float  # exposed in steps in which a rank left out a layer
+
+    @property
+    def hidden(self) -> float:
+        """The share of communication that does not show."""
+        return 1 - self.exposed / self.busy
+
+
+def row(samples: Samples, case: Case, link: str, *picked: int) -> Row:
+    """From the samples of some rounds, or of all."""
+
+    def ms(name: str, of: str, *, only_skips: bool = False) -> float:
+        rounds = samples[case, name]
+        some = [rounds[i] for i in picked] if picked else rounds
+        steps = [step for steps in some for step in steps if step.skips or not only_skips]
+        return 1e3 * float(statistics.median(getattr(step, of) for step in steps))
+
+    return Row(
+        case=case,
+        link=link,
+        step=ms(link, "whole"),
+        compute=ms(FREE, "whole"),
+        backward=ms(FREE, "backward"),
+        skew=ms(FREE, "waited"),
+        busy=ms(link, "link"),
+        exposed=ms(link, "whole") - ms(FREE, "whole"),
+        waited=ms(link, "waited") - ms(FREE, "waited"),
+        skipping=ms(link, "whole", only_skips=True) - ms(FREE, "whole", only_skips=True),
+    )
+
+
+@dataclass(frozen=True)
+class Results:
+    """All samples of a run."""
+
+    samples: Samples
+
+    def rows(self, keep: Callable[[Case, str], bool]) -> list[Row]:
+        return [
+            row(self.samples, case, link)
+            for case, link in self.samples
+            if link != FREE and keep(case, link)
+        ]
+
+    def fall(self, case: Case, link: str, *picked: int) -> float:
+        """By which share overlap makes exposed communication fall."""
+        plain = row(self.samples, case.without, link, *picked)
+        return 1 - row(self.samples, case, link, *picked).exposed / plain.exposed
+
+    def falls(self, case: Case, link: str) -> list[float]:
+        return [self.fall(case, link, i) for i in range(len(self.samples[case, link]))]
+
+    def table(self, title: str, rows: Sequence[Row]) -> Table:
+        table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
+        for column in ("link", "layout", "overlap"):
+            table.add_column(column, no_wrap=True)
+        for column in ("step", "free", "busy", "exposed", "hidden", "wait", "skip", "less"):
+            table.add_column(column, justify="right", no_wrap=True)
+        for r in rows:
+            plain = r.case == r.case.without
+            table.add_row(
+                r.link,
+                f"{r.case.sharding} P/{r.case.parts}",
+                r.case.overlap,
+                *(f"{ms:.0f}" for ms in (r.step, r.compute, r.busy, r.exposed)),
+                f"{r.hidden:.0%}",
+                f"{r.waited:.0f}",
+                f"{r.skipping:.0f}",
+                "" if plain else f"{self.fall(r.case, r.link):.0%}",
+            )
+        return table
+
+    def bar_line(self, case: Case, link: str) -> str:
+        fall, rounds = self.fall(case, link), self.falls(case, link)
+        verdict = "met" if fall >= BAR else "not met"
+        return (
+            f"{case.sharding} on the {link} link: exposed communication falls by {fall:.0%} "
+            f"({min(rounds):.0%} to {max(rounds):.0%} in single rounds); the bar is {BAR:.0%}: "
+            f"{verdict}."
+        )
+
+    def summary(self) -> list[dict[str, Any]]:
+        return [
+            {
+                **asdict(r.case),
+                "overlap": r.case.overlap,
+                **{key: value for key, value in r._asdict().items() if key != "case"},
+                "hidden": r.hidden,
+                "falls_by": self.fall(r.case, r.link),
+                "falls_by_in_single_rounds": self.falls(r.case, r.link),
+                "samples_ms": self._whole(r.case, r.link),
+                "samples_free_ms": self._whole(r.case, FREE),
+            }
+            for r in self.rows(lambda *_: True)
+        ]
+
+    def _whole(self, case: Case, link: str) -> list[list[float]]:
+        return [[1e3 * step.whole for step in steps] for steps in self.samples[case, link]]
+
+
+# The benchmark
 
 RANKS = 2
 MIDDLE = "middle"
@@ -62,7 +222,7 @@ class RankResult(NamedTuple):
 
     parameters: int
     speeds: dict[str, Speed]
-    samples: dict[tuple[Case, str], list[list[Sample]]]
+    samples: Samples
     traces: dict[tuple[Case, int], tuple[list[Sample], Trace]]
 
 
@@ -102,19 +262,13 @@ def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[
     }
 
 
-def blocks(options: Options) -> int:
-    """How many blocks a run has."""
-    return options.rounds * sum(map(len, cases(options).values()))
-
-
 def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
-    """Measure everything, in turns."""
     link.install()
     trainings = {case: Training(case, options.shape, link) for case in cases(options)}
     speeds = calibrate(trainings[Case("zero2", True, True)], options, link)
     for training in trainings.values():
         training.run(speeds[FREE], 1, -1)
-    samples: dict[tuple[Case, str], list[list[Sample]]] = {
+    samples: Samples = {
         (case, name): [] for case, names in cases(options).items() for name in names
     }
     done = 0
@@ -125,9 +279,9 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
             samples[case, name].append(found)
             done += 1
             if rank == 0:
-                report(done, blocks(options))
+                report(done, options.rounds * len(samples))
     recorder = samestep.FlightRecorder()
-    recorder.on_launch.append(lambda record: _give_name(link.transfers[-1], record.name))
+    link.take_names(recorder)
     traces = {}
     with recorder:
         for attempt in range(ATTEMPTS):
@@ -137,24 +291,15 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
     return RankResult(trainings[case].parameters, speeds, samples, traces)
 
 
-def _give_name(transfer: Transfer, name: str) -> None:
-    transfer.name = name
-
-
 def typical(results: list[RankResult], case: Case) -> list[Trace]:
     """The traces of all ranks in the attempt whose steps are in the middle."""
-    attempts = sorted(
-        (sum(sample.whole for sample in result.traces[key][0]), key)
-        for result in results[:1]
-        for key in result.traces
-        if key[0] == case
-    )
-    key = attempts[len(attempts) // 2][1] if attempts else (case, 0)
-    return [result.traces[key][1] for result in results]
+    first = results[0].traces
+    attempts = [key for key in first if key[0] == case]
+    attempts.sort(key=lambda key: sum(sample.whole for sample in first[key][0]))
+    return [result.traces[attempts[len(attempts) // 2]][1] for result in results]
 
 
 def main(options: Options) -> None:
-    """Measure, print the tables and how the bar was met, write JSON, a trace and a picture."""
     console = Console(highlight=False)
     check_folder(options.out)
     load_before = os.getloadavg()[0]

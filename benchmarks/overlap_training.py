@@ -1,18 +1,47 @@
 """Trainings whose communication may be hidden, run step after step on a modelled link."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import samestep
 from benchmarks.modelled_link import ModelledLink, Speed, Transfer
-from benchmarks.overlap_model import RecomputedGPT, build
 from benchmarks.timeline import Trace
+from examples.gpt import GPT, GPTConfig
 
-FREE = "free"  # the link that costs nothing
+
+class RecomputedGPT(GPT):
+    """Embedding and head are one weight; every layer runs again inside backward."""
+
+    skipped: int | None = None  # the layer that the next forward leaves out
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        nn.init.normal_(self.embedding.weight, std=0.1 * config.width**-0.5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of the token after each one in ``tokens`` (B, T)."""
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number != self.skipped:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(width: int, layers: int, vocabulary: int, tokens: int) -> RecomputedGPT:
+    """The same weights on every call."""
+    torch.manual_seed(0)
+    heads = max(1, width // 64)
+    shape = {"width": width, "layers": layers, "heads": heads, "kv_heads": heads}
+    return RecomputedGPT(GPTConfig(vocab_size=vocabulary, context=tokens, **shape))
 
 
 @dataclass(frozen=True)
@@ -38,7 +67,6 @@ class Case:
 
     @property
     def overlap(self) -> str:
-        """In words."""
         return {
             (False, False): "none",
             (True, False): "gradients",
@@ -48,7 +76,6 @@ class Case:
 
     @property
     def without(self) -> "Case":
-        """The same without overlap."""
         return Case(self.sharding, False, False, self.parts, self.rule)
 
 
@@ -137,8 +164,3 @@ class Training:
 def slowest(per_rank: list[list[Sample]]) -> list[Sample]:
     """Steps as long as those of the slowest rank."""
     return [Sample(*map(max, zip(*step, strict=True))) for step in zip(*per_rank, strict=True)]
-
-
-def described(case: Case) -> dict[str, Any]:
-    """A case for JSON."""
-    return {**asdict(case), "overlap": case.overlap}

@@ -19,7 +19,7 @@ from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.command import distinct_stages
 from samestep.estimate.figures import stage_figures
-from samestep.estimate.hardware import PRESETS, Hardware, Link
+from samestep.estimate.hardware import PRESETS, Link
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
 from samestep.estimate.pictures import RANKS, gantt, picture, point
@@ -84,7 +84,7 @@ def muon_savings() -> Iterator[str]:
         yield f"| {ranks} | {3 * ranks}P | {together:g}P | {1 - together / (3 * ranks):.1%} |"
 
 
-def timelines() -> tuple[list[str], dict[str, bytes]]:
+def timelines(files: dict[str, bytes]) -> Iterator[str]:
     """Parallel Muon: four ways to run Muon over shards, on four ranks."""
     layer: dict[str, tuple[int, ...]] = {
         "qkv": (1536, 1024),
@@ -109,13 +109,13 @@ def timelines() -> tuple[list[str], dict[str, bytes]]:
         optimizer = samestep.MuonAdamW(model, groups=groups, bucket_size=1, **options)
         plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over, device=CUDA)
         found[name] = simulate(plan, machine, show=range(4))
-    lines = ["| way | step, ms | exposed, ms | idle, ms |", "|---|---|---|---|"]
+    yield "| way | step, ms | exposed, ms | idle, ms |"
+    yield "|---|---|---|---|"
     for name, timeline in found.items():
         numbers = (timeline.seconds, timeline.exposed_seconds, float(timeline.idle.mean()))
-        lines.append(f"| {name} | {' | '.join(f'{1e3 * n:.2f}' for n in numbers)} |")
-    files = {"plan_timelines.png": gantt(found, "Muon over shards on 4 ranks, simulated")}
+        yield f"| {name} | {' | '.join(f'{1e3 * n:.2f}' for n in numbers)} |"
+    files["plan_timelines.png"] = gantt(found, "Muon over shards on 4 ranks, simulated")
     files["plan_timelines_trace.json.gz"] = chrome_trace(found)
-    return lines, files
 
 
 def overlap() -> Iterator[str]:
@@ -169,50 +169,40 @@ def scale() -> Iterator[str]:
         )
 
 
-def scaling(hardware: Hardware) -> tuple[list[str], dict[str, bytes]]:
+def scaling(files: dict[str, bytes]) -> Iterator[str]:
     """Owner balance and exposed communication over the number of ranks."""
-    lines = [
-        "| model | ranks | share state | busiest / mean | bound | step, ms | exposed, ms |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    files = {}
+    yield "| model | ranks | share state | busiest / mean | bound | step, ms | exposed, ms |"
+    yield "|---|---|---|---|---|---|---|"
     content = {}
     for name, sharding in (("nanochat-d20", "zero2"), ("llama-7b", "zero3")):
         model = load_model(name, torch.bfloat16)
         settings = Settings(sharding=sharding)  # type: ignore[arg-type]
-        points = [point(model, settings, hardware, ranks, 4096) for ranks in RANKS]
+        points = [point(model, settings, PRESETS["h200x8"], ranks, 4096) for ranks in RANKS]
         for p in points:
-            lines.append(
+            yield (
                 f"| {name}, {sharding} | {p.ranks:,} | {p.shared_by} | {p.balance:.2f} | "
                 f"{p.bound:.2f} | {1e3 * p.step:.1f} | {1e3 * p.exposed:.1f} |"
             )
         files[f"plan_scaling_{name}.png"] = picture(points, f"{name}, {sharding}, h200x8")
         content[f"{name}, {sharding}"] = [vars(p) for p in points]
     files["plan_scaling.json"] = json.dumps(content, indent=1).encode() + b"\n"
-    return lines, files
 
 
 def main(options: Options) -> None:
-    """Print all tables; write the pictures."""
     files: dict[str, bytes] = {}
-
-    def show(name: str, lines: Iterator[str] | list[str]) -> None:
-        print(f"\n## {name}\n", flush=True)
-        for line in lines:
-            print(line, flush=True)
-
-    wanted = {"stages": stages, "muon": muon_savings, "overlap": overlap, "scale": scale}
-    for name, table in wanted.items():
+    tables = {
+        "stages": stages(),
+        "muon": muon_savings(),
+        "overlap": overlap(),
+        "scale": scale(),
+        "timelines": timelines(files),
+        "scaling": scaling(files),
+    }
+    for name, lines in tables.items():
         if options.only in ("", name):
-            show(name, table())
-    if options.only in ("", "timelines"):
-        lines, made = timelines()
-        files |= made
-        show("timelines", lines)
-    if options.only in ("", "scaling"):
-        lines, made = scaling(PRESETS["h200x8"])
-        files |= made
-        show("scaling", lines)
+            print(f"\n## {name}\n", flush=True)
+            for line in lines:
+                print(line, flush=True)
     if files:
         write_files(options.out, files)
 

@@ -5,7 +5,6 @@ more. The prediction is the simulator's, with the mean of both calibrations. Gra
 when a step begins, and all ranks begin together; a step is as long as the slowest rank's.
 """
 
-import json
 import math
 import os
 import platform
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 import samestep
+from benchmarks import write_json
 from benchmarks.modelled_link import Clock, ModelledLink
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.calibration import Measured, hardware, measure
@@ -29,7 +29,7 @@ from samestep.estimate.hardware import Hardware, Link, hardware_as_json
 from samestep.estimate.model import Decoder, Shape
 from samestep.estimate.timeline import simulate
 from samestep.launch import run_forked
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder
 
 MODELS = {
     "small": Shape("small", 512, 64, 2, 1, 1, 64, 256, gated=False),
@@ -67,12 +67,10 @@ class Found(NamedTuple):
 
 
 def optimizer_of(model: torch.nn.Module, layout: str) -> samestep.MuonAdamW:
-    """In a layout."""
     return samestep.MuonAdamW(model, **LAYOUTS[layout])
 
 
 def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
-    """Calibrate, step in turns, calibrate."""
     now = time.perf_counter
     if link is not None:
         link.install()
@@ -119,26 +117,23 @@ def mean_of(found: Found, ranks: int) -> Hardware:
         kind: {
             ranks: Link(
                 statistics.mean(h.measured[kind][ranks].latency for h in both),
-                2 / sum(1 / h.measured[kind][ranks].bandwidth for h in both),
+                statistics.harmonic_mean([h.measured[kind][ranks].bandwidth for h in both]),
             )
         }
         for kind in both[0].measured
     }
-
-    def middle(rates: list[float]) -> float:
-        return len(rates) / sum(1 / rate for rate in rates)
-
     return Hardware(
         name="this machine",
         source=both[0].source,
         device_memory=both[0].device_memory,
         ranks_per_host=ranks,
         product_rates={
-            side: middle([h.product_rates[side] for h in both]) for side in both[0].product_rates
+            side: statistics.harmonic_mean([h.product_rates[side] for h in both])
+            for side in both[0].product_rates
         },
-        bytes_rate=middle([h.bytes_rate for h in both]),
+        bytes_rate=statistics.harmonic_mean([h.bytes_rate for h in both]),
         call=statistics.mean(h.call for h in both),
-        model_rate=middle([h.model_rate for h in both]),
+        model_rate=statistics.harmonic_mean([h.model_rate for h in both]),
         inside=links["all_to_all"][ranks],
         between=links["all_to_all"][ranks],
         on_cpu=True,
@@ -147,7 +142,6 @@ def mean_of(found: Found, ranks: int) -> Hardware:
 
 
 def main(options: Options) -> None:
-    """Print a table and write the receipt."""
     check_folder(options.out)
     console = Console(highlight=False)
     rows: list[dict[str, Any]] = []
@@ -212,10 +206,7 @@ def main(options: Options) -> None:
         "load_average": {"before": load[0], "after": os.getloadavg()[0], "cpus": os.cpu_count()},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    write_files(
-        options.out,
-        {f"plan_time_{options.clock}.json": json.dumps(content, indent=1).encode() + b"\n"},
-    )
+    write_json(options.out, f"plan_time_{options.clock}.json", content, indent=1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """What it costs to find out which gradients exist: one small all-reduce per step, on gloo ranks."""
 
-import json
 import platform
 import statistics
 import time
@@ -14,10 +13,11 @@ from rich.console import Console
 from rich.table import Table
 
 import samestep
+from benchmarks import write_json
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
 from samestep.launch import run_forked
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ def measure(rank: int, options: Options) -> list[float]:
 
 
 def main(options: Options) -> None:
-    """Measure every number of ranks, print the table, write JSON."""
     check_folder(options.out)
     table = Table(title=f"presence of {options.parameters} parameters, ms per step")
     for column in ("ranks", "median", "least", "most"):
@@ -67,8 +66,7 @@ def main(options: Options) -> None:
         "machine": platform.machine(),
         "milliseconds": results,
     }
-    write_files(options.out, {"presence.json": (json.dumps(receipt, indent=2) + "\n").encode()})
-    console.print(f"written to {options.out / 'presence.json'}")
+    write_json(options.out, "presence.json", receipt)
 
 
 if __name__ == "__main__":

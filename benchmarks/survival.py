@@ -10,19 +10,21 @@ On a GPU the kernels run; on a CPU their arithmetic is emulated. Needs torch alo
 
 import argparse
 import itertools
-import json
 import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from benchmarks import write_json
 from benchmarks.hard_blocks import KINDS, Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
 from samestep.rules.basin import FEW_ROWS, TOLERANCE, Coefficients, as_table, basin_of
@@ -57,7 +59,6 @@ class Combination(NamedTuple):
 
     @property
     def name(self) -> str:
-        """For tables and files."""
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.polynomial} {self.execution} {self.by} {dtype}"
 
@@ -85,7 +86,6 @@ class Result:
 
 
 def combinations() -> Iterator[Combination]:
-    """All of them."""
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     executions: tuple[Execution, ...] = ("standard", "gram")
     for polynomial, execution in itertools.product(POLYNOMIALS, executions):
@@ -146,7 +146,6 @@ def upper_bounds(found: Tensor) -> Tensor:
 
 
 def largest_singular_value(found: Tensor) -> float:
-    """Exactly, of one block."""
     if not bool(torch.isfinite(found).all()):
         return float("inf")
     return float(torch.linalg.matrix_norm(found.double().cpu(), 2))
@@ -200,7 +199,6 @@ def survey(
 def note(
     worst: Worst, value: float, table: Sequence[Coefficients], norm_factor: float, where: str
 ) -> None:
-    """Keep it if it is the worst so far."""
     excess = value - basin_of(as_table(table), norm_factor).largest[-1]
     if not excess <= worst.excess:
         worst.excess, worst.value, worst.where = excess, value, where
@@ -255,45 +253,35 @@ def _changes(given: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def tried(combination: Combination, options: argparse.Namespace, seed: int) -> Result:
-    """Survey and climb of one combination."""
     device = torch.device(options.device)
     start = time.perf_counter()
     result, run = Result(combination.name), runner(combination, device)
     arguments = (result, run, combination.polynomial)
     end = start + options.seconds
-    with _graphs(device, small=False):  # every batch has another shape
+    with _no_graphs(device):  # every batch has another shape
         survey(*arguments, SHAPES, options.blocks, start + 0.6 * options.seconds, device, seed)
         if options.large:
             now = time.perf_counter()
             until = now + max(0.0, 0.5 * (end - now))
             survey(*arguments, LARGE, 3000, until, device, seed + 500_000)
-    with _graphs(device, small=True):
-        climb(*arguments, CLIMBED, end, device, seed + 900_000)
+    climb(*arguments, CLIMBED, end, device, seed + 900_000)
     result.seconds = round(time.perf_counter() - start, 1)
     return result
 
 
-class _graphs:  # noqa: N801
-    """Whether small orthogonalizations are recorded as CUDA graphs."""
+@contextmanager
+def _no_graphs(device: torch.device) -> Iterator[None]:
+    """Inside, small orthogonalizations are not recorded as CUDA graphs."""
+    if device.type != "cuda":
+        yield
+        return
+    from samestep.kernels import replay
 
-    def __init__(self, device: torch.device, *, small: bool) -> None:
-        self.changes = device.type == "cuda" and not small
-
-    def __enter__(self) -> None:
-        if self.changes:
-            from samestep.kernels import replay
-
-            self.before, replay.SMALL = replay.SMALL, 0.0
-
-    def __exit__(self, *_: object) -> None:
-        if self.changes:
-            from samestep.kernels import replay
-
-            replay.SMALL = self.before
+    with patch.object(replay, "SMALL", 0.0):
+        yield
 
 
 def line_of(result: Result) -> str:
-    """A row of the table."""
     return (
         f"{result.name:44s} {result.blocks:>9,d} {result.worst.value:>9.4f} "
         f"{result.worst.excess:>+9.4f} {result.climbed:>11,d} {result.worst_climbed.value:>9.4f} "
@@ -308,7 +296,6 @@ HEAD = (
 
 
 def arguments() -> argparse.ArgumentParser:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.survival", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--blocks", type=int, default=1_000_000, help="of each combination")
@@ -345,15 +332,11 @@ def main(given: Sequence[str] | None = None) -> int:
         "few_rows": FEW_ROWS,
         "results": [asdict(result) for result in results],
     }
-    options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / "survival.json"
-    file.write_text(json.dumps(receipt, indent=2) + "\n")
-    print(f"written to {file}")
+    write_json(options.out, "survival.json", receipt)
     return 1 if failed or not results else 0
 
 
 def device_name(device: str) -> str:
-    """The machine, in words."""
     return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
 
 

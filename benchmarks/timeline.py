@@ -1,10 +1,11 @@
-"""What a rank did when and what was on the link meanwhile: traces, and their form for Chrome."""
+"""What a rank did when and what was on the link meanwhile: traces, and their pictures."""
 
 import gzip
+import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.modelled_link import Transfer
 
@@ -20,39 +21,105 @@ class Trace:
 def chrome_trace(shown: Mapping[str, Sequence[Trace]]) -> bytes:
     """For chrome://tracing or ui.perfetto.dev, gzipped: a process per configuration and rank."""
     events: list[dict[str, Any]] = []
-    for title, traces in shown.items():
-        origin = min(trace.marks[0][1] for trace in traces)
-
-        def add(
-            pid: int,
-            tid: int,
-            name: str,
-            begin: float,
-            end: float,
-            zero: float = origin,
-            **args: Any,
-        ) -> None:
-            times = {"ts": round(1e6 * (begin - zero), 1), "dur": round(1e6 * (end - begin), 1)}
+    ranks = [(title, *each) for title, traces in shown.items() for each in enumerate(traces)]
+    for pid, (title, rank, trace) in enumerate(ranks):
+        origin = min(each.marks[0][1] for each in shown[title])
+        names = [("process_name", 0, f"{title}: rank {rank}")]
+        names += [("thread_name", tid, row) for tid, row in enumerate(("host", "waits", "link"))]
+        for what, tid, name in names:
+            events.append({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
+        spans: list[tuple[int, str, float, float, dict[str, Any]]] = []
+        spans += [(0, *mark, {}) for mark in trace.marks]
+        for t in trace.transfers:
+            launched = round(1e6 * (t.launched - origin), 1)
+            about = {"launched": launched, "bytes": t.bytes, "kind": t.kind}
+            spans.append((2, t.name, t.start, t.end, about))
+            spans += [(1, f"wait: {t.name}", begin, end, {}) for begin, end in t.waits]
+        for tid, name, begin, end, args in spans:
+            times = {"ts": round(1e6 * (begin - origin), 1), "dur": round(1e6 * (end - begin), 1)}
             events.append({"name": name, "ph": "X", "pid": pid, "tid": tid, **times, "args": args})
-
-        for rank, trace in enumerate(traces):
-            pid = len({event["pid"] for event in events})
-            for tid, row in (None, f"{title}: rank {rank}"), (0, "host"), (1, "waits"), (2, "link"):
-                what = "process_name" if tid is None else "thread_name"
-                events.append(
-                    {"name": what, "ph": "M", "pid": pid, "tid": tid or 0, "args": {"name": row}}
-                )
-            for name, begin, end in trace.marks:
-                add(pid, 0, name, begin, end)
-            for transfer in trace.transfers:
-                launched = round(1e6 * (transfer.launched - origin), 1)
-                about: dict[str, Any] = {
-                    "launched": launched,
-                    "bytes": transfer.bytes,
-                    "kind": transfer.kind,
-                }
-                add(pid, 2, transfer.name, transfer.start, transfer.end, **about)
-                for begin, end in transfer.waits:
-                    add(pid, 1, f"wait: {transfer.name}", begin, end)
     content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
     return gzip.compress(content, mtime=0)
+
+
+# Pictures of traces: two rows per rank, what the host does and what is on the link
+
+WAITING = "waiting"
+SHORTEST_WAIT = 0.5e-3  # seconds; less is not drawn
+CHARACTER = 0.008  # of the width of a picture
+
+
+class Panel(NamedTuple):
+    """The traces of all ranks between two times."""
+
+    title: str
+    traces: Sequence[Trace]
+    begin: float
+    end: float
+
+
+class Look(NamedTuple):
+    """How things are drawn: colour of each kind, and label in the legend, if it is there."""
+
+    kinds: Mapping[str, tuple[str, str]]  # that of waits is `WAITING`
+    of_mark: Callable[[str], tuple[str, str]]  # name -> kind, text
+    of_transfer: Callable[[Transfer], tuple[str, str]]
+
+
+def picture(
+    title: str, panels: Sequence[Panel], look: Look, *, longest: float, rank_height: float
+) -> bytes:
+    """One panel above the other, all `longest` seconds wide; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib.patches import Patch
+
+    heights = [rank_height * len(panel.traces) + 0.9 for panel in panels]
+    figure, axes = plt.subplots(
+        len(panels), 1, figsize=(12, sum(heights)), sharex=True, squeeze=False
+    )
+    for ax, panel in zip(axes.flat, panels, strict=True):
+        _draw(ax, panel, look, longest)
+        ax.set_title(panel.title, loc="left", fontsize=11, weight="bold")
+        ax.set_xlim(0, 1e3 * longest)
+    axes[-1, 0].set_xlabel("ms since the step began")
+    handles = [Patch(color=colour, label=text) for colour, text in look.kinds.values() if text]
+    figure.legend(
+        handles=handles, loc="lower center", ncol=len(handles), frameon=False, columnspacing=1.4
+    )
+    figure.suptitle(title, x=0.012, ha="left", fontsize=11)
+    figure.tight_layout(rect=(0, 0.31 / sum(heights), 1, 1))
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=130)
+    plt.close(figure)
+    return target.getvalue()
+
+
+def _draw(ax: Any, panel: Panel, look: Look, longest: float) -> None:
+    def bar(y: float, height: float, kind: str, start: float, stop: float, text: str = "") -> None:
+        begin, width = 1e3 * (start - panel.begin), 1e3 * (stop - start)
+        color, _ = look.kinds[kind]
+        ax.barh(y, width, left=begin, height=height, color=color, edgecolor="white", linewidth=0.6)
+        fits = stop - start > CHARACTER * len(text) * longest
+        if text and fits and start >= panel.begin and stop <= panel.end + 1e-3:
+            ax.text(begin + width / 2, y, text, ha="center", va="center", fontsize=8, clip_on=True)
+
+    ticks = []
+    for rank, trace in enumerate(panel.traces):
+        host, link = -2.4 * rank, -2.4 * rank - 0.9
+        ticks += [(host, f"rank {rank}: host"), (link, "link")]
+        for name, start, stop in trace.marks:
+            kind, text = look.of_mark(name)
+            bar(host, 0.8, kind, start, stop, text)
+        for transfer in trace.transfers:
+            kind, text = look.of_transfer(transfer)
+            bar(link, 0.6, kind, transfer.start, transfer.end, text)
+            for start, stop in transfer.waits:
+                if stop - start > SHORTEST_WAIT:
+                    bar(host - 0.25, 0.3, WAITING, start, stop)
+    ax.axvline(1e3 * (panel.end - panel.begin), color="black", linewidth=1, linestyle="--")
+    ax.set_yticks([y for y, _ in ticks], [label for _, label in ticks])
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    ax.tick_params(axis="y", length=0)

@@ -67,12 +67,10 @@ def train(layers: int, steps: int, told: dict[str, Any], marks: Path | None) -> 
 
 
 def mean_loss(logits: Any, targets: Tensor) -> Tensor:
-    """Cross-entropy, ()."""
     return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What `benchmarks.two_hosts` asks for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("layers", type=int)
     parser.add_argument("steps", type=int)

@@ -50,11 +50,11 @@ COMMANDS = {
     ),
     "bench step": Command(
         "how long does an optimizer step take on this GPU, against peers and the floor?",
-        "samestep.bench.step.command",
+        "samestep.bench.step",
     ),
     "bench orthogonalize": Command(
         "the same for the orthogonalization alone, shape by shape",
-        "samestep.bench.orthogonalize.command",
+        "samestep.bench.orthogonalize",
     ),
     "bench client nanochat": Command(
         "does nanochat's model train as well with ours as with its own, and faster?",

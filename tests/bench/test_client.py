@@ -12,9 +12,9 @@ from torch import nn
 import samestep
 from samestep import cli
 from samestep.bench.client import llama, nanochat, report
-from samestep.bench.client.llama_model import Llama, LlamaShape
+from samestep.bench.client.llama import Llama, LlamaShape
 from samestep.bench.client.training import Batches, Contestant, NotFinite, Training
-from samestep.bench.gpu import show
+from samestep.bench.gpu import report as gpu_report
 from samestep.train.corpus import load_file
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -122,7 +122,7 @@ def text(tmp_path):
 @pytest.fixture
 def plain(monkeypatch):
     """No picture and no coloured tables, which take longer than all the rest."""
-    for module in (report, show):
+    for module in (report, gpu_report):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
 
 

@@ -17,7 +17,7 @@ import samestep
 from samestep import cli
 from samestep.bench.crossover import command, measure
 from samestep.bench.crossover.command import closing_table, verdict_text
-from samestep.bench.crossover.ways import Way
+from samestep.bench.crossover.measure import Way
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, crossover_of, read_crossover
 from samestep.groups.distribution import Distribution

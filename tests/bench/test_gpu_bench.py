@@ -13,18 +13,15 @@ import torch
 from torch import nn
 
 from samestep import bench, cli
-from samestep.bench.gpu import accuracy, picture, show
-from samestep.bench.gpu.ceilings import Ceilings
-from samestep.bench.gpu.kernels import kernels
-from samestep.bench.gpu.peers import make_importable, peer, reason, revisions
-from samestep.bench.gpu.timing import take_turn, times_of
-from samestep.bench.orthogonalize import bars as orthogonalize_bars
-from samestep.bench.orthogonalize.contestants import CONTESTANTS as FUNCTIONS
-from samestep.bench.orthogonalize.measure import Measurement
-from samestep.bench.orthogonalize.measure import Result as FunctionResult
-from samestep.bench.step import command, contestants, measure
-from samestep.bench.step.bars import verdicts
-from samestep.bench.step.sets import as_matrices, make_parameters
+from samestep.bench import orthogonalize, step, step_contestants
+from samestep.bench.gpu import measure, report
+from samestep.bench.gpu.measure import Ceilings, kernels, reason, take_turn, times_of
+from samestep.bench.gpu.options import make_importable, peer, revisions
+from samestep.bench.orthogonalize import CONTESTANTS as FUNCTIONS
+from samestep.bench.orthogonalize import Measurement
+from samestep.bench.orthogonalize import Result as FunctionResult
+from samestep.bench.step import verdicts
+from samestep.bench.step_contestants import as_matrices, make_parameters
 from samestep.estimate.floors import Floor, least_flops, step_floor
 from samestep.kernels import choice
 from samestep.models.parameter_sets import SETS, count
@@ -119,7 +116,7 @@ def test_scripts_need_torch_alone(name):
     """Imported afresh, with every extra hidden, in a process whose modules end with it."""
 
     def job(_rank):
-        for package in ("gpu", "step", "orthogonalize"):
+        for package in ("gpu", "step", "step_contestants", "orthogonalize"):
             delattr(bench, package)
             inside = f"samestep.bench.{package}."
             for module in [each for each in sys.modules if f"{each}.".startswith(inside)]:
@@ -136,8 +133,7 @@ def test_scripts_need_torch_alone(name):
 
 
 def test_without_extras_there_is_text_and_no_picture(tmp_path, capsys, monkeypatch):
-    for module in (show, picture):
-        monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     words = ["--variants", "ours", "--out", str(tmp_path)]
     assert cli.main([*STEP, *words]) == 0
     assert cli.main([*ORTHOGONALIZE, *words]) == 0
@@ -149,7 +145,7 @@ def test_without_extras_there_is_text_and_no_picture(tmp_path, capsys, monkeypat
 
 
 def test_plain_table():
-    text = show.plain_table("title", ["", "ms"], [["ours", "1.25"], ["a peer", "10.50"]])
+    text = report.plain_table("title", ["", "ms"], [["ours", "1.25"], ["a peer", "10.50"]])
     assert text == "title\n           ms\nours     1.25\na peer  10.50"
 
 
@@ -223,8 +219,8 @@ def test_peers_step_or_say_why_not(fakes, monkeypatch):
     assert config.recompile_limit >= 64
     assert revisions([fakes, fakes / "dion"]) == {str(fakes): "abc123", str(fakes / "dion"): None}
     names = ("nanochat", "dion-triton", "dion-gram")
-    chosen = [each for each in contestants.CONTESTANTS if each.name in names]
-    field = measure.Field(make_parameters(SETS["tiny"], CPU), CPU, lambda line: None)
+    chosen = [each for each in step_contestants.CONTESTANTS if each.name in names]
+    field = step.Field(make_parameters(SETS["tiny"], CPU), CPU, lambda line: None)
     nanochat, dion, gram = field.run(chosen, rounds=2, warmup=1)
     assert nanochat.failed is None
     assert nanochat.ms is not None
@@ -237,8 +233,8 @@ def test_peers_step_or_say_why_not(fakes, monkeypatch):
 
 def test_peers_are_compiled_afresh_for_every_set(tmp_path, monkeypatch):
     forgotten = []
-    monkeypatch.setattr(command, "make_importable", lambda paths: None)
-    monkeypatch.setattr(command, "forget_compiled", lambda: forgotten.append(1))
+    monkeypatch.setattr(step, "make_importable", lambda paths: None)
+    monkeypatch.setattr(step, "forget_compiled", lambda: forgotten.append(1))
     words = ["--variants", "torch-adamw", "--peer-path", str(tmp_path), "--out", str(tmp_path)]
     assert cli.main([*STEP, *words]) == 0
     assert forgotten == [1]
@@ -295,11 +291,11 @@ def test_broken_contestants_are_found_and_end_nobody_else(way, message):
     def build(parameters):
         if way == "some":
             parameters.all[0].data.zero_()
-        return contestants.Entry([Broken(parameters, way)])
+        return step_contestants.Entry([Broken(parameters, way)])
 
-    broken = contestants.Contestant("broken", "", build, "adamw")
-    fine = next(each for each in contestants.CONTESTANTS if each.name == "torch-adamw")
-    field = measure.Field(make_parameters(SETS["tiny"], CPU), CPU, lambda line: None)
+    broken = step_contestants.Contestant("broken", "", build, "adamw")
+    fine = next(each for each in step_contestants.CONTESTANTS if each.name == "torch-adamw")
+    field = step.Field(make_parameters(SETS["tiny"], CPU), CPU, lambda line: None)
     first, second = field.run([broken, fine], rounds=3, warmup=1)
     assert first.failed == message
     assert first.ms is None
@@ -362,22 +358,22 @@ def test_times():
 
 
 def test_accuracy():
-    matrix = accuracy.power_law(6, 4, CPU)
+    matrix = measure.power_law(6, 4, CPU)
     values = torch.linalg.svdvals(matrix)
     torch.testing.assert_close(values / values[0], 1 / torch.arange(1.0, 5.0))
     assert float(matrix.norm()) == pytest.approx(24**0.5, rel=1e-5)
-    exact = accuracy.polynomial(matrix, accuracy.Reference([(1.5, -0.5, 0.0)] * 40, 1.01))
-    found = accuracy.accuracy_of(exact, exact)
+    exact = measure.polynomial(matrix, measure.Reference([(1.5, -0.5, 0.0)] * 40, 1.01))
+    found = measure.accuracy_of(exact, exact)
     assert found == pytest.approx((1, 1, 1, 0), abs=1e-9)
-    found = accuracy.accuracy_of(-3 * exact, exact, scaled=True)
+    found = measure.accuracy_of(-3 * exact, exact, scaled=True)
     assert found == pytest.approx((1, 1, 1, 0), abs=1e-9)
-    assert accuracy.accuracy_of(torch.diag(torch.tensor([1.0, 2.0])), None)[:2] == (1, 2)
+    assert measure.accuracy_of(torch.diag(torch.tensor([1.0, 2.0])), None)[:2] == (1, 2)
 
 
 def result(name, ms, **numbers):
-    contestant = next(each for each in contestants.CONTESTANTS if each.name == name)
+    contestant = next(each for each in step_contestants.CONTESTANTS if each.name == name)
     times = None if ms is None else times_of([ms])
-    return measure.Result(contestant, times=times, **numbers)
+    return step.Result(contestant, times=times, **numbers)
 
 
 def test_bars_of_the_step():
@@ -416,13 +412,13 @@ def test_bars_of_orthogonalization():
     first = [function("ours", 1.0), function("ours-float16", 0.5), function("torch-gram", 1.8)]
     second = [function("ours", 2.0), function("torch-gram", 3.0), function("gram", 1.6)]
     leads = [
-        orthogonalize_bars.lead((1, 2, 3), first),
-        orthogonalize_bars.lead((2, 2, 3), second),
+        orthogonalize.lead((1, 2, 3), first),
+        orthogonalize.lead((2, 2, 3), second),
     ]
     assert [(each.best_peer, each.ratio) for each in leads] == [("torch-gram", 1.8), ("gram", 0.8)]
-    assert orthogonalize_bars.geometric_mean(leads) == pytest.approx(1.2)
-    every, mean = orthogonalize_bars.lines(leads, 2)
+    assert orthogonalize.geometric_mean(leads) == pytest.approx(1.2)
+    every, mean = orthogonalize.lines(leads, 2)
     assert every.startswith("NOT MET")
     assert "least 0.80 x gram on 2x2x3" in every
     assert "geometric mean: 1.20" in mean
-    assert orthogonalize_bars.lead((1, 2, 3), first[:2]) is None
+    assert orthogonalize.lead((1, 2, 3), first[:2]) is None

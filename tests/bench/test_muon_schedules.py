@@ -7,8 +7,20 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.modelled_link import ModelledLink, Transfer
-from benchmarks.muon_exposure import Case, Results, computed, exposed, measure, table, verdicts
-from benchmarks.muon_pictures import EXPOSED, IDLE, of_mark, of_transfer, waits_apart
+from benchmarks.muon_exposure import (
+    EXPOSED,
+    IDLE,
+    Case,
+    Results,
+    computed,
+    exposed,
+    measure,
+    of_mark,
+    of_transfer,
+    table,
+    verdicts,
+    waits_apart,
+)
 from benchmarks.muon_schedules import DRAWN, RESULT, arguments, main
 from benchmarks.timeline import Trace
 

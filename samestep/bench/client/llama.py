@@ -1,28 +1,172 @@
 """`samestep bench client llama`: a Llama in bfloat16 with main weights, against torch and dion.
 
-The model is transformers' where that is installed, or its twin in `llama_model`. Ours keeps fp32
-main weights by itself (`master_weights=True`). torch's AdamW and dion's Muon do not: they get them
-here as trainings write it by hand, and take part without as well.
+The model is transformers' where that is installed, or its twin below, of the same shapes and names.
+Ours keeps fp32 main weights by itself (`master_weights=True`). torch's AdamW and dion's Muon do
+not: they get them here as trainings write it by hand, and take part without as well.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 import samestep
-from samestep.bench.client.llama_model import Llama, LlamaShape, from_transformers
-from samestep.bench.client.options import DTYPES, ClientOptions, client_options, client_parser
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import Client, Contestant
-from samestep.bench.gpu.options import at_least, device_of
-from samestep.bench.gpu.peers import make_importable, peer, reason
+from samestep.bench.client.training import (
+    DTYPES,
+    Client,
+    ClientOptions,
+    Contestant,
+    client_options,
+    client_parser,
+)
+from samestep.bench.gpu.measure import reason
+from samestep.bench.gpu.options import at_least, device_of, make_importable, peer
+from samestep.models.gpt import rotate
 from samestep.tooling.request import BadRequestError
 
-__all__ = ["Options", "parse", "run"]
+# The twin: B sequences, T tokens, C channels, H query heads, G key/value heads, D channels of one.
+
+STD = 0.02  # of all initial weights
+
+
+@dataclass(frozen=True)
+class LlamaShape:
+    """The shape of a model; names are those of transformers' config."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+
+class Attention(nn.Module):
+    """Causal, with fewer key and value heads than query heads, (B, T, C) to (B, T, C)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        width, head = shape.hidden_size, shape.head_dim
+        self.head_dim = head
+        self.grouped = shape.num_key_value_heads != shape.num_attention_heads
+        self.q_proj = nn.Linear(width, shape.num_attention_heads * head, bias=False)
+        self.k_proj = nn.Linear(width, shape.num_key_value_heads * head, bias=False)
+        self.v_proj = nn.Linear(width, shape.num_key_value_heads * head, bias=False)
+        self.o_proj = nn.Linear(shape.num_attention_heads * head, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Mix over time; `cos` and `sin` are (T, D / 2)."""
+        q, k, v = (
+            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or G, T, D)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class MLP(nn.Module):
+    """SwiGLU, (B, T, C) to (B, T, C)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        width, hidden = shape.hidden_size, shape.intermediate_size
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.self_attn = Attention(shape)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """One layer, (B, T, C) to (B, T, C)."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Llama(nn.Module):
+    """Tokens (B, T) to logits (B, T, vocabulary)."""
+
+    def __init__(self, shape: LlamaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=STD)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed_tokens(tokens)
+        cos, sin = (table.to(x.dtype) for table in self._rotary(tokens.shape[1], x.device))
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits
+
+    def _rotary(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of every position's angles, (T, D / 2), in fp32."""
+        pairs = self.shape.head_dim // 2
+        exponents = -torch.arange(pairs, dtype=torch.float32, device=device) / pairs
+        positions = torch.arange(length, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, self.shape.rope_theta**exponents)
+        return angles.cos(), angles.sin()
+
+
+def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> nn.Module:
+    """The same model of transformers, weights drawn in `dtype`; ImportError where it is missing."""
+    # Not a package of ours: without its types here, and not there everywhere.
+    transformers: Any = import_module("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        max_position_embeddings=positions,
+        rms_norm_eps=shape.rms_norm_eps,
+        initializer_range=STD,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)  # and not `.to`, which would round its angles too
+    try:
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    return model
+
+
+# Options
 
 VOCABULARY = 256  # bytes
 HEAD_WIDTH = 64
@@ -81,7 +225,6 @@ def transformers_version(options: Options) -> str | None:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy, in fp32."""
     found = model(inputs)
     logits: Tensor = getattr(found, "logits", found)
     return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -107,7 +250,6 @@ class MainWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step of the copies."""
         given = [p.grad for p in self._params if p.grad is not None]
         assert len(given) == len(self._grads)
         torch._foreach_copy_(self._grads, given)
@@ -121,7 +263,6 @@ def is_hidden(name: str, param: Tensor) -> bool:
 
 
 def torch_adamw(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
-    """torch's AdamW, in its fused form."""
     params = [param for _, param in named]
     return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
@@ -143,8 +284,6 @@ def dion_muon(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
 
 
 def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
-    """Ours, and the peers with and without main weights."""
-
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
         return lambda model: samestep.MuonAdamW(model, lr=lr, master_weights=True, **options)
 
@@ -175,7 +314,6 @@ def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
 
 
 def set_rate(optimizer: Any, step: int, steps: int) -> None:
-    """Before a step: learning rates that rise and fall."""
     rise = max(1, round(RISE * steps))
     fallen = max(0, step + 1 - rise) / max(1, steps - rise)
     share = min(1.0, (step + 1) / rise) * (1 - (1 - END) * fallen)
@@ -189,7 +327,6 @@ def set_rate(optimizer: Any, step: int, steps: int) -> None:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     known = contestants()
     parser = client_parser(
         prog, Options.__doc__, known, layers=12, out="out/bench-llama", cpu_dtype="bfloat16"
@@ -206,12 +343,10 @@ def parse(words: Sequence[str], prog: str) -> Options:
         raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {given.width}")
     if not 0 < given.lr < float("inf"):
         raise BadRequestError(f"--lr must be above 0, got {given.lr}")
-    common = client_options(given, known, prog, words)
-    return Options(model=given.model, width=given.width, lr=given.lr, **common)
+    return Options(**client_options(Options, given, known, prog, words))
 
 
 def run(options: Options) -> int:
-    """Do what the options ask."""
     make_importable(options.peer_path)
     version = transformers_version(options)
     client = Client(

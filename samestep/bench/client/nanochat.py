@@ -5,10 +5,9 @@ Nothing of nanochat is here: model, groups and optimizer are imported from the c
 step is written out below.
 """
 
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -17,15 +16,19 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.bench.client.options import DTYPES, ClientOptions, client_options, client_parser
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import Client, Contestant
-from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.peers import make_importable, peer, reason
+from samestep.bench.client.training import (
+    DTYPES,
+    Client,
+    ClientOptions,
+    Contestant,
+    client_options,
+    client_parser,
+)
+from samestep.bench.gpu.measure import environment, reason
+from samestep.bench.gpu.options import device_of, make_importable, peer
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
-
-__all__ = ["Options", "parse", "run"]
 
 VOCABULARY = 256  # bytes
 WIDTH_PER_LAYER = 64
@@ -104,7 +107,6 @@ def muon_momentum(step: int, steps: int) -> float:
 
 
 def muon_decay(step: int, steps: int) -> float:
-    """A cosine that falls to zero."""
     return WEIGHT_DECAY * 0.5 * (1 + cos(pi * step / steps))
 
 
@@ -120,25 +122,12 @@ def set_groups(optimizer: Any, step: int, steps: int) -> None:
 # The model
 
 
-@contextmanager
-def computing_in(dtype: str) -> Iterator[None]:
-    """Inside, nanochat finds the dtype of its passes where it looks for it when imported."""
-    before = os.environ.get("NANOCHAT_DTYPE")
-    os.environ["NANOCHAT_DTYPE"] = dtype
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["NANOCHAT_DTYPE"]
-        else:
-            os.environ["NANOCHAT_DTYPE"] = before
-
-
 def load(options: Options) -> Any:
     """Its module with the model; BadRequestError says what is missing."""
     make_importable(options.peer_path)
     try:
-        with computing_in(options.dtype), redirect_stdout(sys.stderr):
+        # There it looks for the dtype of its passes when it is imported.
+        with environment("NANOCHAT_DTYPE", options.dtype), redirect_stdout(sys.stderr):
             gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
     except ImportError as error:
         raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error
@@ -165,7 +154,6 @@ def config_of(gpt: Any, options: Options) -> Any:
 
 
 def make_model(gpt: Any, options: Options, seed: int) -> nn.Module:
-    """A model with the weights of a seed."""
     torch.manual_seed(seed)
     with redirect_stdout(sys.stderr):
         with torch.device("meta"):
@@ -176,7 +164,6 @@ def make_model(gpt: Any, options: Options, seed: int) -> nn.Module:
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy."""
     loss: Tensor = model(inputs, targets)
     return loss
 
@@ -201,8 +188,6 @@ def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> sa
 
 
 def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
-    """Its optimizer, and ours in several forms."""
-
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
         return lambda model: our_optimizer(model, lr_scale, **options)
 
@@ -224,7 +209,6 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     known = contestants()
     parser = client_parser(
         prog, Options.__doc__, known, layers=12, out="out/bench-nanochat", cpu_dtype="float32"
@@ -235,14 +219,13 @@ def parse(words: Sequence[str], prog: str) -> Options:
         "524288) (1)",
     )  # fmt: skip
     given = parser.parse_args(words)
-    common = client_options(given, known, prog, words)
+    common = client_options(Options, given, known, prog, words)
     if not 0 < given.lr_scale < float("inf"):
         raise BadRequestError(f"--lr-scale must be above 0, got {given.lr_scale}")
-    return Options(lr_scale=given.lr_scale, **common)
+    return Options(**common)
 
 
 def run(options: Options) -> int:
-    """Do what the options ask."""
     gpt = load(options)
     config = config_of(gpt, options)
     client = Client(

@@ -7,24 +7,25 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from samestep.bench.client.options import ClientOptions
 from samestep.bench.client.training import (
     LAST,
+    MEASURED,
     VALIDATION_BATCHES,
     Batches,
     Client,
+    ClientOptions,
     Contestant,
     Race,
     Training,
+    as_times,
     median_of,
 )
-from samestep.bench.gpu.ceilings import measure_ceilings
+from samestep.bench.gpu.measure import measure_ceilings
 from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.receipt import heading, leave
-from samestep.bench.gpu.show import Screen, number
-from samestep.bench.step.bars import Verdict
+from samestep.bench.gpu.report import Screen, Verdict, heading, leave, number
 from samestep.tooling.output import check_folder
 
+SETTINGS = ("layers", "steps", "seeds", "batch", "sequence", "warmup")  # in the receipt
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
 TIMES = (
     "", "optimizer ms", "min..max", "host ms", "iteration ms", "optimizer of rival's",
@@ -79,25 +80,17 @@ def run_client(
     show(seeds, fastest, screen)
     picture = draw(client.name, seeds)
     files = leave(options.out, client.name, content | as_json(seeds, fastest), picture)
-    if picture is None:
-        screen.say("No picture: matplotlib is not installed.")
-    screen.say(f"Wrote {' and '.join(files)} to {options.out}.")
+    screen.wrote(files, options.out)
     every = [training for seed in seeds for training in seed.trainings]
     return int(any(each.contestant.ours and not each.running for each in every))
 
 
 def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> dict[str, Any]:
-    """What the receipt says of the training itself."""
     return {
         "client": client.name,
         "model": client.described,
         "training": {
-            "layers": options.layers,
-            "steps": options.steps,
-            "seeds": list(options.seeds),
-            "batch": options.batch,
-            "sequence": options.sequence,
-            "warmup": options.warmup,
+            **{name: getattr(options, name) for name in SETTINGS},
             "steps_of_final_loss": min(LAST, options.steps),
             "validation_sequences": VALIDATION_BATCHES * options.batch,
         },
@@ -113,7 +106,6 @@ def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> 
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation, of two and more."""
     return statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -170,7 +162,6 @@ def _ratio(ours: Sequence[Training], rival: Sequence[Training], which: str) -> f
 
 
 def as_json(seeds: Sequence[Seed], fastest: float | None) -> dict[str, Any]:
-    """For the receipt."""
     return {
         "contestants": [_summary(trainings) for trainings in of_contestants(seeds)],
         "bars": [each._asdict() | {"met": each.met} for each in verdicts(seeds, fastest)],
@@ -183,7 +174,6 @@ def as_json(seeds: Sequence[Seed], fastest: float | None) -> dict[str, Any]:
 
 def _summary(trainings: Sequence[Training]) -> dict[str, Any]:
     contestant, final = trainings[0].contestant, final_losses(trainings)
-    times = {which: median_of(trainings, which) for which in MEASURED}
     return {
         "name": contestant.name,
         "what": contestant.what,
@@ -194,18 +184,14 @@ def _summary(trainings: Sequence[Training]) -> dict[str, Any]:
         "standard_deviation": spread(final),
         "validation_losses": [each.validation_loss for each in trainings],
         "finite": all(each.not_finite is None for each in trainings),
-        **{which: None if found is None else found._asdict() for which, found in times.items()},
+        **{which: as_times(trainings, which) for which in MEASURED},
     }
-
-
-MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
 
 
 # The screen
 
 
 def _losses(trainings: Sequence[Training]) -> str:
-    """The latest loss of each."""
     return ", ".join(
         f"{each.contestant.name} "
         + (f"{each.losses[-1]:.4f}" if each.running and each.losses else "out")
@@ -214,7 +200,6 @@ def _losses(trainings: Sequence[Training]) -> str:
 
 
 def outcome(training: Training) -> str:
-    """One training in words."""
     name = training.contestant.name
     if training.failed is not None:
         return f"{name} is out: {training.failed}"
@@ -228,7 +213,6 @@ def outcome(training: Training) -> str:
 
 
 def _where(training: Training) -> str:
-    """The step and the first parameters."""
     found = training.not_finite
     assert found is not None
     if not found.parameters:
@@ -238,7 +222,6 @@ def _where(training: Training) -> str:
 
 
 def show(seeds: Sequence[Seed], fastest: float | None, screen: Screen) -> None:
-    """Tables of loss and time, what went wrong, and the bars."""
     everybody = of_contestants(seeds)
     steps = sorted({round(part * len(_longest(seeds)) / 10) for part in range(1, 11)} - {0})
     screen.table(

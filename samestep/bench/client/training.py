@@ -8,6 +8,7 @@ and after `optimizer.step()`: that is the optimizer's time, and the host's until
 others nothing is awaited inside, as in a training: that is the time of an iteration.
 """
 
+import argparse
 import copy
 import gc
 import math
@@ -17,17 +18,129 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from samestep.bench.client.options import ClientOptions
-from samestep.bench.gpu.kernels import kernels
-from samestep.bench.gpu.peers import give_back_memory, reason
-from samestep.bench.gpu.timing import Times, in_turn, settle, times_of
-from samestep.train.corpus import Corpus, Order, validation_starts, windows
+from samestep.bench.gpu.measure import (
+    Times,
+    give_back_memory,
+    in_turn,
+    kernels,
+    reason,
+    settle,
+    times_of,
+)
+from samestep.bench.gpu.options import Named, Parser, SharedOptions, at_least, parser_for, shared
+from samestep.tooling.request import BadRequestError
+from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
 
+# What every client can be asked.
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientOptions(SharedOptions):
+    """How a client is trained."""
+
+    layers: int
+    steps: int
+    seeds: tuple[int, ...]
+    batch: int
+    sequence: int
+    dtype: str
+    compile: bool
+    every: int
+    data: Path | None
+
+    def corpus(self) -> Corpus:
+        """The text, as bytes; BadRequestError where it is too short."""
+        try:
+            corpus = load_corpus() if self.data is None else load_file(self.data)
+        except (OSError, ValueError) as error:
+            raise BadRequestError(f"there is no text to train on: {error}") from error
+        shortest = min(len(corpus.train), len(corpus.validation))
+        if shortest < self.sequence + 1:
+            raise BadRequestError(
+                f"--sequence {self.sequence} needs texts of {self.sequence + 1} bytes or more, and "
+                f"one of training and validation has {shortest}"
+            )
+        return corpus
+
+
+def client_parser(
+    prog: str,
+    description: str | None,
+    contestants: Sequence[Named],
+    *,
+    layers: int,
+    out: str,
+    cpu_dtype: str,
+) -> Parser:
+    parser = parser_for(prog, description, contestants, warmup=10, out=out)
+    for name, default, text in (
+        ("--layers", layers, "of the model; the width follows"),
+        ("--steps", 500, "of each training"),
+        ("--batch", 16, "sequences of a step"),
+        ("--sequence", 1024, "bytes of a sequence"),
+        ("--every", 50, "steps between losses on the screen"),
+    ):
+        parser.add_argument(name, type=int, default=default, help=f"{text} ({default})")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED",
+        help="each decides the initial weights and the batches of one training (0 1 2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default=None,
+        help=f"of the passes (bfloat16; {cpu_dtype} on a CPU)",
+    )  # fmt: skip
+    parser.set_defaults(cpu_dtype=cpu_dtype)
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=None,
+        help="compile the model (on CUDA; not on a CPU)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--data", type=Path, default=None,
+        help="a file to train on (the sources of Python's standard library)",
+    )  # fmt: skip
+    return parser
+
+
+def client_options(
+    options: type[ClientOptions],
+    given: argparse.Namespace,
+    contestants: Sequence[Named],
+    prog: str,
+    words: Sequence[str],
+) -> dict[str, Any]:
+    """The fields that were given; refuses values that cannot run, before anything is made."""
+    at_least(1, given, "layers", "steps", "batch", "every")
+    at_least(2, given, "sequence")
+    common = shared(options, given, contestants, prog, words)
+    if given.warmup > given.steps - 2:
+        raise BadRequestError(
+            f"--warmup {given.warmup} leaves fewer than two of --steps {given.steps} to be timed"
+        )
+    for seed in given.seeds:
+        if seed < 0:
+            raise BadRequestError(f"--seeds must be at least 0, got {seed}")
+    if given.data is not None and not given.data.is_file():
+        raise BadRequestError(f"--data {str(given.data)!r} is not a file")
+    on_gpu = given.device == "cuda"
+    return {
+        **common,
+        "seeds": tuple(dict.fromkeys(given.seeds)),
+        "dtype": given.dtype or ("bfloat16" if on_gpu else given.cpu_dtype),
+        "compile": on_gpu if given.compile is None else given.compile,
+    }
+
+
+# The trainings.
+
+MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
 LAST = 20  # steps whose mean is the final loss
 VALIDATION_BATCHES = 8
 
@@ -80,7 +193,6 @@ class Training:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
         return self.failed is None and self.not_finite is None
 
     @property
@@ -91,7 +203,6 @@ class Training:
         return statistics.mean(self.losses[-LAST:])
 
     def as_json(self) -> dict[str, Any]:
-        """For the receipt."""
         found = self.not_finite
         return {
             "name": self.contestant.name,
@@ -100,16 +211,9 @@ class Training:
             "steps_done": len(self.losses),
             "final_loss": self.final_loss,
             "validation_loss": self.validation_loss,
-            "optimizer_ms": as_times(self.optimizer_ms),
-            "host_ms": as_times(self.host_ms),
-            "iteration_ms": as_times(self.iteration_ms),
+            **{which: as_times([self], which) for which in MEASURED},
             "losses": [round(loss, 6) if math.isfinite(loss) else None for loss in self.losses],
         }
-
-
-def as_times(values: Sequence[float]) -> dict[str, float] | None:
-    """Median and spread, for the receipt."""
-    return times_of(values)._asdict() if values else None
 
 
 class Batches:
@@ -124,7 +228,6 @@ class Batches:
         self._order = Order(len(corpus.train), options.sequence, seed)
 
     def training(self, number: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step."""
         size = self._options.batch
         starts = self._order.starts(torch.arange(number * size, (number + 1) * size))
         return self._windows(self._corpus.train, starts)
@@ -276,3 +379,8 @@ def median_of(trainings: Sequence[Training], which: str) -> Times | None:
     """Over all counted steps of all seeds."""
     values = [value for training in trainings for value in getattr(training, which)]
     return times_of(values) if values else None
+
+
+def as_times(trainings: Sequence[Training], which: str) -> dict[str, float] | None:
+    found = median_of(trainings, which)
+    return None if found is None else found._asdict()

@@ -1,9 +1,11 @@
-"""Reading the words of a command with what Python brings."""
+"""What every benchmark of a GPU can be asked, and the peers that `--peer-path` leads to."""
 
 import argparse
 import shlex
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -16,7 +18,6 @@ class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Refuse the words."""
         raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
@@ -36,20 +37,22 @@ class Named(Protocol):
     """Somebody who can take part."""
 
     @property
-    def name(self) -> str:
-        """What `--variants` calls it."""
-        ...
+    def name(self) -> str: ...  # what `--variants` calls it
 
     @property
-    def default(self) -> bool:
-        """Whether it takes part unless others are named."""
-        ...
+    def default(self) -> bool: ...  # whether it takes part unless others are named
 
 
 def parser_for(
-    prog: str, description: str | None, contestants: Sequence[Named], *, warmup: int, out: str
+    prog: str,
+    description: str | None,
+    contestants: Sequence[Named],
+    *,
+    warmup: int,
+    out: str,
+    rounds: int | None = None,
 ) -> Parser:
-    """A parser with the options of every benchmark here."""
+    """With `--rounds` where contestants take turns."""
     parser = Parser(prog=prog, description=description, allow_abbrev=False)
     usual = [contestant.name for contestant in contestants if contestant.default]
     left_out = [contestant.name for contestant in contestants if not contestant.default]
@@ -72,18 +75,14 @@ def parser_for(
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (cuda)"
     )
+    if rounds is not None:
+        parser.add_argument(
+            "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
+        )
     return parser
 
 
-def add_rounds(parser: Parser, rounds: int) -> None:
-    """The option of benchmarks whose contestants take turns."""
-    parser.add_argument(
-        "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
-    )
-
-
 def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
-    """Refuse options that are smaller."""
     for name in names:
         value = getattr(given, name)
         if value < least:
@@ -91,22 +90,25 @@ def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
 
 
 def shared(
-    given: argparse.Namespace, contestants: Sequence[Named], prog: str, words: Sequence[str]
+    options: type[SharedOptions],
+    given: argparse.Namespace,
+    contestants: Sequence[Named],
+    prog: str,
+    words: Sequence[str],
 ) -> dict[str, Any]:
-    """The fields of SharedOptions; refuses values that cannot run, before anything is made."""
-    at_least(1, given, "warmup")
+    """The fields that were given; refuses values that cannot run, before anything is made."""
+    at_least(1, given, *(name for name in ("rounds", "warmup") if hasattr(given, name)))
     for path in given.peer_path:
         if not path.is_dir():
             raise BadRequestError(f"--peer-path {str(path)!r} is not a folder")
     if given.device == "cuda" and not torch.cuda.is_available():
         raise BadRequestError("--device cuda needs a CUDA device, and there is none here")
     names = [contestant.name for contestant in contestants]
+    known = {field.name for field in fields(options)}
     return {
+        **{name: value for name, value in vars(given).items() if name in known},
         "variants": chosen("--variants", given.variants, names),
-        "warmup": given.warmup,
         "peer_path": tuple(given.peer_path),
-        "out": given.out,
-        "device": given.device,
         "command": shlex.join([*prog.split(), *words]),
     }
 
@@ -122,3 +124,41 @@ def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> tuple[str
         if name not in known:
             raise BadRequestError(f"{option}: {name!r} is not known; there is: {', '.join(known)}")
     return tuple(dict.fromkeys(asked))
+
+
+# Other people's packages, from checkouts that the user names; none of their code is here.
+
+PACKAGES = ("nanochat", "dion", "gram_newton_schulz")
+GRAPHS = 256  # one set of parameters has many shapes, and each may be a graph of its own
+
+
+def make_importable(paths: Sequence[Path]) -> None:
+    """Let peers be found, and be compiled for as many shapes as there are."""
+    for path in paths:
+        if str(path.resolve()) not in sys.path:
+            sys.path.append(str(path.resolve()))
+    if paths:
+        config: Any = import_module("torch._dynamo.config")
+        config.recompile_limit = GRAPHS
+        config.accumulated_recompile_limit = 8 * GRAPHS
+
+
+def forget_compiled() -> None:
+    """Compile peers afresh: shapes met before would make the next ones symbols, and slower."""
+    import_module("torch._dynamo").reset()
+
+
+def peer(module: str) -> Any:
+    """A peer's module; ImportError says how to get it."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.partition(".")[0] in PACKAGES:
+            raise ImportError(f"no {error.name} here; --peer-path names a checkout") from error
+        raise
+
+
+def revisions(paths: Sequence[Path]) -> dict[str, str | None]:
+    """The commit of each checkout, from a file COMMIT in it; None where nobody left one."""
+    files = {str(path): path / "COMMIT" for path in paths}
+    return {name: f.read_text().strip() if f.is_file() else None for name, f in files.items()}

@@ -1,16 +1,73 @@
-"""Ours in several forms, and peers at their best documented settings."""
+"""Who takes part in `samestep bench step`: ours in several forms, peers at their best settings."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 import samestep
-from samestep.bench.gpu.accuracy import Reference
-from samestep.bench.gpu.peers import peer
-from samestep.bench.step.sets import Parameters, as_matrices
-from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
+from samestep.bench.gpu.measure import Reference, our_reference, power_law
+from samestep.bench.gpu.options import peer
+from samestep.models.parameter_sets import Shape, Shapes
+
+# Parameters with gradients, for a measurement.
+
+GRADIENT = 1e-2  # size of an element
+
+
+class Parameters(NamedTuple):
+    """Parameters with gradients that stay the same in every step."""
+
+    matrices: list[Parameter]
+    others: list[Parameter]
+    probes: list[Parameter]  # two square matrices: Gaussian gradient, and 1, 1/2, 1/3, ...
+
+    @property
+    def all(self) -> list[Parameter]:
+        return [*self.matrices, *self.others]
+
+
+def make_parameters(shapes: Shapes, device: torch.device, seed: int = 0) -> Parameters:
+    """Random parameters and gradients in fp32, the same for every contestant."""
+    torch.manual_seed(seed)
+    matrices = [_parameter(shape, device) for shape in shapes.matrices]
+    others = [_parameter(shape, device) for shape in shapes.others]
+    probes = [p for p in matrices if p.ndim == 2 and p.shape[0] == p.shape[1]][:2]
+    falling = probes[1].grad
+    assert falling is not None
+    falling.copy_(power_law(len(falling), len(falling), device).mul_(GRADIENT))
+    return Parameters(matrices, others, probes)
+
+
+def _parameter(shape: Shape, device: torch.device) -> Parameter:
+    parameter = Parameter(torch.randn(shape, device=device).mul_(0.02))
+    parameter.grad = torch.randn(shape, device=device).mul_(GRADIENT)
+    return parameter
+
+
+def as_matrices(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Stacks as views of their matrices, for optimizers that know only those."""
+    found: list[Parameter] = []
+    for parameter in parameters:
+        if parameter.ndim == 2:
+            found.append(parameter)
+            continue
+        assert parameter.grad is not None
+        for values, grad in zip(_each(parameter.data), _each(parameter.grad), strict=True):
+            view = Parameter(values)
+            view.grad = grad
+            found.append(view)
+    return found
+
+
+def _each(stack: Tensor) -> tuple[Tensor, ...]:
+    return stack.flatten(end_dim=-3).unbind()
+
+
+# Contestants.
 
 LR = 1e-3
 DECAY = 0.1
@@ -25,12 +82,10 @@ class Entry(NamedTuple):
     reference: Reference | None = None
 
     def step(self) -> None:
-        """One step on everything."""
         for optimizer in self.optimizers:
             optimizer.step()
 
     def state_bytes(self) -> int:
-        """Of all tensors kept between steps."""
         return sum(t.numel() * t.element_size() for o in self.optimizers for t in _tensors(o.state))
 
 
@@ -55,33 +110,21 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def our_reference(method: str = "polar-express") -> Reference:
-    """One of our polynomials."""
-    return Reference(step_coefficients(method, 5), POLYNOMIALS[method].norm_factor)
-
-
-def _ours(**options: Any) -> Callable[[Parameters], Entry]:
+def _ours(parameters: Parameters, **options: Any) -> Entry:
     """As shipped, with clipping; `options` are what differs."""
-
-    def build(parameters: Parameters) -> Entry:
-        groups = [
-            {"params": parameters.matrices, "rule": "muon"},
-            {"params": parameters.others, "rule": "adamw"},
-        ]
-        optimizer = samestep.MuonAdamW(groups, lr=LR, max_grad_norm=1.0, **options)
-        plain = "variance_beta2" not in options
-        return Entry([optimizer], our_reference() if plain else None)
-
-    return build
+    groups = [
+        {"params": parameters.matrices, "rule": "muon"},
+        {"params": parameters.others, "rule": "adamw"},
+    ]
+    optimizer = samestep.MuonAdamW(groups, lr=LR, max_grad_norm=1.0, **options)
+    plain = "variance_beta2" not in options
+    return Entry([optimizer], our_reference() if plain else None)
 
 
-def _our_adamw(**options: Any) -> Callable[[Parameters], Entry]:
-    def build(parameters: Parameters) -> Entry:
-        return Entry(
-            [samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY, **options)]
-        )
-
-    return build
+def _our_adamw(parameters: Parameters, **options: Any) -> Entry:
+    return Entry(
+        [samestep.AdamW(parameters.all, lr=LR, betas=BETAS, weight_decay=DECAY, **options)]
+    )
 
 
 def _torch_adamw(parameters: Parameters) -> Entry:
@@ -124,21 +167,17 @@ def _nanochat(parameters: Parameters) -> Entry:
     return Entry([optim.MuonAdamW(groups)])
 
 
-def _dion(**options: Any) -> Callable[[Parameters], Entry]:
+def _dion(parameters: Parameters, **options: Any) -> Entry:
     """Its Muon on one device, AdamW for the rest inside the same optimizer."""
-
-    def build(parameters: Parameters) -> Entry:
-        groups = [
-            {"params": parameters.matrices},
-            {"params": parameters.others, "algorithm": "adamw"},
-        ]
-        optimizer = peer("dion").Muon(
-            groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
-            adjust_lr="rms_norm", **options,
-        )  # fmt: skip
-        return Entry([optimizer], _dion_reference(options))
-
-    return build
+    groups = [
+        {"params": parameters.matrices},
+        {"params": parameters.others, "algorithm": "adamw"},
+    ]
+    optimizer = peer("dion").Muon(
+        groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
+        adjust_lr="rms_norm", **options,
+    )  # fmt: skip
+    return Entry([optimizer], _dion_reference(options))
 
 
 def _dion_reference(options: dict[str, Any]) -> Reference | None:
@@ -154,45 +193,45 @@ def _dion_reference(options: dict[str, Any]) -> Reference | None:
 
 
 CONTESTANTS = (
-    Contestant("ours", "samestep as shipped, clipping on", _ours(), ours=True, clips=True),
+    Contestant("ours", "samestep as shipped, clipping on", _ours, ours=True, clips=True),
     Contestant(
         "ours-float16", "the same with compute_dtype=float16",
-        _ours(compute_dtype=torch.float16), ours=True, clips=True,
+        partial(_ours, compute_dtype=torch.float16), ours=True, clips=True,
     ),
     Contestant(
         "ours-variance", "the same with variance reduction and cautious decay",
-        _ours(variance_beta2=0.9, cautious=True), ours=True, clips=True,
+        partial(_ours, variance_beta2=0.9, cautious=True), ours=True, clips=True,
     ),
     Contestant(
         "ours-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
-        _ours(cuda_graph=True), ours=True, clips=True,
+        partial(_ours, cuda_graph=True), ours=True, clips=True,
     ),
     Contestant(
         "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)",
-        _ours(), ours=True, clips=True, kernels=False,
+        _ours, ours=True, clips=True, kernels=False,
     ),
     Contestant("torch", "torch.optim.Muon and fused AdamW", _torch_muon),
     Contestant("nanochat", "nanochat's MuonAdamW, compiled", _nanochat),
     Contestant(
         "dion-triton", "dion's Muon, Newton-Schulz in Triton",
-        _dion(use_triton=True, use_polar_express=False),
+        partial(_dion, use_triton=True, use_polar_express=False),
     ),
     Contestant(
         "dion-polar", "dion's Muon, Polar Express in Triton and compiled",
-        _dion(use_triton=True), default=False,
+        partial(_dion, use_triton=True), default=False,
     ),
     Contestant(
         "dion-gram", "dion's Muon, Gram Newton-Schulz with its kernels",
-        _dion(use_triton=True, use_gram_newton_schulz=True),
+        partial(_dion, use_triton=True, use_gram_newton_schulz=True),
     ),
     Contestant(
         "dion-gram-torch", "dion's Muon, Gram Newton-Schulz in plain torch",
-        _dion(use_gram_newton_schulz=True),
+        partial(_dion, use_gram_newton_schulz=True),
     ),
-    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw(), "adamw", ours=True),
+    Contestant("ours-adamw", "samestep.AdamW on everything", _our_adamw, "adamw", ours=True),
     Contestant(
         "ours-adamw-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
-        _our_adamw(cuda_graph=True), "adamw", ours=True,
+        partial(_our_adamw, cuda_graph=True), "adamw", ours=True,
     ),
     Contestant("torch-adamw", "torch's fused AdamW on everything", _torch_adamw, "adamw"),
 )  # fmt: skip

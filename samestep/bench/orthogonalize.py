@@ -1,0 +1,430 @@
+"""`samestep bench orthogonalize`: how long does it take on this GPU, shape by shape?
+
+As a plain script, with torch alone: `python -m samestep.bench.orthogonalize`.
+"""
+
+import gc
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.bench.gpu.measure import (
+    Ceilings,
+    Contest,
+    Reference,
+    Shown,
+    Turn,
+    accuracy_of,
+    measure_ceilings,
+    our_reference,
+    power_law,
+    take_turn,
+)
+from samestep.bench.gpu.options import (
+    SharedOptions,
+    device_of,
+    make_importable,
+    parser_for,
+    peer,
+    shared,
+)
+from samestep.bench.gpu.report import (
+    Panel,
+    Screen,
+    accuracy_cells,
+    draw,
+    heading,
+    leave,
+    number,
+)
+from samestep.estimate.floors import least_flops
+from samestep.kernels.choice import missing_products
+from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
+from samestep.tooling.output import check_folder
+from samestep.tooling.request import BadRequestError
+
+# Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'.
+
+Shape = tuple[int, int, int]
+QUINTIC = POLYNOMIALS["newton-schulz"].coefficients[0]
+
+
+class Function(NamedTuple):
+    """What is timed, and the polynomial it is to compute."""
+
+    call: Callable[[Tensor], Tensor]
+    reference: Reference | None
+
+
+class Contestant(NamedTuple):
+    """Who takes part."""
+
+    name: str
+    what: str
+    build: Callable[[], Function]
+    ours: bool = False
+    kernels: bool = True
+    default: bool = True
+
+
+def _ours(method: str = "polar-express", **options: Any) -> Function:
+    return Function(lambda X: orthogonalize(X, method=method, **options), our_reference(method))
+
+
+def _torch_single() -> Function:
+    """What torch.optim.Muon calls for each matrix; it scales its argument, hence the copy."""
+    one: Any = peer("torch.optim._muon")._zeropower_via_newtonschulz
+
+    def call(X: Tensor) -> Tensor:
+        for matrix in X:
+            last: Tensor = one(matrix.clone(), QUINTIC, 5, 1e-7)
+        return last[None]
+
+    return Function(call, Reference([QUINTIC] * 5))
+
+
+def _dion_triton() -> Function:
+    module = peer("dion.newton_schulz_triton")
+    try:
+        reference = Reference(peer("gram_newton_schulz").YOU_COEFFICIENTS)  # the same, readable
+    except ImportError:
+        reference = None
+    return Function(module.newton_schulz_triton, reference)
+
+
+def _dion_polar() -> Function:
+    module = peer("dion.polar_express")
+    return Function(module.polar_express_triton, Reference(module._POLAR_EXPRESS_COEFFS, 1.02))
+
+
+def _gram(**options: Any) -> Function:
+    package = peer("gram_newton_schulz")
+    table = package.POLAR_EXPRESS_COEFFICIENTS
+    call = package.GramNewtonSchulz(
+        ns_coefficients=table, gram_newton_schulz_reset_iterations=[2], **options
+    )
+    return Function(call, Reference(table))
+
+
+CONTESTANTS = (
+    Contestant("ours", "samestep's orthogonalize", _ours, ours=True),
+    Contestant(
+        "ours-float16", "the same with compute_dtype=float16",
+        partial(_ours, compute_dtype=torch.float16), ours=True,
+    ),
+    Contestant("torch-single", "torch.optim.Muon's function, matrix by matrix", _torch_single),
+    Contestant(
+        "torch-batched", "the same polynomial on the batch, in plain torch",
+        partial(_ours, "newton-schulz", execution="standard", compute_dtype=torch.bfloat16),
+        kernels=False,
+    ),
+    Contestant(
+        "torch-gram", "samestep's orthogonalize in plain torch (SAMESTEP_KERNELS=0)",
+        partial(_ours, compute_dtype=torch.bfloat16), kernels=False,
+    ),
+    Contestant("dion-triton", "dion's newton_schulz_triton", _dion_triton),
+    Contestant(
+        "dion-polar", "dion's polar_express_triton, compiled", _dion_polar, default=False
+    ),
+    Contestant("gram", "gram-newton-schulz with its kernels", _gram),
+    Contestant(
+        "gram-torch", "gram-newton-schulz in plain torch", partial(_gram, ns_use_kernels=False)
+    ),
+)  # fmt: skip
+
+
+SHAPES = (
+    "12x768x768", "12x768x3072", "16x1280x1280", "16x1280x5120", "96x2048x2048", "48x2048x8192",
+    "8x2048x2048", "8x2048x8192", "4x4096x4096", "4x4096x11008",
+)  # fmt: skip
+MOST_ON_CPU = 1 << 16  # elements
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
+
+    shapes: tuple[Shape, ...]
+    rounds: int
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    out = "out/bench-orthogonalize"
+    parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=10, out=out)
+    parser.add_argument(
+        "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
+        help=f"batches to orthogonalize ({' '.join(SHAPES)})",
+    )  # fmt: skip
+    given = parser.parse_args(words)
+    common = shared(Options, given, CONTESTANTS, prog, words)
+    shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
+    if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
+        raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
+    return Options(shapes=shapes, **common)
+
+
+def shape_of(text: str) -> Shape:
+    """Read "12x768x3072"."""
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
+        raise BadRequestError(f"--shape must be like 12x768x3072, got {text!r}")
+    count, rows, cols = map(int, text.split("x"))
+    return count, rows, cols
+
+
+# All contestants in turns on one batch.
+
+MOST_ROWS = 1280  # singular values of larger matrices would take longer than all the rest
+TURN_MS = 10.0  # as many calls as this takes are timed at once
+MOST_CALLS = 20
+
+
+@dataclass
+class Result(Shown):
+    """The same on one shape."""
+
+    calls: int = 1  # per turn
+
+    def tflops(self, shape: Shape) -> float | None:
+        """Of the least work, whatever was done beyond it."""
+        if not self.ms:
+            return None
+        return shape[0] * least_flops(*shape[1:]) / (self.ms * 1e-3) / 1e12
+
+    def as_json(self, shape: Shape) -> dict[str, Any]:
+        return {
+            "name": self.contestant.name,
+            "what": self.contestant.what,
+            "ours": self.contestant.ours,
+            "failed": self.failed,
+            "ms": None if self.times is None else self.times._asdict(),
+            "turns_ms": self.turns,
+            "calls_per_turn": self.calls,
+            "tflops": self.tflops(shape),
+            **self.accuracy_as_json(),
+        }
+
+
+def make_batch(shape: Shape, device: torch.device) -> Tensor:
+    """Gaussian matrices; the second has singular values 1, 1/2, 1/3, ..."""
+    torch.manual_seed(0)
+    batch = torch.randn(shape, device=device).bfloat16()
+    if shape[0] > 1:
+        batch[1] = power_law(*shape[1:], device)
+    return batch
+
+
+class Measurement(Contest[Result]):
+    """One shape."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        super().__init__(device)
+        self.shape = shape
+        self._batch = make_batch(shape, device)
+        self._sum = self._batch.sum(dtype=torch.float64)
+
+    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
+        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
+
+    @torch.no_grad()
+    def _prepare(self, result: Result, warmup: int) -> None:
+        if result.contestant.ours and missing_products(self._device) is None:
+            from samestep.update import measure
+
+            measure.settle([self.shape[1:]], self._device, None)  # as an optimizer does
+        function = result.contestant.build()
+        self._entries[result.contestant.name] = function
+        found = function.call(self._batch)
+        if not found.isfinite().all():
+            raise ArithmeticError("the result is not finite")
+        if self._batch.sum(dtype=torch.float64) != self._sum:
+            self._batch = make_batch(self.shape, self._device)
+            raise ArithmeticError("the batch was overwritten")
+        self._look_at(result, found, function.reference)
+        del found
+        for _ in range(warmup - 1):
+            function.call(self._batch)
+        ms = take_turn(lambda: function.call(self._batch), self._device).ms
+        result.calls = max(1, min(MOST_CALLS, int(TURN_MS / ms))) if ms else MOST_CALLS
+
+    @torch.no_grad()
+    def _turn(self, result: Result) -> Turn:
+        call = self._entries[result.contestant.name].call
+        return take_turn(lambda: call(self._batch), self._device, result.calls)
+
+    def _look_at(self, result: Result, found: Tensor, reference: Reference | None) -> None:
+        count, rows, cols = self.shape
+        if min(rows, cols) > MOST_ROWS or count < 2:
+            return
+        if len(found) != count:  # matrix by matrix, and only the last was kept
+            call = self._entries[result.contestant.name].call
+            found = torch.cat([call(self._batch[number : number + 1]) for number in range(2)])
+        result.accuracy = [
+            accuracy_of(found[at], self._exact_for(reference, at, self._batch[at]))
+            for at in range(2)
+        ]
+
+
+# How far ours is ahead of the best peer, shape by shape.
+
+EVERY_SHAPE = 1.0
+MEAN = 1.2
+
+
+class Lead(NamedTuple):
+    """On one shape."""
+
+    shape: Shape
+    best_peer: str
+    ratio: float  # milliseconds of the best peer / ours
+
+
+def lead(shape: Shape, results: Sequence[Result]) -> Lead | None:
+    """Ours as shipped against the best peer; None if one of them is missing."""
+    ours = next((r.ms for r in results if r.contestant.name == "ours"), None)
+    peers = [(r.ms, r.contestant.name) for r in results if r.ms and not r.contestant.ours]
+    if not ours or not peers:
+        return None
+    ms, name = min(peers)
+    return Lead(shape, name, ms / ours)
+
+
+def geometric_mean(leads: Sequence[Lead]) -> float | None:
+    return statistics.geometric_mean(each.ratio for each in leads) if leads else None
+
+
+def lines(leads: Sequence[Lead], shapes: int) -> list[str]:
+    mean = geometric_mean(leads)
+    if mean is None or len(leads) < shapes:
+        return [f"not measured  the lead on {shapes - len(leads)} of {shapes} shapes"]
+    least = min(leads, key=lambda each: each.ratio)
+    where = "x".join(map(str, least.shape))
+    return [
+        f"{_state(least.ratio >= EVERY_SHAPE):12} at least as fast as the best peer on every "
+        f"shape: least {least.ratio:.2f} x {least.best_peer} on {where}",
+        f"{_state(mean >= MEAN):12} geometric mean: {mean:.2f}, bar >= {MEAN:g}",
+    ]
+
+
+def _state(met: bool) -> str:
+    return "met" if met else "NOT MET"
+
+
+# The command.
+
+
+class Outcome(NamedTuple):
+    """Of one shape."""
+
+    shape: Shape
+    results: list[Result]
+    lead: Lead | None
+
+    @property
+    def name(self) -> str:
+        return "x".join(map(str, self.shape))
+
+
+def run(options: Options) -> int:
+    check_folder(options.out)
+    screen = Screen()
+    device = device_of(options.device)
+    make_importable(options.peer_path)
+    ceilings = measure_ceilings(device)
+    screen.progress(f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product")
+    contestants = [c for c in CONTESTANTS if c.name in options.variants]
+    content = heading(
+        "samestep orthogonalize", options.command, device, ceilings, options.peer_path
+    )
+    if content["kernels_missing"] is not None:
+        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
+    outcomes: list[Outcome] = []
+    for shape in options.shapes:
+        measurement = Measurement(shape, device)
+        results = measurement.run(contestants, options.rounds, options.warmup)
+        del measurement
+        gc.collect()
+        outcomes.append(Outcome(shape, results, lead(shape, results)))
+        screen.progress(_line(outcomes[-1]))
+        content.update(as_json(outcomes, ceilings))
+        leave(options.out, "orthogonalize", content, None)  # what ends the run leaves this
+    show(outcomes, contestants, screen)
+    picture = draw("Orthogonalization", panels(outcomes, ceilings))
+    files = leave(options.out, "orthogonalize", content, picture)
+    screen.wrote(files, options.out)
+    return 0
+
+
+def _line(outcome: Outcome) -> str:
+    times = [
+        f"{r.contestant.name} {'out' if r.ms is None else f'{r.ms:.3g}'}" for r in outcome.results
+    ]
+    return f"{outcome.name} ms: {', '.join(times)}"
+
+
+def show(outcomes: Sequence[Outcome], contestants: Sequence[Contestant], screen: Screen) -> None:
+    names = [contestant.name for contestant in contestants]
+    rows = []
+    for outcome in outcomes:
+        ahead = outcome.lead
+        cells = ["-", "-"] if ahead is None else [f"{ahead.ratio:.2f}", ahead.best_peer]
+        rows.append([outcome.name, *(number(r.ms, 3) for r in outcome.results), *cells])
+    screen.table("Milliseconds (median)", ["", *names, "x best peer", "which is"], rows)
+    rates = [[o.name, *(number(r.tflops(o.shape), 0) for r in o.results)] for o in outcomes]
+    screen.table("TFLOP/s of the least work", ["", *names], rates)
+    rows = [
+        [f"{outcome.name} {result.contestant.name}", *accuracy_cells(result)]
+        for outcome in outcomes
+        for result in outcome.results
+        if result.accuracy
+    ]
+    columns = ["", "Gaussian", "distance", "power law", "distance"]
+    screen.table("Singular values", columns, rows)
+    results = [result for outcome in outcomes for result in outcome.results]
+    for name in names:
+        failures = dict.fromkeys(
+            r.failed for r in results if r.contestant.name == name and r.failed
+        )
+        if failures:
+            screen.say(f"{name} is out: {'; '.join(failures)}")
+    for line in lines([o.lead for o in outcomes if o.lead is not None], len(outcomes)):
+        screen.say(line)
+
+
+def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:
+    leads = [outcome.lead for outcome in outcomes if outcome.lead is not None]
+    return {
+        "shapes": [
+            {
+                "shape": list(outcome.shape),
+                "floor_ms": _floor(outcome.shape, ceilings),
+                "best_peer": None if outcome.lead is None else outcome.lead.best_peer,
+                "lead": None if outcome.lead is None else outcome.lead.ratio,
+                "contestants": [result.as_json(outcome.shape) for result in outcome.results],
+            }
+            for outcome in outcomes
+        ],
+        "geometric_mean_of_leads": geometric_mean(leads),
+        "bars": lines(leads, len(outcomes)),
+    }
+
+
+def _floor(shape: Shape, ceilings: Ceilings) -> float:
+    """Milliseconds of the products alone."""
+    return 1e3 * shape[0] * least_flops(*shape[1:]) / ceilings.flops
+
+
+def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
+    return [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
+
+
+if __name__ == "__main__":
+    from samestep.cli import main
+
+    raise SystemExit(main(["bench", "orthogonalize", *sys.argv[1:]]))

@@ -1,1 +1,0 @@
-"""How long does orthogonalization take on this GPU, shape by shape?"""

@@ -1,0 +1,386 @@
+"""`samestep bench step`: how long does a step of the optimizer take on this GPU?
+
+As a plain script, with torch alone: `python -m samestep.bench.step`.
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.bench.gpu.measure import (
+    HOT,
+    Ceilings,
+    Contest,
+    Shown,
+    Turn,
+    accuracy_of,
+    measure_ceilings,
+    settle,
+    take_turn,
+)
+from samestep.bench.gpu.options import (
+    SharedOptions,
+    chosen,
+    device_of,
+    forget_compiled,
+    make_importable,
+    parser_for,
+    shared,
+)
+from samestep.bench.gpu.report import (
+    Panel,
+    Screen,
+    Verdict,
+    accuracy_cells,
+    draw,
+    heading,
+    leave,
+    number,
+)
+from samestep.bench.step_contestants import (
+    CONTESTANTS,
+    Contestant,
+    Entry,
+    Parameters,
+    make_parameters,
+)
+from samestep.estimate.floors import Floor, step_floor
+from samestep.models.parameter_sets import SETS, Shapes, count
+from samestep.tooling.output import check_folder
+from samestep.tooling.request import BadRequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(SharedOptions):
+    """Time one optimizer step on this GPU: ours, in several forms, and peers in the same rounds."""
+
+    sets: tuple[str, ...]
+    rounds: int
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    parser = parser_for(
+        prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=20, out="out/bench-step"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
+        help=f"parameters to step: {', '.join(SETS)} (gpt-1280 gpt-2048)",
+    )  # fmt: skip
+    given = parser.parse_args(words)
+    common = shared(Options, given, CONTESTANTS, prog, words)
+    options = Options(sets=chosen("--set", given.set, list(SETS)), **common)
+    if options.device == "cpu" and options.sets != ("tiny",):
+        raise BadRequestError("--device cpu is slow, and only for --set tiny")
+    return options
+
+
+# All contestants of a field in turns, on the same parameters and gradients.
+
+FLAT = 1.3  # a Gaussian matrix has a spread of 2, an orthogonalized one hardly above 1
+
+
+class NotAStepError(Exception):
+    """A contestant did something, but no step of its rule."""
+
+
+@dataclass
+class Result(Shown):
+    """The same of a step."""
+
+    first_s: float | None = None  # with compilation and tuning
+    state_bytes: int | None = None
+    extra_bytes: int | None = None  # at the peak of a step, beyond what was there before
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "name": self.contestant.name,
+            "what": self.contestant.what,
+            "field": self.contestant.field,
+            "ours": self.contestant.ours,
+            "failed": self.failed,
+            "first_step_s": self.first_s,
+            "ms": None if self.times is None else self.times._asdict(),
+            "host_ms": None if self.host is None else self.host._asdict(),
+            "turns_ms": self.turns,
+            "state_bytes": self.state_bytes,
+            "extra_bytes": self.extra_bytes,
+            **self.accuracy_as_json(),
+        }
+
+
+class Field(Contest[Result]):
+    """Contestants that are compared with each other."""
+
+    def __init__(
+        self, parameters: Parameters, device: torch.device, say: Callable[[str], None]
+    ) -> None:
+        super().__init__(device)
+        self._parameters = parameters
+        self._tell = say
+
+    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
+        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
+
+    def _say(self, result: Result) -> None:
+        outcome = result.failed or f"ready, first step {result.first_s:.1f} s"
+        self._tell(f"  {result.contestant.name}: {outcome}")
+
+    def _prepare(self, result: Result, warmup: int) -> None:
+        begin = time.perf_counter()
+        entry = result.contestant.build(self._parameters)
+        self._entries[result.contestant.name] = entry
+        for done in range(warmup):
+            entry.step()
+            if done == 0:
+                settle(self._device)
+                result.first_s = time.perf_counter() - begin
+        result.state_bytes = entry.state_bytes()
+        self._check(result, entry)
+
+    def _turn(self, result: Result) -> Turn:
+        return take_turn(self._entries[result.contestant.name].step, self._device)
+
+    @torch.no_grad()
+    def _check(self, result: Result, entry: Entry) -> None:
+        """One more step, looked at: memory, what it changed, and that Muon was Muon."""
+        parameters, probes = self._parameters.all, self._parameters.probes
+        before = _sums(parameters)
+        for probe in probes:
+            probe.zero_()  # nothing to decay or to round: it becomes the update itself
+        result.extra_bytes = self._extra_bytes(entry.step)
+        after = _sums(parameters)
+        if not after.isfinite().all():
+            raise NotAStepError("parameters are not finite after the step")
+        unchanged = int((before == after).sum())
+        if unchanged:
+            raise NotAStepError(f"{unchanged} of {len(parameters)} parameters did not change")
+        if result.contestant.field == "muon":
+            found = []
+            for number, probe in enumerate(probes):
+                assert probe.grad is not None
+                exact = self._exact_for(entry.reference, number, probe.grad)
+                found.append(accuracy_of(-probe, exact, scaled=True))
+            result.accuracy = found
+            spread = result.accuracy[0].spread
+            if not spread < FLAT:
+                raise NotAStepError(
+                    f"Muon was not running: singular values of an update spread by {spread:.2f}"
+                )
+
+    def _extra_bytes(self, step: Callable[[], None]) -> int | None:
+        if self._device.type != "cuda":
+            step()
+            return None
+        settle(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+        step()
+        settle(self._device)
+        return torch.cuda.max_memory_allocated(self._device) - before
+
+
+def _sums(parameters: Sequence[Tensor]) -> Tensor:
+    """A number for each that no step leaves as it is."""
+    return torch.stack([p.sum(dtype=torch.float64) for p in parameters])
+
+
+# What the step is measured against: bars, met or not.
+
+MOST_MS = {"gpt-1280": 15.0, "gpt-2048": 62.0}
+AHEAD = 1.6  # of every peer, on these sets
+ADAMW = 1.05  # of torch's fused form
+VARIANCE = 1.08  # of the step without variance reduction and cautious decay
+MEMORY = 1.3  # of the state
+
+
+def verdicts(name: str, results: Sequence[Result]) -> list[Verdict]:
+    ms = {result.contestant.name: result.ms for result in results}
+
+    def of(name: str, other: str) -> float | None:
+        return _ratio(ms.get(name), ms.get(other))
+
+    found = []
+    if name in MOST_MS:
+        found.append(Verdict("milliseconds of a step", ms.get("ours"), MOST_MS[name]))
+        for peer in (r.contestant for r in results if not r.contestant.ours):
+            if peer.field == "muon":
+                label = f"times as fast as {peer.name}"
+                found.append(Verdict(label, of(peer.name, "ours"), AHEAD, at_least=True))
+    found += [
+        Verdict("AdamW against torch's fused", of("ours-adamw", "torch-adamw"), ADAMW),
+        Verdict("variance and caution against plain", of("ours-variance", "ours"), VARIANCE),
+    ]
+    ours = next((r for r in results if r.contestant.name == "ours"), None)
+    extra = None if ours is None else _ratio(ours.extra_bytes, ours.state_bytes)
+    found.append(Verdict("extra memory against state", extra, MEMORY))
+    return found
+
+
+def _ratio(value: float | None, other: float | None) -> float | None:
+    return value / other if value is not None and other else None
+
+
+# The command.
+
+FIELDS = ("muon", "adamw")
+SPEED = (
+    "", "ms", "min..max", "IQR", "host ms", "x floor", "TFLOP/s", "% product", "% copy", "x ours",
+    "extra GB", "state GB",
+)  # fmt: skip
+ACCURACY = ("", "Gaussian", "distance", "power law", "distance")
+
+
+class Outcome(NamedTuple):
+    """Of one set."""
+
+    name: str
+    shapes: Shapes
+    results: list[Result]
+    verdicts: list[Verdict]
+
+    def floor(self, result: Result) -> Floor:
+        """The least work of what a contestant does."""
+        contestant = result.contestant
+        if contestant.field == "adamw":
+            return step_floor((), self.shapes.matrices + self.shapes.others, clips=contestant.clips)
+        return step_floor(*self.shapes, clips=contestant.clips)
+
+
+def run(options: Options) -> int:
+    check_folder(options.out)
+    screen = Screen()
+    device = device_of(options.device)
+    make_importable(options.peer_path)
+    ceilings = measure_ceilings(device)
+    screen.progress(
+        f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
+        f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
+        f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
+    )
+    content = heading("samestep step", options.command, device, ceilings, options.peer_path)
+    if content["kernels_missing"] is not None:
+        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
+    content["sets"] = []
+    outcomes: list[Outcome] = []
+    for name in options.sets:
+        outcomes.append(_measure_set(name, options, device, screen))
+        show(outcomes[-1], ceilings, screen)
+        content["sets"].append(as_json(outcomes[-1], ceilings))
+        # After every set: what ends the run later leaves what was measured.
+        picture = draw("A step of the optimizer", panels(outcomes, ceilings))
+        files = leave(options.out, "step", content, picture)
+    screen.wrote(files, options.out)
+    return 0
+
+
+def _measure_set(name: str, options: Options, device: torch.device, screen: Screen) -> Outcome:
+    shapes = SETS[name]
+    total = count(shapes.matrices + shapes.others)
+    screen.progress(f"{name}: {total / 1e6:,.0f} million parameters")
+    if options.peer_path:
+        forget_compiled()
+    parameters = make_parameters(shapes, device)
+    results: list[Result] = []
+    for of in FIELDS:  # one after the other: the states of all would need much memory
+        mine = [c for c in CONTESTANTS if c.field == of and c.name in options.variants]
+        if mine:
+            contest = Field(parameters, device, screen.progress)
+            results += contest.run(mine, options.rounds, options.warmup)
+            del contest
+            gc.collect()
+    del parameters
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    judged = verdicts(name, results) if device.type == "cuda" else []
+    return Outcome(name, shapes, results, judged)
+
+
+def show(outcome: Outcome, ceilings: Ceilings, screen: Screen) -> None:
+    shown = [result for result in outcome.results if result.ms is not None]
+    floor = step_floor(*outcome.shapes, clips=True).ms(ceilings)
+    title = f"{outcome.name}: floor {floor:.3g} ms with clipping"
+    screen.table(title, SPEED, [_speed(outcome, result, ceilings) for result in shown])
+    rows = [[r.contestant.name, *accuracy_cells(r)] for r in shown if r.accuracy]
+    screen.table("Singular values of an update, relative to their root mean square", ACCURACY, rows)
+    for result in outcome.results:
+        if result.failed is not None:
+            screen.say(f"{result.contestant.name} is out: {result.failed}")
+    for verdict in outcome.verdicts:
+        screen.say(verdict.line())
+    if not outcome.verdicts:
+        screen.say("No bars: they are for CUDA.")
+
+
+def _speed(outcome: Outcome, result: Result, ceilings: Ceilings) -> list[str]:
+    times, host = result.times, result.host
+    assert times is not None
+    assert host is not None
+    derived = numbers(outcome, result, ceilings)
+    sizes = [None if b is None else b / 1e9 for b in (result.extra_bytes, result.state_bytes)]
+    return [
+        result.contestant.name,
+        f"{times.median:.2f}",
+        f"{times.low:.2f}..{times.high:.2f}",
+        f"{times.middle_half:.2f}",
+        f"{host.median:.2f}",
+        number(derived["times_floor"]),
+        number(derived["tflops"], 0),
+        number(derived["percent_of_product"], 0),
+        number(derived["percent_of_copy"], 0),
+        number(derived["times_ours"]),
+        *(number(size) for size in sizes),
+    ]
+
+
+DERIVED = ("times_floor", "tflops", "percent_of_product", "percent_of_copy", "times_ours")
+
+
+def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, float | None]:
+    """What follows from a median; TFLOP/s count the least work, not what was done beyond it."""
+    ms = result.ms
+    if not ms:
+        return dict.fromkeys(DERIVED)
+    floor = outcome.floor(result)
+    per_second = 1e3 / ms
+    rival = "ours" if result.contestant.field == "muon" else "ours-adamw"
+    ours = next((r.ms for r in outcome.results if r.contestant.name == rival), None)
+    products = floor.flops > 0
+    return {
+        "times_floor": ms / floor.ms(ceilings),
+        "tflops": floor.flops * per_second / 1e12 if products else None,
+        "percent_of_product": 100 * floor.flops * per_second / ceilings.flops if products else None,
+        "percent_of_copy": 100 * floor.bytes * per_second / ceilings.bytes,
+        "times_ours": ms / ours if ours else None,
+    }
+
+
+def as_json(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
+    floor = step_floor(*outcome.shapes, clips=True)
+    return {
+        "set": outcome.name,
+        "matrix_parameters": count(outcome.shapes.matrices),
+        "other_parameters": count(outcome.shapes.others),
+        "floor": {**floor._asdict(), "ms": floor.ms(ceilings)},
+        "contestants": [
+            result.as_json() | numbers(outcome, result, ceilings) for result in outcome.results
+        ],
+        "bars": [verdict._asdict() | {"met": verdict.met} for verdict in outcome.verdicts],
+    }
+
+
+def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
+    floors = [step_floor(*outcome.shapes, clips=True).ms(ceilings) for outcome in outcomes]
+    return [Panel(o.name, o.results, ms) for o, ms in zip(outcomes, floors, strict=True)]
+
+
+if __name__ == "__main__":
+    from samestep.cli import main
+
+    raise SystemExit(main(["bench", "step", *sys.argv[1:]]))

@@ -102,7 +102,6 @@ class Participation:
             self._skipping = before
 
     def remove(self) -> None:
-        """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
         for unit in self._units:
@@ -222,7 +221,6 @@ class Unit:
                 whole.grad = torch.zeros_like(whole)
 
     def remove(self) -> None:
-        """Take the hooks on parameters away."""
         for handle in self._handles.values():
             handle.remove()
 

@@ -70,7 +70,6 @@ def _as_its_input(module: nn.Module, token: Tensor, sends_gradients: bool | None
 
 
 def _differentiable(token: Tensor) -> Tensor:
-    """As if parameters had been used."""
     return token + torch.zeros_like(token, requires_grad=True)
 
 

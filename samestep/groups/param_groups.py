@@ -29,7 +29,6 @@ def name_matches(name: str, pattern: str) -> bool:
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
-    """The rule a group names."""
     name = group.get("rule")
     if name is None:
         raise ValueError(

@@ -27,7 +27,6 @@ class AdamWTensors:
         self.has_master = len(dtypes) == 4
 
     def step_(self, grads: Gradients, step: Step) -> None:
-        """One step."""
         scalars = step.scalars
         step_sizes, root_corrections = torch.empty(
             2, self.count, dtype=torch.float64, device=grads.addresses.device

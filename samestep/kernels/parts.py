@@ -140,7 +140,6 @@ class Moves:
         self.programs = programs([move.size for move in moves], device)
 
     def run_(self, sources: Sequence[Tensor], out: Tensor) -> None:
-        """Copy all."""
         table = Table([sources])
         part_tiles.moved[(len(self.programs),)](
             table.addresses,

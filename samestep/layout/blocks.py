@@ -20,7 +20,6 @@ class Block(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, cols)."""
         return (self.rows, self.cols)
 
     def view(self, tensor: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         count = 1
         for size in self.sizes:
             count *= size
@@ -54,7 +53,6 @@ class Box(NamedTuple):
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """For indexing a tensor."""
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
 
 

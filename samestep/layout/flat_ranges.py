@@ -29,7 +29,6 @@ class Range(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     def normalize(self, start: int = 0) -> "Range":

@@ -69,7 +69,6 @@ def busiest_lower_bound(flops: Sequence[int], ranks: int) -> float:
 def balance(
     owners: Sequence[int], flops: Sequence[int], sizes: Sequence[int], ranks: int
 ) -> Balance:
-    """Measure an assignment."""
     work, size = [0] * ranks, [0] * ranks
     for owner, block_flops, block_size in zip(owners, flops, sizes, strict=True):
         work[owner] += block_flops

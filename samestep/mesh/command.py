@@ -47,7 +47,6 @@ class Options:
 
     @property
     def sizes(self) -> ModelSizes:
-        """The sizes of the model."""
         return ModelSizes(
             heads=self.heads,
             kv_heads=self.kv_heads,
@@ -64,7 +63,6 @@ class Options:
 
     @property
     def degrees(self) -> Degrees:
-        """The degrees of the mesh."""
         return Degrees(
             self.world_size,
             self.pp,

@@ -28,7 +28,6 @@ class ModelSizes:
     batch: int = 0  # sequences per step, of all ranks together
 
     def __post_init__(self) -> None:
-        """Refuse what is no size."""
         for field in fields(self):
             value = getattr(self, field.name)
             least = 1 if field.name == "stages_per_rank" else 0
@@ -55,7 +54,6 @@ class Term(NamedTuple):
 
     @property
     def holds(self) -> bool:
-        """Whether it divides."""
         return self.size % self.degree == 0
 
     def __str__(self) -> str:

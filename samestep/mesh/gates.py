@@ -62,11 +62,9 @@ class Decision:
 
     @property
     def compile(self) -> bool:
-        """Whether to compile."""
         return self.actual == "compiled"
 
     def receipt(self) -> dict[str, Any]:
-        """As a receipt has it."""
         return {
             "requested_backend": self.requested,
             "actual_backend": self.actual,

@@ -11,7 +11,6 @@ SHOWN = 64  # rows; more are counted
 
 
 def header(degrees: Degrees, hosts: Sequence[str] = ()) -> list[str]:
-    """The names of the columns."""
     return ["rank", *(["host"] if any(hosts) else []), *degrees.axes, *_peers_of(degrees)]
 
 
@@ -29,7 +28,6 @@ def rows(degrees: Degrees, hosts: Sequence[str] = ()) -> Iterator[list[str]]:
 
 
 def text(degrees: Degrees, hosts: Sequence[str] = ()) -> str:
-    """The map as lines of plain text."""
     table = [header(degrees, hosts), *_shown(degrees, hosts)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [

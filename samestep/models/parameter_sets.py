@@ -44,5 +44,4 @@ SETS = {
 
 
 def count(shapes: Sequence[Shape]) -> int:
-    """Elements of all."""
     return sum(map(prod, shapes))

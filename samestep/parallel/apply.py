@@ -29,7 +29,6 @@ class Applied:
     observed: Mapping[str, Any]
 
     def facts(self) -> dict[str, Any]:
-        """For the trace before the first step."""
         hooks = {"hooks_pre": self.hooks_before, "hooks_post": self.hooks_unasked}
         return {**self.observed, **hooks}
 

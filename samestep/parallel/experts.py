@@ -238,5 +238,4 @@ def _swapped(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _with_zeros(rows: Tensor) -> Tensor:
-    """One row of zeros more."""
     return torch.cat([rows, rows.new_zeros(1, *rows.shape[1:])])

@@ -55,7 +55,6 @@ class LocalParameters(Placement):
         groups: Sequence[Group],
         only: Tensor | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
-        """A copy."""
         return lambda: {
             param: {key: tensor.clone() for key, tensor in state[param].items()}
             for group in groups

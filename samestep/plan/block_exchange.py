@@ -181,7 +181,6 @@ class Item(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Elements of the part."""
         return 0 if self.part is None else self.part.in_block.numel
 
 

@@ -37,7 +37,6 @@ class ParamSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
 
@@ -51,7 +50,6 @@ class Piece(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
 

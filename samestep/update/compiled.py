@@ -35,7 +35,6 @@ class CompiledRules:
         options: Mapping[str, Any],
         measure: bool = False,
     ) -> Result:
-        """Run `rule.update` compiled."""
         signature = (
             rule.name,
             tuple(param.shape),

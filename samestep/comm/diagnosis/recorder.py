@@ -280,7 +280,6 @@ class _RecordedFlight(Flight):
         super().__init__(record.name, group, call, on_host=device.type == "cpu")
 
     def wait(self) -> None:
-        """Wait as ever, and note how long."""
         start = time.monotonic()
         try:
             super().wait()

@@ -30,7 +30,6 @@ class Travelling(NamedTuple):
 
     @property
     def size(self) -> int:
-        """All elements."""
         return self.numel + self.beside
 
 

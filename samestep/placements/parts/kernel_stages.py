@@ -201,7 +201,6 @@ class SpreadBlocks:
         return None if tables is None else KernelStages(tables, self._step)
 
     def end_step(self) -> None:
-        """Gradients are no longer needed."""
         self._step = None
 
     def _made(

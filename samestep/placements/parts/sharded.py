@@ -109,7 +109,6 @@ class ShardedParameters(Placement):
         ]
 
     def lines(self) -> list[str]:
-        """Who holds and owns what, as text."""
         lines = [f"mesh {tuple(self.mesh.shape)} of ranks {self.mesh.mesh.flatten().tolist()}"]
         for spec, param in zip(self.specs, self.params, strict=True):
             what = f"{spec.shape} {spec.dtype}, group {spec.group}, {spec.rule}"
@@ -159,7 +158,6 @@ class ShardedParameters(Placement):
         }
 
     def holds(self, param: Tensor) -> bool:
-        """Whether it is on this mesh."""
         return any(param is other for other in self.params)
 
     def held_state(
@@ -231,7 +229,6 @@ class ShardedParameters(Placement):
     # --- the step ------------------------------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
-        """No gradient comes any more."""
         super().begin_step(state, problem)
         combine_gradients(self.params)
         self.problem = problem or self._gradient_problem()
@@ -242,7 +239,6 @@ class ShardedParameters(Placement):
         self.exchange.run(operation, self, maths)
 
     def finish_step(self) -> None:
-        """Everything was taken and placed."""
         self.exchange.end_step()
 
     abandon_step = finish_step

@@ -332,7 +332,6 @@ class GradientReducer:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the gradients of the last step."""
         self._gradients.end_step()
         self.here = [False] * len(self._params)
         self._begin_round()

@@ -164,7 +164,6 @@ class ReplicatedParameters(Placement):
             self._order.launch_inside_backward(self._names, self.group.members)
 
     def lines(self) -> list[str]:
-        """Who owns and sends what, as text."""
         return self.plan.lines()
 
     @property
@@ -255,14 +254,12 @@ class ReplicatedParameters(Placement):
                 self._layout.views(piece, state[param])[key].copy_(part)
 
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
-        """Take the parameters for their master copies."""
         for piece in self._layout.spans:
             views = self._layout.views(piece, state[self.params[piece.param]])
             if MASTER in views:
                 views[MASTER].copy_(self._view(piece))
 
     def holds(self, param: Tensor) -> bool:
-        """Whether the plan has it."""
         return any(param is other for other in self.params)
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
@@ -291,7 +288,6 @@ class ReplicatedParameters(Placement):
     # --- the step, operation by operation ------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
-        """No gradient comes any more."""
         super().begin_step(state, problem)
         if self._edits is not None and not self._edits.look():
             self._edits = None
@@ -319,7 +315,6 @@ class ReplicatedParameters(Placement):
         return Problem(RuntimeError(message), changed)
 
     def finish_step(self) -> None:
-        """Everything was taken and placed."""
         self.reducer.finish_step()
 
     def abandon_step(self) -> None:
@@ -329,16 +324,13 @@ class ReplicatedParameters(Placement):
         self.problem = None
 
     def pause(self, paused: bool) -> None:
-        """Whether gradients that arrive are only kept."""
         self.reducer.paused = paused
 
     def end_round(self) -> None:
-        """No gradient comes any more before `launch_all`."""
         if self.distribution.grads == "local":
             self.reducer.end_round(None)
 
     def launch_all(self) -> None:
-        """Start every reduction that backward has not."""
         if self.distribution.grads == "local":
             self.reducer.launch_through(len(self.plan.buckets) - 1)
 
@@ -396,7 +388,6 @@ class ReplicatedParameters(Placement):
             yield self.plan.params[piece.param].group, operand
 
     def drop_gradients(self, number: int) -> None:
-        """They are not needed any longer."""
         del self._grads[number]
 
     def gather(self, number: int) -> None:

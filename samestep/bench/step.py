@@ -80,7 +80,7 @@ def parse(words: Sequence[str], prog: str) -> Options:
     return options
 
 
-# All contestants of a field in turns, on the same parameters and gradients.
+# All contestants of a field in turns, on the same parameters and gradients
 
 FLAT = 1.3  # a Gaussian matrix has a spread of 2, an orthogonalized one hardly above 1
 
@@ -91,7 +91,7 @@ class NotAStepError(Exception):
 
 @dataclass
 class Result(Shown):
-    """The same of a step."""
+    """What a contestant has shown of its step."""
 
     first_s: float | None = None  # with compilation and tuning
     state_bytes: int | None = None
@@ -190,7 +190,7 @@ def _sums(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack([p.sum(dtype=torch.float64) for p in parameters])
 
 
-# What the step is measured against: bars, met or not.
+# What the step is measured against: bars, met or not
 
 MOST_MS = {"gpt-1280": 15.0, "gpt-2048": 62.0}
 AHEAD = 1.6  # of every peer, on these sets
@@ -226,7 +226,7 @@ def _ratio(value: float | None, other: float | None) -> float | None:
     return value / other if value is not None and other else None
 
 
-# The command.
+# The command
 
 FIELDS = ("muon", "adamw")
 SPEED = (

@@ -355,7 +355,8 @@ def run(options: Options) -> int:
         content.update(as_json(outcomes, ceilings))
         leave(options.out, "orthogonalize", content, None)  # what ends the run leaves this
     show(outcomes, contestants, screen)
-    picture = draw("Orthogonalization", panels(outcomes, ceilings))
+    panels = [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
+    picture = draw("Orthogonalization", panels)
     files = leave(options.out, "orthogonalize", content, picture)
     screen.wrote(files, options.out)
     return 0
@@ -418,10 +419,6 @@ def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:
 def _floor(shape: Shape, ceilings: Ceilings) -> float:
     """Milliseconds of the products alone."""
     return 1e3 * shape[0] * least_flops(*shape[1:]) / ceilings.flops
-
-
-def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
-    return [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
 
 
 if __name__ == "__main__":

@@ -67,12 +67,9 @@ class Case:
 
     @property
     def overlap(self) -> str:
-        return {
-            (False, False): "none",
-            (True, False): "gradients",
-            (False, True): "parameters",
-            (True, True): "both",
-        }[self.grad, self.gather]
+        if self.grad:
+            return "both" if self.gather else "gradients"
+        return "parameters" if self.gather else "none"
 
     @property
     def without(self) -> "Case":

@@ -50,7 +50,7 @@ from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
-# Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'.
+# Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'
 
 Shape = tuple[int, int, int]
 QUINTIC = POLYNOMIALS["newton-schulz"].coefficients[0]
@@ -178,7 +178,7 @@ def shape_of(text: str) -> Shape:
     return count, rows, cols
 
 
-# All contestants in turns on one batch.
+# All contestants in turns on one batch
 
 MOST_ROWS = 1280  # singular values of larger matrices would take longer than all the rest
 TURN_MS = 10.0  # as many calls as this takes are timed at once
@@ -187,7 +187,7 @@ MOST_CALLS = 20
 
 @dataclass
 class Result(Shown):
-    """The same on one shape."""
+    """What a contestant has shown on one shape."""
 
     calls: int = 1  # per turn
 
@@ -271,7 +271,7 @@ class Measurement(Contest[Result]):
         ]
 
 
-# How far ours is ahead of the best peer, shape by shape.
+# How far ours is ahead of the best peer, shape by shape
 
 EVERY_SHAPE = 1.0
 MEAN = 1.2
@@ -316,7 +316,7 @@ def _state(met: bool) -> str:
     return "met" if met else "NOT MET"
 
 
-# The command.
+# The command
 
 
 class Outcome(NamedTuple):
@@ -355,7 +355,8 @@ def run(options: Options) -> int:
         content.update(as_json(outcomes, ceilings))
         leave(options.out, "orthogonalize", content, None)  # what ends the run leaves this
     show(outcomes, contestants, screen)
-    picture = draw("Orthogonalization", panels(outcomes, ceilings))
+    panels = [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
+    picture = draw("Orthogonalization", panels)
     files = leave(options.out, "orthogonalize", content, picture)
     screen.wrote(files, options.out)
     return 0
@@ -418,10 +419,6 @@ def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:
 def _floor(shape: Shape, ceilings: Ceilings) -> float:
     """Milliseconds of the products alone."""
     return 1e3 * shape[0] * least_flops(*shape[1:]) / ceilings.flops
-
-
-def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
-    return [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def parse(words: Sequence[str], prog: str) -> Options:
     return options
 
 
-# All contestants of a field in turns, on the same parameters and gradients.
+# All contestants of a field in turns, on the same parameters and gradients
 
 FLAT = 1.3  # a Gaussian matrix has a spread of 2, an orthogonalized one hardly above 1
 
@@ -91,7 +91,7 @@ class NotAStepError(Exception):
 
 @dataclass
 class Result(Shown):
-    """The same of a step."""
+    """What a contestant has shown of its step."""
 
     first_s: float | None = None  # with compilation and tuning
     state_bytes: int | None = None
@@ -190,7 +190,7 @@ def _sums(parameters: Sequence[Tensor]) -> Tensor:
     return torch.stack([p.sum(dtype=torch.float64) for p in parameters])
 
 
-# What the step is measured against: bars, met or not.
+# What the step is measured against: bars, met or not
 
 MOST_MS = {"gpt-1280": 15.0, "gpt-2048": 62.0}
 AHEAD = 1.6  # of every peer, on these sets
@@ -226,7 +226,7 @@ def _ratio(value: float | None, other: float | None) -> float | None:
     return value / other if value is not None and other else None
 
 
-# The command.
+# The command
 
 FIELDS = ("muon", "adamw")
 SPEED = (
@@ -244,7 +244,12 @@ class Outcome(NamedTuple):
     results: list[Result]
     verdicts: list[Verdict]
 
-    def floor(self, result: Result) -> Floor:
+    @property
+    def floor(self) -> Floor:
+        """The least work of a step with clipping."""
+        return step_floor(*self.shapes, clips=True)
+
+    def floor_of(self, result: Result) -> Floor:
         """The least work of what a contestant does."""
         contestant = result.contestant
         if contestant.field == "adamw":
@@ -273,7 +278,8 @@ def run(options: Options) -> int:
         show(outcomes[-1], ceilings, screen)
         content["sets"].append(as_json(outcomes[-1], ceilings))
         # After every set: what ends the run later leaves what was measured.
-        picture = draw("A step of the optimizer", panels(outcomes, ceilings))
+        panels = [Panel(o.name, o.results, o.floor.ms(ceilings)) for o in outcomes]
+        picture = draw("A step of the optimizer", panels)
         files = leave(options.out, "step", content, picture)
     screen.wrote(files, options.out)
     return 0
@@ -304,8 +310,7 @@ def _measure_set(name: str, options: Options, device: torch.device, screen: Scre
 
 def show(outcome: Outcome, ceilings: Ceilings, screen: Screen) -> None:
     shown = [result for result in outcome.results if result.ms is not None]
-    floor = step_floor(*outcome.shapes, clips=True).ms(ceilings)
-    title = f"{outcome.name}: floor {floor:.3g} ms with clipping"
+    title = f"{outcome.name}: floor {outcome.floor.ms(ceilings):.3g} ms with clipping"
     screen.table(title, SPEED, [_speed(outcome, result, ceilings) for result in shown])
     rows = [[r.contestant.name, *accuracy_cells(r)] for r in shown if r.accuracy]
     screen.table("Singular values of an update, relative to their root mean square", ACCURACY, rows)
@@ -347,7 +352,7 @@ def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, f
     ms = result.ms
     if not ms:
         return dict.fromkeys(DERIVED)
-    floor = outcome.floor(result)
+    floor = outcome.floor_of(result)
     per_second = 1e3 / ms
     rival = "ours" if result.contestant.field == "muon" else "ours-adamw"
     ours = next((r.ms for r in outcome.results if r.contestant.name == rival), None)
@@ -362,22 +367,16 @@ def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, f
 
 
 def as_json(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
-    floor = step_floor(*outcome.shapes, clips=True)
     return {
         "set": outcome.name,
         "matrix_parameters": count(outcome.shapes.matrices),
         "other_parameters": count(outcome.shapes.others),
-        "floor": {**floor._asdict(), "ms": floor.ms(ceilings)},
+        "floor": {**outcome.floor._asdict(), "ms": outcome.floor.ms(ceilings)},
         "contestants": [
             result.as_json() | numbers(outcome, result, ceilings) for result in outcome.results
         ],
         "bars": [verdict._asdict() | {"met": verdict.met} for verdict in outcome.verdicts],
     }
-
-
-def panels(outcomes: Sequence[Outcome], ceilings: Ceilings) -> list[Panel]:
-    floors = [step_floor(*outcome.shapes, clips=True).ms(ceilings) for outcome in outcomes]
-    return [Panel(o.name, o.results, ms) for o, ms in zip(outcomes, floors, strict=True)]
 
 
 if __name__ == "__main__":

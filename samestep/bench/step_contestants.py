@@ -13,7 +13,7 @@ from samestep.bench.gpu.measure import Reference, our_reference, power_law
 from samestep.bench.gpu.options import peer
 from samestep.models.parameter_sets import Shape, Shapes
 
-# Parameters with gradients, for a measurement.
+# Parameters with gradients, for a measurement
 
 GRADIENT = 1e-2  # size of an element
 
@@ -67,7 +67,7 @@ def _each(stack: Tensor) -> tuple[Tensor, ...]:
     return stack.flatten(end_dim=-3).unbind()
 
 
-# Contestants.
+# Contestants
 
 LR = 1e-3
 DECAY = 0.1

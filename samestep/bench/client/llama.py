@@ -29,7 +29,7 @@ from samestep.bench.gpu.options import at_least, device_of, make_importable, pee
 from samestep.models.gpt import rotate
 from samestep.tooling.request import BadRequestError
 
-# The twin: B sequences, T tokens, C channels, H query heads, G key/value heads, D channels of one.
+# The twin: B sequences, T tokens, C channels, H query heads, G key/value heads, D channels of one
 
 STD = 0.02  # of all initial weights
 

@@ -55,13 +55,8 @@ def run_client(
     screen = Screen(progress_to=sys.stderr)
     device = device_of(options.device)
     taking_part = [each for each in contestants if each.name in options.variants]
-    content = heading(
-        f"samestep client {client.name}",
-        options.command,
-        device,
-        measure_ceilings(device),
-        options.peer_path,
-    )
+    kind = f"samestep client {client.name}"
+    content = heading(kind, options.command, device, measure_ceilings(device), options.peer_path)
     content |= settings(client, options, len(corpus.train), corpus.sha256)
     seeds: list[Seed] = []
     for seed in options.seeds:

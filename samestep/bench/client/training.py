@@ -37,7 +37,7 @@ from samestep.bench.gpu.options import Named, Parser, SharedOptions, at_least, p
 from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
 
-# What every client can be asked.
+# What every client can be asked
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -138,7 +138,7 @@ def client_options(
     }
 
 
-# The trainings.
+# The trainings
 
 MEASURED = ("optimizer_ms", "host_ms", "iteration_ms")
 LAST = 20  # steps whose mean is the final loss

@@ -19,7 +19,7 @@ from torch import Tensor
 from samestep.kernels import choice
 from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
 
-# Milliseconds by CUDA events, by the clock on a CPU, and their spread.
+# Milliseconds by CUDA events, by the clock on a CPU, and their spread
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# What this device reaches: a large matrix product, a large copy.
+# What this device reaches: a large matrix product, a large copy
 
 TURNS = 10
 HOT = 2.0  # seconds of products without a pause
@@ -125,7 +125,7 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
     return times_of(turns[3:]).median
 
 
-# Contestants: with our kernels switched off for a while, and when they fail.
+# Contestants: with our kernels switched off for a while, and when they fail
 
 
 @contextmanager
@@ -174,7 +174,7 @@ def give_back_memory(device: torch.device) -> None:
             torch.cuda.empty_cache()
 
 
-# Accuracy, and what else a contestant shows.
+# Accuracy, and what else a contestant shows
 
 Table = Sequence[Sequence[float]]  # (a, b, c) for each iteration
 

@@ -34,13 +34,13 @@ class SharedOptions:
 
 
 class Named(Protocol):
-    """Somebody who can take part."""
+    """Somebody who can take part: what `--variants` calls it, and whether it does unless named."""
 
     @property
-    def name(self) -> str: ...  # what `--variants` calls it
+    def name(self) -> str: ...
 
     @property
-    def default(self) -> bool: ...  # whether it takes part unless others are named
+    def default(self) -> bool: ...
 
 
 def parser_for(
@@ -126,7 +126,7 @@ def chosen(option: str, asked: Sequence[str], known: Sequence[str]) -> tuple[str
     return tuple(dict.fromkeys(asked))
 
 
-# Other people's packages, from checkouts that the user names; none of their code is here.
+# Other people's packages, from checkouts that the user names; none of their code is here
 
 PACKAGES = ("nanochat", "dion", "gram_newton_schulz")
 GRAPHS = 256  # one set of parameters has many shapes, and each may be a graph of its own

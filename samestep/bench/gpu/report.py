@@ -20,7 +20,7 @@ from samestep.kernels.choice import missing_products
 from samestep.tooling.output import write_files
 from samestep.version import __version__
 
-# The screen: with rich where it is installed, else plain text.
+# The screen: with rich where it is installed, else plain text
 
 WIDTH = 160  # of output that is no terminal: tables must not be folded
 
@@ -119,7 +119,7 @@ class Verdict(NamedTuple):
         return f"{state:12} {self.what}: {value}bar {'>=' if self.at_least else '<='} {self.bar:g}"
 
 
-# Bars as a picture, where matplotlib is installed.
+# Bars as a picture, where matplotlib is installed
 
 
 class Panel(NamedTuple):
@@ -160,7 +160,7 @@ def draw(title: str, panels: Sequence[Panel]) -> bytes | None:
     return png.getvalue()
 
 
-# The receipt.
+# The receipt
 
 FORMAT = 1
 

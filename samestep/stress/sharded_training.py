@@ -204,7 +204,6 @@ class TwinTraining(DTensorTraining):
                 param.grad = grad
 
     def _means(self, number: int) -> dict[Tensor, Tensor]:
-        """Gradients of the twin, averaged over all ranks."""
         if self.scenario.loop == "closed":
             self._follow()
             return self._mean_over_ranks(number)

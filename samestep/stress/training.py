@@ -146,7 +146,6 @@ class Training:
                 self._resume()
 
     def _train(self, wanted: Mapping[str, bool]) -> None:
-        """Let parameters be trained, or rest."""
         named = self._named
         for name, trained in wanted.items():
             named[name].requires_grad_(trained)

@@ -166,7 +166,6 @@ class _Entry(NamedTuple):
 def _entries(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: RankGroup, buffers: bool
 ) -> Iterator[tuple[RankGroup, _Entry]]:
-    """Everything, each with the ranks that have it."""
     plain = _unwrapped(model)
     names = _names(model, optimizer)
     groups = [] if optimizer is None else optimizer.param_groups

@@ -266,7 +266,6 @@ class Session:
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 
     def _ran(self) -> dict[str, Any]:
-        """What is known before it runs."""
         return {
             "requested_backend": self.options.backend,
             "actual_backend": self.backend,

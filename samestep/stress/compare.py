@@ -178,7 +178,6 @@ def _failed_status(case: Entry) -> tuple[str, bool]:
 
 
 def _status(where: str, old: Case, new: Case) -> Iterator[Change]:
-    """Status, with the findings; and findings that are others than before."""
     texts = (_status_text(old), _status_text(new))
     if old["status"] != new["status"]:
         direction = _direction(BADNESS[old["status"]], BADNESS[new["status"]])

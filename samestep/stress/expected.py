@@ -143,8 +143,9 @@ def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Re
             case AddGroup(names, options):
                 for name in names:
                     params[name].requires_grad_(True)
-                shared = {
-                    k: v for k, v in scenario.options().items() if k in ("lr", "weight_decay")
+                given = scenario.options()
+                shared: dict[str, Any] = {
+                    key: given[key] for key in ("lr", "weight_decay") if key in given
                 }
                 adamw = {"betas": (0.9, 0.95)}  # MuonAdamW's own default, and its decay of 0.1
                 group = {"weight_decay": 0.1, **adamw, **shared, **options}
@@ -165,6 +166,5 @@ def _families(groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     first_muon = next((g for g in groups if g["rule"] == "muon"), None)
     for group in groups:
         family = "adam" if group["rule"] == "adamw" else "mu_a" if group is first_muon else "mu_b"
-        for name in group["param_names"]:
-            families[name] = family
+        families.update(dict.fromkeys(group["param_names"], family))
     return families

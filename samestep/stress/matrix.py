@@ -129,13 +129,11 @@ def tokens_of(case: Case, step: int) -> Tensor:
 
 
 def new_model(case: Case) -> GPT:
-    """The model that every process begins with."""
     torch.manual_seed(case.seed)
     return gpt_without_ones(case.model)
 
 
 def optimizer_keywords(case: Case) -> dict[str, Any]:
-    """Of the optimizer; with rules that names and shapes do not tell."""
     rules: dict[Any, dict[str, Any]] = {}
     if case.lora:
         rules = {"*.q.lora_*": {"rule": "muon"}}  # and AdamW for the others
@@ -180,7 +178,6 @@ def reference(case: Case) -> Reference:
 
 
 def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
-    """Train on this rank as one of `case.ranks`."""
     torch.set_num_threads(1)
     model = copy.deepcopy(expected.start)
     mesh = build(**case.mesh)

@@ -25,6 +25,7 @@ from samestep.tooling.request import BadRequestError
 
 Backend = Literal["gloo", "nccl"]
 Device = Literal["cpu", "cuda"]
+MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _known(flag: str, name: str, known: dict[str, Any]) -> None:
         raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
 
 
-MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
+# --- a model of the user's own: found, tried, and refused in one line if need be -----------------
 
 
 def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:

@@ -42,6 +42,10 @@ class Key(NamedTuple):
     scenario: str
     layout: str
 
+    @classmethod
+    def of(cls, entry: Entry) -> "Key":
+        return cls(entry["scenario"], entry["layout"])
+
 
 @dataclass
 class Progress:
@@ -89,7 +93,7 @@ class Progress:
 
     def add(self, entry: Entry, presence: Presence, seconds: float) -> None:
         """A case has ended, so many seconds after its stretch began."""
-        before = self.entries.get(Key(entry["scenario"], entry["layout"]))
+        before = self.entries.get(Key.of(entry))
         if before is not None and entry["samples"] == before["samples"]:
             return
         if before is not None:
@@ -146,9 +150,8 @@ class Progress:
             ) from error
 
     def _take(self, entry: Entry, presence: Presence, seconds: float) -> None:
-        at = Key(entry["scenario"], entry["layout"])
-        self.stretches[-1]["cases"] += at not in self.entries
-        self.entries[at] = entry
+        self.stretches[-1]["cases"] += Key.of(entry) not in self.entries
+        self.entries[Key.of(entry)] = entry
         if presence:
             self.presence[entry["scenario"]] = presence
         self.stretches[-1]["seconds"] = seconds
@@ -222,7 +225,7 @@ def _read(path: Path) -> Progress:
     if (first["kind"], first["format"]) != (KIND, FORMAT):
         raise ValueError(f"it is no {KIND} of format {FORMAT}")
     found = Progress(path.parent, first["asked"], first["ran"])
-    found.entries = {Key(entry["scenario"], entry["layout"]): entry for entry in first["cases"]}
+    found.entries = {Key.of(entry): entry for entry in first["cases"]}
     found.presence, found.stretches = first["presence"], first["stretches"]
     for record in records:
         if "case" in record:
@@ -234,11 +237,8 @@ def _read(path: Path) -> Progress:
 
 def _of_receipt(folder: Path, receipt: Mapping[str, Any]) -> Progress:
     ran = receipt["ran"]
-    entries = {
-        Key(entry["scenario"], entry["layout"]): entry
-        for entry in receipt["cases"]
-        if entry["status"] != "interrupted"
-    }
+    ended = [entry for entry in receipt["cases"] if entry["status"] != "interrupted"]
+    entries = {Key.of(entry): entry for entry in ended}
     presence: dict[str, Presence] = {}
     for name, scenario in receipt["scenarios"].items():
         shown = scenario["presence"]

@@ -38,11 +38,9 @@ class Ranks(Protocol):
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         """Run one after the other; the functions are called in that order, in this process."""
-        ...
 
     def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
         """What one process computes beside the ranks, given the device of these."""
-        ...
 
 
 # --- forked here -----------------------------------------------------------------------------

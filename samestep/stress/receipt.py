@@ -1,4 +1,4 @@
-"""The record of a run: what was asked, what ran, what was measured, and the verdict."""
+"""The record of a run: what was asked, what ran, of which code, what was measured, the verdict."""
 
 import hashlib
 import json
@@ -24,11 +24,14 @@ import samestep
 from samestep.stress.campaign import CaseResult, MutantResult
 from samestep.stress.judge import LIMITS, STATE_LIMIT, Distance, SampleVerdict
 from samestep.stress.layouts import layout_named
+from samestep.stress.rank import Ending
 from samestep.stress.report.numbers import number
 from samestep.stress.scenario import MakeModel
 from samestep.stress.scenarios import scenario_named
 from samestep.version import __version__
 
+PACKAGE = Path(samestep.__file__).parent
+SUFFIXES = (".py", ".json")
 KIND = "samestep stress"
 FORMAT = 1
 ENVIRONMENT = ("CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "SAMESTEP_", "TORCH_")
@@ -92,10 +95,9 @@ def _scenario(name: str, presence: Mapping[str, Sequence[int]]) -> dict[str, Any
 
 
 def case_entry(result: CaseResult) -> dict[str, Any]:
-    case, first = result.case, result.endings.get(0)
+    case, first = result.case, result.endings.get(0) or Ending(0)
     failed = result.status == "failed"
-    totals = {} if first is None else first.totals
-    steps = max(1, 0 if first is None else first.step)
+    totals, steps = first.totals, max(1, first.step)
     return {
         "scenario": case.scenario,
         "layout": case.layout,
@@ -109,8 +111,8 @@ def case_entry(result: CaseResult) -> dict[str, Any]:
         "reason": result.reason,
         "findings": [asdict(finding) for finding in result.findings],
         "samples": [_sample(sample) for sample in result.samples],
-        "fingerprint": "" if first is None else first.fingerprint,
-        "schedule": [] if first is None else list(first.schedule),
+        "fingerprint": first.fingerprint,
+        "schedule": list(first.schedule),
         "collectives": totals,
         "collectives_per_step": sum(total["calls"] for total in totals.values()) / steps,
         "bytes_per_step": sum(total["sent"] for total in totals.values()) / steps,
@@ -124,9 +126,7 @@ def _sample(sample: SampleVerdict) -> dict[str, Any]:
     replicas = sample.replicas
     return {
         "step": sample.step,
-        "max_adam_abs_diff": _number(replicas.adam),
-        "max_mu_a_abs_diff": _number(replicas.mu_a),
-        "max_mu_b_abs_diff": _number(replicas.mu_b),
+        **{f"max_{family}_abs_diff": _number(getattr(replicas, family)) for family in LIMITS},
         "max_abs_param_diff": _number(replicas.params),
         "max_abs_state_diff": _number(replicas.state),
         "reference": _distance(sample.reference),
@@ -163,8 +163,7 @@ def _mutant(result: MutantResult) -> dict[str, Any]:
     }
 
 
-PACKAGE = Path(samestep.__file__).parent
-SUFFIXES = (".py", ".json")
+# --- which code it is of: all that it could import from here, and the commit ---------------------
 
 
 def code_digest(make_model: MakeModel | None = None, folder: Path = PACKAGE) -> str:
@@ -201,6 +200,9 @@ def _git(folder: Path, *words: str) -> str:
     return subprocess.run(
         command, capture_output=True, check=True, text=True, timeout=10
     ).stdout.strip()
+
+
+# --- whether one has the form that readers may rely on -------------------------------------------
 
 
 def check_receipt(receipt: Mapping[str, Any]) -> None:

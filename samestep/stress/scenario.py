@@ -173,11 +173,10 @@ class GradientScenario(Scenario):
             return self._known[key]
         found = {}
         for place, (name, param) in enumerate(named_params(model).items()):
-            grad = None
             if param.requires_grad:
                 grad = self.gradient(name, place, param, step, rank, micro)
-            if grad is not None:
-                found[name] = grad
+                if grad is not None:
+                    found[name] = grad
         size = sum(grad.numel() for grad in found.values())
         if size <= self._room:
             self._known[key] = found
@@ -199,17 +198,9 @@ class Recorded(Scenario):
     def __init__(self, inner: Scenario, gradients: Sequence[Sequence[Mapping[str, Tensor]]]):
         super().__init__(inner.seed, inner.world)
         self.inner, self.gradients = inner, gradients
-        for flag in ("name", "story", "loop", "churns", "scales", "starts_differ"):
-            setattr(self, flag, getattr(inner, flag))
-
-    def model(self) -> nn.Module:
-        return self.inner.model()
-
-    def options(self) -> dict[str, Any]:
-        return self.inner.options()
-
-    def events(self, step: int) -> Sequence[Event]:
-        return self.inner.events(step)
+        same = ("name", "story", "loop", "churns", "scales", "starts_differ")
+        for name in (*same, "model", "options", "events", "broken_promise"):
+            setattr(self, name, getattr(inner, name))
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         return loss_with(model, self.known_gradients(model, step, rank, micro))
@@ -218,9 +209,6 @@ class Recorded(Scenario):
         self, model: nn.Module, step: int, rank: int, micro: int
     ) -> dict[str, Tensor]:
         return dict(self.gradients[step][rank])
-
-    def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
-        return self.inner.broken_promise(params)
 
 
 def on_device_of(model: nn.Module, tensor: Tensor) -> Tensor:

@@ -88,8 +88,7 @@ class DTensorTraining(Training):
         )
 
     def _mesh(self, shape: Sequence[int], names: tuple[str, str]) -> DeviceMesh:
-        kind = "cpu" if self._device is None else self._device.type
-        return _meshes.get(kind, tuple(shape), names)
+        return _meshes.get(self._device.type, tuple(shape), names)
 
 
 class FSDPTraining(DTensorTraining):
@@ -204,7 +203,6 @@ class TwinTraining(DTensorTraining):
                 param.grad = grad
 
     def _means(self, number: int) -> dict[Tensor, Tensor]:
-        """Gradients of the twin, averaged over all ranks."""
         if self.scenario.loop == "closed":
             self._follow()
             return self._mean_over_ranks(number)
@@ -375,8 +373,7 @@ class HybridTraining(DTensorTraining):
         self._logs = GroupLogs()
         assert isinstance(self.scenario, HybridGPT)
         self._slices = {}
-        kind = None if self._device is None else self._device.type
-        mesh = build(device_type=kind, **self.layout.mesh)
+        mesh = build(device_type=self._device.type, **self.layout.mesh)
         self._stack = self._cut(self.scenario, mesh)
         model = self._stack.model
         self.scenario.adapt(model, mesh)
@@ -388,10 +385,10 @@ class HybridTraining(DTensorTraining):
         ordered = self._distribution["reduction"] == "ordered"
         *refused, right = scenario.plans()
         for plan in refused:
-            model = scenario.model_to_cut().to(self._device or "cpu")
+            model = scenario.model_to_cut().to(self._device)
             with suppress(ReplicateListError):
                 return Stack(model, plan, mesh, loss=mean_loss, ordered=ordered)
-        model = scenario.model_to_cut().to(self._device or "cpu")
+        model = scenario.model_to_cut().to(self._device)
         return Stack(model, right, mesh, loss=mean_loss, ordered=ordered)
 
     def _new_optimizer(self) -> RuleOptimizer:
@@ -405,7 +402,7 @@ class HybridTraining(DTensorTraining):
         share = self.scenario.world // self._stack.mesh.degrees.batch_ranks
         first = share * self._stack.batch_place
         parts = [self.scenario.tokens(number, rank) for rank in range(first, first + share)]
-        tokens = torch.cat(parts).to(self._device or "cpu")
+        tokens = torch.cat(parts).to(self._device)
         self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def parameters(self) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ class Training:
         device: torch.device | None = None,
     ) -> None:
         self.scenario, self.layout, self.rank = scenario, layout, rank
-        self._device = device
+        self._device = device or torch.device("cpu")
         self._distribution: dict[str, Any] = {**layout.options, "reduction": reduction}
         if layout.one_process:  # which averages by hand, also where torchrun has started more
             self._distribution = {"grads": "reduced"}
@@ -55,20 +55,19 @@ class Training:
         self.optimizer = self._new_optimizer()
         self._scaler = None
         if scenario.scales:
-            kind = "cpu" if device is None else device.type
-            self._scaler = samestep.GradScaler(kind, **SCALER)  # in one process torch's own
+            # In one process torch's own.
+            self._scaler = samestep.GradScaler(self._device.type, **SCALER)
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
         return named_params(self.model)
 
     def _new_model(self) -> nn.Module:
-        model = self.scenario.model()
-        return model if self._device is None else model.to(self._device)
+        return self.scenario.model().to(self._device)
 
     def _new_optimizer(self) -> RuleOptimizer:
         options = {**self.scenario.options(), **self._distribution}
-        if self._device is not None and self._device.type == "cuda":
+        if self._device.type == "cuda":
             options["compute_dtype"] = torch.float32  # Muon's bfloat16 is far from any reference
             if self.layout.parameters != "plain":
                 options["block_dtype"] = torch.float32
@@ -146,7 +145,6 @@ class Training:
                 self._resume()
 
     def _train(self, wanted: Mapping[str, bool]) -> None:
-        """Let parameters be trained, or rest."""
         named = self._named
         for name, trained in wanted.items():
             named[name].requires_grad_(trained)

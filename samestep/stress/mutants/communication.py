@@ -153,10 +153,9 @@ def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
     at=Place(RANDOM),
     replaces=(GradientReducer, "take"),
 )
-def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Tensor:
+def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Any:
     """Invisible in what Muon does with it, not in AdamW's moments."""
-    result: Tensor = original(self, number)
-    return result.mul_(self._divisor)
+    return original(self, number).mul_(self._divisor)
 
 
 @mutant(
@@ -196,10 +195,9 @@ def owner_order_differs(original: Any, *args: Any, **kwargs: Any) -> Any:
     at=Place(RANDOM, world=3),
     replaces=(collectives, "sum_in_order"),
 )
-def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Tensor:
+def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Any:
     """Two numbers have but one sum; three have several, in floating point."""
-    result: Tensor = original(list(contributions)[::-1], **how)
-    return result
+    return original(list(contributions)[::-1], **how)
 
 
 @mutant(
@@ -275,10 +273,9 @@ def sums_sent_on_arrival() -> list[Any]:
             assert sums is not None
             self._sums[number] = self._gathered(sums, part, self._group)
 
-    def take(original: Any, self: GradientReducer, number: int) -> Tensor:
+    def take(original: Any, self: GradientReducer, number: int) -> Any:
         if not self._plan.buckets[number].replicated:
-            result: Tensor = original(self, number)
-            return result
+            return original(self, number)
         self._land(number)
         whole, self._sums[number] = self._sums[number], None
         assert whole is not None

@@ -24,6 +24,7 @@ from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, Place, mutant
 
 GPT = "hybrid_gpt"
+mesh_build = import_module("samestep.mesh.build")  # its function has the same name
 
 
 @mutant(
@@ -81,9 +82,9 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     at=Place(GPT, "hybrid_ep", steps=1),
     replaces=(Places, "on"),
 )
-def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Places:
+def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Any:
     """`expert_tensor_parallel=0` makes no mesh of its own."""
-    found: Places = original(mesh)
+    found = original(mesh)
     made = mesh.degrees.expert_tensor_parallel > 0
     return found if made else found._replace(exchange=None)
 
@@ -105,18 +106,14 @@ def experts_divided_by_their_own_ranks(
     "the same ranks get a new group each time that one is asked for",
     expected="contract",
     at=Place(GPT, "hybrid_tp_sp_ep", world=4, steps=1),
+    replaces=(mesh_build, "make_groups"),
 )
-def duplicate_group() -> list[Any]:
+def duplicate_group(original: Any, groups: Any, timeout: Any, device: Any) -> None:
     """Nobody looks whether there is one. All ranks ask alike, or the second group could hang."""
-
-    def make_groups(original: Any, groups: Any, timeout: Any, device: Any) -> None:
-        wanted = list(groups)
-        original(wanted, timeout, device)
-        registry._by_members.clear()
-        original(wanted, timeout, device)
-
-    build = import_module("samestep.mesh.build")  # its function has the same name
-    return [(build, "make_groups", make_groups)]
+    wanted = list(groups)
+    original(wanted, timeout, device)
+    registry._by_members.clear()
+    original(wanted, timeout, device)
 
 
 @mutant(
@@ -171,9 +168,9 @@ def two_orders_of_launches(original: Any, self: LaunchOrder) -> Any:
     at=Place("fused_qkv_cut", "hybrid_tp", steps=2),
     replaces=(ReplicateList, "kind"),
 )
-def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> str | None:
+def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> Any:
     """It looks like any other column layer."""
-    found: str | None = original(self, name)
+    found = original(self, name)
     return None if found == FUSED else found
 
 

@@ -5,6 +5,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
+Receipt = Mapping[str, Any]
+Case = Mapping[str, Any]
+Sample = Mapping[str, Any]
+Pick = Callable[[Sample], Mapping[str, float]]
+
+FAMILIES = ("adam", "mu_a", "mu_b", "state")
+BETWEEN_REPLICAS = {
+    "adam": "max_adam_abs_diff",
+    "mu_a": "max_mu_a_abs_diff",
+    "mu_b": "max_mu_b_abs_diff",
+    "state": "max_abs_state_diff",
+}
 STATUSES = {
     "exact": ("✓", "exact"),
     "within_tolerance": ("≈", "within tolerance"),
@@ -70,18 +82,7 @@ def ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(names) != 1)} {enumeration(names, most=8)}"
 
 
-Receipt = Mapping[str, Any]
-Case = Mapping[str, Any]
-Sample = Mapping[str, Any]
-Pick = Callable[[Sample], Mapping[str, float]]
-
-FAMILIES = ("adam", "mu_a", "mu_b", "state")
-BETWEEN_REPLICAS = {
-    "adam": "max_adam_abs_diff",
-    "mu_a": "max_mu_a_abs_diff",
-    "mu_b": "max_mu_b_abs_diff",
-    "state": "max_abs_state_diff",
-}
+# --- differences, and the largest of them --------------------------------------------------------
 
 
 class Worst(NamedTuple):

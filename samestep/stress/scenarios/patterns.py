@@ -1,4 +1,4 @@
-"""Gradients that some ranks have and others lack."""
+"""Gradients that some ranks have and others lack, as given and as models make them."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -19,6 +19,8 @@ from samestep.stress.scenario import (
 
 # What even and odd ranks have: the four cases of two ranks, repeated over any number of them.
 PATTERNS = ((1.0, None), (None, -0.5), (0.25, 0.75), (None, None))
+SMALL = {**RATES, "lr": 2**-11, "crossover": 64, "bucket_size": 4000}
+RECYCLE_EVERY = 40
 
 
 class TinyScenario(GradientScenario):
@@ -108,8 +110,7 @@ class DifferentStart(FourPatternsRandom):
     starts_differ = True
 
 
-SMALL = {**RATES, "lr": 2**-11, "crossover": 64, "bucket_size": 4000}
-RECYCLE_EVERY = 40
+# --- models that compute different things on different ranks -------------------------------------
 
 
 class MegatronConditional(Scenario):

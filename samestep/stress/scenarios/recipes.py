@@ -36,6 +36,7 @@ class FrozenAndAdded(TinyScenario):
         return {**super().options(), "bucket_size": 300}
 
     def own_model(self) -> nn.Module:
+        # Three parameters that the optimizer does not get at first.
         late = {"late_adam": (19, 5), "late_muon_0": (10, 14), "late_muon_1": (10, 14)}
         shapes = {"adam": (23, 9), "mu_a_0": (16, 12), "mu_a_1": (16, 12), "mu_b_0": (8, 20)}
         model = Matrices({**shapes, **late})

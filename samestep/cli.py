@@ -70,7 +70,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "torch's checkpoints into ours, and back",
-        "samestep.checkpoint.convert.command",
+        "samestep.checkpoint.convert_command",
     ),
 }
 EXTRAS = (

@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.local_files import (
     Here,
     LocalFiles,
@@ -17,10 +16,10 @@ from samestep.checkpoint.local_files import (
     write_locally,
 )
 from samestep.checkpoint.logical import Tensors
-from samestep.checkpoint.plan import Owners, WritePlan, plan_alone, plan_together
-from samestep.checkpoint.ranks import Ranks
+from samestep.checkpoint.ranks import Owners, Ranks, WritePlan, plan_alone, plan_together
 from samestep.checkpoint.storage import (
     INDEX,
+    CheckpointError,
     Index,
     Places,
     Read,
@@ -91,7 +90,6 @@ FORMATS: dict[str, Format] = {
 
 
 def format_named(name: str) -> Format:
-    """That of this name."""
     if name not in FORMATS:
         raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS[name]

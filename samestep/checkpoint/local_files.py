@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.logical import Tensors
-from samestep.checkpoint.plan import WritePlan
+from samestep.checkpoint.ranks import WritePlan
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
+    CheckpointError,
     Index,
     Read,
     Values,
@@ -65,7 +65,6 @@ def finish_locally(
     everyones: list[tuple[dict[str, int], str]],
     facts: Mapping[str, Any],
 ) -> None:
-    """The index of all."""
     files = {name: size for sizes, _ in everyones for name, size in sizes.items()}
     parts = [text for _, text in everyones]
     write_json(folder / INDEX, {"format": FORMAT, **facts, "files": files, "parts": parts})
@@ -111,7 +110,6 @@ class LocalFiles:
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """What gives the values of a box."""
         with ExitStack() as opened:
             reads = {id(part): opened.enter_context(part.reading()) for part in self._parts}
             yield lambda box: reads[id(self._holder[box])](box)

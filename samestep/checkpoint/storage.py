@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from samestep.checkpoint.errors import CheckpointError
 from samestep.comm.integrity.checksum import checksum
 
 FORMAT = 1
@@ -35,6 +34,10 @@ INDEX = "index.json"
 ALIGNMENT = 64
 AT_ONCE = 1 << 25  # bytes that are copied from a device or written at a time
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file and the way out."""
 
 
 class Place(NamedTuple):
@@ -119,7 +122,6 @@ def write_index(
 
 
 def sizes_in(folder: Path, files: Iterable[str]) -> dict[str, int]:
-    """The sizes of some files in bytes."""
     return {file: (folder / file).stat().st_size for file in files}
 
 
@@ -164,7 +166,6 @@ class Index:
                 yield MetadataIndex(name, box["offsets"]), place
 
     def sizes_of(self, index: MetadataIndex) -> torch.Size:
-        """The sizes of a stored box."""
         chunks = self.tensors[index.fqn].chunks
         if index.index is not None and chunks[index.index].offsets == index.offset:
             return chunks[index.index].sizes
@@ -244,7 +245,6 @@ class Files:
         return self._between(place.file, end, end + -end % ALIGNMENT)
 
     def all_of(self, name: str) -> Tensor:
-        """The bytes of a file."""
         return self._between(name, 0, (self._folder / name).stat().st_size)
 
     def _between(self, name: str, start: int, stop: int) -> Tensor:

@@ -10,7 +10,6 @@ __all__ = ["Options", "parse", "run"]
 
 
 def run(options: Options) -> int:
-    """Train; return the exit status."""
     check_folder(options.out)
     with joined(options.device) as world:
         return _train(options, world)

@@ -55,7 +55,6 @@ class Placed(NamedTuple):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline, where there is one."""
         return None if self.stack is None else self.stack.pipeline
 
 

@@ -67,7 +67,6 @@ class Trainer:
         self._since = time.perf_counter()  # when they were written last
 
     def run(self) -> None:
-        """Train from where the run is to its end."""
         options = self.options
         self._resume()
         self._since = time.perf_counter()

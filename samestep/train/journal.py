@@ -117,8 +117,7 @@ class Display:
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         elif self._speaks:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            self.say_on_every_rank(text)
 
 
 @contextmanager

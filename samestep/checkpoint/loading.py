@@ -11,8 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.formats import Stored, open_checkpoint
-from samestep.checkpoint.local_files import Here, LocalFiles
+from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
 from samestep.checkpoint.logical import (
     Tensors,
     check_options,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
-from samestep.estimate.temporaries import kernel_peak, slice_peak, stack_peak
+from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
     Ledger,
@@ -201,10 +201,10 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
         by_group[index].append((param, shape))
     for index, members in by_group.items():
         group = blueprint.groups[index]
-        rule, on_cpu = rule_of(group), blueprint.device.type == "cpu"
+        on_cpu = blueprint.device.type == "cpu"
         sizes = (_count(shape) * math_dtype(param).itemsize for param, shape in members)
         clipped = sum(sizes) if blueprint.clips and on_cpu else 0  # all of a group; kernels do not
-        most = 0
+        most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for param, shape in members:
             master = needs_master(param, blueprint.optimizer._master_weights)
@@ -212,17 +212,14 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1
         for (shape, dtype, master), count in stacked.items():
-            if rule.kind == "elementwise":
-                size = slice_peak(rule, group, _count(shape), dtype, master=master, on_cpu=on_cpu)
-            else:
+            if rule_of(group).kind == "elementwise":
+                size = peaks.slice(_count(shape), dtype, master=master)
+            elif on_cpu:
                 rows, cols = shape
-                if on_cpu:
-                    count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
-                    size = stack_peak(
-                        rule, group, count, (rows, cols), dtype, master=master, on_cpu=True
-                    )
-                else:
-                    size = kernel_peak(count, rows, cols)
+                count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
+                size = peaks.stack(count, (rows, cols), dtype, master=master)
+            else:
+                size = kernel_peak(count, *shape)
             most = max(most, size)
         ledger.passing(clipped + most)
 

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
-from samestep.estimate.temporaries import kernel_peak, transform_peak
-from samestep.groups.param_groups import rule_of
+from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.placements.whole.gradients import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.plan.flat import places
@@ -367,9 +366,8 @@ class SpreadingWalk(Walk):
             group = self._blueprint.groups[self._spreading.specs[routes[0].param].group]
             rows, cols = routes[0].block.shape
             if self._blueprint.device.type == "cpu":
-                size = transform_peak(
-                    rule_of(group), group, len(routes), (rows, cols), wide, on_cpu=True,
-                )  # fmt: skip
+                peaks = RulePeaks(group, on_cpu=True)
+                size = peaks.transform(len(routes), (rows, cols), wide)
             else:
                 size = kernel_peak(len(routes), rows, cols) + len(routes) * rows * cols * 4
             self._ledger.passing(size)

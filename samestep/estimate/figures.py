@@ -27,10 +27,8 @@ from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory
 from samestep.estimate.model import Model, stage_of
 from samestep.estimate.timeline import Timeline, Training, simulate
-from samestep.estimate.work import balance
+from samestep.estimate.work import OwnerBalance, balance
 from samestep.mesh.degrees import Degrees
-
-ONE_RANK = "one rank"  # in place of axes
 
 
 @dataclass(frozen=True)
@@ -44,18 +42,6 @@ class GroupTraffic:
     collectives: int
     mean_sent: float  # bytes per rank
     most_sent: float
-
-
-@dataclass(frozen=True)
-class OwnerBalance:
-    """How evenly the orthogonalizations of a plan are spread."""
-
-    axes: str
-    ranks: int
-    blocks: int
-    flops: float
-    ratio: float
-    bound: float
 
 
 @dataclass(frozen=True)
@@ -130,7 +116,7 @@ def stage_figures(
         stage,
         sum(param.numel() for param in module.parameters()),
         *stage_needs(model, degrees, settings, plan, stage),
-        _owners(plan),
+        [found for found in map(balance, plan.placements) if found is not None],
         timeline.seconds,
         timeline.by_operation,
         timeline.exposed_seconds,
@@ -184,7 +170,7 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
     sums: dict[tuple[str, int, str], Tensor] = {}
     counts: dict[tuple[str, int, str], int] = {}
     for each in launches:
-        key = each.peers.name or ONE_RANK, each.peers.size, each.traffic.kind
+        key = each.peers.name, each.peers.size, each.traffic.kind
         sent = plan.grid.spread(each.sent_by_all(), each.among or each.peers)
         sums[key] = sums[key] + sent if key in sums else sent
         counts[key] = counts.get(key, 0) + 1
@@ -192,25 +178,6 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
         GroupTraffic(*key, by, counts[key], float(sent.mean()), float(sent.max()))
         for key, sent in sums.items()
     ]
-
-
-def _owners(plan: Blueprint) -> list[OwnerBalance]:
-    found = []
-    for placement in plan.placements:
-        spread = balance(placement)
-        if spread is not None:
-            blocks = sum(len(spec.blocks or ()) for spec in placement.specs)
-            found.append(
-                OwnerBalance(
-                    placement.peers.name or ONE_RANK,
-                    placement.peers.size,
-                    blocks,
-                    spread.total,
-                    spread.ratio,
-                    spread.bound_ratio,
-                )
-            )
-    return found
 
 
 def figures_as_json(figures: StageFigures) -> dict[str, Any]:

@@ -153,23 +153,20 @@ class Index:
     def __init__(self, folder: Path, content: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.content = read_index(folder) if content is None else content
-        self.tensors = {
-            name: _storage_metadata(entry) for name, entry in self.content["tensors"].items()
-        }
-        self.places = dict(self._places())
-        check_sizes(folder, self.content["files"])
-
-    def _places(self) -> Iterator[tuple[MetadataIndex, Place]]:
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.places: Places = {}
+        self._sizes: dict[MetadataIndex, torch.Size] = {}
         for name, entry in self.content["tensors"].items():
+            chunks = []
             for box in entry["boxes"]:
-                place = Place(*(box[field] for field in Place._fields))
-                yield MetadataIndex(name, box["offsets"]), place
-
-    def sizes_of(self, index: MetadataIndex) -> torch.Size:
-        chunks = self.tensors[index.fqn].chunks
-        if index.index is not None and chunks[index.index].offsets == index.offset:
-            return chunks[index.index].sizes
-        return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)
+                index, sizes = MetadataIndex(name, box["offsets"]), torch.Size(box["sizes"])
+                chunks.append(ChunkStorageMetadata(torch.Size(box["offsets"]), sizes))
+                self.places[index] = Place(*(box[field] for field in Place._fields))
+                self._sizes[index] = sizes
+            properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
+            shape = torch.Size(entry["shape"])
+            self.tensors[name] = TensorStorageMetadata(properties, shape, chunks)
+        check_sizes(folder, self.content["files"])
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the boxes and of their padding."""
@@ -192,7 +189,7 @@ class Index:
                 lambda box: (
                     files.bytes_of(self.places[box])
                     .view(self.tensors[box.fqn].properties.dtype)
-                    .view(self.sizes_of(box))
+                    .view(self._sizes[box])
                 )
             )
 
@@ -279,12 +276,3 @@ def _sha256_line(path: Path, text: bytes) -> bytes:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
-
-
-def _storage_metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(box["offsets"]), torch.Size(box["sizes"]))
-        for box in entry["boxes"]
-    ]
-    properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-    return TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)

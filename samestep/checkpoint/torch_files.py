@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -297,7 +297,7 @@ class _OnlyMetadata(pickle.Unpickler):
 def _metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
-            found = _unpickled(file)
+            found: object = _OnlyMetadata(file).load()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # a damaged pickle can raise anything
@@ -305,7 +305,3 @@ def _metadata(path: Path) -> Metadata:
     if not isinstance(found, Metadata):
         raise CheckpointError(f"{path} is no metadata of torch's checkpoints")
     return found
-
-
-def _unpickled(file: BinaryIO) -> Any:
-    return _OnlyMetadata(file).load()

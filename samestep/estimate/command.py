@@ -19,6 +19,7 @@ from samestep.estimate import tables
 from samestep.estimate.cluster import STAGES, Settings, Stage, stage_blueprint
 from samestep.estimate.figures import (
     StageFigures,
+    StageNeeds,
     cost_of_planning,
     device_of,
     figures_as_json,
@@ -180,7 +181,7 @@ def _every_stage(
     sent: dict[str, float] = {}
     bars: dict[str, dict[str, int]] = {}
     for stage in STAGES:
-        memory, traffic = worst.memory, worst.traffic
+        needs: StageNeeds = worst
         if stage != settings.sharding:
             flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
             buffers = "flat" if flat else "per_parameter"
@@ -190,10 +191,9 @@ def _every_stage(
                 needs = stage_needs(model, degrees, other, plan, worst.stage)
             except BadRequestError:
                 continue  # does not exist here
-            memory, traffic = needs.memory, needs.traffic
-        peaks[stage] = memory.peak
-        sent[stage] = sum(each.mean_sent for each in traffic)
-        bars[stage] = memory._asdict()
+        peaks[stage] = needs.peak
+        sent[stage] = sum(each.mean_sent for each in needs.traffic)
+        bars[stage] = needs.memory._asdict()
     return peaks, sent, bars
 
 

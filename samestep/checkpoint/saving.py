@@ -249,6 +249,9 @@ def _refuse_other_keys(value: Any) -> None:
             _refuse_other_keys(entry)
 
 
+# --- in the background ----------------------------------------------------------------------
+
+
 class SaveHandle:
     """A save that goes on while training does."""
 

@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "train": Command(
         "a small GPT in any layout, with checkpoints that any other can go on from",
-        "samestep.train.command",
+        "samestep.train.trainer",
     ),
     "mesh": Command(
         "which rank is where on which axis, whom it meets, and whether a model fits",
@@ -70,7 +70,7 @@ COMMANDS = {
     ),
     "convert": Command(
         "torch's checkpoints into ours, and back",
-        "samestep.checkpoint.convert.command",
+        "samestep.checkpoint.convert_command",
     ),
 }
 EXTRAS = (

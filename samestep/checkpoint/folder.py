@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.storage import INDEX, sync
+from samestep.checkpoint.storage import INDEX, CheckpointError, sync
 
 LATEST = "LATEST"
-OF_TORCH = ".metadata"  # what folders of torch.distributed.checkpoint have
+METADATA = ".metadata"  # what folders of torch.distributed.checkpoint have
 PARTIAL = ".partial"
 REMOVED = ".removed"
 LOCK = ".lock"
@@ -90,7 +89,6 @@ def partial_of(path: Path) -> Path:
 
 
 def checkpoints(folder: Path) -> Iterator[Path]:
-    """The complete checkpoints in a folder."""
     for path in folder.iterdir():
         if not path.name.startswith(".") and (path / INDEX).is_file():
             yield path
@@ -108,14 +106,13 @@ def find(path: Path) -> Path:
         raise CheckpointError(
             f"{pointer} names {named.name!r}, which is no checkpoint: name the one you mean"
         )
-    if (path / OF_TORCH).is_file():
+    if (path / METADATA).is_file():
         return path
     what = f"is no checkpoint: it has no {INDEX} and no {LATEST}"
     raise CheckpointError(f"{path} {what if path.exists() else 'does not exist'}")
 
 
 def _named(parent: Path) -> Path | None:
-    """What LATEST names."""
     with suppress(OSError):
         return parent / (parent / LATEST).read_text(errors="replace").strip()
     return None

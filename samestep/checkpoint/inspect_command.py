@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.errors import CheckpointError
 from samestep.checkpoint.formats import WRITTEN_AS, Stored, open_checkpoint
 from samestep.checkpoint.logical import MODEL
+from samestep.checkpoint.storage import CheckpointError
 from samestep.tooling.request import BadRequestError
 
 # Of a folder that torch has written.
@@ -41,7 +41,6 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Print a table or JSON."""
     try:
         stored = open_checkpoint(folder.find(options.path))
         if options.verify:

@@ -1,22 +1,27 @@
-"""`samestep.load`."""
+"""`samestep.load`, once the checkpoint is known to be that of the model and optimizer here."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.background import finish_background
-from samestep.checkpoint.fits import names_that_fit, surplus
-from samestep.checkpoint.formats import Stored, open_checkpoint
-from samestep.checkpoint.local_files import Here, LocalFiles
-from samestep.checkpoint.logical import Tensors, state_key, tensors_of
-from samestep.checkpoint.options import check_options, restore_options
+from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
+from samestep.checkpoint.logical import (
+    Tensors,
+    check_options,
+    restore_options,
+    state_key,
+    tensors_of,
+)
 from samestep.checkpoint.ranks import all_ranks
+from samestep.checkpoint.saving import finish_background
+from samestep.checkpoint.storage import CheckpointError
 from samestep.optimizer.full_values import FullValues
 from samestep.rules.state import MASTER
 
@@ -101,3 +106,51 @@ def read_into(tensors: Tensors, stored: Stored) -> None:
             ):
                 values = values.narrow(dim, start, length)
             planner.resolve_tensor(item).detach().copy_(values)
+
+
+Entries = Mapping[str, TensorStorageMetadata]
+
+
+def surplus(wanted: Mapping[str, Tensor], stored: Entries) -> list[str]:
+    """What the checkpoint has of a model, or of an optimizer, that is not wanted here."""
+    parts = {name.split(".", 1)[0] for name in wanted}
+    here = {name for name in stored if name.split(".", 1)[0] in parts}
+    return sorted(name for name in here - wanted.keys() if not _is_master(name))
+
+
+def names_that_fit(
+    wanted: Mapping[str, Tensor],
+    stored: Entries,
+    partial: bool,
+    elsewhere: frozenset[str] = frozenset(),
+) -> list[str]:
+    """The names that can be loaded; raises if the checkpoint is that of another model.
+
+    Master copies are optional on both sides: without a stored one the parameter is taken. What is
+    `elsewhere` other ranks load.
+    """
+    missing = sorted(name for name in wanted.keys() - stored.keys() if not _is_master(name))
+    if missing and not partial:
+        raise CheckpointError(_sentence("the checkpoint lacks", missing))
+    more = [name for name in surplus(wanted, stored) if name not in elsewhere]
+    if more and not partial:
+        raise CheckpointError(_sentence("the checkpoint has more than is here", more))
+    common = [name for name in wanted if name in stored]
+    if not common:
+        raise CheckpointError("the checkpoint has nothing that is here: is it of another model?")
+    for name in common:
+        if stored[name].size != wanted[name].shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(stored[name].size)} in the checkpoint and "
+                f"{tuple(wanted[name].shape)} here: load it into the model that it was saved from"
+            )
+    return common
+
+
+def _is_master(name: str) -> bool:
+    return name.endswith(f".{MASTER}")
+
+
+def _sentence(what: str, names: list[str]) -> str:
+    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"{what}: {some}. Pass partial=True to load only what both have"

@@ -1,22 +1,109 @@
-"""A model and its optimizer as named logical tensors, whatever the layout they live in.
+"""A model and its optimizer as a checkpoint knows them, whatever the layout they live in.
 
 model.<name>          parameters and buffers
 state.<name>.<key>    optimizer state, in the shape that one process has it in
+options of groups     learning rates, betas, momentum, as JSON has them
 """
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.pieces import Pieces
+from samestep.checkpoint.storage import DTYPES, CheckpointError
 from samestep.comm.meshes import held, mesh_group
+from samestep.groups.param_groups import Group, decisive_changes, options_of, parameter_names
+from samestep.layout.dtensor_shards import Box
 from samestep.layout.held_state import HeldBox, whole_box
 from samestep.optimizer.full_values import FullValues
 from samestep.placements.whole.in_flight import wait_for_anyone
 
-Tensors = dict[str, Pieces]
 MODEL, STATE = "model", "state"
+GroupFacts = dict[str, Any]  # "params": names, "options": by key
+PLAIN = bool | int | float | str | None
+OWN = ("rule", "fused", "state_dtypes", "split_sizes", "flatten")  # not the checkpoint's business
+
+
+# --- tensors ---------------------------------------------------------------------------------
+
+
+class Pieces(Tensor):
+    """A logical tensor; `held` are the boxes that are here. It can only be saved and loaded.
+
+    In the words of torch.distributed.checkpoint, which plans who writes and reads what.
+    """
+
+    held: tuple[HeldBox, ...]
+
+    @staticmethod
+    def __new__(
+        cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, held: Sequence[HeldBox]
+    ) -> "Pieces":
+        """An empty stretch is left out, but of an empty tensor every rank has all."""
+        made: Pieces = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=device
+        )
+        made.held = tuple(one for one in held if one.box.numel)
+        if not made.numel():
+            made.held = (whole_box(torch.empty(made.shape, dtype=dtype, device=device)),)
+        return made
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        boxes = ", ".join(str(box) for box, _ in self.held)
+        return f"Pieces({tuple(self.shape)}, {self.dtype}, [{boxes}])"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """There is nothing to compute with; what looks at metadata alone never gets here."""
+        if func is torch.ops.aten.detach.default:
+            (own,) = args
+            return Pieces(own.shape, own.dtype, own.device, own.held)
+        raise TypeError(f"{func} cannot run on pieces of a tensor: they are saved and loaded only")
+
+    # --- for torch.distributed.checkpoint -------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        """One per box, also if it is here more than once, or on several ranks."""
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, box.offsets, place),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(box), properties=properties, size=self.shape
+                ),
+            )
+            for place, (box, _) in enumerate(self.held)
+            if box not in (earlier for earlier, _ in self.held[:place])
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box, _ in self.held]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        if index.index is not None and index.index < len(self.held):
+            box, tensor = self.held[index.index]
+            if index.offset == torch.Size(box.offsets):
+                return tensor
+        return next(tensor for box, tensor in self.held if torch.Size(box.offsets) == index.offset)
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+
+
+Tensors = dict[str, Pieces]
 
 
 def model_tensors(model: nn.Module) -> Tensors:
@@ -51,7 +138,6 @@ def state_tensors(opt: FullValues) -> Tensors:
 
 
 def state_key(name: str, key: str) -> str:
-    """The name of a state tensor."""
     return f"{STATE}.{name}.{key}"
 
 
@@ -63,3 +149,108 @@ def tensors_of(model: nn.Module | None, opt: FullValues | None) -> Tensors:
         )
     of_model = {} if model is None else model_tensors(model)
     return (of_model if opt is None else state_tensors(opt)) | of_model
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def group_facts(opt: FullValues) -> list[GroupFacts]:
+    """Per group its parameters' names and options; also numbers that others keep in there."""
+    facts = []
+    for index, group in enumerate(opt.param_groups):
+        others = {key: value for key, value in group.items() if isinstance(value, PLAIN)}
+        options = plain_options({**others, **options_of(group)})
+        facts.append({"params": list(parameter_names(group, index)), "options": options})
+    return facts
+
+
+def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
+    """Groups that ranks have told of, each parameter once: pipeline stages have different ones."""
+    merged: list[GroupFacts] = []
+    known: set[str] = set()
+    for group in (group for of_rank in groups for group in of_rank):
+        new = [name for name in group["params"] if name not in known]
+        if new:
+            known.update(new)
+            merged.append({**group, "params": new})
+    return merged
+
+
+def check_options(opt: FullValues, groups: list[GroupFacts], partial: bool) -> None:
+    """Raise if a parameter's state was made by another rule, or for other options."""
+    for group, name, saved in _pairs(opt, groups):
+        if saved["rule"] != group["rule"]:
+            raise CheckpointError(
+                f"parameter {name!r} was trained with rule {saved['rule']!r} and has "
+                f"{group['rule']!r} here: give it the same rule, or load the model alone"
+            )
+        kept_as_here = {"state_dtypes": group.get("state_dtypes")}
+        changes = decisive_changes(
+            _alone(name, {**group, **saved, **kept_as_here}), _alone(name, group)
+        )
+        if changes and not partial:
+            raise CheckpointError(
+                f"parameter {name!r} was saved with options that its state depends on and that "
+                f"differ here ({changes}): build the optimizer with the saved values"
+            )
+
+
+def restore_options(opt: FullValues, groups: list[GroupFacts]) -> None:
+    """Give every group the options that its first parameter was saved with."""
+    seen: set[int] = set()
+    for group, _, saved in _pairs(opt, groups):
+        if id(group) in seen:
+            continue
+        seen.add(id(group))
+        for key, value in saved.items():
+            if key in OWN or decisive_changes(group, {**group, key: value}):
+                continue
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = value
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in options.items()}
+
+
+def options_from(plain: Mapping[str, Any]) -> Group:
+    """The opposite of `plain_options`, but for lists, which are tuples now."""
+    return {key: _back(value) for key, value in plain.items()}
+
+
+def _pairs(opt: FullValues, groups: list[GroupFacts]) -> Iterator[tuple[Group, str, Group]]:
+    """Every parameter here that was saved: its group, its name, the options it was saved with."""
+    options = [options_from(group["options"]) for group in groups]
+    saved = {name: own for g, own in zip(groups, options, strict=True) for name in g["params"]}
+    for index, group in enumerate(opt.param_groups):
+        for name in parameter_names(group, index):
+            if name in saved:
+                yield group, name, saved[name]
+
+
+def _alone(name: str, options: Group) -> Group:
+    """A group's options as those of one parameter, since others may be grouped otherwise."""
+    cut = options.get("split_sizes")
+    return {**options, "split_sizes": cut.get(name) if isinstance(cut, Mapping) else cut}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return {"entries": {str(key): _plain(entry) for key, entry in value.items()}}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _back(value: Any) -> Any:
+    if isinstance(value, dict):
+        if "dtype" in value:
+            return DTYPES[value["dtype"]]
+        return {key: _back(entry) for key, entry in value["entries"].items()}
+    return tuple(map(_back, value)) if isinstance(value, list) else value

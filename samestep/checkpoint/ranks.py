@@ -1,14 +1,23 @@
-"""What ranks tell each other about a checkpoint: small things, on a group of any backend."""
+"""Ranks that save or load together: what they tell each other, and which one writes which boxes.
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+They tell small things, on a group of any backend. Every element is written once, in equal shares,
+as torch plans it.
+"""
 
-from samestep.checkpoint.errors import CheckpointError
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from samestep.checkpoint.storage import CheckpointError
 from samestep.comm.diagnosis.flight import attempt
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
 
 T = TypeVar("T")
+Owners = Mapping[str, tuple[int, ...]]  # per parameter the ranks that have it, where not all do
 
 
 class Ranks(NamedTuple):
@@ -19,12 +28,10 @@ class Ranks(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """My place."""
         return 0 if self.group is None else self.group.rank
 
     @property
     def size(self) -> int:
-        """How many there are."""
         return 1 if self.group is None else self.group.size
 
     def everywhere(self, act: Callable[[], T]) -> T:
@@ -73,7 +80,6 @@ class Ranks(NamedTuple):
 
 
 def all_ranks(task: str) -> Ranks:
-    """Those of the default group."""
     return Ranks(rank_group(), task)
 
 
@@ -82,3 +88,63 @@ def _words(error: Exception) -> str:
         where = "" if error.filename is None else f"{error.filename}: "
         return f"{where}{error.strerror or error}"
     return str(error) or type(error).__name__
+
+
+class WritePlan(NamedTuple):
+    """What this rank writes; on the first rank also what all of them write."""
+
+    held: list[WriteItem]  # before anything was left to others
+    items: list[WriteItem]
+    metadata: Metadata
+
+
+def plan_locally(state_dict: Mapping[str, Any], is_nested: bool) -> DefaultSavePlanner:
+    """What this rank could write: all that it holds."""
+    planner = DefaultSavePlanner(flatten_state_dict=is_nested)
+    planner.set_up_planner(dict(state_dict))
+    planner.create_local_plan()
+    return planner
+
+
+def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
+    """All that this rank holds, whoever else has it too. Collective."""
+    _refuse_different_things(ranks.all_of(owners))
+    items = planner.plan.items
+    tensors = {
+        name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [])
+        for name, tensor in planner.state_dict.items()
+    }
+    for item in items:
+        assert item.tensor_data is not None
+        tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
+    return WritePlan(items, items, Metadata(dict(tensors)))
+
+
+def plan_together(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> WritePlan:
+    """What each rank writes of that. Collective."""
+    asked = ranks.to_first((planner.plan, dict(owners)))
+    problem, answers = "", [(SavePlan([]), Metadata({}))] * ranks.size
+    if ranks.rank == 0:
+        try:
+            _refuse_different_things([theirs for _, theirs in asked])
+            plans, metadata = planner.create_global_plan([plan for plan, _ in asked])
+            answers = [(plan, metadata if not r else Metadata({})) for r, plan in enumerate(plans)]
+        except (CheckpointError, ValueError) as error:
+            problem = str(error)
+    problem, (plan, metadata) = ranks.from_first([(problem, answer) for answer in answers])
+    if problem:
+        raise CheckpointError(problem)
+    return WritePlan(planner.plan.items, plan.items, metadata)
+
+
+def _refuse_different_things(owners: list[Owners]) -> None:
+    """Groups of ranks that have parameters of their own must have names of their own for them."""
+    known: dict[str, tuple[int, ...]] = {}
+    for of_rank in owners:
+        for name, members in of_rank.items():
+            if known.setdefault(name, members) != members:
+                raise CheckpointError(
+                    f"parameter {name!r} is one on ranks {list(known[name])} and another on ranks "
+                    f"{list(members)}, and one of them would be lost: give them different names, "
+                    "or make them one DTensor"
+                )

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import WriteItem
 
-from samestep.checkpoint.errors import CheckpointError
 from samestep.comm.integrity.checksum import checksum
 
 FORMAT = 1
@@ -35,6 +34,10 @@ INDEX = "index.json"
 ALIGNMENT = 64
 AT_ONCE = 1 << 25  # bytes that are copied from a device or written at a time
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or read; the message names the file and the way out."""
 
 
 class Place(NamedTuple):
@@ -119,7 +122,6 @@ def write_index(
 
 
 def sizes_in(folder: Path, files: Iterable[str]) -> dict[str, int]:
-    """The sizes of some files in bytes."""
     return {file: (folder / file).stat().st_size for file in files}
 
 
@@ -151,24 +153,20 @@ class Index:
     def __init__(self, folder: Path, content: dict[str, Any] | None = None) -> None:
         self.folder = folder
         self.content = read_index(folder) if content is None else content
-        self.tensors = {
-            name: _storage_metadata(entry) for name, entry in self.content["tensors"].items()
-        }
-        self.places = dict(self._places())
-        check_sizes(folder, self.content["files"])
-
-    def _places(self) -> Iterator[tuple[MetadataIndex, Place]]:
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self.places: Places = {}
+        self._sizes: dict[MetadataIndex, torch.Size] = {}
         for name, entry in self.content["tensors"].items():
+            chunks = []
             for box in entry["boxes"]:
-                place = Place(*(box[field] for field in Place._fields))
-                yield MetadataIndex(name, box["offsets"]), place
-
-    def sizes_of(self, index: MetadataIndex) -> torch.Size:
-        """The sizes of a stored box."""
-        chunks = self.tensors[index.fqn].chunks
-        if index.index is not None and chunks[index.index].offsets == index.offset:
-            return chunks[index.index].sizes
-        return next(chunk.sizes for chunk in chunks if chunk.offsets == index.offset)
+                index, sizes = MetadataIndex(name, box["offsets"]), torch.Size(box["sizes"])
+                chunks.append(ChunkStorageMetadata(torch.Size(box["offsets"]), sizes))
+                self.places[index] = Place(*(box[field] for field in Place._fields))
+                self._sizes[index] = sizes
+            properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
+            shape = torch.Size(entry["shape"])
+            self.tensors[name] = TensorStorageMetadata(properties, shape, chunks)
+        check_sizes(folder, self.content["files"])
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the boxes and of their padding."""
@@ -191,7 +189,7 @@ class Index:
                 lambda box: (
                     files.bytes_of(self.places[box])
                     .view(self.tensors[box.fqn].properties.dtype)
-                    .view(self.sizes_of(box))
+                    .view(self._sizes[box])
                 )
             )
 
@@ -244,7 +242,6 @@ class Files:
         return self._between(place.file, end, end + -end % ALIGNMENT)
 
     def all_of(self, name: str) -> Tensor:
-        """The bytes of a file."""
         return self._between(name, 0, (self._folder / name).stat().st_size)
 
     def _between(self, name: str, start: int, stop: int) -> Tensor:
@@ -279,12 +276,3 @@ def _sha256_line(path: Path, text: bytes) -> bytes:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
-
-
-def _storage_metadata(entry: Mapping[str, Any]) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(box["offsets"]), torch.Size(box["sizes"]))
-        for box in entry["boxes"]
-    ]
-    properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-    return TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)

@@ -5,6 +5,9 @@ index.json, index.json.sha256                checksums of these files, options, 
 """
 
 import io
+import pathlib
+import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,18 +17,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from samestep.checkpoint.convert.from_dcp import METADATA, read_dcp
-from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.logical import MODEL, Tensors
-from samestep.checkpoint.options import options_from
-from samestep.checkpoint.plan import WritePlan
+from samestep.checkpoint.folder import METADATA
+from samestep.checkpoint.logical import MODEL, Tensors, options_from, state_key
+from samestep.checkpoint.ranks import WritePlan
+from samestep.checkpoint.sources import Source, boxes_of, model_name
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
+    CheckpointError,
     Files,
     Read,
     Values,
@@ -36,6 +45,8 @@ from samestep.checkpoint.storage import (
 from samestep.comm.integrity.checksum import checksum
 
 Checksums = dict[str, int]  # by the name of a file
+STATE_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<key>[^.]+)")
+GROUP_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.param_groups(?:\.(?P<rest>.+))?")
 # What groups of torch.optim have beside: whoever loads into them is asked for it.
 OF_TORCH: dict[str, dict[str, Any]] = {
     "adamw": {
@@ -97,7 +108,6 @@ def finish_with_torch(
     everyones: list[tuple[list[WriteResult], Checksums]],
     facts: Mapping[str, Any],
 ) -> None:
-    """Torch's metadata, then our index."""
     _writer(folder).finish(metadata, [results for results, _ in everyones])
     sums = _checksums(folder, [METADATA])
     for _, of_rank in everyones:
@@ -125,7 +135,6 @@ class _Boxes(DefaultSavePlanner):
         self._values, self._objects = values, objects
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What is to be written."""
         if write_item.type != WriteItemType.BYTE_IO:
             return self._values(write_item).detach()
         buffer = io.BytesIO()
@@ -180,5 +189,119 @@ class TorchFiles:
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        """What gives the values of a box."""
         yield self._read
+
+
+# --- folders that torch has written: nothing in them is executed -----------------------------
+
+
+def read_dcp(folder: Path, *, with_groups: bool = True) -> Source:
+    """What a folder has, box by box as it was saved."""
+    metadata = _metadata(folder / METADATA)
+    keys: dict[str, str] = {}  # ours: theirs
+    with_prefix = any(key.startswith("model.") for key in metadata.state_dict_metadata)
+
+    def read(box: MetadataIndex) -> Tensor:
+        found = _load(folder, metadata, MetadataIndex(keys[box.fqn], box.offset))
+        assert isinstance(found, Tensor)
+        return found
+
+    source = Source(read)
+    for key, entry in metadata.state_dict_metadata.items():
+        state = STATE_KEY.fullmatch(key)
+        if isinstance(entry, TensorStorageMetadata) and state is not None:
+            name = state_key(state["name"], state["key"])
+        elif isinstance(entry, TensorStorageMetadata) and (
+            key.startswith("model.") or not with_prefix
+        ):
+            name = model_name(key.removeprefix("model."))
+        else:
+            if GROUP_KEY.fullmatch(key) is None:
+                source.left_out.append(key)
+            continue
+        keys[name] = key
+        source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
+    if with_groups:
+        source.add_groups(_groups(folder, metadata))
+    return source
+
+
+def _groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
+    """Options of groups, in both forms: a list of groups, or options per parameter."""
+    groups: dict[Any, Any] = {}
+    single: dict[str, dict[str, Any]] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if not GROUP_KEY.fullmatch(key) or not isinstance(entry, BytesStorageMetadata):
+            continue
+        value = _load(folder, metadata, MetadataIndex(key))
+        path = list((metadata.planner_data or {}).get(key, ()))
+        if path[-1:] == ["param_groups"]:
+            groups.update(enumerate(value))
+        elif "param_groups" in path:
+            *places, last = path[path.index("param_groups") + 1 :]
+            inside = groups
+            for place in places:
+                inside = inside.setdefault(place, {})
+            inside[last] = value
+        else:
+            name, _, option = str(path[-1]).removeprefix("param_groups.").rpartition(".")
+            single.setdefault(name, {})[option] = value
+    per_parameter = [{**options, "params": [name]} for name, options in single.items()]
+    return [*_with_lists(list(groups.values())), *per_parameter]
+
+
+def _with_lists(value: Any) -> Any:
+    """Dicts of places as the lists that they were."""
+    if isinstance(value, dict):
+        entries = {key: _with_lists(entry) for key, entry in value.items()}
+        numbered = bool(entries) and all(isinstance(key, int) for key in entries)
+        return [entries[place] for place in sorted(entries)] if numbered else entries
+    return list(map(_with_lists, value)) if isinstance(value, list) else value
+
+
+def _load(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
+    """One entry; torch.load with weights_only."""
+    info = metadata.storage_data[index]
+    path = folder / info.relative_path
+    try:
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            data = io.BytesIO(file.read(info.length))
+        return torch.load(data, map_location="cpu", weights_only=True)
+    except Exception as error:  # what is damaged can raise anything
+        reason = str(error).split("\n")[0]
+        raise CheckpointError(f"{path}: {index.fqn!r} cannot be read: {reason}") from None
+
+
+class _OnlyMetadata(pickle.Unpickler):
+    """Makes what the metadata of a checkpoint consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch":
+            found = getattr(torch, name, None)
+            if name == "Size" or isinstance(found, torch.dtype):
+                return found
+        ours = module in (
+            "torch.distributed.checkpoint.metadata",
+            "torch.distributed.checkpoint.filesystem",
+        ) and (name.lstrip("_")[:1].isupper())
+        if ours or (module, name) == ("torch.serialization", "_get_layout"):
+            return super().find_class(module, name)
+        if module.startswith("pathlib") and name in ("PosixPath", "Path", "PurePosixPath"):
+            return getattr(pathlib, name)
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise pickle.UnpicklingError(f"it wants {module}.{name}, which no metadata needs")
+
+
+def _metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            found: object = _OnlyMetadata(file).load()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    except Exception as error:  # a damaged pickle can raise anything
+        raise CheckpointError(f"{path} is no metadata of torch's checkpoints: {error}") from None
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path} is no metadata of torch's checkpoints")
+    return found

@@ -42,7 +42,7 @@ class Peers(NamedTuple):
     @property
     def name(self) -> str:
         """For tables: "data x expert"."""
-        return " x ".join(self.axes)
+        return " x ".join(self.axes) or "one rank"
 
 
 class Beside(NamedTuple):

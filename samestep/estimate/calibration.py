@@ -43,7 +43,8 @@ SIDES = (32, 64, 128, 256)
 BYTES = (1 << 10, 1 << 18, 1 << 22)  # of a collective
 PIECES = (1 << 6, 1 << 21)  # elements of a slice that is updated
 ROUNDS = 5
-
+OURS, OURS_ADAMW = "ours", "ours-adamw"
+FILE = "hardware.json"
 Clock = Callable[[], float]  # seconds
 
 
@@ -190,9 +191,6 @@ def _together(group: RankGroup, call: Callable[[], object], clock: Clock) -> flo
     return float(total("slowest", seconds, group).wait()) / group.size
 
 
-OURS, OURS_ADAMW = "ours", "ours-adamw"
-
-
 def measured_ms(receipt: Mapping[str, Any], contestant: str = OURS) -> float:
     """The median step of the receipt's only set."""
     (found,) = (c for c in receipt["sets"][0]["contestants"] if c["name"] == contestant)
@@ -237,9 +235,6 @@ def hardware_of(receipt: Mapping[str, Any], like: str = "h200x8") -> Hardware:
     muon = local_work(one_process(name), found)
     products = 1e-3 * measured_ms(receipt) - float(muon.seconds(found))
     return replace(found, product_rates={1: float(muon.flops) / products})
-
-
-FILE = "hardware.json"
 
 
 def calibrate(options: Options) -> None:

@@ -40,6 +40,12 @@ from samestep.parallel.plan import Plan
 from samestep.tooling.request import BadRequestError
 
 ROOT = ("", False)  # the unit of what is in no block
+Stage = Literal["none", "zero1", "zero2", "zero3"]
+STAGES: tuple[Stage, ...] = ("none", "zero1", "zero2", "zero3")
+# Matrices that take in what others have cut: they are cut along their columns.
+TAKES_IN = re.compile(r"(^|\.)(o_proj|out|out_proj|down|down_proj|c_proj|wo|w2|dense_4h_to_h)\.")
+WHOLE = re.compile(r"router|gate\.weight$|norm|_a_proj|kv_a")
+ON_HEADS = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?norm")
 
 
 class Share(NamedTuple):
@@ -215,14 +221,6 @@ def _part(param: Tensor, axes: _Axes, share: Share) -> Tensor:
             sizes[cut.dim] //= axes.sizes[axis]
     part = torch.empty(sizes, dtype=param.dtype, device="meta")
     return part.requires_grad_(param.requires_grad)
-
-
-Stage = Literal["none", "zero1", "zero2", "zero3"]
-STAGES: tuple[Stage, ...] = ("none", "zero1", "zero2", "zero3")
-# Matrices that take in what others have cut: they are cut along their columns.
-TAKES_IN = re.compile(r"(^|\.)(o_proj|out|out_proj|down|down_proj|c_proj|wo|w2|dense_4h_to_h)\.")
-WHOLE = re.compile(r"router|gate\.weight$|norm|_a_proj|kv_a")
-ON_HEADS = re.compile(r"(^|[._])(q|k|query|key)_?(layer)?norm")
 
 
 @dataclass(frozen=True)

@@ -122,29 +122,29 @@ class Launches:
                 yield from self._between(bucket, transfer)
             case Measure():
                 elements = 2 * len(self._blueprint.groups)
-                yield from _summed("update sizes", self._all(), torch.float64, elements)
+                everyone = self._blueprint.everyone
+                yield from _summed("update sizes", everyone, torch.float64, elements)
 
     # --- scalars -----------------------------------------------------------------------------
 
-    def _all(self) -> Peers:
-        return self._blueprint.everyone
+    def _on_all(self, name: str) -> Iterator[Collective]:
+        """A code of all ranks, where placements live on different ones; a GPU does not wait for it.
 
-    def _meeting(self) -> Peers | None:
-        """All ranks, where placements live on different ones: as the optimizer decides it."""
+        Over which ranks is decided as the optimizer does.
+        """
         blueprint = self._blueprint
         held_by = dict.fromkeys(placement.peers for placement in blueprint.placements)
-        if len(held_by) < 2:
-            return None
+        if len(held_by) < 2 or blueprint.device.type != "cpu":
+            return
         axes = {axis for peers in held_by for axis in peers.axes}
         union = blueprint.grid.peers(*axes)
-        return next((peers for peers in held_by if peers.size == union.size), blueprint.everyone)
+        widest = (peers for peers in held_by if peers.size == union.size)
+        yield from _summed(name, next(widest, blueprint.everyone), torch.int64, 1)
 
     def _agree(self, number: int) -> Iterator[Collective]:
-        blueprint = self._blueprint
-        meeting = self._meeting()
-        if number == 0 and meeting is not None and blueprint.device.type == "cpu":
-            yield from _summed("problems", meeting, torch.int64, 1)
-        placement = blueprint.placements[number]
+        if number == 0:
+            yield from self._on_all("problems")
+        placement = self._blueprint.placements[number]
         for peers in (placement.peers, placement.outer if isinstance(placement, Sharing) else None):
             if peers is not None:
                 yield from _summed("presence", peers, torch.int64, len(placement.params) + 1)
@@ -161,9 +161,7 @@ class Launches:
             on_cpu = blueprint.device.type == "cpu"
             name, sizes = "norm of stages", (1,) * peers.size
             yield Collective((gather_of(name, torch.float64, sizes, on_cpu=on_cpu),), peers)
-        meeting = self._meeting()
-        if meeting is not None and blueprint.device.type == "cpu":
-            yield from _summed("not finite", meeting, torch.int64, 1)
+        yield from self._on_all("not finite")
         yield from self._over_stages("not finite")
 
     def _over_stages(self, name: str) -> Iterator[Collective]:
@@ -176,17 +174,13 @@ class Launches:
         """Of DTensors of which ranks have summands: each of them as long as what it holds."""
         for spreading in self._blueprint.spread:
             for peers, dtype, params in spreading.sums:
-                if peers.size > 1:
-                    places = range(spreading.peers.size)
-                    sizes = (
-                        sum(spreading.held[p].boxes[at].numel for p in params) for at in places
-                    )
-                    name = "sum of gradients"
-                    yield Collective(
-                        tuple(Transfer(Traffic.ALL_REDUCE, name, dtype, size) for size in sizes),
-                        peers,
-                        among=spreading.peers,
-                    )
+                if peers.size == 1:
+                    continue
+                held = [spreading.held[param].boxes for param in params]
+                sizes = (sum(box.numel for box in boxes) for boxes in zip(*held, strict=True))
+                name = "sum of gradients"
+                sums = (Transfer(Traffic.ALL_REDUCE, name, dtype, size) for size in sizes)
+                yield Collective(tuple(sums), peers, among=spreading.peers)
 
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 

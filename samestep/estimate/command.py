@@ -19,6 +19,7 @@ from samestep.estimate import tables
 from samestep.estimate.cluster import STAGES, Settings, Stage, stage_blueprint
 from samestep.estimate.figures import (
     StageFigures,
+    StageNeeds,
     cost_of_planning,
     device_of,
     figures_as_json,
@@ -78,28 +79,26 @@ def _plan(options: Options) -> None:
     settings = settings_of(options)
     console = Console(highlight=False)
     drawn = 0 if options.out is None else MOST_DRAWN
-    figures, plan, timeline = [], None, None
+    figures, timelines = [], []
     for stage in distinct_stages(model, degrees):
         own = training_of(options.tokens, model, degrees, settings, stage)
-        found, blueprint, simulated = stage_figures(
+        found, _, timeline = stage_figures(
             model, degrees, settings, hardware, stage, training=own, drawn=drawn
         )
         figures.append(found)
-        if timeline is None or simulated.seconds > timeline.seconds:
-            plan, timeline = blueprint, simulated
-    assert plan is not None
-    assert timeline is not None
+        timelines.append(timeline)
     worst = max(figures, key=lambda each: each.peak)
     peaks, sent, bars = _every_stage(model, degrees, settings, hardware, worst)
     verdict = judge(options.sharding, peaks, hardware.device_memory, options.reserve)
     shown = [
-        tables.memory_table(figures, plan.grid.ranks),
+        tables.memory_table(figures, degrees.world // degrees.pp),
         tables.traffic_table(worst),
         tables.owner_table(worst),
         tables.time_table(max(figures, key=lambda each: each.step_seconds), options.tokens),
         tables.stages_table(peaks, sent, hardware.device_memory),
     ]
     shown = [table for table in shown if table.rows]
+    asks, lacks = questions(model, degrees), not_counted(degrees, options.sharding, options.tokens)
     content = {
         "kind": "samestep plan",
         "format": 1,
@@ -112,8 +111,8 @@ def _plan(options: Options) -> None:
         "settings": asdict(settings),
         "tokens": options.tokens,
         "hardware": {"name": hardware.name, "source": hardware.source},
-        "questions": questions(model, degrees),
-        "not_counted": not_counted(degrees, options.sharding, options.tokens),
+        "questions": asks,
+        "not_counted": lacks,
         "stages": [figures_as_json(each) for each in figures],
         "every_stage": {stage: {"peak": peaks[stage], "sent": sent[stage]} for stage in peaks},
         "verdict": asdict(verdict),
@@ -123,16 +122,17 @@ def _plan(options: Options) -> None:
         f"{model.name}: {model.parameters / 1e9:,.4g} B parameters on {degrees.world:,} ranks "
         f"({degrees.name}), {options.sharding}, {hardware.name} ({gb})"
     )
-    for line in questions(model, degrees):
+    for line in asks:
         console.print(f"? {line}", soft_wrap=True)
     for table in shown:
         console.print(table.on_screen())
-    for line in not_counted(degrees, options.sharding, options.tokens):
+    for line in lacks:
         console.print(f"not counted: {line}", soft_wrap=True)
     console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
-        files = _files(options, content, shown, figures, timeline, hardware, bars)
+        slowest = max(timelines, key=lambda each: each.seconds)
+        files = _files(options, content, shown, figures, slowest, hardware, bars)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
 
@@ -181,7 +181,7 @@ def _every_stage(
     sent: dict[str, float] = {}
     bars: dict[str, dict[str, int]] = {}
     for stage in STAGES:
-        memory, traffic = worst.memory, worst.traffic
+        needs: StageNeeds = worst
         if stage != settings.sharding:
             flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
             buffers = "flat" if flat else "per_parameter"
@@ -191,10 +191,9 @@ def _every_stage(
                 needs = stage_needs(model, degrees, other, plan, worst.stage)
             except BadRequestError:
                 continue  # does not exist here
-            memory, traffic = needs.memory, needs.traffic
-        peaks[stage] = memory.peak
-        sent[stage] = sum(each.mean_sent for each in traffic)
-        bars[stage] = memory._asdict()
+        peaks[stage] = needs.peak
+        sent[stage] = sum(each.mean_sent for each in needs.traffic)
+        bars[stage] = needs.memory._asdict()
     return peaks, sent, bars
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +27,16 @@ from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory
 from samestep.estimate.model import Model, stage_of
 from samestep.estimate.timeline import Timeline, Training, simulate
-from samestep.estimate.work import balance
+from samestep.estimate.work import OwnerBalance, balance
 from samestep.mesh.degrees import Degrees
 
-ONE_RANK = "one rank"  # in place of axes
+# From "when to use each" of Megatron's documentation: shares of the device's memory.
+USE = {
+    "none": "nothing is sharded: the fewest bytes travel",
+    "zero1": "state is sharded; gradients stay whole",
+    "zero2": "state and gradients are sharded; parameters stay whole",
+    "zero3": "parameters are sharded too, and gathered layer by layer in forward and backward",
+}
 
 
 @dataclass(frozen=True)
@@ -47,20 +53,8 @@ class GroupTraffic:
 
 
 @dataclass(frozen=True)
-class OwnerBalance:
-    """How evenly the orthogonalizations of a plan are spread."""
-
-    axes: str
-    ranks: int
-    blocks: int
-    flops: float
-    ratio: float
-    bound: float
-
-
-@dataclass(frozen=True)
-class StageFigures:
-    """One pipeline stage."""
+class StageNeeds:
+    """Memory and traffic of one pipeline stage, which need no simulation."""
 
     stage: int
     parameters: int
@@ -69,6 +63,16 @@ class StageFigures:
     least_kept: int
     most_kept: int
     traffic: list[GroupTraffic]
+
+    @property
+    def peak(self) -> int:
+        return self.memory.peak
+
+
+@dataclass(frozen=True)
+class StageFigures(StageNeeds):
+    """Everything of one pipeline stage."""
+
     owners: list[OwnerBalance]
     step_seconds: float
     parts: dict[str, float]
@@ -76,35 +80,23 @@ class StageFigures:
     idle_seconds: float
     operations: int
 
-    @property
-    def peak(self) -> int:
-        return self.memory.peak
-
-
-class StageNeeds(NamedTuple):
-    """Memory and traffic of one pipeline stage, which need no simulation."""
-
-    worst_rank: int  # in the stage
-    memory: RankMemory  # of that rank
-    least_kept: int
-    most_kept: int
-    traffic: list[GroupTraffic]
-
 
 def stage_needs(
     model: Model, degrees: Degrees, settings: Settings, plan: Blueprint, stage: int
 ) -> StageNeeds:
+    module = stage_of(model.module, stage, degrees.pp)
     memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
     traffic = list(_traffic(plan, Launches(plan).of_step(), "optimizer"))
     if settings.sharding == "zero3":
-        units = fsdp_units(stage_of(model.module, stage, degrees.pp), degrees)
+        units = fsdp_units(module, degrees)
         passes = passes_1f1b(stage, degrees.pp, degrees.pp)  # as many micro-batches as stages
         traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
         inside = fsdp_peak(units, passes)
         memories = {rank: memory.or_then(inside) for rank, memory in memories.items()}
     worst = max(memories, key=lambda rank: memories[rank].peak)
     kept = [memory.stays for memory in memories.values()]
-    return StageNeeds(worst, memories[worst], min(kept), max(kept), traffic)
+    parameters = sum(param.numel() for param in module.parameters())
+    return StageNeeds(stage, parameters, worst, memories[worst], min(kept), max(kept), traffic)
 
 
 def device_of(hardware: Hardware) -> torch.device:
@@ -125,17 +117,14 @@ def stage_figures(
     plan = stage_blueprint(model, degrees, settings, device_of(hardware), stage)
     show = range(min(plan.grid.ranks, drawn))
     timeline = simulate(plan, hardware, show=show, training=training)
-    module = stage_of(model.module, stage, degrees.pp)
     figures = StageFigures(
-        stage,
-        sum(param.numel() for param in module.parameters()),
-        *stage_needs(model, degrees, settings, plan, stage),
-        _owners(plan),
-        timeline.seconds,
-        timeline.by_operation,
-        timeline.exposed_seconds,
-        float(timeline.idle.mean()),
-        len(plan.schedule()),
+        **vars(stage_needs(model, degrees, settings, plan, stage)),
+        owners=[found for found in map(balance, plan.placements) if found is not None],
+        step_seconds=timeline.seconds,
+        parts=timeline.by_operation,
+        exposed_seconds=timeline.exposed_seconds,
+        idle_seconds=float(timeline.idle.mean()),
+        operations=len(plan.schedule()),
     )
     return figures, plan, timeline
 
@@ -184,7 +173,7 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
     sums: dict[tuple[str, int, str], Tensor] = {}
     counts: dict[tuple[str, int, str], int] = {}
     for each in launches:
-        key = each.peers.name or ONE_RANK, each.peers.size, each.traffic.kind
+        key = each.peers.name, each.peers.size, each.traffic.kind
         sent = plan.grid.spread(each.sent_by_all(), each.among or each.peers)
         sums[key] = sums[key] + sent if key in sums else sent
         counts[key] = counts.get(key, 0) + 1
@@ -192,25 +181,6 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
         GroupTraffic(*key, by, counts[key], float(sent.mean()), float(sent.max()))
         for key, sent in sums.items()
     ]
-
-
-def _owners(plan: Blueprint) -> list[OwnerBalance]:
-    found = []
-    for placement in plan.placements:
-        spread = balance(placement)
-        if spread is not None:
-            blocks = sum(len(spec.blocks or ()) for spec in placement.specs)
-            found.append(
-                OwnerBalance(
-                    placement.peers.name or ONE_RANK,
-                    placement.peers.size,
-                    blocks,
-                    spread.total,
-                    spread.ratio,
-                    spread.bound_ratio,
-                )
-            )
-    return found
 
 
 def figures_as_json(figures: StageFigures) -> dict[str, Any]:
@@ -228,15 +198,6 @@ def cost_of_planning(since: float) -> dict[str, float]:
     unit = 1 if sys.platform == "darwin" else 1024
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {"seconds": time.monotonic() - since, "memory": float(most)}
-
-
-# From "when to use each" of Megatron's documentation: shares of the device's memory.
-USE = {
-    "none": "nothing is sharded: the fewest bytes travel",
-    "zero1": "state is sharded; gradients stay whole",
-    "zero2": "state and gradients are sharded; parameters stay whole",
-    "zero3": "parameters are sharded too, and gathered layer by layer in forward and backward",
-}
 
 
 @dataclass(frozen=True)

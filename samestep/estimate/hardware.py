@@ -73,8 +73,8 @@ class Hardware:
         return (self.inside if inside else self.between).seconds(ranks, carried)
 
 
-# Rates of products: what `receipts.hardware_of` finds in benchmarks/results for one H200, counting
-# products as if none were symmetric; for other devices scaled by their dense 16-bit peaks.
+# Rates of products: what `calibration.hardware_of` finds in benchmarks/results for one H200,
+# counting products as if none were symmetric; for other devices scaled by their dense 16-bit peaks.
 _H200_RATES = {1280: 8.2e14, 2048: 8.7e14}
 _H200 = Hardware(
     name="h200x8",

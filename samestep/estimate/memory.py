@@ -13,22 +13,21 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
-from samestep.estimate.temporaries import kernel_peak, slice_peak, stack_peak
-from samestep.estimate.walks import GRADIENTS, Ledger, Passing, SharingWalk, SpreadingWalk, Then
+from samestep.estimate.temporaries import RulePeaks, kernel_peak
+from samestep.estimate.walks import (
+    GRADIENTS,
+    Ledger,
+    Operand,
+    Passing,
+    SharingWalk,
+    SpreadingWalk,
+    Then,
+    Walk,
+)
 from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
-from samestep.plan.schedule import (
-    Apply,
-    Average,
-    Collect,
-    Gather,
-    GiveBack,
-    Place,
-    Reduce,
-    Transform,
-    Update,
-)
+from samestep.plan.schedule import OfBucket, Update
 from samestep.rules.state import MASTER, math_dtype, needs_master, state_dtype
 from samestep.update.plain import STACK_ELEMENTS
 
@@ -153,18 +152,15 @@ def _spread_state(
             yield key, sum(map(prod, of_blocks)) * width
 
 
-Operands = Iterable[tuple[int, torch.Tensor, tuple[int, ...]]]  # group, parameter, shape
-
-
 def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
     ledger = Ledger()
-    walks: list[SharingWalk | SpreadingWalk] = []
-    for sharing in blueprint.shared:
-        place = blueprint.grid.place(rank, sharing.peers)
-        walks.append(SharingWalk(len(walks), sharing, place, blueprint, ledger))
-    for spreading in blueprint.spread:
-        place = blueprint.grid.place(rank, spreading.peers)
-        walks.append(SpreadingWalk(len(walks), spreading, place, blueprint, ledger))
+    walks: list[Walk] = []
+    for placement in blueprint.placements:
+        place = blueprint.grid.place(rank, placement.peers)
+        if isinstance(placement, Sharing):
+            walks.append(SharingWalk(len(walks), placement, place, ledger))
+        else:
+            walks.append(SpreadingWalk(len(walks), placement, place, ledger, blueprint))
     for walk in walks:
         walk.backward()
     if not walks:
@@ -173,22 +169,15 @@ def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
     for walk in walks:
         walk.begin()
     for operation in blueprint.schedule(rank):
-        match operation:
-            case Update(buckets):
-                known = [bucket for bucket in buckets if blueprint.has(bucket)]
-                _update(blueprint, [(walks[p], b) for p, b in known], ledger)
-            case (
-                Reduce(bucket)
-                | Average(bucket)
-                | Gather(bucket)
-                | Place(bucket)
-                | Collect(bucket)
-                | Transform(bucket)
-                | GiveBack(bucket)
-                | Apply(bucket)
-            ) if blueprint.has(bucket):
-                name = type(operation).__name__.lower()
-                getattr(walks[bucket.placement], f"on_{name}")(bucket.bucket)
+        if isinstance(operation, Update):
+            wave = [(walks[p], number) for p, number in operation.buckets if p < len(walks)]
+            operands = [operand for walk, number in wave for operand in walk.operands(number)]
+            _run_rules(blueprint, operands, ledger)
+            for walk, number in wave:
+                walk.updated(number)
+        elif isinstance(operation, OfBucket) and blueprint.has(operation.bucket):
+            walk = walks[operation.bucket.placement]
+            getattr(walk, f"on_{type(operation).__name__.lower()}")(operation.bucket.bucket)
     return Passing(gradients, ledger.most)
 
 
@@ -200,38 +189,22 @@ def _alone(blueprint: Blueprint, ledger: Ledger) -> Passing:
             ledger.add(param, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
             blocks = blueprint.optimizer._blocks[param]
             shapes = [(param.numel(),)] if blocks is None else [b.shape for b in blocks]
-            operands += [(index, param, shape) for shape in shapes]
+            operands += [Operand(index, param, shape) for shape in shapes]
     _run_rules(blueprint, operands, ledger)
     return Passing(ledger.now[GRADIENTS], ledger.most)
 
 
-def _update(
-    blueprint: Blueprint,
-    wave: Iterable[tuple[SharingWalk | SpreadingWalk, int]],
-    ledger: Ledger,
-) -> None:
-    members = list(wave)
-    operands = [operand for walk, bucket in members for operand in walk.operands(bucket)]
-    _run_rules(blueprint, operands, ledger)
-    for walk, bucket in members:
-        walk.updated(bucket)
-
-
-def _run_rules(
-    blueprint: Blueprint,
-    operands: Operands,
-    ledger: Ledger,
-) -> None:
+def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger) -> None:
     """Group by group: blocks of one shape as stacks, slices one by one."""
     by_group: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = defaultdict(list)
     for index, param, shape in operands:
         by_group[index].append((param, shape))
     for index, members in by_group.items():
         group = blueprint.groups[index]
-        rule, on_cpu = rule_of(group), blueprint.device.type == "cpu"
+        on_cpu = blueprint.device.type == "cpu"
         sizes = (_count(shape) * math_dtype(param).itemsize for param, shape in members)
         clipped = sum(sizes) if blueprint.clips and on_cpu else 0  # all of a group; kernels do not
-        most = 0
+        most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for param, shape in members:
             master = needs_master(param, blueprint.optimizer._master_weights)
@@ -239,17 +212,14 @@ def _run_rules(
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1
         for (shape, dtype, master), count in stacked.items():
-            if rule.kind == "elementwise":
-                size = slice_peak(rule, group, _count(shape), dtype, master=master, on_cpu=on_cpu)
-            else:
+            if rule_of(group).kind == "elementwise":
+                size = peaks.slice(_count(shape), dtype, master=master)
+            elif on_cpu:
                 rows, cols = shape
-                if on_cpu:
-                    count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
-                    size = stack_peak(
-                        rule, group, count, (rows, cols), dtype, master=master, on_cpu=True
-                    )
-                else:
-                    size = kernel_peak(count, rows, cols)
+                count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
+                size = peaks.stack(count, (rows, cols), dtype, master=master)
+            else:
+                size = kernel_peak(count, *shape)
             most = max(most, size)
         ledger.passing(clipped + most)
 

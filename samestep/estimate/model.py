@@ -21,6 +21,16 @@ from samestep.parallel.stages import spread
 from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.request import BadRequestError
 
+# Where families differ from the usual names.
+SPELLINGS = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
+    "vocab_size": ("vocab_size",),
+    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
+}
+EXPERT_PART = "experts"  # of the name of a 3-D stack
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -174,16 +184,6 @@ def build(shape: Shape, dtype: torch.dtype) -> nn.Module:
         return Decoder(shape).to(dtype)
 
 
-# Where families differ from the usual names.
-SPELLINGS = {
-    "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_hidden_layers": ("num_hidden_layers", "n_layer", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "num_heads"),
-    "vocab_size": ("vocab_size",),
-    "intermediate_size": ("intermediate_size", "n_inner", "ffn_dim"),
-}
-
-
 def read_config(path: Path) -> Shape:
     """Raises BadRequestError, in one line, for a file that does not tell the shape."""
     try:
@@ -258,9 +258,6 @@ def _missing(path: Path, key: str) -> BadRequestError:
     return BadRequestError(
         f"{str(path)!r} lacks {key!r}: give a config.json of a decoder, or PACKAGE:FACTORY"
     )
-
-
-EXPERT_PART = "experts"  # of the name of a 3-D stack
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,12 @@ from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.tooling.request import BadRequestError
 
+NAMES = {
+    "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",
+    "ep": "ep", "expert": "ep", "replicate": "replicate",
+}  # fmt: skip
+HOST = 8  # ranks
+
 
 @dataclass(frozen=True)
 class Options:
@@ -56,13 +62,6 @@ class Options:
     """Ranks that --calibrate starts."""
     out: Path | None = None
     """Folder for plan.json, plan.html and the timeline; with --calibrate for hardware.json."""
-
-
-NAMES = {
-    "dp": "dp", "data": "dp", "tp": "tp", "model": "tp", "pp": "pp", "pipe": "pp",
-    "ep": "ep", "expert": "ep", "replicate": "replicate",
-}  # fmt: skip
-HOST = 8  # ranks
 
 
 def read_mesh(text: str, ranks: int | None) -> Degrees:

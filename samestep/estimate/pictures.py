@@ -203,8 +203,7 @@ def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, toke
     copies = max(1, ranks // SHARED_BY)
     degrees = Degrees(ranks, replicate=copies)
     plan = stage_blueprint(model, degrees, settings, device_of(hardware), 0)
-    found = [balance(placement) for placement in plan.placements]
-    spread = next((each for each in found if each is not None), None)
+    spread = next(filter(None, map(balance, plan.placements)), None)
     if spread is None:
         raise BadRequestError("--scaling is about Muon's owners, and no matrix follows Muon here")
     step = simulate(plan, hardware)
@@ -217,7 +216,7 @@ def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, toke
         ranks,
         ranks // copies,
         spread.ratio,
-        spread.bound_ratio,
+        spread.bound,
         step.seconds,
         step.exposed_seconds,
         strong.seconds,

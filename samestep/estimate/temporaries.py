@@ -3,6 +3,7 @@
 import platform
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode  # documented; the only way
 from torch.utils._pytree import tree_leaves
 
+from samestep.groups.param_groups import rule_of
 from samestep.rules.orthogonalize import cheaper_execution
-from samestep.rules.rule import Rule
 from samestep.rules.state import MASTER
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
@@ -32,10 +33,12 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        before = {id(leaf.untyped_storage()) for leaf in tree_leaves(args) if _is_tensor(leaf)}
+        before = {
+            id(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if _is_tensor(leaf):
+            if isinstance(leaf, Tensor):
                 storage = leaf.untyped_storage()
                 if id(storage) not in before and id(storage) not in self._known:
                     self._enter(storage)
@@ -62,93 +65,77 @@ def _copies_transposed() -> bool:
     return bool(enabled) and platform.machine() in ("aarch64", "arm64")
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, Tensor)
+class RulePeaks:
+    """Bytes of what the rule of a group makes while it runs, at their most.
 
+    On the meta device, which knows no values; what was found is remembered.
+    """
 
-def peak_of(call: Callable[[], object], *, on_cpu: bool) -> int:
-    """Bytes of what a call makes, at their most; what it gives counts too."""
-    live = LiveBytes(on_cpu)
-    with live:
-        kept = call()
-    del kept
-    return live.peak
+    def __init__(self, group: Mapping[str, Any], *, on_cpu: bool) -> None:
+        self._rule, self._group, self._on_cpu = rule_of(group), group, on_cpu
+        apart = ("params", "param_names", "split_sizes")
+        self._text = repr(sorted((k, repr(v)) for k, v in group.items() if k not in apart))
+        self._scalars = {key: _meta((), torch.float64) for key in self._rule.scalars(group)}
+        self._options = {key: group[key] for key in self._rule.defaults}
+        if on_cpu and self._options.get("compute_dtype", ...) is None:
+            self._options["compute_dtype"] = torch.float32  # what the device would choose
 
+    def stack(self, count: int, block: tuple[int, int], dtype: torch.dtype, *, master: bool) -> int:
+        """Of a matrix rule on so many blocks of one shape that lie in their parameters."""
 
-def stack_peak(
-    rule: Rule,
-    options: Mapping[str, Any],
-    count: int,
-    block: tuple[int, int],
-    param_dtype: torch.dtype,
-    *,
-    master: bool,
-    on_cpu: bool,
-) -> int:
-    """Of a matrix rule on so many blocks of one shape that lie in their parameters."""
+        def run() -> Callable[[], object]:
+            operands = [self._operand(block, dtype, master) for _ in range(count)]
+            args = operands, self._scalars, self._options, run_rule
+            return partial(update_blocks, self._rule, *args)
 
-    def once() -> int:
-        operands = [_operand(rule, options, block, param_dtype, master) for _ in range(count)]
-        given, scalars = _options(rule, options, on_cpu), _scalars(rule, options)
-        return peak_of(
-            lambda: update_blocks(rule, operands, scalars, given, run_rule), on_cpu=on_cpu
-        )
+        return self._peak(run, "stack", count, block, dtype, master)
 
-    copies = on_cpu and _copies_transposed()
-    key = ("stack", rule.name, _text(options), count, block, param_dtype, master, on_cpu, copies)
-    return _remembered(key, once)
+    def slice(self, elements: int, dtype: torch.dtype, *, master: bool) -> int:
+        """Of an elementwise rule on one slice."""
 
+        def run() -> Callable[[], object]:
+            operand = self._operand((elements,), dtype, master)
+            args = operand, self._scalars, self._options, run_rule
+            return partial(update_elementwise, self._rule, *args)
 
-def slice_peak(
-    rule: Rule,
-    options: Mapping[str, Any],
-    elements: int,
-    param_dtype: torch.dtype,
-    *,
-    master: bool,
-    on_cpu: bool,
-) -> int:
-    """Of an elementwise rule on one slice."""
-
-    def once() -> int:
-        operand = _operand(rule, options, (elements,), param_dtype, master)
-        given, scalars = _options(rule, options, on_cpu), _scalars(rule, options)
-        found = peak_of(
-            lambda: update_elementwise(rule, operand, scalars, given, run_rule), on_cpu=on_cpu
-        )
+        found = self._peak(run, "slice", elements, dtype, master)
         # On the host AdamW's numbers are Python's, which saves a product; meta is no host.
-        return found - operand.grad.nbytes if on_cpu and rule.name == "adamw" else found
+        saves = self._on_cpu and self._rule.name == "adamw"
+        return found - elements * _math(dtype).itemsize if saves else found
 
-    key = ("slice", rule.name, _text(options), elements, param_dtype, master, on_cpu)
-    return _remembered(key, once)
+    def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
+        """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
+
+        def run() -> Callable[[], object]:
+            shapes = self._rule.state_shapes(block, self._group).items()
+            state = {key: _meta((count, *own), dtype) for key, own in shapes if own != block}
+            assert is_staged(self._rule)
+            stack = _meta((count, *block), dtype)
+            return partial(self._rule.transform, stack, state, self._scalars, self._options)
+
+        found = self._peak(run, "transform", count, block, dtype)
+        return found + count * block[0] * block[1] * dtype.itemsize
+
+    def _operand(self, shape: tuple[int, ...], dtype: torch.dtype, master: bool) -> Operand:
+        math, shapes = _math(dtype), dict(self._rule.state_shapes(shape, self._group))
+        if master:
+            shapes[MASTER] = shape
+        state = {key: _meta(own, math) for key, own in shapes.items()}
+        return Operand(_meta(shape, dtype), _meta(shape, math), state)
+
+    def _peak(self, run: Callable[[], Callable[[], object]], *about: object) -> int:
+        """Of what `run` gives, which has its operands; what the call gives counts too."""
+        key = (self._text, self._on_cpu, self._on_cpu and _copies_transposed(), *about)
+        if key not in _known:
+            call = run()
+            with LiveBytes(self._on_cpu) as live:
+                kept = call()
+            del kept
+            _known[key] = live.peak
+        return _known[key]
 
 
-def transform_peak(
-    rule: Rule,
-    options: Mapping[str, Any],
-    count: int,
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    on_cpu: bool,
-) -> int:
-    """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
-
-    def once() -> int:
-        shapes = rule.state_shapes(block, options)
-        state = {
-            key: _meta((count, *shape), dtype) for key, shape in shapes.items() if shape != block
-        }
-        given, scalars = _options(rule, options, on_cpu), _scalars(rule, options)
-        stack = _meta((count, *block), dtype)
-        assert is_staged(rule)
-        staged = rule
-        found = peak_of(lambda: staged.transform(stack, state, scalars, given), on_cpu=on_cpu)
-        return found + stack.untyped_storage().nbytes()
-
-    copies = on_cpu and _copies_transposed()
-    key = ("transform", rule.name, _text(options), count, block, dtype, on_cpu, copies)
-    return _remembered(key, once)
+_known: dict[object, int] = {}
 
 
 def kernel_peak(count: int, rows: int, cols: int) -> int:
@@ -163,46 +150,9 @@ def kernel_peak(count: int, rows: int, cols: int) -> int:
     return 2 * count * (2 * short * long + squares * short * short)
 
 
-def _operand(
-    rule: Rule,
-    options: Mapping[str, Any],
-    shape: tuple[int, ...],
-    param_dtype: torch.dtype,
-    master: bool,
-) -> Operand:
-    math = torch.float64 if param_dtype == torch.float64 else torch.float32
-    shapes = {**rule.state_shapes(shape, options), **({MASTER: shape} if master else {})}
-    state = {key: _meta(own, math) for key, own in shapes.items()}
-    return Operand(_meta(shape, param_dtype), _meta(shape, math), state)
+def _math(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _scalars(rule: Rule, options: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {
-        key: torch.zeros((), dtype=torch.float64, device="meta") for key in rule.scalars(options)
-    }
-
-
-def _options(rule: Rule, options: Mapping[str, Any], on_cpu: bool) -> dict[str, Any]:
-    """The group's, with the dtype that the device would choose: the meta device has none."""
-    given = {key: options[key] for key in rule.defaults}
-    if on_cpu and "compute_dtype" in given and given["compute_dtype"] is None:
-        given["compute_dtype"] = torch.float32
-    return given
-
-
-def _text(options: Mapping[str, Any]) -> str:
-    kept = ("params", "param_names", "split_sizes")
-    return repr(sorted((k, repr(v)) for k, v in options.items() if k not in kept))
-
-
-_known: dict[object, int] = {}
-
-
-def _remembered(key: object, once: Callable[[], int]) -> int:
-    if key not in _known:
-        _known[key] = once()
-    return _known[key]

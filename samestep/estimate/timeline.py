@@ -14,6 +14,7 @@ after it begins.
 
 import gzip
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.work import (
+    Work,
     bucket_work,
     chunk_flops,
     chunk_parts,
@@ -143,7 +145,7 @@ class _Simulator:
         self._begun = self._now.clone()
         self._exposed, self._idle = self._grid.zeros(), self._grid.zeros()
         self._busy, self._computing = self._grid.zeros(), self._grid.zeros()
-        self._by_operation: dict[str, Tensor] = {}
+        self._by_operation: dict[str, Tensor] = defaultdict(self._grid.zeros)
         self._shown = {rank: Shown() for rank in self._show}
 
     def timeline(self) -> Timeline:
@@ -192,7 +194,7 @@ class _Simulator:
             before = self._now - self._computing
             self._run_units(training.units, tokens)
             waits = self._now - self._computing - before
-            self._by_operation["FSDP2"] = self._by_operation.get("FSDP2", 0.0) + waits
+            self._by_operation["FSDP2"] += waits
         elif self._blueprint.spread:
             whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
             share = self._grid.sizes.get("model", 1)
@@ -226,18 +228,20 @@ class _Simulator:
 
     def _compute(self, name: str, flops: float) -> None:
         """A part of the model, on every rank."""
-        self._spend(name, flops / self._hardware.model_rate)
+        before = self._now
+        self._spend(flops / self._hardware.model_rate)
+        self._tell(name, before)
 
     def _model(self, sharing: Sharing, number: int, flops: float, name: str) -> None:
         self._compute(name, sharing.plan.buckets[number].size * flops)
 
     def step(self) -> None:
-        before = self._now.clone()
+        before = self._now
         self._send("begin", None, self._launches.of_beginning())
         self._wait("begin", None)
         spent = self._now - before
         if bool(spent.any()):
-            self._by_operation["Begin"] = self._by_operation.get("Begin", 0.0) + spent
+            self._by_operation["Begin"] += spent
         for operation in self._blueprint.schedule():
             self._run(operation)
         self._launched.clear()
@@ -245,8 +249,7 @@ class _Simulator:
     # --- operations --------------------------------------------------------------------------
 
     def _run(self, operation: Operation) -> None:
-        before = self._now.clone()
-        name = line_of(operation)
+        before = self._now
         match operation:
             case Reduce(bucket):
                 if bucket not in self._launched:
@@ -254,7 +257,8 @@ class _Simulator:
                     self._pack(bucket)
                     self._launch("reduce", bucket, operation)
             case Agree() | Clip() | Measure():
-                self._clip_reads(operation)
+                if isinstance(operation, Clip):
+                    self._read_gradients()
                 self._launch("scalar", operation, operation)
                 if not isinstance(operation, Measure):
                     self._wait("scalar", operation)
@@ -277,17 +281,13 @@ class _Simulator:
             case Transform(chunk):
                 self._wait("collect", chunk)
                 spreading = self._spreading(chunk)
-                work = chunk_flops(spreading, chunk.bucket, self._hardware)
-                self._spend_peers(work.seconds(self._hardware), spreading.peers)
+                self._do(chunk_flops(spreading, chunk.bucket, self._hardware), spreading.peers)
             case GiveBack(chunk):
                 self._launch("return", chunk, operation)
             case Apply(chunk):
                 self._wait("return", chunk)
                 self._elementwise(chunk, 12)
-        spent = self._now - before
-        kind = type(operation).__name__
-        self._by_operation[kind] = self._by_operation.get(kind, 0.0) + spent
-        self._draw_operation(name, before)
+        self._tell(line_of(operation), before)
 
     def _spreading(self, chunk: BucketId) -> Spreading:
         return self._blueprint.spread[chunk.placement - len(self._blueprint.shared)]
@@ -295,9 +295,6 @@ class _Simulator:
     def _sharing(self, bucket: BucketId) -> Sharing | None:
         shared = self._blueprint.shared
         return shared[bucket.placement] if bucket.placement < len(shared) else None
-
-    def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
-        self._spend_peers(per_peer / self._hardware.bytes_rate, peers)
 
     def _segments(self, sharing: Sharing, number: int) -> Tensor:
         """Elements of a bucket that each peer has to update: (size,)."""
@@ -312,11 +309,14 @@ class _Simulator:
         sharing = self._sharing(bucket)
         if sharing is None:
             return
-        each = sharing.plan.buckets[bucket.bucket]
         width = sharing.shape.transfers[bucket.bucket].reduce.dtype.itemsize
-        self._spend("", 2 * each.size * width / self._hardware.bytes_rate)
+        self._copy_pieces(sharing, bucket.bucket, width)
+
+    def _copy_pieces(self, sharing: Sharing, number: int, width: int) -> None:
+        each = sharing.plan.buckets[number]
+        self._spend(2 * each.size * width / self._hardware.bytes_rate)
         pieces = sum(len(segment.pieces) for _, segment in each.filled)
-        self._spend("", pieces * self._hardware.call)
+        self._spend(pieces * self._hardware.call)
 
     def _add_up(self, bucket: BucketId) -> None:
         sharing = self._sharing(bucket)
@@ -330,16 +330,14 @@ class _Simulator:
     def _update(self, buckets: Sequence[BucketId]) -> None:
         if not self._blueprint.placements:
             work = local_work(self._blueprint, self._hardware)
-            self._spend("", float(work.seconds(self._hardware)))
+            self._spend(float(work.seconds(self._hardware)))
         for bucket in buckets:
             sharing = self._sharing(bucket)
             if sharing is not None:
-                work = bucket_work(sharing, bucket.bucket, self._hardware)
-                self._spend_peers(work.seconds(self._hardware), sharing.peers)
+                self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers)
             elif self._blueprint.has(bucket):
                 spreading = self._spreading(bucket)
-                work = elementwise_work(spreading)
-                self._spend_peers(work.seconds(self._hardware), spreading.peers)
+                self._do(elementwise_work(spreading), spreading.peers)
 
     def _copies(self, bucket: BucketId) -> None:
         sharing = self._sharing(bucket)
@@ -358,42 +356,33 @@ class _Simulator:
             return
         transfer = sharing.shape.transfers[bucket.bucket].gather
         if transfer is not None:
-            each = sharing.plan.buckets[bucket.bucket]
-            width = transfer.dtype.itemsize
-            self._spend("", 2 * width * each.size / self._hardware.bytes_rate)
-            pieces = sum(len(segment.pieces) for _, segment in each.filled)
-            self._spend("", pieces * self._hardware.call)
+            self._copy_pieces(sharing, bucket.bucket, transfer.dtype.itemsize)
 
     def _elementwise(self, chunk: BucketId, per_element: int) -> None:
         spreading = self._spreading(chunk)
         elements = chunk_parts(spreading, chunk.bucket)
         self._bytes(elements * per_element, spreading.peers)
         pieces = len({route.key for route in spreading.plan.chunks[chunk.bucket]})
-        self._spend("", pieces * self._hardware.call)
+        self._spend(pieces * self._hardware.call)
 
-    def _clip_reads(self, operation: Operation) -> None:
-        if isinstance(operation, Clip):
-            for sharing in self._blueprint.shared:
-                numbers = range(len(sharing.plan.buckets))
-                owned = torch.stack([self._segments(sharing, number) for number in numbers])
-                self._bytes(owned.sum(0) * 4, sharing.peers)
+    def _read_gradients(self) -> None:
+        for sharing in self._blueprint.shared:
+            numbers = range(len(sharing.plan.buckets))
+            owned = torch.stack([self._segments(sharing, number) for number in numbers])
+            self._bytes(owned.sum(0) * 4, sharing.peers)
 
     # --- time --------------------------------------------------------------------------------
 
-    def _spend(self, name: str, seconds: float) -> None:
-        before = self._now.clone() if name else None
+    def _spend(self, seconds: float | Tensor) -> None:
         self._now = self._now + seconds
         self._computing += seconds
-        if before is not None:
-            kind = name.split()[0]
-            spent = self._now - before
-            self._by_operation[kind] = self._by_operation.get(kind, 0.0) + spent
-            self._draw_operation(name, before)
 
-    def _spend_peers(self, seconds: Tensor, peers: Peers) -> None:
-        spread = self._grid.spread(seconds, peers)
-        self._now = self._now + spread
-        self._computing += spread
+    def _do(self, work: Work, peers: Peers) -> None:
+        self._spend(self._grid.spread(work.seconds(self._hardware), peers))
+
+    def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
+        """Read or written."""
+        self._spend(self._grid.spread(per_peer / self._hardware.bytes_rate, peers))
 
     def _launch(self, kind: str, about: object, operation: Operation) -> None:
         self._send(kind, about, self._launches.of(operation))
@@ -434,7 +423,9 @@ class _Simulator:
                     shown.waits.append(Span(kind, start, stop))
             self._now = until
 
-    def _draw_operation(self, name: str, before: Tensor) -> None:
+    def _tell(self, name: str, before: Tensor) -> None:
+        """An operation is over that began then; the first word is its kind."""
+        self._by_operation[name.split()[0]] += self._now - before
         for shown, times in self._drawn(before, self._now):
             shown.operations.append(Span(name, *times))
 

@@ -6,14 +6,12 @@ DTensors and of blocks on their way: it follows `block_exchange` and `block_move
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
-from samestep.estimate.temporaries import kernel_peak, transform_peak
-from samestep.groups.param_groups import rule_of
+from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.plan.flat import places
@@ -40,6 +38,14 @@ class Passing(NamedTuple):
 
     gradients: int
     then: Then
+
+
+class Operand(NamedTuple):
+    """What a rule is run on: a block in its shape, or a slice as (elements,)."""
+
+    group: int
+    param: torch.Tensor
+    shape: tuple[int, ...]
 
 
 class Ledger:
@@ -72,15 +78,44 @@ class Ledger:
         return self._alive[key][1] if key in self._alive else None
 
 
-class SharingWalk:
-    """One plan on one rank."""
+class Walk:
+    """One placement on one rank: a function for each operation, in a ledger that all share."""
 
-    def __init__(
-        self, number: int, sharing: Sharing, place: int, blueprint: Blueprint, ledger: Ledger
-    ) -> None:
-        self._number, self._sharing, self._place = number, sharing, place
-        self._ledger = ledger
-        self._ranks = sharing.peers.size
+    def __init__(self, number: int, place: int, ledger: Ledger) -> None:
+        self._number, self._place, self._ledger = number, place, ledger
+
+    def backward(self) -> None: ...
+
+    def begin(self) -> None:
+        """What comes before the first operation."""
+
+    def operands(self, number: int) -> list[Operand]:
+        """What this rank updates in a bucket."""
+        raise NotImplementedError
+
+    def idle(self, number: int) -> None:
+        """Of a bucket or a chunk: nothing is allocated, or let go of."""
+
+    on_reduce = on_average = on_gather = on_place = idle
+    on_collect = on_transform = on_giveback = on_apply = updated = idle
+
+    def _key(self, what: str, number: int) -> tuple[str, int, int]:
+        return what, self._number, number
+
+    def _add(self, what: str, number: int, size: int, kind: str = BUFFERS) -> None:
+        self._ledger.add(self._key(what, number), size, kind)
+
+    def _drop(self, number: int, *whats: str) -> None:
+        for what in whats:
+            self._ledger.drop(self._key(what, number))
+
+
+class SharingWalk(Walk):
+    """Parameters that peers hold whole."""
+
+    def __init__(self, number: int, sharing: Sharing, place: int, ledger: Ledger) -> None:
+        super().__init__(number, place, ledger)
+        self._sharing, self._ranks = sharing, sharing.peers.size
         distribution = sharing.distribution
         self._flat = distribution.buffers == "flat"
         self._frees = distribution.frees_gradients
@@ -94,11 +129,10 @@ class SharingWalk:
             for index in members:
                 self._buckets_of.setdefault(index, []).append(bucket)
         self._places = places(sharing.plan) if self._flat else []
-        self._spare: list[object] = []
-        rooms: dict[str, int] = {}
-        for bucket_ in sharing.plan.buckets:
-            rooms[bucket_.dtype] = max(bucket_.size, rooms.get(bucket_.dtype, 0))
-        self._rooms = rooms
+        self._spare: list[int] = []  # buckets whose buffer can be used again
+        self._rooms: dict[str, int] = {}
+        for each in sharing.plan.buckets:
+            self._rooms[each.dtype] = max(each.size, self._rooms.get(each.dtype, 0))
 
     # --- backward ----------------------------------------------------------------------------
 
@@ -117,26 +151,21 @@ class SharingWalk:
 
     def _arrive(self, index: int) -> None:
         param = self._sharing.params[index]
-        size = param.numel() * gradient_dtype(param).itemsize
-        self._ledger.add(("gradient", self._number, index), size, GRADIENTS)
+        self._add("gradient", index, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
         place = self._places[index] if self._flat else None
         if place is not None:  # moved into its buffer
             self._buffer(place.bucket)
-            self._ledger.drop(("gradient", self._number, index))
+            self._drop(index, "gradient")
 
     def _buffer(self, number: int) -> None:
-        key = ("gradients", self._number, number)
-        if self._ledger.size(key) is not None:
+        if self._ledger.size(self._key("gradients", number)) is not None:
             return
         if self._spare:
-            self._ledger.drop(self._spare.pop())
+            self._drop(self._spare.pop(), "spare")
         bucket = self._sharing.plan.buckets[number]
         width = gradient_dtype(self._sharing.params[bucket.params[0]]).itemsize
         size = self._rooms[bucket.dtype] if self._frees else bucket.size
-        self._ledger.add(key, size * width, GRADIENTS)
-
-    def begin(self) -> None:
-        """Nothing is allocated before the first operation."""
+        self._add("gradients", number, size * width, GRADIENTS)
 
     # --- reductions --------------------------------------------------------------------------
 
@@ -153,20 +182,26 @@ class SharingWalk:
         if self._flat:
             self._buffer(number)
         if not self._flat or self._travels_apart(transfer):
-            self._ledger.add(("packed", self._number, number), bucket.size * width)
+            self._add("packed", number, bucket.size * width)
         if self._frees:
             for index in self._members[number]:
                 if self._buckets_of[index][-1] == number:
-                    self._ledger.drop(("gradient", self._number, index))
-        if self._ranks == 1:
-            return
-        if transfer.sizes is None:  # all of it, in place
+                    self._drop(index, "gradient")
+        if self._ranks == 1 or transfer.sizes is None:  # all of it, in place
             return
         own = transfer.sizes[self._place] * width
         if transfer.traffic is Traffic.EXCHANGE:
-            in_middle = 0 < self._place < self._ranks - 1
-            own *= self._ranks if in_middle else self._ranks - 1
-        self._ledger.add(("received", self._number, number), own)
+            own *= self._copies
+        self._add("received", number, own)
+
+    @property
+    def _in_middle(self) -> bool:
+        return 0 < self._place < self._ranks - 1
+
+    @property
+    def _copies(self) -> int:
+        """Segments of its size that an exchange has room for on this rank."""
+        return self._ranks if self._in_middle else self._ranks - 1
 
     def _travels_apart(self, transfer: Transfer) -> bool:
         """Whether not the flat buffer itself is sent."""
@@ -184,41 +219,25 @@ class SharingWalk:
             return
         self._flying.remove(number)
         bucket, transfer = self._sharing.plan.buckets[number], self._transfers[number].reduce
-        dtype = transfer.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        packed, received = ("packed", self._number, number), ("received", self._number, number)
-        total = ("sum", self._number, number)
+        dtype, wide = transfer.dtype, torch.promote_types(transfer.dtype, torch.float32)
         if self._ranks == 1:
             return
         own = transfer.elements if transfer.sizes is None else transfer.sizes[self._place]
-        if transfer.traffic is Traffic.EXCHANGE:
-            if not self._reuses or dtype != wide:
-                self._ledger.add(total, own * wide.itemsize)
-                self._ledger.drop(packed)
-                self._ledger.drop(received)
-            elif self._place < 2:
-                self._ledger.drop(received)
-            else:
-                self._ledger.drop(packed)
-        elif dtype != wide:
-            self._ledger.add(total, own * wide.itemsize)
-            self._ledger.drop(packed)
-            self._ledger.drop(received)
+        exchanged = transfer.traffic is Traffic.EXCHANGE
+        if exchanged and self._reuses and dtype == wide:
+            self._drop(number, "received" if self._place < 2 else "packed")
+        elif exchanged or dtype != wide:
+            self._add("sum", number, own * wide.itemsize)
+            self._drop(number, "packed", "received")
         elif not bucket.replicated:
-            self._ledger.drop(packed)
-        if not self._flat:
-            return
-        if self._frees:
-            key = ("gradients", self._number, number)
-            spare = ("spare", self._number, number)
-            size = self._ledger.size(key)
-            if size is not None:
-                self._ledger.drop(key)
-                self._ledger.add(spare, size, GRADIENTS)
-                self._spare.append(spare)
-        elif not bucket.replicated:  # the sum takes the place of its segment
-            self._ledger.drop(total)
-            self._ledger.drop(received)
+            self._drop(number, "packed")
+        size = self._ledger.size(self._key("gradients", number))
+        if self._flat and self._frees and size is not None:
+            self._drop(number, "gradients")
+            self._add("spare", number, size, GRADIENTS)
+            self._spare.append(number)
+        elif self._flat and not self._frees and not bucket.replicated:
+            self._drop(number, "sum", "received")  # the sum takes the place of its segment
 
     def on_average(self, number: int) -> None:
         """Wait, and where every rank needs all sums gather them."""
@@ -227,10 +246,9 @@ class SharingWalk:
         self._land(number)
         sums = self._transfers[number].sums
         if sums is not None and self._ranks > 1:
-            self._gather(("gathered sums", self._number, number), sums, cat=False, into=False)
-            self._ledger.add(("sum", self._number, number), sums.elements * sums.dtype.itemsize)
-            for name in ("gathered sums", "packed", "received"):
-                self._ledger.drop((name, self._number, number))
+            self._gather("gathered sums", number, sums, cat=False, into=False)
+            self._add("sum", number, sums.elements * sums.dtype.itemsize)
+            self._drop(number, "gathered sums", "packed", "received")
 
     # --- updates -----------------------------------------------------------------------------
 
@@ -238,9 +256,9 @@ class SharingWalk:
         bucket = self._sharing.plan.buckets[number]
         return bucket.segments[0 if bucket.replicated else self._place]
 
-    def operands(self, number: int) -> list[tuple[int, torch.Tensor, tuple[int, ...]]]:
+    def operands(self, number: int) -> list[Operand]:
         return [
-            (
+            Operand(
                 self._sharing.specs[piece.param].group,
                 self._sharing.params[piece.param],
                 (piece.size,) if piece.block is None else piece.block.shape,
@@ -249,8 +267,7 @@ class SharingWalk:
         ]
 
     def updated(self, number: int) -> None:
-        for name in ("packed", "received", "sum"):
-            self._ledger.drop((name, self._number, number))
+        self._drop(number, "packed", "received", "sum")
 
     def on_gather(self, number: int) -> None:
         transfer = self._transfers[number].gather
@@ -258,68 +275,58 @@ class SharingWalk:
             return
         several = len(self._owned(number).pieces) > 1
         if self._flat and self._sharing.distribution.poison_early_reads:
-            size = transfer.elements * transfer.dtype.itemsize
-            self._ledger.add(("room", self._number, number), size)
-        key = ("gather", self._number, number)
-        self._gather(key, transfer, cat=several and not self._flat, into=self._flat)
+            self._add("room", number, transfer.elements * transfer.dtype.itemsize)
+        cat = several and not self._flat
+        self._gather("gather", number, transfer, cat=cat, into=self._flat)
 
-    def _gather(self, key: object, transfer: Transfer, *, cat: bool, into: bool) -> None:
+    def _gather(self, what: str, number: int, transfer: Transfer, *, cat: bool, into: bool) -> None:
         assert transfer.sizes is not None
         own, whole, width = transfer.sizes[self._place], transfer.elements, transfer.dtype.itemsize
-        in_middle = 0 < self._place < self._ranks - 1
         if transfer.traffic is Traffic.ALL_GATHER:
-            self._ledger.add(key, (own * cat + whole * (not into)) * width)
+            self._add(what, number, (own * cat + whole * (not into)) * width)
             return
-        copies = 0 if self._ranks == 2 else own * (self._ranks if in_middle else self._ranks - 1)
-        arrives = 0 if into else whole if in_middle else whole - own
-        self._ledger.add(key, (own * cat + copies + arrives) * width)
+        copies = 0 if self._ranks == 2 else own * self._copies
+        arrives = 0 if into else whole if self._in_middle else whole - own
+        self._add(what, number, (own * cat + copies + arrives) * width)
 
     def on_place(self, number: int) -> None:
-        self._ledger.drop(("gather", self._number, number))
-        self._ledger.drop(("room", self._number, number))
+        self._drop(number, "gather", "room")
 
 
-class SpreadingWalk:
-    """The DTensors of one mesh on one rank."""
+class SpreadingWalk(Walk):
+    """The DTensors of one mesh."""
 
     def __init__(
-        self, number: int, spreading: Spreading, place: int, blueprint: Blueprint, ledger: Ledger
+        self, number: int, spreading: Spreading, place: int, ledger: Ledger, blueprint: Blueprint
     ) -> None:
-        self._number, self._spreading, self._place = number, spreading, place
-        self._blueprint, self._ledger = blueprint, ledger
+        super().__init__(number, place, ledger)
+        self._spreading, self._blueprint = spreading, blueprint
 
     def backward(self) -> None:
         """Gradients come reduced, in parts."""
         for index, param in enumerate(self._spreading.params):
             stored = self._spreading.stored(index, self._place)
-            size = stored * gradient_dtype(param).itemsize
-            self._ledger.add(("gradient", self._number, index), size, GRADIENTS)
+            self._add("gradient", index, stored * gradient_dtype(param).itemsize, GRADIENTS)
 
     def begin(self) -> None:
         """Gradients of which ranks have summands are added up side by side, and stay there."""
         for number, (_, dtype, params) in enumerate(self._spreading.sums):
             elements = sum(map(self._local, params))
-            key = ("gradient sum", self._number, number)
-            self._ledger.add(key, elements * dtype.itemsize, GRADIENTS)
+            self._add("gradient sum", number, elements * dtype.itemsize, GRADIENTS)
         for _, _, params in self._spreading.sums:
             for index in params:
-                self._ledger.drop(("gradient", self._number, index))
+                self._drop(index, "gradient")
 
     def _local(self, index: int) -> int:
         return self._spreading.held[index].boxes[self._place].numel
 
-    def operands(self, number: int) -> list[tuple[int, torch.Tensor, tuple[int, ...]]]:
+    def operands(self, number: int) -> list[Operand]:
         """The local parts of elementwise parameters."""
         return [
-            (spec.group, self._spreading.params[index], (self._local(index),))
+            Operand(spec.group, self._spreading.params[index], (self._local(index),))
             for index, spec in enumerate(self._spreading.specs)
             if spec.blocks is None
         ]
-
-    def updated(self, number: int) -> None:
-        """Gradients stay."""
-
-    on_average = on_gather = on_place = on_reduce = updated
 
     def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype]:
         transfers = self._spreading.transfers[number]
@@ -334,42 +341,39 @@ class SpreadingWalk:
         """Directions of the parts, what is sent and what comes."""
         chunk, dtype, wide = self._chunk(number)
         parts = self._parts(chunk)
-        self._ledger.add(self._key("prepared", number), sum(parts) * wide.itemsize)
+        self._add("prepared", number, sum(parts) * wide.itemsize)
         self._ledger.passing(max(parts, default=0) * wide.itemsize)
         out, into = to_owners(chunk, self._place)
         copied = sum(item.numel for item in out) if len(out) > 1 or dtype != wide else 0
         coming = sum(item.numel for item in into)
-        self._ledger.add(self._key("collected", number), copied * dtype.itemsize)
-        self._ledger.add(self._key("coming", number), coming * dtype.itemsize)
+        self._add("collected", number, copied * dtype.itemsize)
+        self._add("coming", number, coming * dtype.itemsize)
 
     def on_transform(self, number: int) -> None:
         chunk, _, wide = self._chunk(number)
         owned = [route for route in chunk if route.owner == self._place]
-        self._ledger.drop(self._key("collected", number))
+        self._drop(number, "collected")
         elements = sum(route.box.numel for route in owned)
-        self._ledger.add(self._key("blocks", number), elements * wide.itemsize)
-        self._ledger.drop(self._key("coming", number))
-        self._ledger.drop(self._key("prepared", number))
+        self._add("blocks", number, elements * wide.itemsize)
+        self._drop(number, "coming")
+        self._drop(number, "prepared")
         stacks: dict[object, list[Route]] = defaultdict(list)
         for route in owned:
             spec = self._spreading.specs[route.param]
             stacks[route.block.shape, spec.group, spec.dtype].append(route)
         done = 0
         for routes in stacks.values():
-            group: Mapping[str, Any] = self._blueprint.groups[
-                self._spreading.specs[routes[0].param].group
-            ]
+            group = self._blueprint.groups[self._spreading.specs[routes[0].param].group]
             rows, cols = routes[0].block.shape
             if self._blueprint.device.type == "cpu":
-                size = transform_peak(
-                    rule_of(group), group, len(routes), (rows, cols), wide, on_cpu=True,
-                )  # fmt: skip
+                peaks = RulePeaks(group, on_cpu=True)
+                size = peaks.transform(len(routes), (rows, cols), wide)
             else:
                 size = kernel_peak(len(routes), rows, cols) + len(routes) * rows * cols * 4
             self._ledger.passing(size)
             done += len(routes) * rows * cols * wide.itemsize
-            self._ledger.add(self._key("directions", number), done)
-        self._ledger.drop(self._key("blocks", number))
+            self._add("directions", number, done)
+        self._drop(number, "blocks")
 
     def on_giveback(self, number: int) -> None:
         chunk, dtype, wide = self._chunk(number)
@@ -383,22 +387,17 @@ class SpreadingWalk:
             if dtype != wide or not _lies_together(item, chunk[item.route])
         )
         copied *= dtype.itemsize
-        self._ledger.add(self._key("returned", number), sent if len(out) > 1 else copied)
-        self._ledger.add(
-            self._key("returning", number), sum(item.numel for item in into) * dtype.itemsize
-        )
+        self._add("returned", number, sent if len(out) > 1 else copied)
+        self._add("returning", number, sum(item.numel for item in into) * dtype.itemsize)
         self._ledger.passing(copied if len(out) > 1 else 0)
 
     def on_apply(self, number: int) -> None:
         """One part after the other."""
         chunk, _, wide = self._chunk(number)
-        self._ledger.drop(self._key("returned", number))
+        self._drop(number, "returned")
         self._ledger.passing(max(self._parts(chunk), default=0) * wide.itemsize)
-        self._ledger.drop(self._key("returning", number))
-        self._ledger.drop(self._key("directions", number))
-
-    def _key(self, what: str, number: int) -> tuple[str, int, int]:
-        return what, self._number, number
+        self._drop(number, "returning")
+        self._drop(number, "directions")
 
 
 def _lies_together(item: Item, route: Route) -> bool:

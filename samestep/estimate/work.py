@@ -1,6 +1,6 @@
 """What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,28 +30,23 @@ def no_work(ranks: int) -> Work:
     return Work(*(torch.zeros(ranks, dtype=torch.float64) for _ in range(4)))
 
 
-class Balance:
-    """How evenly orthogonalization is spread, against what no assignment can beat."""
+@dataclass(frozen=True)
+class OwnerBalance:
+    """How evenly the orthogonalizations of a plan are spread.
 
-    def __init__(self, flops: Sequence[float], blocks: Sequence[int]) -> None:
-        self.total = float(sum(flops))
-        self.busiest = float(max(flops, default=0.0))
-        self.mean = self.total / max(len(flops), 1)
-        self.bound = busiest_lower_bound(list(blocks), len(flops))
+    ratio: the busiest rank against the mean, which no assignment can bring below `bound`.
+    """
 
-    @property
-    def ratio(self) -> float:
-        """The busiest rank against the mean."""
-        return self.busiest / self.mean if self.mean else 1.0
-
-    @property
-    def bound_ratio(self) -> float:
-        """The least that ratio can be."""
-        return self.bound / self.mean if self.mean else 1.0
+    axes: str
+    ranks: int
+    blocks: int
+    flops: float
+    ratio: float
+    bound: float
 
 
-def balance(placement: Sharing | Spreading) -> Balance | None:
-    """Of one plan; None if no matrix rule runs there."""
+def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
+    """None if no matrix rule runs there."""
     ranks = placement.peers.size
     flops = [0.0] * ranks
     blocks = [
@@ -61,6 +56,7 @@ def balance(placement: Sharing | Spreading) -> Balance | None:
     ]
     if not blocks:
         return None
+    count = len(blocks)
     if isinstance(placement, Spreading):
         for chunk in placement.plan.chunks:
             for route in chunk:
@@ -78,7 +74,10 @@ def balance(placement: Sharing | Spreading) -> Balance | None:
                         flops[rank] += cost
         if all(bucket.replicated for bucket in placement.plan.buckets):
             blocks = blocks * ranks
-    return Balance(flops, blocks)
+    mean = sum(flops) / ranks
+    busiest = max(flops), busiest_lower_bound(blocks, ranks)
+    ratios = (each / mean if mean else 1.0 for each in busiest)
+    return OwnerBalance(placement.peers.name, ranks, count, sum(flops), *ratios)
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:

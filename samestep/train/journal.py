@@ -46,7 +46,6 @@ class Journal:
             write_files(self._folder, {LOG: "".join(kept).encode()})
 
     def add(self, *rows: Row) -> None:
-        """Append rows."""
         if self._active:
             with (self._folder / LOG).open("a") as log:
                 log.writelines(map(_line, rows))
@@ -69,7 +68,6 @@ def _line(row: Row) -> str:
 
 
 def picture(rows: list[Row]) -> bytes:
-    """The losses of a run as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), dpi=140, layout="constrained")
@@ -105,7 +103,6 @@ class Display:
         self._task = task
 
     def show(self, step: int, steps: int, text: str) -> None:
-        """Say where the run is."""
         if self._progress is not None:
             self._progress.update(self._task, completed=step, total=steps, text=text)
         elif self._speaks:
@@ -117,12 +114,10 @@ class Display:
         sys.stdout.flush()
 
     def say(self, text: str) -> None:
-        """A line of its own."""
         if self._progress is not None:
             self._progress.console.print(text, highlight=False, markup=False)
         elif self._speaks:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            self.say_on_every_rank(text)
 
 
 @contextmanager

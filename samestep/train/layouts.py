@@ -55,7 +55,6 @@ class Placed(NamedTuple):
 
     @property
     def pipeline(self) -> Pipeline | None:
-        """The pipeline, where there is one."""
         return None if self.stack is None else self.stack.pipeline
 
 
@@ -126,9 +125,9 @@ def check_layout(options: Options, world: World) -> None:
 
 
 def _check_micro_batches(options: Options, degrees: Degrees) -> None:
-    for flag, count in (("batch", options.batch_size), ("eval", options.eval_sequences)):
-        name = "--batch-size" if flag == "batch" else "--eval-sequences"
-        unit = degrees.batch_ranks * micro_batches(options, degrees)
+    unit = degrees.batch_ranks * micro_batches(options, degrees)
+    counts = {"--batch-size": options.batch_size, "--eval-sequences": options.eval_sequences}
+    for name, count in counts.items():
         if unit == 0 or count % unit:
             raise BadRequestError(
                 f"{name} {count} does not divide into micro-batches of a pipeline: take a multiple "

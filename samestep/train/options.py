@@ -162,7 +162,6 @@ class Options:
 
     @property
     def model(self) -> GPTConfig:
-        """The shape of the model these options ask for."""
         return GPTConfig(
             context=self.context,
             width=self.width,
@@ -178,7 +177,6 @@ class Options:
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of this run's checkpoints."""
         return self.out / "checkpoints"
 
     def lr_share(self, step: int) -> float:

@@ -1,4 +1,4 @@
-"""The loop: step, evaluate, save, resume.
+"""The loop: step, evaluate, save, resume; and the command around it.
 
 A run can be stopped at any moment and goes on from its last checkpoint as if nothing had happened:
 what a step does follows from the checkpoint, the flags and the number of the step. Batches are
@@ -24,6 +24,7 @@ import samestep
 from samestep.models.balance import balance_experts
 from samestep.models.gpt import GPT
 from samestep.parallel.experts import capacity_errors
+from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import (
     Corpus,
@@ -34,10 +35,11 @@ from samestep.train.corpus import (
     validation_starts,
     windows,
 )
-from samestep.train.journal import Display, Journal
+from samestep.train.journal import LOG, PICTURE, Display, Journal, display
 from samestep.train.layouts import check_layout, no_sync, place
 from samestep.train.options import Options
-from samestep.train.world import World
+from samestep.train.options import parse as parse
+from samestep.train.world import World, joined
 
 
 class Trainer:
@@ -67,7 +69,6 @@ class Trainer:
         self._since = time.perf_counter()  # when they were written last
 
     def run(self) -> None:
-        """Train from where the run is to its end."""
         options = self.options
         self._resume()
         self._since = time.perf_counter()
@@ -299,3 +300,21 @@ def _use_one_result_every_time(options: Options, world: World) -> None:
 
 def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
+
+
+def run(options: Options) -> int:
+    """The command; gives its exit status."""
+    check_folder(options.out)
+    with joined(options.device) as world:
+        speaks = world.rank == 0
+        journal = Journal(options.out, active=speaks)
+        with display(speaks) as shown:
+            trainer = Trainer(options, world, journal, shown)
+            try:
+                trainer.run()
+            except KeyboardInterrupt:
+                shown.say(f"stopped in step {trainer.step + 1}; the same command goes on")
+                return 130
+            files = [LOG, "checkpoints"] + [PICTURE] * journal.draw()
+            shown.say(f"{options.out} has {', '.join(files)}")
+    return 0

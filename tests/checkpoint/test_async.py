@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.checkpoint import async_saving, formats
+from samestep.checkpoint import formats, saving
 from tests.checkpoint.training import Case, build, different, snapshot, train
 from tests.limits import HANG, eventually
 from tests.ranks import run_forked
@@ -30,7 +30,7 @@ def test_it_saves_the_moment_of_the_call(tmp_path, layout):
             handle = samestep.async_save(tmp_path / str(number), model, opt, extra=number, keep=2)
             moments.append(snapshot(model, opt))
             train(model, opt, range(2 * number + 2, 2 * number + 4))  # while it writes
-            buffers = async_saving._stagings[opt]._buffers.values()
+            buffers = saving._stagings[opt]._buffers.values()
             pointers.append([buffer.data_ptr() for buffer in buffers])
         assert handle.wait() == tmp_path / "2"
         assert handle.done()
@@ -54,7 +54,7 @@ def test_only_what_a_rank_writes_is_copied(tmp_path):
     def job(rank):
         model, opt = build(Case("none", 2))
         samestep.async_save(tmp_path / "a", model, opt).wait()
-        buffers = async_saving._stagings[opt]._buffers.values()
+        buffers = saving._stagings[opt]._buffers.values()
         return sum(buffer.nbytes for buffer in buffers)
 
     shares = run_forked(2, job)
@@ -159,7 +159,7 @@ def test_what_concerns_one_rank_is_told_to_all(tmp_path, monkeypatch, what):
             if rank == 1 and what == "changed":
                 model.register_buffer("late", torch.ones(3))
             elif rank == 1:
-                patch.setattr(async_saving, "value_in", no_memory)
+                patch.setattr(saving, "value_in", no_memory)
             text = told(lambda: samestep.async_save(tmp_path / "b", model, opt).wait())
         left = sorted(path.name for path in tmp_path.iterdir())
         samestep.async_save(tmp_path / "c", model, opt).wait()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import samestep
-from samestep.checkpoint import async_saving, storage
+from samestep.checkpoint import saving, storage
 from tests.checkpoint.training import Case, build, different, snapshot
 from tests.gpu import needs_gpu
 from tests.ranks import run_forked
@@ -42,7 +42,7 @@ def saved_and_loaded(rank, tmp_path, way):
     if way == "async_save":
         opt.step()  # while it writes
         made.wait()
-        buffers = async_saving._stagings[opt]._buffers.values()
+        buffers = saving._stagings[opt]._buffers.values()
         assert all(buffer.is_pinned() for buffer in buffers if buffer.numel())
     found = on_gpu(2)
     samestep.load(tmp_path / "a", *found)

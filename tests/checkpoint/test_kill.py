@@ -17,7 +17,7 @@ from torch import nn
 
 import samestep
 from samestep.checkpoint import folder, loading, storage
-from samestep.checkpoint.background import finish_background
+from samestep.checkpoint.saving import finish_background
 from samestep.comm.diagnosis.flight import CollectiveError
 from tests.limits import limit
 from tests.ranks import RanksFailed, run_forked

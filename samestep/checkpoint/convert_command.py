@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import torch
 import tyro
 from rich.console import Console
 from torch import Tensor
@@ -13,16 +12,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
 from samestep.checkpoint import folder
-from samestep.checkpoint.convert.from_file import read_file
-from samestep.checkpoint.convert.source import Source, boxes_of
-from samestep.checkpoint.errors import CheckpointError
-from samestep.checkpoint.formats import WRITTEN_AS, format_named, open_checkpoint
-from samestep.checkpoint.plan import plan_locally
-from samestep.checkpoint.ranks import Ranks
-from samestep.checkpoint.saving import Prepared, Request, Seen, write
+from samestep.checkpoint.formats import format_named, open_checkpoint
+from samestep.checkpoint.ranks import Ranks, plan_locally
+from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
+from samestep.checkpoint.sources import Source, boxes_of, read_file
+from samestep.checkpoint.storage import CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.tooling.request import BadRequestError
-from samestep.version import __version__
 
 # Under these names too.
 ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"}
@@ -57,7 +53,6 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Convert; say what was left out."""
     console = Console()
     try:
         with ExitStack() as opened:
@@ -95,16 +90,7 @@ def _write(source: Source, path: Path, name: str) -> None:
     ranks = Ranks()
     if not source.tensors:
         raise CheckpointError("there are no tensors in it")
-    facts = {
-        WRITTEN_AS: name,
-        "samestep": __version__,
-        "torch": torch.__version__,
-        "world_size": source.world_size,
-        "fingerprint": "",
-        "layout": [],
-        "groups": source.groups,
-        "extra": source.extra,
-    }
+    facts = facts_of(name, source.world_size, source.groups, source.extra)
     target = format_named(name)
     planner = plan_locally(target.state_dict(source.tensors, facts), target.is_nested)
     ours = {id(tensor): key for key, tensor in source.tensors.items()}

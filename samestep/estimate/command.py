@@ -217,7 +217,8 @@ def _files(
         if table.title.startswith("Time"):
             table.pictures.append(tables.Picture.of("timeline of a step", drawn))
     if options.scaling:
-        curves = scaling(options, hardware)
+        model = load_model(options.model, getattr(torch, options.dtype))
+        curves = scaling(model, settings_of(options), hardware, options.tokens)
         content["scaling"] = curves.content
         shown.append(curves.table)
     page = _page(content, shown, figures)

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.figures import device_of, training_of
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.model import Model, load_model
-from samestep.estimate.options import Options
+from samestep.estimate.model import Model
 from samestep.estimate.tables import Picture, Table
 from samestep.estimate.timeline import Span, Timeline, simulate
 from samestep.estimate.work import balance
@@ -146,16 +144,9 @@ class Scaling:
     table: Table
 
 
-def scaling(options: Options, hardware: Hardware) -> Scaling:
-    """Data parallel alone, whatever mesh was asked for."""
-    model = load_model(options.model, getattr(torch, options.dtype))
-    settings = Settings(
-        sharding=options.sharding,
-        buffers=options.buffers,
-        muon=options.rule == "muon",
-        master_weights=options.dtype == "bfloat16",
-    )
-    tokens = options.tokens or TOKENS
+def scaling(model: Model, settings: Settings, hardware: Hardware, tokens: int) -> Scaling:
+    """Data parallel alone, whatever mesh was asked for; no tokens: as many as are usual."""
+    tokens = tokens or TOKENS
     points = [point(model, settings, hardware, ranks, tokens) for ranks in RANKS]
     rows = [
         [

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from samestep import cli
+from samestep.estimate import pictures
 from samestep.estimate.model import load_model
 from samestep.estimate.options import questions, read_mesh
 from samestep.mesh.degrees import Degrees
@@ -54,6 +55,22 @@ def test_a_plan_of_a_factory_is_shown_and_written(tmp_path, capsys):
     assert "http://" not in page
     assert "<script src" not in page
     assert (tmp_path / "o" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_scaling_is_of_the_settings_that_were_asked_for(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(FACTORY)
+    seen, real = [], pictures.point
+
+    def spy(model, settings, *rest):
+        seen.append((settings.overlap, settings.bucket_size))
+        return real(model, settings, *rest)
+
+    monkeypatch.setattr(pictures, "point", spy)
+    monkeypatch.setattr(pictures, "RANKS", (2, 4))
+    words = ["plan", f"{tmp_path / 'mine.py'}:model", "--mesh", "dp=2", "--scaling"]
+    words += ["--no-overlap", "--bucket-size", "1000", "--out", str(tmp_path / "o")]
+    assert cli.main(words) == 0
+    assert seen == [(False, 1000)] * 2
 
 
 def refused(words, capsys):

@@ -266,3 +266,8 @@ class GPT(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats of ``targets`` (B, T), a scalar."""
         return cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
+
+
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """(B, T, V), (B, T) -> (): the mean over sequences and positions."""
+    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())

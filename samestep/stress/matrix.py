@@ -31,7 +31,7 @@ from samestep.launch import RanksFailed, run_forked
 from samestep.mesh import Degrees, Mesh, build
 from samestep.mesh.gates import GATES, CompileFacts, Decision, decide
 from samestep.models.balance import balance_experts
-from samestep.models.gpt import GPT, GPTConfig
+from samestep.models.gpt import GPT, GPTConfig, mean_loss
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
@@ -39,7 +39,6 @@ from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.gradients import combine_gradients
 from samestep.stress.scenarios.hybrid import gpt_without_ones, noisy_tokens
-from samestep.stress.sharded_training import mean_loss
 from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import write_files
 

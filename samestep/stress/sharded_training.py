@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.functional import cross_entropy
 
 import samestep
 from samestep.comm.collectives import gather_segments, sum_in_order
@@ -40,6 +39,7 @@ from samestep.comm.presence import RankProblemError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.mesh import Mesh, build
 from samestep.mesh.replicate_list import ReplicateListError
+from samestep.models.gpt import mean_loss
 from samestep.optimizer.step import RuleOptimizer
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
@@ -426,10 +426,6 @@ class HybridTraining(DTensorTraining):
             return own
         of_stages = gather_everywhere(own, pipe.get_group())
         return {name: value for stage in of_stages for name, value in stage.items()}
-
-
-def mean_loss(logits: Any, targets: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 TRAININGS: dict[str, type[Training]] = {

@@ -14,7 +14,7 @@ from samestep.tooling.request import BadRequestError
 T = TypeVar("T")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_flags(options: type[T], words: Sequence[str], prog: str) -> T:
     """Read flags; a bad one raises BadRequestError, --help ends the process."""
-    parser = _Parser(prog=prog, description=options.__doc__, allow_abbrev=False)
+    parser = Parser(prog=prog, description=options.__doc__, allow_abbrev=False)
     hints = get_type_hints(options, include_extras=True)
     for option in fields(options):  # type: ignore[arg-type]
         hint, text = get_args(hints[option.name])

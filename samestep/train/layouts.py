@@ -4,16 +4,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.functional import cross_entropy
 
 import samestep
 from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
 from samestep.mesh.gates import CompileFacts, Decision, decide
-from samestep.models.gpt import GPT
+from samestep.models.gpt import GPT, mean_loss
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import Pipeline
@@ -187,11 +186,6 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     seat = World(stack.batch_place, degrees.batch_ranks, world.device)
     copies = world.size // degrees.batch_ranks
     return Placed(stack.optimizer(**keywords), seat, copies, stack, decision)
-
-
-def mean_loss(logits: Any, targets: Tensor) -> Tensor:
-    """The mean over sequences and positions, ()."""
-    return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def _overrides(options: Options) -> dict[Any, dict[str, Any]]:

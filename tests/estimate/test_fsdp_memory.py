@@ -6,12 +6,11 @@ import torch
 from samestep.estimate.cluster import plan_shares, stack_units
 from samestep.estimate.fsdp import fsdp_peak, passes_1f1b
 from samestep.mesh import Degrees, build
-from samestep.models.gpt import GPT, GPTConfig
+from samestep.models.gpt import GPT, GPTConfig, mean_loss
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
-from samestep.stress.sharded_training import mean_loss as _mean_loss
 from tests.counting_group import CountingGroup
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
@@ -26,7 +25,7 @@ def measured(rank, mesh):
     torch.set_num_threads(1)
     CountingGroup.install()
     torch.manual_seed(0)
-    stack = Stack(GPT(SHAPE), gpt_plan(SHAPE), build(**mesh), loss=_mean_loss)
+    stack = Stack(GPT(SHAPE), gpt_plan(SHAPE), build(**mesh), loss=mean_loss)
     optimizer = stack.optimizer()
     tokens = torch.zeros(mesh.get("pp", 1), 1, dtype=torch.int64)
     stack.backward(tokens, tokens)

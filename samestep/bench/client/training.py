@@ -33,7 +33,8 @@ from samestep.bench.gpu.measure import (
     settle,
     times_of,
 )
-from samestep.bench.gpu.options import Named, Parser, SharedOptions, at_least, parser_for, shared
+from samestep.bench.gpu.options import Named, SharedOptions, at_least, parser_for, shared
+from samestep.tooling.flags import Parser
 from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
 

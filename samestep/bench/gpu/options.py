@@ -7,18 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from samestep.tooling.flags import Parser
 from samestep.tooling.request import BadRequestError
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise BadRequestError(f"{message}; `{self.prog} --help` lists the options")
 
 
 @dataclass(frozen=True, kw_only=True)

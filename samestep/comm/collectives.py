@@ -101,6 +101,11 @@ def move_parts(
     """
     if not transfer.elements:
         return Pending(None, (buffer,), lambda: buffer.new_empty(0))
+    assert transfer.sizes is not None
+    assert transfer.incoming is not None
+    # What is counted is what is sent: the plan has it for all ranks, these lists for this one.
+    planned = transfer.sizes[group.rank], transfer.incoming[group.rank], transfer.dtype
+    assert planned == (sum(outgoing), sum(incoming), buffer.dtype), transfer.name
     received = buffer.new_empty(sum(incoming))
     flight = _launch(
         transfer,

@@ -22,7 +22,7 @@ from samestep.checkpoint.logical import (
 from samestep.checkpoint.ranks import all_ranks
 from samestep.checkpoint.saving import finish_background
 from samestep.checkpoint.storage import CheckpointError
-from samestep.optimizer.full_values import FullValues
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules.state import MASTER
 
 
@@ -39,7 +39,7 @@ class Loaded:
 def load(
     path: str | Path,
     model: nn.Module | None = None,
-    optimizer: FullValues | None = None,
+    optimizer: RuleOptimizer | None = None,
     *,
     partial: bool = False,
     verify: bool = True,

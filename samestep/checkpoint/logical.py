@@ -24,7 +24,7 @@ from samestep.comm.meshes import held, mesh_group
 from samestep.groups.param_groups import Group, decisive_changes, options_of, parameter_names
 from samestep.layout.dtensor_shards import Box
 from samestep.layout.held_state import HeldBox, whole_box
-from samestep.optimizer.full_values import FullValues
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.in_flight import wait_for_anyone
 
 MODEL, STATE = "model", "state"
@@ -125,7 +125,7 @@ def model_tensors(model: nn.Module) -> Tensors:
     return found
 
 
-def state_tensors(opt: FullValues) -> Tensors:
+def state_tensors(opt: RuleOptimizer) -> Tensors:
     """All optimizer state; views of it."""
     found: Tensors = {}
     opt.wait_for_parameters()
@@ -141,7 +141,7 @@ def state_key(name: str, key: str) -> str:
     return f"{STATE}.{name}.{key}"
 
 
-def tensors_of(model: nn.Module | None, opt: FullValues | None) -> Tensors:
+def tensors_of(model: nn.Module | None, opt: RuleOptimizer | None) -> Tensors:
     """Those of both, or of one of them."""
     if model is None and opt is None:
         raise CheckpointError(
@@ -154,7 +154,7 @@ def tensors_of(model: nn.Module | None, opt: FullValues | None) -> Tensors:
 # --- options ---------------------------------------------------------------------------------
 
 
-def group_facts(opt: FullValues) -> list[GroupFacts]:
+def group_facts(opt: RuleOptimizer) -> list[GroupFacts]:
     """Per group its parameters' names and options; also numbers that others keep in there."""
     facts = []
     for index, group in enumerate(opt.param_groups):
@@ -176,7 +176,7 @@ def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
     return merged
 
 
-def check_options(opt: FullValues, groups: list[GroupFacts], partial: bool) -> None:
+def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -> None:
     """Raise if a parameter's state was made by another rule, or for other options."""
     for group, name, saved in _pairs(opt, groups):
         if saved["rule"] != group["rule"]:
@@ -195,7 +195,7 @@ def check_options(opt: FullValues, groups: list[GroupFacts], partial: bool) -> N
             )
 
 
-def restore_options(opt: FullValues, groups: list[GroupFacts]) -> None:
+def restore_options(opt: RuleOptimizer, groups: list[GroupFacts]) -> None:
     """Give every group the options that its first parameter was saved with."""
     seen: set[int] = set()
     for group, _, saved in _pairs(opt, groups):
@@ -220,7 +220,7 @@ def options_from(plain: Mapping[str, Any]) -> Group:
     return {key: _back(value) for key, value in plain.items()}
 
 
-def _pairs(opt: FullValues, groups: list[GroupFacts]) -> Iterator[tuple[Group, str, Group]]:
+def _pairs(opt: RuleOptimizer, groups: list[GroupFacts]) -> Iterator[tuple[Group, str, Group]]:
     """Every parameter here that was saved: its group, its name, the options it was saved with."""
     options = [options_from(group["options"]) for group in groups]
     saved = {name: own for g, own in zip(groups, options, strict=True) for name in g["params"]}

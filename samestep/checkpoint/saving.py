@@ -26,7 +26,7 @@ from samestep.checkpoint.logical import GroupFacts, Pieces, group_facts, of_all_
 from samestep.checkpoint.ranks import Owners, Ranks, WritePlan, all_ranks, plan_locally
 from samestep.checkpoint.storage import CheckpointError, Values
 from samestep.comm.groups import RankGroup
-from samestep.optimizer.full_values import FullValues
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.version import __version__
 
 
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
     path: Path
     model: nn.Module | None
-    optimizer: FullValues | None
+    optimizer: RuleOptimizer | None
     extra: Any
     keep: int | None
     format: str
@@ -75,7 +75,7 @@ def objects_in(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def save(
     path: str | Path,
     model: nn.Module | None = None,
-    optimizer: FullValues | None = None,
+    optimizer: RuleOptimizer | None = None,
     *,
     extra: Any = None,
     keep: int | None = None,
@@ -224,7 +224,7 @@ def facts_of(name: str, ranks: int, groups: list[GroupFacts], extra: Any) -> dic
     }
 
 
-def _owners(opt: FullValues | None, ranks: int) -> Owners:
+def _owners(opt: RuleOptimizer | None, ranks: int) -> Owners:
     return {} if opt is None else {n: m for n, m in opt.owners().items() if len(m) < ranks}
 
 
@@ -304,7 +304,7 @@ def finish_background() -> None:
 def async_save(
     path: str | Path,
     model: nn.Module | None = None,
-    optimizer: FullValues | None = None,
+    optimizer: RuleOptimizer | None = None,
     *,
     extra: Any = None,
     keep: int | None = None,

@@ -33,7 +33,7 @@ from samestep.estimate.model import (
 from samestep.groups.routing import EMBEDDING_NAME
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.parallel.apply import shard_rules
 from samestep.parallel.lora import FACTORS
 from samestep.parallel.plan import Plan

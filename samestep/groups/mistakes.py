@@ -18,6 +18,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from samestep.comm.events import has_passed, recorded_event
+from samestep.groups.param_groups import parameter_names
+from samestep.rules.state import needs_master
 from samestep.tooling.warn import warn_user
 
 Group = Mapping[str, Any]
@@ -69,23 +71,30 @@ def refuse_late_group() -> None:
 # --- parameters that are not what they seem ------------------------------------------------------
 
 
-def refuse_flat_parameter(name: str, param: Tensor) -> None:
+def refuse_flat_parameters(index: int, group: Group) -> None:
     """FSDP1 hands out shards of flattened parameters as if they were whole ones."""
-    if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
-        raise ValueError(
-            f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which keeps a "
-            "different flattened shard under the same name on each rank; samestep would take these "
-            "for copies of one parameter and overwrite them all with rank 0's. Shard the model "
-            "with torch.distributed.fsdp.fully_shard (FSDP2) instead"
-        )
+    for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+        if getattr(param, "_is_flat_param", False) or getattr(param, "_fsdp_flattened", False):
+            raise ValueError(
+                f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which keeps a "
+                "different flattened shard under the same name on each rank; samestep would take "
+                "these for copies of one parameter and overwrite them all with rank 0's. Shard the "
+                "model with torch.distributed.fsdp.fully_shard (FSDP2) instead"
+            )
 
 
-def warn_of_lost_updates(narrow: Sequence[tuple[str, Tensor]], of: int) -> None:
-    """For 16-bit parameters, given with their names, without a word on `master_weights`."""
+def warn_of_lost_updates(groups: Iterable[Group], first: int = 0) -> None:
+    """For 16-bit parameters without a word on `master_weights`; groups count from `first` on."""
+    named = [
+        pair
+        for index, group in enumerate(groups, first)
+        for pair in zip(parameter_names(group, index), group["params"], strict=True)
+    ]
+    narrow = [(name, param) for name, param in named if needs_master(param, True)]
     if narrow:
         dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for _, param in narrow)
         warn_user(
-            f"{len(narrow)} of {of} parameters are {' or '.join(dtypes)} "
+            f"{len(narrow)} of {len(named)} parameters are {' or '.join(dtypes)} "
             f"({some([name for name, _ in narrow])}), and updates smaller than their last bit are "
             "lost, at small learning rates most of them. Pass master_weights=True to keep 32-bit "
             "copies (4 bytes per element), or master_weights=False to keep 16-bit updates and "

@@ -207,6 +207,24 @@ def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]
             seen[key] = name
 
 
+def refuse_unsupported(index: int, group: Group, *, compiled: bool) -> None:
+    """Only real floating parameters, and the fused kernel only where it is."""
+    if group.get("fused") and compiled:
+        raise ValueError("fused=True and compile exclude each other: leave one of them out")
+    for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+        if not param.is_floating_point():
+            raise ValueError(
+                f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
+                f"support {'complex' if param.is_complex() else 'integer or boolean'} "
+                "parameters; leave it out or freeze it"
+            )
+        if group.get("fused") and param.device.type != "cpu":
+            raise ValueError(
+                f"fused=True is for parameters on CPU, and {name!r} is on {param.device.type}: "
+                "compile=True does the same there"
+            )
+
+
 def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:
     """Per parameter the blocks of a matrix rule, None for an elementwise one."""
     if rule_of(group).kind == "elementwise":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import OptState
 
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 
 
 class GradScaler(torch.amp.GradScaler):

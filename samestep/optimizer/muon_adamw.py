@@ -20,8 +20,7 @@ from samestep.groups.routing import (
     route_explicit,
     without_wrappers,
 )
-from samestep.optimizer.group_optimizer import Params
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
 from samestep.presets import preset_options
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule

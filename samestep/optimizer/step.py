@@ -1,10 +1,9 @@
 """The step of every optimizer here: presence -> reduce -> check, clip -> rule -> gather."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +12,10 @@ from samestep.comm.collectives import CollectiveError, gather_segments, maximum,
 from samestep.comm.executor import execute
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, any_problem, tell_problem
-from samestep.groups.param_groups import LAYOUT_KEYS, parameter_names, rule_of
+from samestep.groups.distribution import Distribution
+from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
 from samestep.kernels.choice import missing as missing_kernels
-from samestep.optimizer.full_values import FullValues
+from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.plan.schedule import (
     Agree,
@@ -36,8 +36,10 @@ from samestep.plan.schedule import (
     step_schedule,
 )
 from samestep.rules.rule import Rule
-from samestep.tooling.warn import warn_user
+from samestep.rules.state import State
+from samestep.update.compiled import CompiledRules
 from samestep.update.metrics import (
+    Outliers,
     StepNumbers,
     UpdateSizes,
     clip_factor,
@@ -48,6 +50,8 @@ from samestep.update.plain import (
     GroupMath,
     GroupMaths,
     Operand,
+    StepScalars,
+    UpdateFunction,
     is_bounded,
     run_rule,
     stacks,
@@ -58,6 +62,7 @@ from samestep.update.plain import (
 
 if TYPE_CHECKING:
     from samestep.optimizer.recorded_step import RecordedStep
+    from samestep.update.triton import KernelPlan
 
 _step_schedule = lru_cache(maxsize=64)(step_schedule)  # the same in every step
 
@@ -70,49 +75,64 @@ class Verdict(NamedTuple):
     skip: bool = False
 
 
-class RuleOptimizer(FullValues):
-    """Applies to each parameter the rule of its group."""
+class StepRunner:
+    """Runs the steps of an optimizer, and keeps what they share: scalars, compiled rules, a graph.
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
+    ranks: those that an optimizer shares its work with; stages: one rank of every pipeline stage.
+    """
 
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
+    def __init__(
+        self,
+        ranks: RankGroup | None,
+        stages: RankGroup | None,
+        distribution: Distribution,
+        *,
+        max_grad_norm: float | None,
+        update_rms: bool,
+        compile: bool | str,
+        cuda_graph: bool | None,
+        batch_elements: int | None,
+    ) -> None:
+        self._ranks = ranks
+        self._stages = stages
+        self._distribution = distribution
+        self._max_grad_norm = max_grad_norm
+        self._update_rms = update_rms
+        self._cuda_graph = cuda_graph
+        self._batch_elements = batch_elements
+        backend = "inductor" if compile is True else compile
+        self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
+        self._recorded = _new_recorded_step(asked_for=True) if cuda_graph else None
+        self._scalars = StepScalars()
+        self.outliers = Outliers()
+        self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
+        self.forget_plans()
+        # Of the last step:
+        self._placements: Sequence[Placement] = ()
+        self.grad_norm: Tensor | None = None
+        self._sizes: UpdateSizes | None = None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update every parameter that has a gradient; the others are untouched, bit for bit."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._refuse_torch_scaler()
-        self._run_step()
-        return loss
+    def forget_plans(self) -> None:
+        """Parameters or their state were replaced."""
+        self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
 
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether gradients are averaged, or judged with those of other stages, in the step."""
-        averages = self._rank_group is not None and self._distribution.grads == "local"
-        return averages or self._stage_group is not None
-
-    @torch.no_grad()
-    def scaled_step(self, inverse_scale: Tensor) -> Tensor:
-        """The step of a GradScaler: (), whether the gradients of all ranks were finite."""
-        self._run_step(inverse_scale)
-        assert self._grad_norm is not None
-        return self._grad_norm.isfinite()
-
-    def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+    def run(
+        self,
+        groups: Sequence[Group],
+        state: Mapping[Tensor, State],
+        placements: Sequence[Placement],
+        problem: Problem | None,
+        inverse_scale: Tensor | None,
+    ) -> None:
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
+        self._groups = groups
+        self._placements = placements
+        self._device: torch.device = groups[0]["params"][0].device
         self._inverse_scale = inverse_scale
         self._verdict = Verdict()
-        self.wait_for_parameters()
-        self._sizes = UpdateSizes(len(self.param_groups)) if self._update_rms else None
-        problem = self._find_problem()
-        self._placements = self._all_placements()
-        for placement in self._placements:
-            placement.begin_step(self.state, problem)
+        self._sizes = UpdateSizes(len(groups)) if self._update_rms else None
+        for placement in placements:
+            placement.begin_step(state, problem)
         try:
             self._problem = self._heard_from_stages(problem)
             recorded = self._recording()
@@ -120,28 +140,25 @@ class RuleOptimizer(FullValues):
         except CollectiveError:
             raise  # ranks are gone: there is nobody to start afresh with
         except BaseException:
-            for placement in self._placements:
+            for placement in placements:
                 placement.abandon_step()
             raise
-        for placement in self._placements:
+        for placement in placements:
             placement.finish_step()
-        if self._watch.waits:
-            flags = [flag for placement in self._placements for _, flag in placement.present()]
-            ranks = 1 if self._rank_group is None else self._rank_group.size
-            self._watch.look_at_gradients(flags, self.param_groups, ranks)
-        self._tell_outliers()
 
-    def _tell_outliers(self) -> None:
-        """Warn, once, of an update that no orthogonalization gives."""
-        group = self._outliers.new()
-        if group is not None:
-            names = parameter_names(self.param_groups[group], group)
-            warn_user(
-                f"an update in param_groups[{group}] ({names[0]!r} and others) was not finite, or "
-                "larger than its orthogonalization can make it, and was written: look for "
-                "gradients that are not finite (max_grad_norm=math.inf skips their steps) and load "
-                "a checkpoint from before; metrics()['outliers'] counts such blocks"
-            )
+    def _recording(self) -> "RecordedStep | None":
+        """What records steps and replays them: asked for, or where it is legal and pays."""
+        alone = self._ranks is None and self._stages is None and len(self._placements) == 1
+        if (
+            self._recorded is None
+            and self._cuda_graph is None
+            and alone
+            and isinstance(self._placements[0], LocalParameters)
+            and self._run is run_rule
+            and missing_kernels(self._device) is None
+        ):
+            self._recorded = _new_recorded_step(asked_for=False)
+        return self._recorded
 
     def _execute(self) -> None:
         """The operations of a step, one after the other."""
@@ -165,32 +182,20 @@ class RuleOptimizer(FullValues):
 
     def _execute_recorded(self, recorded: "RecordedStep") -> None:
         """The same as one CUDA graph."""
-        maths = [self._math(index, self._device) for index in range(len(self.param_groups))]
-        known = [self._known_groups[index] for index in range(len(maths))]
+        maths = [self._math(index, self._device) for index in range(len(self._groups))]
+        local = self._placements[0]
+        assert isinstance(local, LocalParameters)
         if self._inverse_scale is not None:
             self._inverse_scale = recorded.own_scale(self._inverse_scale)
 
         def all_operations() -> StepNumbers:
             self._execute()
-            return StepNumbers(self._grad_norm, self._sizes)
+            return StepNumbers(self.grad_norm, self._sizes)
 
         scaled = self._inverse_scale is not None
-        self._grad_norm, self._sizes = recorded.run(
-            known, maths, scaled, self._kernel_plans, all_operations
+        self.grad_norm, self._sizes = recorded.run(
+            local.known, maths, scaled, self._kernel_plans, all_operations
         )
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """Read by torch's GradScaler, which then hands over its scale instead of unscaling."""
-        return self.averages_gradients
-
-    def _refuse_torch_scaler(self) -> None:
-        handed_over = [self.__dict__.pop(key, None) for key in ("grad_scale", "found_inf")]
-        if any(value is not None for value in handed_over):
-            raise RuntimeError(
-                "torch.amp.GradScaler looks at each rank's own gradients, so that its scale would "
-                "differ between ranks: use samestep.GradScaler, which takes the same arguments"
-            )
 
     def _schedule(self) -> Schedule:
         return _step_schedule(
@@ -205,27 +210,17 @@ class RuleOptimizer(FullValues):
         """The operations of a step in order, as text, once there was one."""
         return tuple(map(line_of, self._schedule())) if self._placements else ()
 
-    def _find_problem(self) -> Problem | None:
-        """What keeps this rank from the step: an error here, or something to tell all ranks."""
-        try:
-            self._check_groups()
-        except Exception as error:
-            if self._rank_group is None and self._stage_group is None:
-                raise
-            return Problem(error)
-        return None
-
     def _heard_from_stages(self, problem: Problem | None) -> Problem | None:
         """This rank's problem, or one of another stage. Not from a GPU.
 
         The other ranks of this stage hear of it with presence.
         """
-        if self._stage_group is None:
+        if self._stages is None:
             return None
         known = [problem, *(placement.problem for placement in self._placements)]
         found = next((one for one in known if one is not None), None)
         if self._device.type == "cpu":
-            found = any_problem(found, self._stage_group)
+            found = any_problem(found, self._stages)
         if found is not None and not any(p.shape.agrees for p in self._placements):
             raise found.error
         return found
@@ -246,7 +241,7 @@ class RuleOptimizer(FullValues):
         if len(groups) < 2:
             return None
         members = {rank for group in groups for rank in group}
-        return next((g for g in groups.values() if members == set(g.members)), self._rank_group)
+        return next((g for g in groups.values() if members == set(g.members)), self._ranks)
 
     def _tell_everyone(self, problem: Problem | None) -> None:
         """A problem of one rank, told to ranks that share no parameter with it. Not on a GPU."""
@@ -267,7 +262,7 @@ class RuleOptimizer(FullValues):
         scale = self._inverse_scale
         if scale is not None:
             norm = norm * scale.to(norm)
-        self._grad_norm = norm
+        self.grad_norm = norm
         factor = None if scale is None else scale.to(norm)
         if self._max_grad_norm is not None:
             clip = clip_factor(norm, self._max_grad_norm)
@@ -278,8 +273,8 @@ class RuleOptimizer(FullValues):
             everyone = self._everyone()
             if everyone is not None:  # or those with another copy of it would go on alone
                 skip = _anywhere(skip, everyone)
-            if self._stage_group is not None:
-                skip = _anywhere(skip, self._stage_group)
+            if self._stages is not None:
+                skip = _anywhere(skip, self._stages)
             self._verdict = Verdict(factor=None if unchanged else factor, skip=skip)
         else:
             self._verdict = Verdict(factor=factor, only_if=norm.isfinite())
@@ -291,7 +286,7 @@ class RuleOptimizer(FullValues):
         """
         together: dict[RankGroup | None, list[Placement]] = {}
         for placement in self._placements:
-            ranks = placement.sums_over or self._rank_group
+            ranks = placement.sums_over or self._ranks
             together.setdefault(ranks, []).append(placement)
         squares = []
         for ranks, placements in together.items():
@@ -303,15 +298,15 @@ class RuleOptimizer(FullValues):
             if square is not None:
                 squares.append(square)
         square = torch.stack(squares).sum() if len(squares) > 1 else next(iter(squares), None)
-        return square if self._stage_group is None else self._over_stages(square)
+        return square if self._stages is None else self._over_stages(square)
 
     def _over_stages(self, square: Tensor | None) -> Tensor:
         """The sum over pipeline stages, (), in their order: the same bits on every rank."""
-        assert self._stage_group is not None
+        assert self._stages is not None
         if square is None:
             square = torch.zeros((), dtype=torch.float64, device=self._device)
-        sizes = [1] * self._stage_group.size
-        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._stage_group)
+        sizes = [1] * self._stages.size
+        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._stages)
         return torch.cat(parts.wait()).sum()
 
     def _update(self, operation: Update) -> None:
@@ -323,7 +318,7 @@ class RuleOptimizer(FullValues):
             self._placements[placement].drop_gradients(bucket)
         if not self._verdict.skip:
             # Elementwise groups first: few launches, during which the host prepares the others.
-            for index in sorted(by_group, key=lambda i: rule_of(self.param_groups[i]).kind):
+            for index in sorted(by_group, key=lambda i: rule_of(self._groups[i]).kind):
                 self._update_group(index, by_group[index])
 
     def _update_group(self, index: int, operands: list[Operand]) -> None:
@@ -350,14 +345,14 @@ class RuleOptimizer(FullValues):
                     self._count(index, stack, squares)
                     if is_bounded(rule) and squares is not None:
                         largest = rule.largest_norm(tuple(stack[0].param.shape), math.options)
-                        self._outliers.look_at(index, squares, largest, math.only_if)
+                        self.outliers.look_at(index, squares, largest, math.only_if)
             elif not update_together(rule, seen, math, self._run):
                 for operand in seen:
                     self._count(index, [operand], update_elementwise(rule, operand, *arguments))
 
     def _math(self, index: int, device: torch.device) -> GroupMath:
         """How the rule of a group is run in this step."""
-        group = self.param_groups[index]
+        group = self._groups[index]
         rule = rule_of(group)
         return GroupMath(
             rule,
@@ -367,7 +362,7 @@ class RuleOptimizer(FullValues):
             group["maximize"],
             self._verdict.only_if,
             self._sizes,
-            self._outliers,
+            self.outliers,
         )
 
     def _constant_keys(self, rule: Rule) -> tuple[str, ...]:
@@ -406,63 +401,22 @@ class RuleOptimizer(FullValues):
 
     def _measure(self, _: Measure) -> None:
         assert self._sizes is not None
-        self._sizes.combine(self._rank_group, self._device)
+        self._sizes.combine(self._ranks, self._device)
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Numbers of the last step, as tensors that nobody has waited for.
-
-        grad_norm: (), the joint norm of the averaged gradients before clipping, where
-            `max_grad_norm` or a GradScaler is in use. If it is not finite, the step has changed
-            nothing.
-        present: (groups,), how many parameters of each group had a gradient on any rank.
-        outliers: (groups,), how many blocks of each group have, since construction, had an update
-            that was not finite or larger than an orthogonalization can make it. 0, unless
-            gradients were not finite.
-        update_rms: (groups,), sqrt(mean(u^2)) of what the learning rate was multiplied with, over
-            all ranks, where `update_rms=True`. NaN for a group without gradients.
-        """
+    def metrics(self, groups: int) -> dict[str, Tensor]:
+        """See `RuleOptimizer.metrics`."""
         found = {}
-        if self._grad_norm is not None:
+        if self.grad_norm is not None:
             # A graph writes the next one into the same tensor.
-            found["grad_norm"] = self._grad_norm.clone() if self._recorded else self._grad_norm
-        found["outliers"] = self._outliers.counts(len(self.param_groups))
-        flags = [flag for placement in self._placements for flag in placement.present()]
-        found["present"] = present_counts(len(self.param_groups), flags)
+            found["grad_norm"] = self.grad_norm.clone() if self._recorded else self.grad_norm
+        found["outliers"] = self.outliers.counts(groups)
+        found["present"] = present_counts(groups, self.present())
         rms = None if self._sizes is None else self._sizes.rms()
         return found if rms is None else {**found, "update_rms": rms}
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Keep gradients local: for all micro-batches of a step but the last.
-
-        With `overlap_grad_reduce` a backward pass outside of it reduces; gradients that were
-        accumulated inside are part of that.
-        """
-        self._pause_reductions(True)
-        try:
-            yield
-        finally:
-            self._pause_reductions(False)
-
-    def _pause_reductions(self, paused: bool) -> None:
-        for placement in self._placed:
-            placement.pause(paused)
-
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Reduce the gradients so far, and keep only this rank's part of their sum.
-
-        For accumulating without full gradients: call it on every rank after each micro-batch
-        but the last, of which `step()` takes care. It costs the bytes of a reduction each time.
-        Gradients are then gone from `.grad`. Without other ranks it does nothing.
-        """
-        # All plans stage by stage: their launches share one order.
-        for placement in self._placed:
-            placement.end_round()
-        for placement in self._placed:
-            placement.launch_all()
-        for placement in self._placed:
-            placement.keep_sums()
+    def present(self) -> list[tuple[int, bool | Tensor]]:
+        """The group of each parameter, and whether it was present in the last step."""
+        return [flag for placement in self._placements for flag in placement.present()]
 
 
 def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:
@@ -478,3 +432,12 @@ def _by_device(operands: list[Operand]) -> dict[torch.device, list[Operand]]:
 def _anywhere(flag: bool, ranks: RankGroup) -> bool:
     """Whether it is true on any rank; waits for them."""
     return bool(maximum("not finite", torch.tensor([flag], dtype=torch.int64), ranks).wait())
+
+
+def _new_recorded_step(*, asked_for: bool) -> "RecordedStep":
+    reason = missing_kernels(torch.device("cuda"))
+    if reason is not None:
+        raise ValueError(f"cuda_graph=True needs kernels, and there are none: {reason}")
+    from samestep.optimizer.recorded_step import RecordedStep
+
+    return RecordedStep(asked_for=asked_for)

@@ -1,7 +1,7 @@
 """Parameters of one process: all of each, updated where it lies."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 
 from torch import Tensor
 
@@ -10,7 +10,7 @@ from samestep.layout.blocks import Block, views
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
 from samestep.plan.schedule import PlacementShape
-from samestep.rules.state import State, block_states
+from samestep.rules.state import MASTER, State, block_states, initial_state, needs_master
 from samestep.update.plain import Operand
 
 
@@ -20,7 +20,7 @@ class LocalParameters(Placement):
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
     def __init__(self, known: Sequence["KnownGroup"]) -> None:
-        self._known = known
+        self.known = known
 
     # Lists, not generators: these take a good part of a short step's time.
 
@@ -28,20 +28,20 @@ class LocalParameters(Placement):
         """Every parameter with a gradient, cut into its blocks, with the index of its group."""
         return [
             (index, operand)
-            for index, group in enumerate(self._known)
+            for index, group in enumerate(self.known)
             for operand in group.operands()
         ]
 
     def gradients(self) -> list[Tensor]:
         """Whole ones: no sum over them needs their blocks."""
-        grads = [param.grad for group in self._known for param in group.params]
+        grads = [param.grad for group in self.known for param in group.params]
         return [grad for grad in grads if grad is not None]
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it has a gradient."""
         return [
             (index, param.grad is not None)
-            for index, group in enumerate(self._known)
+            for index, group in enumerate(self.known)
             for param in group.params
         ]
 
@@ -61,6 +61,48 @@ class LocalParameters(Placement):
             for param in plain(group)
             if only is None or param is only
         }
+
+
+class LocalGroups:
+    """The groups of one process, with the state that is theirs, as the last step found them."""
+
+    def __init__(self, blocks: Mapping[Tensor, list[Block] | None], master_weights: bool) -> None:
+        self._blocks = blocks
+        self._master_weights = master_weights
+        self._known: list[KnownGroup] = []
+
+    def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
+        """See whether anything was replaced, and whether all state is there."""
+        del self._known[len(groups) :]
+        for index, group in enumerate(groups):
+            known = self._known[index : index + 1]
+            if not known or not known[0].is_still(group, state):
+                self._keep_beside(plain(group), group, state)
+                self._known[index : index + 1] = [KnownGroup(group, state, self._blocks)]
+
+    def make_missing_state(
+        self, groups: Sequence[Group], state: MutableMapping[Tensor, State]
+    ) -> None:
+        """There is state for every parameter, also if it was cleared since."""
+        for group in groups:
+            self._keep_beside(group["params"], group, state)
+
+    def _keep_beside(
+        self, params: Iterable[Tensor], group: Group, state: MutableMapping[Tensor, State]
+    ) -> None:
+        """State follows a parameter to its device; cleared state starts afresh."""
+        for param in params:
+            own, masters = state[param], self._master_weights
+            if not own or (needs_master(param, masters) and MASTER not in own):
+                fresh = initial_state(rule_of(group), param, self._blocks[param], group, masters)
+                own = state[param] = {**fresh, **own}
+            for key, tensor in own.items():
+                if tensor.device != param.device:
+                    own[key] = tensor.to(param.device)
+
+    def placement(self) -> LocalParameters:
+        """What a step is about."""
+        return LocalParameters(list(self._known))
 
 
 class KnownGroup:

@@ -5,11 +5,19 @@ from functools import cache, partial
 from math import prod
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from samestep.comm.groups import GroupReduction, RankGroup
+from samestep.comm.groups import GroupReduction, RankGroup, registry
 from samestep.groups.distribution import Distribution
-from samestep.groups.param_groups import Group, options_of, parameter_names, rule_of
+from samestep.groups.param_groups import (
+    Group,
+    naming_group,
+    options_of,
+    parameter_names,
+    rule_of,
+)
+from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
 from samestep.placements.copies import refuse_copies_nobody_averages
 from samestep.placements.placement import Placement, PlanMembers
@@ -17,6 +25,7 @@ from samestep.placements.registry import KINDS, Kind, kind_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec
+from samestep.rules import checks
 from samestep.rules.state import is_elementwise, needs_master
 
 Blocks = Mapping[Tensor, list[Block] | None]
@@ -74,6 +83,7 @@ class Planner:
         reductions: Mapping[int, GroupReduction],
     ) -> list[Placement]:
         """The plans of the groups at `indices`, agreed on by the ranks they live on."""
+        self._settle_products([groups[index] for index in indices], blocks)
         found: list[Placement] = []
         kinds = {index: {kind_of(param) for param in groups[index]["params"]} for index in indices}
         for kind in KINDS:
@@ -95,6 +105,33 @@ class Planner:
             everyone = [group for group in (self._ranks, self._outer) if group is not None]
             refuse_copies_nobody_averages(_named(groups), everyone)
         return found
+
+    def _settle_products(self, groups: Sequence[Group], blocks: Blocks) -> None:
+        """How Muon's products are computed on a GPU; the same on all ranks, so it is collective."""
+        halves = (None, torch.bfloat16, torch.float16)
+        params = [p for g in groups if g.get("compute_dtype") in halves for p in g["params"]]
+        if params and missing_products(params[0].device) is None:
+            from samestep.update.measure import settle
+
+            shapes = {block.shape for param in params for block in blocks[param] or ()}
+            settle(shapes, params[0].device, self._ranks)
+
+    def own_reduction(self, index: int, group: Group) -> GroupReduction | None:
+        """Take a process group and divisor of its own out of a group: they are not saved."""
+        process_group, divisor = group.pop("process_group", None), group.pop("divisor", None)
+        if process_group is None and divisor is None:
+            return None
+        with naming_group(index):
+            if self._ranks is None:
+                raise ValueError("process_group and divisor need other ranks, and there are none")
+            if self._outer is not None:
+                raise ValueError("process_group and divisor of a group exclude outer_group")
+            if divisor is not None:
+                checks.positive("divisor", divisor)
+            if self._distribution.grads == "reduced":
+                raise ValueError('process_group and divisor do nothing with grads="reduced"')
+            own = self._ranks if process_group is None else registry.of(process_group)
+        return GroupReduction(own, divisor)
 
     def _of_kind(
         self,

@@ -21,7 +21,7 @@ from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import Value, locate
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, parameter_names
 from samestep.groups.routing import without_wrappers
-from samestep.optimizer.group_optimizer import GroupOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import wait_for_anyone
 from samestep.rules import RULES
@@ -124,7 +124,7 @@ def check(
         process_group: the ranks to compare; default: those of the optimizer, or else all.
     """
     wait_for_anyone(model.parameters())
-    ranks = optimizer.ranks if isinstance(optimizer, GroupOptimizer) else None
+    ranks = optimizer.ranks if isinstance(optimizer, RuleOptimizer) else None
     if process_group is not None or ranks is None:
         ranks = rank_group(process_group)
     if ranks is None:
@@ -169,7 +169,7 @@ def _entries(
     plain = _unwrapped(model)
     names = _names(model, optimizer)
     groups = [] if optimizer is None else optimizer.param_groups
-    shared = optimizer.shared_parameters if isinstance(optimizer, GroupOptimizer) else ()
+    shared = optimizer.shared_parameters if isinstance(optimizer, RuleOptimizer) else ()
     home = {param: placement.group for placement in shared for param in placement.params}
     for param, name in names.items():
         if _is_plain(param):

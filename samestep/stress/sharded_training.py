@@ -40,7 +40,7 @@ from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.mesh import Mesh, build
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.models.gpt import mean_loss
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.stress.layouts import Layout

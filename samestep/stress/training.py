@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.comm.diagnosis.recorder import FlightRecorder
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.stress.layouts import Layout
 from samestep.stress.models import named_params
 from samestep.stress.scenario import (

@@ -65,9 +65,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_graph_is_refused_without_kernels(monkeypatch):
-    monkeypatch.setattr(
-        samestep.optimizer.group_optimizer, "missing_kernels", lambda device: "no triton"
-    )
+    monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: "no triton")
     with pytest.raises(
         ValueError, match="cuda_graph=True needs kernels, and there are none: no tri"
     ):

@@ -219,8 +219,8 @@ def test_a_graph_that_nobody_asked_for_keeps_little_memory(monkeypatch):
     for step in range(4):
         give_gradients(net, step)
         optimizer.step()
-    assert optimizer._recorded is not None
-    assert optimizer._recorded._recordings == 0
+    assert optimizer._runner._recorded is not None
+    assert optimizer._runner._recorded._recordings == 0
 
 
 def test_a_recorded_step_is_replayed_without_waiting():

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.stress import ranks
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.layouts import LAYOUTS, Layout, register

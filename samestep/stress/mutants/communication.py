@@ -10,7 +10,7 @@ from torch import Tensor
 from samestep.comm import collectives
 from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.presence import PresenceAgreement
-from samestep.optimizer.step import RuleOptimizer
+from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole import reduction, replicated
 from samestep.placements.whole.buffers import FlatGradients
 from samestep.placements.whole.launch_order import LaunchOrder

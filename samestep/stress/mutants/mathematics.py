@@ -8,8 +8,7 @@ from torch import Tensor
 import samestep
 from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
-from samestep.optimizer import group_optimizer
-from samestep.optimizer import step as rule_optimizer
+from samestep.optimizer import rule_optimizer, step
 from samestep.optimizer.grad_scaler import GradScaler
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
@@ -57,14 +56,14 @@ def scale_of_the_fused_matrix() -> list[Any]:
     fused_rows: list[int] = []
 
     def update_group(original: Any, self: Any, index: int, operands: Any) -> None:
-        fused_rows[:] = [sum(self.param_groups[index].get("split_sizes") or ())]
+        fused_rows[:] = [sum(self._groups[index].get("split_sizes") or ())]
         original(self, index, operands)
 
     def factor(original: Any, rows: int, cols: int, adjust_lr: Any) -> float:
         return float(original(fused_rows[0] or rows, cols, adjust_lr))
 
     return [
-        (rule_optimizer.RuleOptimizer, "_update_group", update_group),
+        (step.StepRunner, "_update_group", update_group),
         (muon, "lr_factor", factor),
     ]
 
@@ -134,7 +133,7 @@ def gate_on_raw_gradient() -> list[Any]:
     "blocks are stacked by their number of elements, which mixes a matrix with its transpose",
     expected="reference",
     at=Place("megatron_conditional", "none"),
-    replaces=(rule_optimizer, "stacks"),
+    replaces=(step, "stacks"),
 )
 def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
     """(32, 16) and (16, 32) go together."""
@@ -166,7 +165,7 @@ def schedule_not_seen(
     "momentum is lost when a run is resumed",
     expected="state",
     at=Place("resume", steps=14),
-    replaces=(group_optimizer, "load_state"),
+    replaces=(rule_optimizer, "load_state"),
 )
 def momentum_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """Loading keeps the zeros of the new optimizer."""
@@ -198,7 +197,7 @@ def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) 
     "options that were set while training are lost when a run is resumed",
     expected="reference",
     at=Place("resume"),
-    replaces=(group_optimizer, "load_state"),
+    replaces=(rule_optimizer, "load_state"),
 )
 def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """Learning rate and momentum are again those that the optimizer was built with."""
@@ -224,7 +223,7 @@ def clipped_before_averaging(original: Any, self: GradientReducer, problem: Any)
     "each rank decides by itself whether a step has overflowed",
     expected="state",
     at=Place("not_finite"),
-    replaces=(rule_optimizer, "total"),
+    replaces=(step, "total"),
 )
 def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) -> Pending[Tensor]:
     """Owners of the bad values skip, the others do not."""
@@ -235,19 +234,19 @@ def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) ->
     "a step with inf or NaN is taken, and momentum never recovers",
     expected="reference",
     at=Place("not_finite"),
-    replaces=(rule_optimizer.RuleOptimizer, "_clip"),
+    replaces=(step.StepRunner, "_clip"),
 )
 def overflow_taken(original: Any, self: Any, operation: Any) -> None:
     """The verdict is ignored."""
     original(self, operation)
-    self._verdict = rule_optimizer.Verdict()
+    self._verdict = step.Verdict()
 
 
 @mutant(
     "small parameters, which every rank updates, are left out of the joint norm",
     expected="state",
     at=Place("clipped"),
-    replaces=(rule_optimizer, "square_sum"),
+    replaces=(step, "square_sum"),
 )
 def small_left_out_of_the_norm(original: Any, grads: Any) -> Any:
     """Counted by all they would count several times, so they are counted by none."""

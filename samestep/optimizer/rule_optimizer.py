@@ -1,21 +1,23 @@
-"""Groups, state and plans of an optimizer: everything but the step."""
+"""An optimizer: its groups, state and plans, and what users ask of it; `step.py` has the step."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
+from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
     TrainingWatch,
     has_process_group,
-    refuse_flat_parameter,
+    refuse_flat_parameters,
     refuse_late_group,
     warn_of_ddp,
     warn_of_lost_updates,
@@ -29,45 +31,41 @@ from samestep.groups.param_groups import (
     naming_group,
     parameter_names,
     refuse_repeated,
+    refuse_unsupported,
     rule_of,
 )
 from samestep.groups.routing import routable
 from samestep.groups.table import table
-from samestep.kernels.choice import missing as missing_kernels
-from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block
+from samestep.layout.held_state import HeldState
 from samestep.optimizer import assumptions
+from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.loading import PART, StateDict, check_part, load_state
-from samestep.placements.local import KnownGroup, LocalParameters, plain
+from samestep.optimizer.step import StepRunner
+from samestep.placements.local import LocalGroups
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.rules import checks
-from samestep.rules.state import MASTER, State, initial_state, needs_master
-from samestep.update.compiled import CompiledRules
-from samestep.update.metrics import Outliers, UpdateSizes
-from samestep.update.plain import StepScalars, UpdateFunction, run_rule
+from samestep.rules.state import State, initial_state
+from samestep.tooling.warn import warn_user
 
 if TYPE_CHECKING:
-    from samestep.optimizer.recorded_step import RecordedStep
     from samestep.placements.parts.sharded import ShardedParameters
-    from samestep.update.triton import KernelPlan
 
 Params = (
     nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 )  # a model, parameters, named parameters, or groups
 
 
-class GroupOptimizer(torch.optim.Optimizer):
-    """A torch optimizer whose groups each follow a rule; `RuleOptimizer` adds the step.
+class RuleOptimizer(torch.optim.Optimizer):
+    """A torch optimizer that applies to each parameter the rule of its group.
 
     `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
     `order_of_use` are parameters in the order in which forward uses them, where that is known.
     """
-
-    _recorded: "RecordedStep | None"
 
     def __init__(
         self,
@@ -120,8 +118,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._compile = compile
         self._cuda_graph = cuda_graph
         self._batch_elements = batch_elements
+        self._runner = self._new_runner()
         self._reset_derived()
-        self._reset_runner()
         self._in_flight = ParametersInFlight()
         self._planner = self._new_planner(order_of_use)
         model = params if isinstance(params, nn.Module) else model
@@ -139,7 +137,8 @@ class GroupOptimizer(torch.optim.Optimizer):
         self._share(range(len(self.param_groups)))
         self._constructed = True
         self._refuse_cuda_graph()
-        self._warn_of_lost_updates(range(len(self.param_groups)))
+        if self._masters_unsaid:
+            warn_of_lost_updates(self.param_groups)
 
     def _new_planner(self, order_of_use: Iterable[Tensor]) -> Planner:
         alike = ("master_weights", "max_grad_norm", "update_rms")
@@ -174,64 +173,27 @@ class GroupOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             self._checks.check(index, group)
         if self._rank_group is None:
-            for index, group in enumerate(self.param_groups):
-                self._know(index, group)
-
-    def _know(self, index: int, group: Group) -> None:
-        """Look whether anything of a group was replaced, and whether its state is all there."""
-        known = self._known_groups.get(index)
-        if known is None or not known.is_still(group, self.state):
-            for param in plain(group):
-                self._keep_state_beside(param, group)
-            self._known_groups[index] = KnownGroup(group, self.state, self._blocks)
-
-    def _keep_state_beside(self, param: Tensor, group: Group) -> None:
-        """State follows a parameter to its device; cleared state starts afresh."""
-        state, device = self.state[param], param.device
-        if not state or (needs_master(param, self._master_weights) and MASTER not in state):
-            fresh = initial_state(
-                rule_of(group), param, self._blocks[param], group, self._master_weights
-            )
-            self.state[param] = state = {**fresh, **state}
-        for key, tensor in state.items():
-            if tensor.device != device:
-                state[key] = tensor.to(device)
+            self._local.look_at(self.param_groups, self.state)
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
-        wanted = list(indices)
-        self._settle_products(wanted)
-        planned = self._planner.plans(self.param_groups, wanted, self._blocks, self._reductions)
+        planned = self._planner.plans(
+            self.param_groups, list(indices), self._blocks, self._reductions
+        )
         made: dict[Tensor, State] = {}
         for placement in planned:  # nothing is made before all are agreed on
             made |= placement.make_state(self.param_groups, self._master_weights)
-        for index in wanted:
-            for param in self.param_groups[index]["params"]:
-                if param in made:
-                    self.state[param] = made[param]
+        self.state.update(made)
         for placement in planned:
             placement.activate()
         # Parts last, whichever group came last.
         self._placed = sorted([*self._placed, *planned], key=lambda placed: placed.holds_parts)
 
-    def _settle_products(self, indices: Iterable[int]) -> None:
-        """How Muon's products are computed on a GPU; the same on all ranks, so it is collective."""
-        halves = (None, torch.bfloat16, torch.float16)
-        groups = [self.param_groups[index] for index in indices]
-        params = [p for g in groups if g.get("compute_dtype") in halves for p in g["params"]]
-        if not params or missing_products(params[0].device) is not None:
-            return
-        from samestep.update.measure import settle
-
-        shapes = {block.shape for param in params for block in self._blocks[param] or ()}
-        settle(shapes, params[0].device, self._rank_group)
-
     def _all_placements(self) -> list[Placement]:
         """Everything a step is about."""
         placements = list(self._placed)
         if not self.shared_parameters and (self._rank_group is None or not placements):
-            known = self._known_groups
-            placements.append(LocalParameters([known[index] for index in sorted(known)]))
+            placements.append(self._local.placement())
         return placements
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -249,20 +211,22 @@ class GroupOptimizer(torch.optim.Optimizer):
         group["params"] = listed(group.get("params"), len(self.param_groups))
         refuse_repeated(group, self.param_groups)
         index = len(self.param_groups)
-        reduction = self._own_reduction(index, group)
+        reduction = self._planner.own_reduction(index, group)
         super().add_param_group(group)
         wait_for_anyone(group["params"])
         for key in self.defaults:
             if key not in own_keys:  # torch fills in every default, of either rule
                 del group[key]
         try:
-            self._refuse_unsupported(index, group)
+            refuse_flat_parameters(index, group)
+            refuse_unsupported(index, group, compiled=bool(self._compile))
             self._plan(index, group)
             if reduction is not None:
                 self._reductions[index] = reduction
             if self._constructed:  # those of the constructor go together
                 self._share([index])
-                self._warn_of_lost_updates([index])
+                if self._masters_unsaid:
+                    warn_of_lost_updates([group], index)
         except Exception:
             self.param_groups.pop()
             self._checks.forget(index, group["params"])
@@ -276,53 +240,6 @@ class GroupOptimizer(torch.optim.Optimizer):
                     self.state[param] = initial_state(
                         rule_of(group), param, self._blocks[param], group, self._master_weights
                     )
-
-    def _own_reduction(self, index: int, group: Group) -> GroupReduction | None:
-        """Take a process group and divisor of its own out of a group: they are not saved."""
-        process_group, divisor = group.pop("process_group", None), group.pop("divisor", None)
-        if process_group is None and divisor is None:
-            return None
-        with naming_group(index):
-            if self._rank_group is None:
-                raise ValueError("process_group and divisor need other ranks, and there are none")
-            if self._outer_group is not None:
-                raise ValueError("process_group and divisor of a group exclude outer_group")
-            if divisor is not None:
-                checks.positive("divisor", divisor)
-            if self._distribution.grads == "reduced":
-                raise ValueError('process_group and divisor do nothing with grads="reduced"')
-            own = self._rank_group if process_group is None else registry.of(process_group)
-        return GroupReduction(own, divisor)
-
-    def _refuse_unsupported(self, index: int, group: Group) -> None:
-        """Only real floating parameters, and the fused kernel only where it is."""
-        if group.get("fused") and self._compile:
-            raise ValueError("fused=True and compile exclude each other: leave one of them out")
-        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
-            refuse_flat_parameter(name, param)
-            if not param.is_floating_point():
-                raise ValueError(
-                    f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
-                    f"support {'complex' if param.is_complex() else 'integer or boolean'} "
-                    "parameters; leave it out or freeze it"
-                )
-            if group.get("fused") and param.device.type != "cpu":
-                raise ValueError(
-                    f"fused=True is for parameters on CPU, and {name!r} is on {param.device.type}: "
-                    "compile=True does the same there"
-                )
-
-    def _warn_of_lost_updates(self, indices: Iterable[int]) -> None:
-        """Of 16-bit parameters in some groups, unless the user has said what is wanted."""
-        if self._masters_unsaid:
-            groups = [(index, self.param_groups[index]) for index in indices]
-            named = [
-                pair
-                for index, group in groups
-                for pair in zip(parameter_names(group, index), group["params"], strict=True)
-            ]
-            narrow = [(name, param) for name, param in named if needs_master(param, True)]
-            warn_of_lost_updates(narrow, of=len(named))
 
     def _refuse_cuda_graph(self) -> None:
         """Raise where a step cannot be one graph."""
@@ -338,16 +255,6 @@ class GroupOptimizer(torch.optim.Optimizer):
                 "gradients, which a graph cannot; leave it out"
             )
 
-    def _recording(self) -> "RecordedStep | None":
-        """What records steps and replays them: asked for, or where it is legal and pays."""
-        if self._recorded is None and self._cuda_graph is None and self._can_be_recorded():
-            self._recorded = _new_recorded_step(asked_for=False)
-        return self._recorded
-
-    def _can_be_recorded(self) -> bool:
-        alone = self._rank_group is None and self._stage_group is None and not self._placed
-        return alone and not self._compile and missing_kernels(self._device) is None
-
     def _plan(self, index: int, group: Group) -> None:
         """Cut the parameters of a group into blocks and remember what that depended on."""
         cut = blocks_of_group(group, parameter_names(group, index))
@@ -362,20 +269,21 @@ class GroupOptimizer(torch.optim.Optimizer):
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._checks = GroupChecks()
-        self._known_groups: dict[int, KnownGroup] = {}  # of the last step, in one process
-        self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
-        self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
+        self._local = LocalGroups(self._blocks, self._master_weights)
+        self._runner.forget_plans()
 
-    def _reset_runner(self) -> None:
-        """Make what runs rules and holds their graphs; loading a state keeps it."""
-        self._scalars = StepScalars()
-        self._grad_norm: Tensor | None = None
-        self._sizes: UpdateSizes | None = None
-        self._placements: list[Placement] = []
-        backend = "inductor" if self._compile is True else self._compile
-        self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
-        self._outliers = Outliers()
-        self._recorded = _new_recorded_step(asked_for=True) if self._cuda_graph else None
+    def _new_runner(self) -> StepRunner:
+        """What runs rules and holds their graphs; loading a state keeps it."""
+        return StepRunner(
+            self._rank_group,
+            self._stage_group,
+            self._distribution,
+            max_grad_norm=self._max_grad_norm,
+            update_rms=self._update_rms,
+            compile=self._compile,
+            cuda_graph=self._cuda_graph,
+            batch_elements=self._batch_elements,
+        )
 
     def state_dict(self) -> StateDict:
         """What torch's optimizers give. Of an optimizer on several ranks it is this rank's part.
@@ -475,6 +383,256 @@ class GroupOptimizer(torch.optim.Optimizer):
             self._max_grad_norm,
         )
 
+    # --- the step ----------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that has a gradient; the others are untouched, bit for bit."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._refuse_torch_scaler()
+        self._run_step()
+        return loss
+
+    @torch.no_grad()
+    def scaled_step(self, inverse_scale: Tensor) -> Tensor:
+        """The step of a GradScaler: (), whether the gradients of all ranks were finite."""
+        self._run_step(inverse_scale)
+        assert self._runner.grad_norm is not None
+        return self._runner.grad_norm.isfinite()
+
+    def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+        self.wait_for_parameters()
+        problem = self._find_problem()
+        placements = self._all_placements()
+        self._runner.run(self.param_groups, self.state, placements, problem, inverse_scale)
+        if self._watch.waits:
+            flags = [flag for _, flag in self._runner.present()]
+            ranks = 1 if self._rank_group is None else self._rank_group.size
+            self._watch.look_at_gradients(flags, self.param_groups, ranks)
+        self._tell_outliers()
+
+    def _find_problem(self) -> Problem | None:
+        """What keeps this rank from the step: an error here, or something to tell all ranks."""
+        try:
+            self._check_groups()
+        except Exception as error:
+            if self._rank_group is None and self._stage_group is None:
+                raise
+            return Problem(error)
+        return None
+
+    def _tell_outliers(self) -> None:
+        """Warn, once, of an update that no orthogonalization gives."""
+        group = self._runner.outliers.new()
+        if group is not None:
+            names = parameter_names(self.param_groups[group], group)
+            warn_user(
+                f"an update in param_groups[{group}] ({names[0]!r} and others) was not finite, or "
+                "larger than its orthogonalization can make it, and was written: look for "
+                "gradients that are not finite (max_grad_norm=math.inf skips their steps) and load "
+                "a checkpoint from before; metrics()['outliers'] counts such blocks"
+            )
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether gradients are averaged, or judged with those of other stages, in the step."""
+        averages = self._rank_group is not None and self._distribution.grads == "local"
+        return averages or self._stage_group is not None
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch's GradScaler, which then hands over its scale instead of unscaling."""
+        return self.averages_gradients
+
+    def _refuse_torch_scaler(self) -> None:
+        handed_over = [self.__dict__.pop(key, None) for key in ("grad_scale", "found_inf")]
+        if any(value is not None for value in handed_over):
+            raise RuntimeError(
+                "torch.amp.GradScaler looks at each rank's own gradients, so that its scale would "
+                "differ between ranks: use samestep.GradScaler, which takes the same arguments"
+            )
+
+    def schedule_lines(self) -> tuple[str, ...]:
+        """The operations of a step in order, as text, once there was one."""
+        return self._runner.schedule_lines()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Numbers of the last step, as tensors that nobody has waited for.
+
+        grad_norm: (), the joint norm of the averaged gradients before clipping, where
+            `max_grad_norm` or a GradScaler is in use. If it is not finite, the step has changed
+            nothing.
+        present: (groups,), how many parameters of each group had a gradient on any rank.
+        outliers: (groups,), how many blocks of each group have, since construction, had an update
+            that was not finite or larger than an orthogonalization can make it. 0, unless
+            gradients were not finite.
+        update_rms: (groups,), sqrt(mean(u^2)) of what the learning rate was multiplied with, over
+            all ranks, where `update_rms=True`. NaN for a group without gradients.
+        """
+        return self._runner.metrics(len(self.param_groups))
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients local: for all micro-batches of a step but the last.
+
+        With `overlap_grad_reduce` a backward pass outside of it reduces; gradients that were
+        accumulated inside are part of that.
+        """
+        self._pause_reductions(True)
+        try:
+            yield
+        finally:
+            self._pause_reductions(False)
+
+    def _pause_reductions(self, paused: bool) -> None:
+        for placement in self._placed:
+            placement.pause(paused)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Reduce the gradients so far, and keep only this rank's part of their sum.
+
+        For accumulating without full gradients: call it on every rank after each micro-batch
+        but the last, of which `step()` takes care. It costs the bytes of a reduction each time.
+        Gradients are then gone from `.grad`. Without other ranks it does nothing.
+        """
+        # All plans stage by stage: their launches share one order.
+        for placement in self._placed:
+            placement.end_round()
+        for placement in self._placed:
+            placement.launch_all()
+        for placement in self._placed:
+            placement.keep_sums()
+
+    # --- whole values ------------------------------------------------------------------------
+    #
+    # By the parameter's name, as one process would have them. Collective: every rank calls them,
+    # in the same order, between backward and step or between steps. Each rank gets copies of its
+    # own. A setter takes the value of the first rank, whatever the others give.
+
+    def _values(self) -> FullValues:
+        self.wait_for_parameters()
+        return FullValues(self.param_groups, self.state, self._all_placements())
+
+    @torch.no_grad()
+    def whole_state(self) -> dict[str, State]:
+        """The state of every parameter by name, as one process would keep it, on every rank.
+
+        Put together from the pieces of all ranks; what every rank has does not travel and is this
+        rank's own. For a moment about three times the whole state is in memory: for checks and
+        small models, not for saving large ones.
+        """
+        if self._rank_group is None:
+            self._local.make_missing_state(self.param_groups, self.state)
+        return self._values().whole_state()
+
+    def full_state(self, name: str, key: str) -> Tensor:
+        """One state tensor, such as "exp_avg" or "momentum_buffer"."""
+        return self._values().state(name, key)[key]
+
+    @torch.no_grad()
+    def set_full_state(self, name: str, key: str, value: Tensor) -> None:
+        """Replace one state tensor."""
+        self._values().set_state(name, key, value)
+
+    @torch.no_grad()
+    def full_parameter(self, name: str) -> Tensor:
+        """A parameter in 32 bits or more: its master copy where there is one."""
+        return self._values().parameter(name)
+
+    @torch.no_grad()
+    def set_full_parameter(self, name: str, value: Tensor) -> None:
+        """Replace a parameter, and its master copy with it."""
+        self._values().set_parameter(name, value)
+
+    @torch.no_grad()
+    def full_gradient(self, name: str) -> Tensor | None:
+        """The mean gradient over ranks, before clipping; None if no rank has one.
+
+        Between backward and step. It calls `synchronize()`: gradients that are averaged here are
+        reduced now, are gone from `.grad`, and the step reduces what may come after.
+        """
+        values = self._values()
+        values.param(name)  # raises before anything is reduced
+        self.synchronize()
+        return values.gradient(name)
+
+    @torch.no_grad()
+    def set_full_gradient(self, name: str, value: Tensor) -> None:
+        """Replace the mean gradient over ranks; the parameter is then present.
+
+        As `full_gradient`. What the step uses is value * ranks / ranks, rounded.
+        """
+        values = self._values()
+        value = values.gradient_from_first(name, value)
+        self.synchronize()
+        values.set_gradient(name, value)
+
+    @torch.no_grad()
+    def refresh_master_weights(self) -> None:
+        """Take the parameters' present values for their master copies, on every rank.
+
+        After weights were changed from outside (loaded, clipped, averaged), where
+        `master_weights` is on. Without this call a step takes an edited element for what it is,
+        unless the edit is smaller than the parameter's rounding.
+        """
+        self.wait_for_parameters()
+        for placement in self._all_placements():
+            placement.refresh_masters(self.state)
+
+    def held_state(self) -> Iterator[tuple[str, HeldState]]:
+        """What this rank holds of every state tensor, as boxes of what one process has.
+
+        Views, by the parameter's name, for whoever saves and loads. Every rank tells of every
+        parameter. Not collective.
+        """
+        if self._rank_group is None:
+            self._local.make_missing_state(self.param_groups, self.state)
+        placements = self._all_placements()
+        by_name = FullValues(self.param_groups, self.state, placements).by_name()
+        names = {param: name for name, param in by_name.items()}
+        for placement in placements:
+            for part in placement.held_state(self.state, self.param_groups):
+                yield names[part.param], part
+
+    # --- who has what ------------------------------------------------------------------------
+
+    def owners(self) -> dict[str, tuple[int, ...]]:
+        """By name the ranks that have a plain parameter; ranks beyond have others, or none."""
+        if self._outer_group is not None:  # what others have is a copy
+            return {}
+        values = FullValues(self.param_groups, self.state, self._all_placements())
+        return {
+            name: held_by.members
+            for name, param in values.by_name().items()
+            if mesh_of(param) is None and (held_by := values.holder(param).held_by) is not None
+        }
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether ranks of other pipeline stages have parameters that are not here."""
+        return self._stage_group is not None
+
+    @property
+    def leads_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline stage; False without stages."""
+        return self.is_stage and (self._rank_group is None or self._rank_group.rank == 0)
+
+    def layout_lines(self) -> list[str]:
+        """How work and state are laid out, as text."""
+        return self._distribution.lines()
+
+    # --- copies ------------------------------------------------------------------------------
+
     def __getstate__(self) -> dict[str, Any]:
         if self._placed or self._stage_group is not None:
             raise TypeError(
@@ -489,24 +647,15 @@ class GroupOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._reset_derived()
         if "_compile" in state:  # a copy; when loading, torch passes only state and groups
-            self._reset_runner()
             self._rank_group, self._placed, self._reductions = None, [], {}
             self._constructed = True
             self._outer_group = self._stage_group = None
+            self._runner = self._new_runner()
             self._expects_no_group = not has_process_group()
             self._watch = TrainingWatch(None)
             self._in_flight = ParametersInFlight()
             self._planner = self._new_planner(())
+        self._reset_derived()
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)
-
-
-def _new_recorded_step(*, asked_for: bool) -> "RecordedStep":
-    reason = missing_kernels(torch.device("cuda"))
-    if reason is not None:
-        raise ValueError(f"cuda_graph=True needs kernels, and there are none: {reason}")
-    from samestep.optimizer.recorded_step import RecordedStep
-
-    return RecordedStep(asked_for=asked_for)

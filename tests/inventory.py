@@ -14,7 +14,7 @@ from contextlib import redirect_stdout
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import samestep
 from samestep import cli, presets
@@ -37,7 +37,7 @@ def inventory() -> dict[str, Any]:
         found[name] = sorted(getattr(import_module(name), "__all__", ()))
     for name in ("AdamW", "Muon", "MuonAdamW"):
         optimizer = getattr(samestep, name)
-        found[f"options of {name}"] = sorted(inspect.signature(optimizer).parameters)
+        found[f"options of {name}"] = sorted(_keywords(optimizer))
         found[f"methods of {name}"] = sorted(n for n in dir(optimizer) if not n.startswith("_"))
     for rule in (AdamWRule(), MuonRule()):
         found[f"options of rule {rule.name}"] = sorted(rule.defaults)
@@ -54,6 +54,13 @@ def inventory() -> dict[str, Any]:
     receipts = [path for name in RECEIPTS for path in (ROOT / name).rglob("*.json")]
     found["receipts"] = sorted(str(path.relative_to(ROOT)) for path in receipts)
     return found
+
+
+def _keywords(optimizer: type) -> set[str]:
+    """Parameters of its constructor, also those that come as `**options`."""
+    named = set(inspect.signature(optimizer).parameters)
+    options = get_args(inspect.signature(optimizer).parameters["options"].annotation)
+    return named.union(*(get_type_hints(kind) for kind in options))
 
 
 def _flags(command: str) -> list[str]:

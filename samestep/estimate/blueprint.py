@@ -281,7 +281,7 @@ def blueprint(
                 if (tuple(param.shape), found) not in known:
                     known[tuple(param.shape), found] = _held(tuple(param.shape), found, grid)
     distribution = optimizer._distribution
-    clips, measures = optimizer._max_grad_norm is not None, optimizer._update_rms
+    clips, measures = optimizer._steps.max_grad_norm is not None, optimizer._steps.update_rms
     beside = distribution.beside_dtensors() if lie else distribution
     plain = list(_plain(optimizer, lie, everyone, own_peers or {}))
     shared = []

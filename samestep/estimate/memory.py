@@ -89,7 +89,7 @@ def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
-    master_weights = blueprint.optimizer._master_weights
+    master_weights = blueprint.optimizer._masters
     for sharing in blueprint.shared:
         place = blueprint.grid.place(rank, sharing.peers)
         params += _whole_parameters(sharing)
@@ -207,7 +207,7 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
         most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for param, shape in members:
-            master = needs_master(param, blueprint.optimizer._master_weights)
+            master = needs_master(param, blueprint.optimizer._masters)
             if not on_cpu and len(shape) == 2:
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1

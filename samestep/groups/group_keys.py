@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from samestep.groups.distribution import Distribution
+from samestep.groups.step_options import StepOptions
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
 
 # Keywords of an optimizer that concern all of its groups.
 OF_THE_OPTIMIZER = {
-    *Distribution.__annotations__, "master_weights", "max_grad_norm", "update_rms", "compile",
-    "cuda_graph", "batch_elements", "preset", "overrides", "groups", "matrix_lr", "embedding_lr",
-    "unembedding_lr", "scalar_lr",
+    *Distribution.__annotations__, *StepOptions.__annotations__, "preset", "overrides", "groups",
+    "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr",
 } - {"process_group"}  # fmt: skip
 # Every rule goes with these; "role" is what routing found.
 OF_EVERY_GROUP = {

@@ -17,10 +17,7 @@ from samestep.tooling.warn import warn_user
 Group = dict[str, Any]
 # How parameters are cut and state is kept: no business of the math.
 LAYOUT_KEYS = {"split_sizes", "flatten", "state_dtypes"}
-ALWAYS_KNOWN = (
-    "lr", "weight_decay", "maximize", "preset", "overrides", "groups", "master_weights", "compile",
-    "max_grad_norm", "update_rms",
-)  # fmt: skip
+ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
 
 
 def name_matches(name: str, pattern: str) -> bool:

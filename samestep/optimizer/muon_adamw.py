@@ -20,6 +20,7 @@ from samestep.groups.routing import (
     route_explicit,
     without_wrappers,
 )
+from samestep.groups.step_options import StepOptions
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
 from samestep.presets import preset_options
 from samestep.rules import RULES
@@ -30,9 +31,14 @@ SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
 ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
 
 
-class DistributionOptions(TypedDict, total=False):
-    """Keywords of every optimizer that concern ranks; see `samestep.groups.distribution`."""
+class CommonOptions(TypedDict, total=False):
+    """Keywords of every optimizer: see `StepOptions` and, for those about ranks, `Distribution`."""
 
+    master_weights: bool | None
+    max_grad_norm: float | None
+    update_rms: bool
+    compile: bool | str
+    cuda_graph: bool | None
     sharding: str
     buffers: str
     reduction: str
@@ -58,9 +64,10 @@ class DistributionOptions(TypedDict, total=False):
     strict: bool
 
 
-class MuonOptions(DistributionOptions, total=False):
+class MuonOptions(CommonOptions, total=False):
     """Group keys of the rule "muon" beside the shared ones; see `samestep.rules.muon`."""
 
+    batch_elements: int | None
     momentum: float
     momentum_form: str
     nesterov: bool
@@ -125,18 +132,10 @@ class MuonAdamW(RuleOptimizer):
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
         state_dtypes: keep moments in other dtypes: {"exp_avg": torch.bfloat16, ...}.
-        master_weights: keep a 32-bit copy of 16-bit parameters and update that. Without it most
-            small updates are lost; False says that this is meant, None (the default) warns.
-        max_grad_norm: clip the joint norm of all (averaged) gradients, and skip the whole step
-            if it is not finite; `metrics()` has the norm. math.inf: only that check.
-        update_rms: `metrics()` tells the size of the updates.
-        compile: run the math through torch.compile (True, or the name of a backend).
-        cuda_graph: replay the whole step as one CUDA graph, which takes the host out of it, for one
-            process with its parameters on a GPU. Learning rates stay live; a step with gradients
-            that the graph does not know runs without it. The memory that a step needs beside
-            parameters and state is then kept. None: where that is at most 2% of the GPU's.
-        batch_elements: how many elements of Muon's blocks are orthogonalized at once; fewer need
-            less memory beside parameters and state, and more launches. The bits are the same.
+        master_weights, max_grad_norm, update_rms, compile, cuda_graph, batch_elements: how a step
+            is taken; `samestep.groups.step_options.StepOptions` tells of each.
+        sharding, buffers, reduction, overlap_grad_reduce, process_group, ...: what ranks share;
+            `samestep.groups.distribution.Distribution` tells of each.
     """
 
     def __init__(
@@ -147,18 +146,9 @@ class MuonAdamW(RuleOptimizer):
         preset: str | None = None,
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
-        master_weights: bool | None = None,
-        max_grad_norm: float | None = None,
-        update_rms: bool = False,
-        compile: bool | str = False,
-        cuda_graph: bool | None = None,
-        batch_elements: int | None = None,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
-        for name in options:
-            if name not in MuonAdamWOptions.__annotations__:
-                raise unknown_option(name, MuonAdamWOptions.__annotations__)
-        distribution, given = _split_distribution(params, own_spelling(options))
+        steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
         model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
         rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
@@ -201,13 +191,8 @@ class MuonAdamW(RuleOptimizer):
             params,
             defaults,
             rule_options,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-            update_rms=update_rms,
-            compile=compile,
-            cuda_graph=cuda_graph,
-            batch_elements=batch_elements,
-            distribution=distribution,
+            steps,
+            distribution,
             model=model,
             order_of_use=order_of_use,
         )
@@ -228,30 +213,16 @@ class Muon(RuleOptimizer):
         *,
         eps: float = 1e-7,
         maximize: bool = False,
-        master_weights: bool | None = None,
-        max_grad_norm: float | None = None,
-        update_rms: bool = False,
-        compile: bool | str = False,
-        cuda_graph: bool | None = None,
-        batch_elements: int | None = None,
         **options: Unpack[MuonOptions],
     ) -> None:
-        for name in options:
-            if name not in MuonOptions.__annotations__:
-                raise unknown_option(name, MuonOptions.__annotations__)
-        distribution, rest = _split_distribution(params, own_spelling(options))
+        steps, distribution, rest = _sorted_out(params, options, MuonOptions)
         given = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize, **rest}
         super().__init__(
             params,
             {"rule": "muon", "momentum": MuonRule.defaults["momentum"], **given},
             {"muon": given},
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-            update_rms=update_rms,
-            compile=compile,
-            cuda_graph=cuda_graph,
-            batch_elements=batch_elements,
-            distribution=distribution,
+            steps,
+            distribution,
         )
 
 
@@ -276,17 +247,9 @@ class AdamW(RuleOptimizer):
         maximize: bool = False,
         fused: bool = False,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
-        master_weights: bool | None = None,
-        max_grad_norm: float | None = None,
-        update_rms: bool = False,
-        compile: bool | str = False,
-        cuda_graph: bool | None = None,
-        **options: Unpack[DistributionOptions],
+        **options: Unpack[CommonOptions],
     ) -> None:
-        for name in options:
-            if name not in DistributionOptions.__annotations__:
-                raise unknown_option(name, DistributionOptions.__annotations__)
-        distribution, _ = _split_distribution(params, dict(options))
+        steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
@@ -296,23 +259,26 @@ class AdamW(RuleOptimizer):
             params,
             {"rule": "adamw", **given},
             {"adamw": given},
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-            update_rms=update_rms,
-            compile=compile,
-            cuda_graph=cuda_graph,
-            distribution=distribution,
+            steps,
+            distribution,
         )
 
 
-def _split_distribution(params: Params, options: Group) -> tuple[Distribution, Group]:
-    """The keywords that concern ranks, and the others; DDP has reduced its gradients already."""
-    mine = {k: options[k] for k in DistributionOptions.__annotations__ if k in options}
-    if is_ddp(params):
-        mine.setdefault("grads", "reduced")
-    if isinstance(mine.get("crossover"), str | Path):
-        mine["crossover"] = read_crossover(mine["crossover"])
-    return Distribution(**mine), {k: v for k, v in options.items() if k not in mine}
+def _sorted_out(
+    params: Params, given: Mapping[str, Any], known: type
+) -> tuple[StepOptions, Distribution, Group]:
+    """Keywords by what they concern: steps, ranks, and the rest, which is the rules'."""
+    for name in given:
+        if name not in known.__annotations__:
+            raise unknown_option(name, known.__annotations__)
+    options = own_spelling(given)
+    of_steps = {key: options.pop(key) for key in StepOptions.__annotations__ if key in options}
+    of_ranks = {key: options.pop(key) for key in Distribution.__annotations__ if key in options}
+    if is_ddp(params):  # which has reduced its gradients already
+        of_ranks.setdefault("grads", "reduced")
+    if isinstance(of_ranks.get("crossover"), str | Path):
+        of_ranks["crossover"] = read_crossover(of_ranks["crossover"])
+    return StepOptions(**of_steps), Distribution(**of_ranks), options
 
 
 def _with_names(params: Params) -> tuple[Params, Routable | None]:

@@ -35,6 +35,7 @@ from samestep.groups.param_groups import (
     rule_of,
 )
 from samestep.groups.routing import routable
+from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
 from samestep.layout.blocks import Block
 from samestep.layout.held_state import HeldState
@@ -48,7 +49,6 @@ from samestep.placements.planner import Planner
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.rules import checks
 from samestep.rules.state import State, initial_state
 from samestep.tooling.warn import warn_user
 
@@ -72,26 +72,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         params: Params,
         defaults: dict[str, Any],
         rule_options: Mapping[str, Mapping[str, Any]],
-        *,
-        master_weights: bool | None,
-        compile: bool | str,
-        cuda_graph: bool | None = None,
-        batch_elements: int | None = None,
-        max_grad_norm: float | None,
-        update_rms: bool,
+        steps: StepOptions,
         distribution: Distribution,
+        *,
         model: nn.Module | None = None,
         order_of_use: Iterable[Tensor] = (),
     ) -> None:
-        if max_grad_norm is not None:
-            checks.limit("max_grad_norm", max_grad_norm)
-        checks.boolean("update_rms", update_rms)
-        if cuda_graph is not None:
-            checks.boolean("cuda_graph", cuda_graph)
-        if batch_elements is not None:
-            checks.count("batch_elements", batch_elements)
-        self._max_grad_norm = max_grad_norm
-        self._update_rms = update_rms
+        self._steps = steps
         self._distribution = distribution
         self._rank_group = rank_group(distribution.process_group)
         # Without one, whoever averages elsewhere says grads="reduced".
@@ -113,12 +100,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._constructed = False
         self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
-        self._master_weights = bool(master_weights)
-        self._masters_unsaid = master_weights is None
-        self._compile = compile
-        self._cuda_graph = cuda_graph
-        self._batch_elements = batch_elements
-        self._runner = self._new_runner()
+        self._runner = StepRunner(self._rank_group, self._stage_group, distribution, steps)
         self._reset_derived()
         self._in_flight = ParametersInFlight()
         self._planner = self._new_planner(order_of_use)
@@ -137,11 +119,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._share(range(len(self.param_groups)))
         self._constructed = True
         self._refuse_cuda_graph()
-        if self._masters_unsaid:
+        if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
 
     def _new_planner(self, order_of_use: Iterable[Tensor]) -> Planner:
-        alike = ("master_weights", "max_grad_norm", "update_rms")
         return Planner(
             self._rank_group,
             self._outer_group,
@@ -149,14 +130,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._in_flight,
             order_of_use,
             owner=type(self).__name__,
-            master_weights=self._master_weights,
-            lines=[f"{key} = {getattr(self, f'_{key}')}" for key in alike],
+            master_weights=self._masters,
+            lines=self._steps.lines(),
         )
 
     @property
-    def _device(self) -> torch.device:
-        device: torch.device = self.param_groups[0]["params"][0].device
-        return device
+    def _masters(self) -> bool:
+        return bool(self._steps.master_weights)
 
     def _check_groups(self) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
@@ -177,13 +157,14 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
-        planned = self._planner.plans(
-            self.param_groups, list(indices), self._blocks, self._reductions
-        )
+        wanted = list(indices)
+        planned = self._planner.plans(self.param_groups, wanted, self._blocks, self._reductions)
         made: dict[Tensor, State] = {}
         for placement in planned:  # nothing is made before all are agreed on
-            made |= placement.make_state(self.param_groups, self._master_weights)
-        self.state.update(made)
+            made |= placement.make_state(self.param_groups, self._masters)
+        for param in (p for index in wanted for p in self.param_groups[index]["params"]):
+            if param in made:  # in the order of the groups, which is that of a state dict
+                self.state[param] = made[param]
         for placement in planned:
             placement.activate()
         # Parts last, whichever group came last.
@@ -219,13 +200,13 @@ class RuleOptimizer(torch.optim.Optimizer):
                 del group[key]
         try:
             refuse_flat_parameters(index, group)
-            refuse_unsupported(index, group, compiled=bool(self._compile))
+            refuse_unsupported(index, group, compiled=bool(self._steps.compile))
             self._plan(index, group)
             if reduction is not None:
                 self._reductions[index] = reduction
             if self._constructed:  # those of the constructor go together
                 self._share([index])
-                if self._masters_unsaid:
+                if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
         except Exception:
             self.param_groups.pop()
@@ -238,18 +219,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 if mesh_of(param) is None:
                     self.state[param] = initial_state(
-                        rule_of(group), param, self._blocks[param], group, self._master_weights
+                        rule_of(group), param, self._blocks[param], group, self._masters
                     )
 
     def _refuse_cuda_graph(self) -> None:
         """Raise where a step cannot be one graph."""
-        if not self._cuda_graph:
-            return
-        if self._compile:
-            raise ValueError(
-                "cuda_graph=True and compile exclude each other: leave one of them out"
-            )
-        if self._rank_group is not None or self._placed:
+        if self._steps.cuda_graph and (self._rank_group is not None or self._placed):
             raise ValueError(
                 "cuda_graph=True is for one process: what ranks send depends on who has which "
                 "gradients, which a graph cannot; leave it out"
@@ -269,21 +244,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._checks = GroupChecks()
-        self._local = LocalGroups(self._blocks, self._master_weights)
+        self._local = LocalGroups(self._blocks, self._masters)
         self._runner.forget_plans()
-
-    def _new_runner(self) -> StepRunner:
-        """What runs rules and holds their graphs; loading a state keeps it."""
-        return StepRunner(
-            self._rank_group,
-            self._stage_group,
-            self._distribution,
-            max_grad_norm=self._max_grad_norm,
-            update_rms=self._update_rms,
-            compile=self._compile,
-            cuda_graph=self._cuda_graph,
-            batch_elements=self._batch_elements,
-        )
 
     def state_dict(self) -> StateDict:
         """What torch's optimizers give. Of an optimizer on several ranks it is this rank's part.
@@ -380,7 +342,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.shared_parameters,
             self.sharded_parameters,
             tuple(self.param_groups),
-            self._max_grad_norm,
+            self._steps.max_grad_norm,
         )
 
     # --- the step ----------------------------------------------------------------------------
@@ -639,19 +601,16 @@ class RuleOptimizer(torch.optim.Optimizer):
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
             )
-        mine = (
-            "_rule_options", "_master_weights", "_compile", "_cuda_graph", "_batch_elements",
-            "_max_grad_norm", "_update_rms", "_distribution", "_masters_unsaid",
-        )  # fmt: skip
+        mine = ("_rule_options", "_steps", "_distribution")
         return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_compile" in state:  # a copy; when loading, torch passes only state and groups
+        if "_steps" in state:  # a copy; when loading, torch passes only state and groups
             self._rank_group, self._placed, self._reductions = None, [], {}
             self._constructed = True
             self._outer_group = self._stage_group = None
-            self._runner = self._new_runner()
+            self._runner = StepRunner(None, None, self._distribution, self._steps)
             self._expects_no_group = not has_process_group()
             self._watch = TrainingWatch(None)
             self._in_flight = ParametersInFlight()

@@ -14,6 +14,7 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, any_problem, tell_problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
+from samestep.groups.step_options import StepOptions
 from samestep.kernels.choice import missing as missing_kernels
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
@@ -86,23 +87,15 @@ class StepRunner:
         ranks: RankGroup | None,
         stages: RankGroup | None,
         distribution: Distribution,
-        *,
-        max_grad_norm: float | None,
-        update_rms: bool,
-        compile: bool | str,
-        cuda_graph: bool | None,
-        batch_elements: int | None,
+        options: StepOptions,
     ) -> None:
         self._ranks = ranks
         self._stages = stages
         self._distribution = distribution
-        self._max_grad_norm = max_grad_norm
-        self._update_rms = update_rms
-        self._cuda_graph = cuda_graph
-        self._batch_elements = batch_elements
-        backend = "inductor" if compile is True else compile
+        self._options = options
+        backend = "inductor" if options.compile is True else options.compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
-        self._recorded = _new_recorded_step(asked_for=True) if cuda_graph else None
+        self._recorded = _new_recorded_step(asked_for=True) if options.cuda_graph else None
         self._scalars = StepScalars()
         self.outliers = Outliers()
         self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
@@ -130,7 +123,7 @@ class StepRunner:
         self._device: torch.device = groups[0]["params"][0].device
         self._inverse_scale = inverse_scale
         self._verdict = Verdict()
-        self._sizes = UpdateSizes(len(groups)) if self._update_rms else None
+        self._sizes = UpdateSizes(len(groups)) if self._options.update_rms else None
         for placement in placements:
             placement.begin_step(state, problem)
         try:
@@ -151,7 +144,7 @@ class StepRunner:
         alone = self._ranks is None and self._stages is None and len(self._placements) == 1
         if (
             self._recorded is None
-            and self._cuda_graph is None
+            and self._options.cuda_graph is None
             and alone
             and isinstance(self._placements[0], LocalParameters)
             and self._run is run_rule
@@ -201,7 +194,7 @@ class StepRunner:
         return _step_schedule(
             tuple(placement.shape for placement in self._placements),
             waves=self._distribution.waves,
-            clip=self._max_grad_norm is not None or self._inverse_scale is not None,
+            clip=self._options.max_grad_norm is not None or self._inverse_scale is not None,
             measure=self._sizes is not None,
             chunks_ahead=self._distribution.chunks_ahead,
         )
@@ -264,8 +257,8 @@ class StepRunner:
             norm = norm * scale.to(norm)
         self.grad_norm = norm
         factor = None if scale is None else scale.to(norm)
-        if self._max_grad_norm is not None:
-            clip = clip_factor(norm, self._max_grad_norm)
+        if self._options.max_grad_norm is not None:
+            clip = clip_factor(norm, self._options.max_grad_norm)
             factor = clip if factor is None else factor * clip
         if norm.device.type == "cpu":
             unchanged = factor is not None and float(factor) == 1.0
@@ -330,7 +323,7 @@ class StepRunner:
                 from samestep.update.triton import update_with_kernels
 
                 members = update_with_kernels(
-                    math, index, members, self._kernel_plans, self._batch_elements
+                    math, index, members, self._kernel_plans, self._options.batch_elements
                 )
                 if not members:
                     continue
@@ -340,7 +333,7 @@ class StepRunner:
             measure = self._sizes is not None or is_bounded(rule)
             arguments = math.scalars, math.options, self._run, math.only_if, measure
             if rule.kind == "matrix":
-                for stack in stacks(seen, self._batch_elements):
+                for stack in stacks(seen, self._options.batch_elements):
                     squares = update_blocks(rule, stack, *arguments)
                     self._count(index, stack, squares)
                     if is_bounded(rule) and squares is not None:

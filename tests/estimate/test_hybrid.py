@@ -39,7 +39,7 @@ def measured(rank, world, cases, reduction):
             training._make_gradients(1)
         with samestep.FlightRecorder(last=4096) as recorder:
             optimizer.step()
-        assert optimizer.metrics()["grad_norm"] > 2 * optimizer._max_grad_norm
+        assert optimizer.metrics()["grad_norm"] > 2 * optimizer._steps.max_grad_norm
         optimizer.zero_grad()
         training._make_gradients(2)
         records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]

@@ -274,14 +274,19 @@ def test_a_second_backward_without_no_sync_is_an_error_that_says_what_to_do():
 
 
 def test_a_gradient_edited_after_its_reduction_is_an_error_on_every_rank():
+    flat = {"sharding": "zero1", "buffers": "flat"}
+    cases = [
+        ({"sharding": "zero1"}, lambda p: p.grad.mul_(2), "changed"),
+        ({"sharding": "zero2"}, lambda p: setattr(p, "grad", torch.ones_like(p)), "changed"),
+        ({"sharding": "none"}, lambda p: setattr(p, "grad", None), "dropped"),
+        (flat, lambda p: setattr(p, "grad", None), "dropped"),
+    ]
+
     def job(rank):
         found = []
-        for sharding, edit in (
-            ("zero1", lambda p: p.grad.mul_(2)),
-            ("zero2", lambda p: setattr(p, "grad", torch.ones_like(p))),
-        ):
+        for options, edit, _ in cases:
             model = Net()
-            opt = build(model, sharding=sharding, overlap_grad_reduce=True)
+            opt = build(model, overlap_grad_reduce=True, **options)
             case = (torch.arange(6), LAYERS, 1)
             before = values(model)
             loss_of(model, case).backward()
@@ -301,14 +306,14 @@ def test_a_gradient_edited_after_its_reduction_is_an_error_on_every_rank():
         return found
 
     results = run_forked(3, job)
-    for rank, (first, one, second, two) in enumerate(results):
-        assert same(one, results[0][1])
-        assert same(two, results[0][3])
-        for kind, text in (first, second):
+    for rank, found in enumerate(results):
+        raised, trained = found[::2], found[1::2]
+        assert all(map(same, trained, results[0][1::2]))
+        for (kind, text), (_, _, done) in zip(raised, cases, strict=True):
             assert "second.weight" in text
             assert "rank 1" in text
             assert (kind is RankProblemError) == (rank != 1)
-            assert rank != 1 or "was changed on rank 1 after it was reduced" in text
+            assert rank != 1 or f"was {done} on rank 1 after it was reduced" in text
 
 
 def test_a_dropped_optimizer_does_not_go_on_reducing():

@@ -230,17 +230,24 @@ class GradientReducer:
         return Problem(RuntimeError(message))
 
     def _changed_gradient(self) -> Problem | None:
-        """A gradient that was set or edited after it was packed would be lost in silence."""
+        """A gradient that was set, edited or dropped after it was packed: in silence it would count.
+
+        Where full gradients are given back once they are reduced, nobody can drop one.
+        """
         for index, taken in self._taken.items():
             grad = self._params[index].grad
             found = None if grad is None else (grad.data_ptr(), grad._version)
-            if found is not None and found != taken:
-                message = (
-                    f"the gradient of {self._name(index)!r} was changed on rank {self._rank} after "
-                    "it was reduced inside backward: use max_grad_norm to clip, or build the "
-                    "optimizer with overlap_grad_reduce=False to edit gradients"
-                )
-                return Problem(RuntimeError(message), index)
+            if found == taken:
+                continue
+            done, way = "changed", "use max_grad_norm to clip, or "
+            if found is None:
+                done, way = "dropped", "freeze the parameter before backward, or "
+            message = (
+                f"the gradient of {self._name(index)!r} was {done} on rank {self._rank} after it "
+                f"was reduced inside backward: {way}build the optimizer with "
+                "overlap_grad_reduce=False to edit gradients"
+            )
+            return Problem(RuntimeError(message), index)
         return None
 
     def accumulate(self) -> None:

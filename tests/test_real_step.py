@@ -497,20 +497,17 @@ def test_state_of_another_rank_or_plan_is_refused():
         for optimizer, file in (
             (make(), files[1 - rank]),
             (make(sharding="none"), mine),
-            (make(), samestep_state_of_one_process()),
+            (make(bucket_size=16), mine),
         ):
             with pytest.raises(ValueError, match="loaded state") as caught:
                 optimizer.load_state_dict(file)
             texts.append(str(caught.value))
         return texts, mine
 
-    def samestep_state_of_one_process():
-        return torch.optim.Muon([nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]).state_dict()
-
-    for rank, ((other, plan, single), part) in enumerate(run_forked(2, job)):
+    for rank, ((other, whole, plan), part) in enumerate(run_forked(2, job)):
         assert f"of rank {1 - rank}, and this is rank {rank}" in other
+        assert "one of 2 ranks' parts, and all of it is needed" in whole
         assert "another plan" in plan
-        assert "that of one process, and one of 2 ranks' parts is needed" in single
         params = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
-        with pytest.raises(ValueError, match="one of 2 ranks' parts, and that of one process"):
+        with pytest.raises(ValueError, match="one of 2 ranks' parts, and all of it is needed"):
             samestep.Muon(params).load_state_dict(part)

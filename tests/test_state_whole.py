@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import samestep
 from tests.ranks import run_forked, run_threaded
@@ -101,6 +104,98 @@ def test_every_layout_has_the_state_of_one_process(world):
     for state in expected.values():
         moved = [t for of_name in state.values() for key, t in of_name.items() if t.any()]
         assert len(moved) > 20  # it is not zeros that were compared
+
+
+LOADING = {
+    "none": {"sharding": "none"},
+    "zero1": {"sharding": "zero1"},
+    "zero2": {"sharding": "zero2"},
+    "flat": {"sharding": "zero2", "buffers": "flat"},
+}
+
+
+@pytest.mark.parametrize("world", [2, 3, 5] if SOAK else [3])
+@pytest.mark.parametrize("case", ["fp32", "bf16 master"])
+def test_whole_state_loads_into_every_layout(world, case):
+    """What one process saved, and what one of several ranks that have all of it saved."""
+    dtype, options = CASES[case]
+    single = Model().to(dtype)
+    one = build(single, **options)
+    single_steps(single, one, world, 3, make=exact_gradient(world))
+    expected, saved, weights = one.whole_state(), one.state_dict(), single.state_dict()
+
+    def job(rank):
+        for name, layout in LOADING.items():
+            model = Model().to(dtype)
+            opt = build(
+                model, reduction="ordered", crossover=20, bucket_size=150, **layout, **options
+            )
+            model.load_state_dict(weights)
+            opt.load_state_dict(saved)
+            assert_same_bits(opt.whole_state(), expected)
+            if name != "none":
+                assert opt.state_dict()["part"]["rank"] == rank
+                continue
+            file = io.BytesIO()
+            if rank == 0:  # as a trainer does it
+                torch.save(opt.state_dict(), file)
+            content = [file.getvalue()]
+            dist.broadcast_object_list(content)
+            again = torch.load(io.BytesIO(content[0]), weights_only=True)
+        for layout in LOADING.values():
+            model = Model().to(dtype)
+            opt = build(
+                model, reduction="ordered", crossover=20, bucket_size=150, **layout, **options
+            )
+            model.load_state_dict(weights)
+            opt.load_state_dict(again)
+            assert_same_bits(opt.whole_state(), expected)
+        return again
+
+    for again in run_forked(world, job):
+        other = build(Model().to(dtype), **options)
+        other.load_state_dict(again)
+        assert_same_bits(other.whole_state(), expected)
+
+
+def test_whole_state_that_does_not_fit_changes_nothing():
+    """It is refused with the name, on every rank."""
+    single = Small()
+    one = samestep.MuonAdamW(single, **SMALL)
+    saved = one.state_dict()
+    number = next(i for i, state in saved["state"].items() if "momentum_buffer" in state)
+    saved["state"][number]["momentum_buffer"] = torch.zeros(3, 3)
+
+    def job(rank):
+        for sharding in SHARDINGS:
+            model = Small()
+            opt = samestep.MuonAdamW(model, **SMALL, crossover=1, sharding=sharding)
+            ranks_steps(model, opt, rank, 1)
+            before = opt.whole_state()
+            with pytest.raises(ValueError, match=r"'momentum_buffer' of '.*' was saved with shape"):
+                opt.load_state_dict(saved)
+            assert_same_bits(opt.whole_state(), before)
+        return True
+
+    assert run_forked(2, job) == [True] * 2
+
+
+def test_whole_state_loads_into_dtensors():
+    """Parts of DTensors are taken out of what one process has; plain parameters beside them."""
+    single = Small()
+    one = samestep.MuonAdamW(single, **SMALL)
+    single_steps(single, one, 2, 2)
+    expected, saved = one.whole_state(), one.state_dict()
+
+    def job(rank):
+        model = Small()
+        fully_shard(model.hidden, mesh=init_device_mesh("cpu", (2,)))
+        opt = samestep.MuonAdamW(model, **SMALL)
+        opt.load_state_dict(saved)
+        assert_same_bits(opt.whole_state(), expected)
+        return True
+
+    assert run_forked(2, job) == [True] * 2
 
 
 def test_masters_start_as_the_parameters_signs_of_zero_included():
@@ -318,12 +413,15 @@ def test_a_group_added_on_the_way_is_part_of_it():
     assert run_threaded(world, job) == [True] * world
 
 
+PACKED = {"crossover": 1, "bucket_size": 9}
+
+
 def test_the_fingerprint_is_that_of_the_plan():
     assert samestep.MuonAdamW(Small(), **SMALL).fingerprint() == ""
 
     def job(rank):
         found = []
-        for options in ({"crossover": 1}, {"crossover": 1}, {"crossover": 30}, {"bucket_size": 9}):
+        for options in ({"crossover": 1}, {"crossover": 1}, {"crossover": 30}, PACKED):
             opt = samestep.MuonAdamW(Small(), **SMALL, **options)
             assert opt.state_dict()["part"]["plan"] == opt.fingerprint()
             found.append(opt.fingerprint())

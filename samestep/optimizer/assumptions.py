@@ -414,7 +414,7 @@ REGISTER: tuple[Assumption, ...] = (
     Assumption(
         "whole parameters",
         "A plain parameter is all of that parameter, not a flattened shard of FSDP1.",
-        "samestep.groups.mistakes:refuse_flat_parameter",
+        "samestep.groups.mistakes:refuse_flat_parameters",
         "construction",
         "negligible time on the CPU",
         _all_params,

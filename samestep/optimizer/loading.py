@@ -13,9 +13,12 @@ from samestep.groups.param_groups import (
     own_spelling,
     parameter_names,
 )
+from samestep.layout.blocks import Shape
+from samestep.placements.registry import mesh_of
 from samestep.rules.state import MASTER, State
 
 StateDict = dict[str, Any]
+PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
 PART = "part"  # in a state dict: which rank's part of a plan it is
 
 
@@ -30,12 +33,17 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     torch_load: Callable[[StateDict], None],
     state_dict: StateDict,
+    shapes: Mapping[Tensor, Mapping[str, Shape]],
+    put_whole: PutWhole,
 ) -> None:
     """Run torch's own `load_state_dict`, hooks included, around our check and copy.
 
     torch casts floating state to the parameter's dtype, which would round fp32 moments of
     bf16 parameters. So the last pre-hook checks everything and hides the tensors from the
     cast, and the first post-hook copies them into the state that exists.
+
+    Parameters in `shapes` have the state of one process in the state dict, in these shapes:
+    `put_whole(param, state, whole)` takes out of it what belongs here.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
@@ -46,12 +54,16 @@ def load_state(
     own: dict[Tensor, State] = dict(optimizer.state)
 
     def check_and_hide(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
-        return _checked(optimizer, loaded)
+        return _checked(optimizer, loaded, shapes)
 
     def copy_into_place(_: torch.optim.Optimizer) -> None:
         for param, state in own.items():
             hidden = optimizer.state.get(param)
-            _fill(param, state, hidden["hidden"].state if hidden else None)
+            saved = hidden["hidden"].state if hidden else {}
+            whole = {} if param not in shapes else _plain(saved, param.device)
+            put_whole(param, state, whole)
+            # Not before: what is loaded may lie where it goes to, as in torch's checkpoints.
+            _fill(param, {key: state[key] for key in state if key not in whole}, saved)
             optimizer.state[param] = state
 
     pre = optimizer.register_load_state_dict_pre_hook(check_and_hide)
@@ -64,20 +76,25 @@ def load_state(
 
 
 def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None) -> None:
-    """Raise unless a state is whole and wanted whole, or is this rank's part of the same plan."""
+    """Raise unless a state is whole, or is this rank's part of the same plan."""
     saved = state_dict.get(PART) if isinstance(state_dict, Mapping) else None
-    if saved == mine or not isinstance(state_dict, Mapping):
+    if saved is None or saved == mine:
         return
-    if saved is None or mine is None or saved["ranks"] != mine["ranks"]:
-        what, wanted = (_whole_or_part(part) for part in (saved, mine))
+    way = (
+        "every rank loads the file that it has saved, on as many ranks. To save on one rank and "
+        'load on any number of them, build the optimizer with sharding="none", or save with '
+        "samestep.save(path, model, optimizer), which all ranks call"
+    )
+    if mine is None or saved["ranks"] != mine["ranks"]:
+        wanted = "all of it" if mine is None else f"one of {mine['ranks']} ranks' parts"
         raise ValueError(
-            f"the loaded state is {what}, and {wanted} is needed: every rank loads the file it "
-            "has saved, on as many ranks"
+            f"the loaded state is one of {saved['ranks']} ranks' parts, and {wanted} is needed: "
+            f"{way}"
         )
     if saved["rank"] != mine["rank"]:
         raise ValueError(
-            f"the loaded state is that of rank {saved['rank']}, and this is rank {mine['rank']}: "
-            "every rank loads the file it has saved"
+            f"the loaded state is the part of rank {saved['rank']}, and this is rank "
+            f"{mine['rank']}: {way}"
         )
     raise ValueError(
         "the loaded state was saved with another plan of who owns what: build the optimizer with "
@@ -85,15 +102,17 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None) -> None:
     )
 
 
-def _whole_or_part(part: Mapping[str, Any] | None) -> str:
-    return "that of one process" if part is None else f"one of {part['ranks']} ranks' parts"
+def _plain(saved: Mapping[str, Any], device: torch.device) -> State:
+    """The tensors of a saved entry that are no DTensors: whole ones."""
+    whole = {key: torch.as_tensor(value).to(device) for key, value in saved.items()}
+    return {key: tensor for key, tensor in whole.items() if mesh_of(tensor) is None}
 
 
 @torch.no_grad()
-def _fill(param: Tensor, state: State, saved: Mapping[str, Any] | None) -> None:
+def _fill(param: Tensor, state: State, saved: Mapping[str, Any]) -> None:
     """Copy a saved entry; without one (saved before its first step) start afresh."""
     for key, tensor in state.items():
-        if saved is not None and key in saved:
+        if key in saved:
             tensor.copy_(torch.as_tensor(saved[key]))
         elif key == MASTER and tensor.shape == param.shape:
             tensor.copy_(param)
@@ -101,7 +120,11 @@ def _fill(param: Tensor, state: State, saved: Mapping[str, Any] | None) -> None:
             tensor.zero_()  # pieces of a master that are not the parameter's take its value later
 
 
-def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
+def _checked(
+    optimizer: torch.optim.Optimizer,
+    loaded: StateDict,
+    shapes: Mapping[Tensor, Mapping[str, Shape]],
+) -> StateDict:
     """The state dict in our order, with our keys and hidden tensors; raises if it does not fit."""
     saved_groups = loaded["param_groups"]
     if len(saved_groups) != len(optimizer.param_groups):
@@ -117,7 +140,8 @@ def _checked(optimizer: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
         for name, param, saved_id in zip(names, group["params"], ids, strict=True):
             entry = loaded["state"].get(saved_id)
             if entry:
-                _check_entry(name, optimizer.state[param], entry)
+                own = {key: tuple(tensor.shape) for key, tensor in optimizer.state[param].items()}
+                _check_entry(name, shapes.get(param, own), entry)
                 state[saved_id] = {"hidden": _Hidden(entry)}
     known = {saved_id for saved in saved_groups for saved_id in saved["params"]}
     unknown = [key for key in loaded["state"] if key not in known]
@@ -179,19 +203,20 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
     return merged
 
 
-def _check_entry(name: str, state: State, entry: Mapping[str, Any]) -> None:
+def _check_entry(name: str, shapes: Mapping[str, Shape], entry: Mapping[str, Any]) -> None:
     """The saved entry of one parameter has our keys and shapes."""
-    missing = set(state) - set(entry) - {MASTER}  # a master copy can be made from the parameter
-    unexpected = set(entry) - set(state)
+    missing = set(shapes) - set(entry) - {MASTER}  # a master copy can be made from the parameter
+    unexpected = set(entry) - set(shapes)
     if missing or unexpected:
         hint = "; build the optimizer with master_weights=True" if MASTER in unexpected else ""
         raise ValueError(
-            f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(state)} "
+            f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(shapes)} "
             f"are needed{hint}"
         )
     for key, value in entry.items():
-        shape, expected = tuple(torch.as_tensor(value).shape), tuple(state[key].shape)
-        if shape != expected:
+        shape = tuple(torch.as_tensor(value).shape)
+        if shape != shapes[key]:
             raise ValueError(
-                f"state {key!r} of {name!r} was saved with shape {shape}, but {expected} is needed"
+                f"state {key!r} of {name!r} was saved with shape {shape}, but {shapes[key]} is "
+                "needed"
             )

@@ -1,6 +1,7 @@
 """An optimizer: its groups, state and plans, and what users ask of it; `step.py` has the step."""
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -37,7 +38,7 @@ from samestep.groups.param_groups import (
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
-from samestep.layout.blocks import Block
+from samestep.layout.blocks import Block, Shape
 from samestep.layout.held_state import HeldState
 from samestep.optimizer import assumptions
 from samestep.optimizer.full_values import FullValues
@@ -248,11 +249,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._runner.forget_plans()
 
     def state_dict(self) -> StateDict:
-        """What torch's optimizers give. Of an optimizer on several ranks it is this rank's part.
+        """What torch's optimizers give: all of the state, where this rank has all of it.
 
-        Such a part says whose it is, and loads only there.
+        Where ranks share the state it is this rank's part, says so, and loads only there. Not
+        collective: whoever saves may call it on one rank.
         """
-        saved = super().state_dict()
         part = self._part()
         if part is not None and self.sharded_parameters:
             raise RuntimeError(
@@ -260,14 +261,21 @@ class RuleOptimizer(torch.optim.Optimizer):
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
-        return saved if part is None else {**saved, PART: part}
+        if part is not None:
+            return {**super().state_dict(), PART: part}
+        whole: dict[Tensor, State] = {}
+        for shared in self.shared_parameters:
+            whole |= shared.gather_state(self.state, self.param_groups)()
+        own = self.state
+        self.state = defaultdict(dict, {param: whole.get(param, own[param]) for param in own})
+        try:  # so that whoever has hooked into it sees what is saved
+            return super().state_dict()
+        finally:
+            self.state = own
 
     def _part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it."""
-        shared = self.shared_parameters
-        if not shared or self._rank_group is None:
-            return None
-        if self.sharded_parameters and all(plan.keeps_all for plan in shared):
+        if self._rank_group is None or all(plan.keeps_all for plan in self.shared_parameters):
             return None
         ranks = self._rank_group
         return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
@@ -301,15 +309,37 @@ class RuleOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load state without changing its dtype; on an error nothing has changed.
 
-        Takes what `state_dict()` gave here, also before a first step, and the files of
-        torch.optim.AdamW and torch.optim.Muon for groups of the same rule. Where both sides
-        have parameter names, these decide, not the order.
+        Takes what `state_dict()` gave here, also before a first step; the whole state of one
+        process, of which every rank takes what it keeps; and the files of torch.optim.AdamW and
+        torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
+        decide, not the order. On several ranks all of them call it.
         """
         check_part(state_dict, self._part())
         self.wait_for_parameters()
-        load_state(self, super().load_state_dict, state_dict)
+        is_part = isinstance(state_dict, Mapping) and PART in state_dict
+        shapes = {} if is_part else self._shapes_of_whole_state()
+        load_state(self, super().load_state_dict, state_dict, shapes, self._put_whole)
         for placement in self._placed:
             placement.mend_replicas()
+
+    def _shapes_of_whole_state(self) -> dict[Tensor, dict[str, Shape]]:
+        """Of parameters that ranks share, or have parts of: what one process keeps of each."""
+        found = {}
+        for group in self.param_groups if self._placed else ():
+            for param in group["params"]:
+                like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                state = initial_state(
+                    rule_of(group), like, self._blocks[param], group, self._masters
+                )
+                found[param] = {key: tuple(tensor.shape) for key, tensor in state.items()}
+        return found
+
+    @torch.no_grad()
+    def _put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
+        """Take out of a parameter's whole state what belongs here."""
+        for key in whole:
+            holder = next(placed for placed in self._placed if placed.holds(param))
+            holder.put_state({param: state}, self.param_groups, param, key, whole)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.

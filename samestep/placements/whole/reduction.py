@@ -230,7 +230,7 @@ class GradientReducer:
         return Problem(RuntimeError(message))
 
     def _changed_gradient(self) -> Problem | None:
-        """A gradient that was set, edited or dropped after it was packed: in silence it would count.
+        """A gradient that was set, edited or dropped after it was packed would count in silence.
 
         Where full gradients are given back once they are reduced, nobody can drop one.
         """

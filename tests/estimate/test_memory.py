@@ -6,7 +6,7 @@ import pytest
 
 from samestep.comm.groups import registry
 from samestep.estimate.memory import rank_memory
-from samestep.placements.parts.sharded import local_part
+from samestep.placements.parts.held_parts import local_part
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.sharded_training import new_training
 from tests.counting_group import CountingGroup

@@ -34,8 +34,8 @@ from samestep.kernels.parts import (
     StepPart,
 )
 from samestep.kernels.tables import Table
+from samestep.placements.parts.held_parts import local_part
 from samestep.placements.parts.kernel_stages import KernelStages
-from samestep.placements.parts.sharded import local_part
 from samestep.rules.muon import MuonRule, lr_factor
 from samestep.rules.orthogonalize import _standard
 from tests.kernels.cases import DEVICE, INTERPRETED, NANOCHAT, QUICK, number, random

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from samestep.comm.meshes import Held
 from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.block_stages import PlainStages
+from samestep.placements.parts.held_parts import HeldParts
 from samestep.plan.block_exchange import (
     ChunkTransfers,
     ExchangePlan,
@@ -30,25 +30,24 @@ from samestep.update.plain import GroupMaths
 
 if TYPE_CHECKING:
     from samestep.placements.parts.kernel_stages import SpreadBlocks
-    from samestep.placements.parts.sharded import ShardedParameters
 
 
 class Stages(Protocol):
     """One chunk of blocks, stage by stage."""
 
-    def collect(self, held: "ShardedParameters", math: GroupMaths) -> None:
+    def collect(self, held: HeldParts, math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
         ...
 
-    def transform(self, held: "ShardedParameters", math: GroupMaths) -> None:
+    def transform(self, held: HeldParts, math: GroupMaths) -> None:
         """Run the rule on the whole blocks that this rank owns."""
         ...
 
-    def give_back(self, held: "ShardedParameters") -> None:
+    def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         ...
 
-    def apply(self, held: "ShardedParameters", math: GroupMaths, *, gives_back: bool) -> None:
+    def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
         """Step in the directions, on the parts held here."""
         ...
 
@@ -56,13 +55,12 @@ class Stages(Protocol):
 class BlockExchange:
     """The plan for the blocks of one mesh, at work."""
 
-    def __init__(
-        self, held: "ShardedParameters", boxes: Sequence[Held], distribution: Distribution
-    ) -> None:
+    def __init__(self, held: HeldParts, distribution: Distribution) -> None:
         specs = [
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), of_param.boxes, of_param.replicas)
-            for spec, of_param in zip(held.specs, boxes, strict=True)
+            for spec, of_param in zip(held.specs, held.boxes, strict=True)
         ]
+        self._held = held
         ranks, device = held.group.size, held.device
         self.plan = planned(specs, ranks, distribution, device)
         transfers = transfers_of(self.plan, held.params, held.specs, ranks, distribution, device)
@@ -84,8 +82,9 @@ class BlockExchange:
                 )
         return lines
 
-    def prepare(self, held: "ShardedParameters") -> None:
+    def prepare(self) -> None:
         """There is state now: make what blocks need to travel."""
+        held = self._held
         chunks = [
             (BlockMoves(transfers, chunk, held.group, held.device), held.held_parts(chunk))
             for transfers, chunk in zip(self.shape.chunk_transfers, self.plan.chunks, strict=True)
@@ -96,14 +95,14 @@ class BlockExchange:
 
             self._kernels = SpreadBlocks(chunks, self.shape.gives_back)
 
-    def begin_step(self, held: "ShardedParameters") -> None:
+    def begin_step(self) -> None:
         """Gradients are there."""
         if self._kernels is not None:
-            self._kernels.begin_step(held)
+            self._kernels.begin_step(self._held)
 
-    def run(self, operation: OfBucket, held: "ShardedParameters", math: GroupMaths) -> None:
+    def run(self, operation: OfBucket, math: GroupMaths) -> None:
         """One stage of one chunk; other operations are not about blocks."""
-        number = operation.bucket.bucket
+        number, held = operation.bucket.bucket, self._held
         match operation:
             case Collect():
                 stages: Stages | None = None

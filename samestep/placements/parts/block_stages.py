@@ -4,31 +4,28 @@ Only what needs the whole block is done by the owner.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.state import MASTER, math_dtype
 from samestep.update.plain import GroupMaths, direction_squares, exact_value, is_bounded
-
-if TYPE_CHECKING:
-    from samestep.placements.parts.sharded import HeldPart, ShardedParameters
 
 
 class PlainStages:
     """One chunk."""
 
-    def __init__(self, moves: BlockMoves, mine: "Sequence[HeldPart]") -> None:
+    def __init__(self, moves: BlockMoves, mine: Sequence[HeldPart]) -> None:
         self._moves = moves
         self._mine = mine
         self._prepared: dict[Key, Tensor] = {}
         self._directions: dict[Key, Tensor] = {}
 
-    def collect(self, held: "ShardedParameters", math: GroupMaths) -> None:
+    def collect(self, held: HeldParts, math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
         prepared: dict[Key, Tensor] = {}
         for part in self._mine:
@@ -48,7 +45,7 @@ class PlainStages:
         self._moves.collect(prepared)
         self._prepared = prepared
 
-    def transform(self, held: "ShardedParameters", math: GroupMaths) -> None:
+    def transform(self, held: HeldParts, math: GroupMaths) -> None:
         """Run the rule on the whole blocks that this rank owns, those of one shape together."""
         blocks = self._moves.blocks(self._prepared)
         self._prepared = {}
@@ -81,7 +78,7 @@ class PlainStages:
                 held.put(route, of_group, pairs)
         self._directions = directions
 
-    def give_back(self, held: "ShardedParameters") -> None:
+    def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         extra = {}
         for route in self._moves.chunk:
@@ -91,7 +88,7 @@ class PlainStages:
                     extra[route.key] = torch.cat([t.reshape(-1) for t in state.values()])
         self._moves.give_back(self._directions, extra)
 
-    def apply(self, held: "ShardedParameters", math: GroupMaths, *, gives_back: bool) -> None:
+    def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
         """Step in the directions, on the parts held here."""
         came = self._moves.parts() if gives_back else {}
         own, self._directions = self._directions, {}

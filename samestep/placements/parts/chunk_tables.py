@@ -7,7 +7,7 @@ that this rank owns.
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,12 +27,10 @@ from samestep.kernels.parts import (
 from samestep.kernels.ways import padded
 from samestep.layout.blocks import Shape
 from samestep.placements.parts.block_moves import BlockMoves
+from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State
-
-if TYPE_CHECKING:
-    from samestep.placements.parts.sharded import HeldPart, ShardedParameters
 
 ROOM = 64  # elements: blocks in a buffer begin at multiples of it
 
@@ -68,7 +66,7 @@ class _Owned(NamedTuple):
 class Held(NamedTuple):
     """A part that this rank holds, and where its direction will be."""
 
-    part: "HeldPart"
+    part: HeldPart
     size: Size
     source: SourceRows
 
@@ -78,9 +76,9 @@ class ChunkTables:
 
     def __init__(
         self,
-        held: "ShardedParameters",
+        held: HeldParts,
         moves: BlockMoves,
-        mine: "Sequence[HeldPart]",
+        mine: Sequence[HeldPart],
         gives_back: bool,
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
@@ -112,7 +110,7 @@ class ChunkTables:
         own = self._owned[key]
         return self._jobs[own.job].states[own.place]
 
-    def _owned_batches(self, held: "ShardedParameters") -> list[tuple[int, list[Job]]]:
+    def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[Job]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
         mine = [route for route in self.moves.chunk if route.owner == held.group.rank]
         alike = _by(mine, lambda route: (held.specs[route.param].group, *sorted(route.block.shape)))
@@ -151,7 +149,7 @@ class ChunkTables:
         return SourceRows(own.job, own.place * short * long + along, long, tall)
 
     def _momentum_launches(
-        self, held: "ShardedParameters", grad_dtypes: Sequence[torch.dtype]
+        self, held: HeldParts, grad_dtypes: Sequence[torch.dtype]
     ) -> list[tuple[int, MomentumOfParts]]:
         sent: dict[Key, list[int]] = {}
         for item in self.moves.to.out:
@@ -211,14 +209,14 @@ class ChunkTables:
                 found.append(Move(size, source, Rows(item.start, size.cols)))
         return Moves(found, self._device) if found else None
 
-    def _source(self, part: "HeldPart", size: Size, came: dict[Key, int]) -> SourceRows:
+    def _source(self, part: HeldPart, size: Size, came: dict[Key, int]) -> SourceRows:
         """Where the direction of a part is: among this rank's own, or in what came, the last."""
         key = part.route.key
         if key in self._owned:
             return self._in_directions(key, _first(part.route, part.in_block, size))
         return SourceRows(len(self._jobs), came[key], size.cols)
 
-    def _step_launches(self, held: "ShardedParameters") -> list[tuple[int, StepOfParts]]:
+    def _step_launches(self, held: HeldParts) -> list[tuple[int, StepOfParts]]:
         found = []
         for part, size, source in self.parts:
             route = part.route

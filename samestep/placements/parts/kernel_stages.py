@@ -8,7 +8,6 @@ the dtype in which it travels; so does the owner. `SpreadBlocks` says which chun
 import operator
 from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,18 +18,16 @@ from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.kernels.tables import Table
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError
+from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.rules.state import State
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
 from samestep.update.triton import can_run
-
-if TYPE_CHECKING:
-    from samestep.placements.parts.sharded import HeldPart, ShardedParameters
 
 
 class StepTables:
     """Gradients, presence and options of one step."""
 
-    def __init__(self, held: "ShardedParameters", params: Sequence[int]) -> None:
+    def __init__(self, held: HeldParts, params: Sequence[int]) -> None:
         # Contiguous: as tables of parts take them to be. Kept until all launches have read them.
         self._grads = [held.gradient_of(index).contiguous() for index in params]
         self.dtypes = [grad.dtype for grad in self._grads]
@@ -75,7 +72,7 @@ class KernelStages:
         self._out: Tensor | None = None
         self._directions: list[Tensor] = []
 
-    def collect(self, held: "ShardedParameters", math: GroupMaths) -> None:
+    def collect(self, held: HeldParts, math: GroupMaths) -> None:
         """Prepare the parts held here, and start sending them to the owners."""
         out = torch.empty(self._tables.size, dtype=self._tables.moves.dtype, device=held.device)
         for group, parts in self._tables.momenta:
@@ -85,7 +82,7 @@ class KernelStages:
         self._tables.moves.send_there(out[: self._tables.sent])
         self._out = out
 
-    def transform(self, held: "ShardedParameters", math: GroupMaths) -> None:
+    def transform(self, held: HeldParts, math: GroupMaths) -> None:
         """Orthogonalize the blocks that this rank owns."""
         received = self._tables.moves.arrived()
         out, self._out = self._out, None
@@ -111,7 +108,7 @@ class KernelStages:
                     of_group.bounds.look_at(group, squares, largest, of_group.only_if)
                 self._directions.append(finished(given, directions, step, self._tables.moves.dtype))
 
-    def give_back(self, held: "ShardedParameters") -> None:
+    def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
         way, buffer = self._tables.moves.back, self._tables.moves.nothing
         if way.out:
@@ -126,7 +123,7 @@ class KernelStages:
                 buffer[begin : begin + item.beside] = self._tables.moves.packed_beside(extra)
         self._tables.moves.send_back(buffer)
 
-    def apply(self, held: "ShardedParameters", math: GroupMaths, *, gives_back: bool) -> None:
+    def apply(self, held: HeldParts, math: GroupMaths, *, gives_back: bool) -> None:
         """Step in the directions, on the parts held here."""
         sources, self._directions = self._directions, []
         if gives_back:
@@ -141,7 +138,7 @@ class KernelStages:
             of_group, _ = self._step.of_group(held.specs[part.route.param].group, math)
             held.count(part.route, of_group, _taken(sources, source, size))
 
-    def _put_whole_states(self, held: "ShardedParameters", received: Tensor) -> None:
+    def _put_whole_states(self, held: HeldParts, received: Tensor) -> None:
         """Take over what owners decided with whole blocks in sight."""
         moves = self._tables.moves
         if any(item.beside for item in moves.back.into):
@@ -164,7 +161,7 @@ class SpreadBlocks:
     """The chunks of one placement. Tables are made once, unless something is replaced."""
 
     def __init__(
-        self, chunks: "Sequence[tuple[BlockMoves, list[HeldPart]]]", gives_back: bool
+        self, chunks: Sequence[tuple[BlockMoves, list[HeldPart]]], gives_back: bool
     ) -> None:
         self._chunks = chunks
         self._gives_back = gives_back
@@ -175,15 +172,13 @@ class SpreadBlocks:
         self._groups: dict[int, set[int]] = {}
         self._step: StepTables | None = None
 
-    def begin_step(self, held: "ShardedParameters") -> None:
+    def begin_step(self, held: HeldParts) -> None:
         """Forget what was replaced since the last step."""
         self._step = None
         if self._known is None or not self._known.is_still(held, self._params):
             self._known, self._tables = _Known(held, self._params), {}
 
-    def stages(
-        self, held: "ShardedParameters", number: int, math: GroupMaths
-    ) -> KernelStages | None:
+    def stages(self, held: HeldParts, number: int, math: GroupMaths) -> KernelStages | None:
         """A chunk with the tables of this step; None: plain torch does it."""
         if self._step is None:
             assert self._known is not None
@@ -203,9 +198,7 @@ class SpreadBlocks:
     def end_step(self) -> None:
         self._step = None
 
-    def _made(
-        self, held: "ShardedParameters", moves: BlockMoves, mine: "list[HeldPart]"
-    ) -> ChunkTables | None:
+    def _made(self, held: HeldParts, moves: BlockMoves, mine: list[HeldPart]) -> ChunkTables | None:
         assert self._known is not None
         dtypes = self._known.grad_dtypes
         try:
@@ -217,13 +210,13 @@ class SpreadBlocks:
 class _Known:
     """Parameters and state as a step found them."""
 
-    def __init__(self, held: "ShardedParameters", params: Sequence[int]) -> None:
+    def __init__(self, held: HeldParts, params: Sequence[int]) -> None:
         self._states = [held.state_of(index) for index in params]
         self._tensors = _tensors(self._states)
         self._addresses = _addresses(held, params)
         self.grad_dtypes: list[torch.dtype] = []
 
-    def is_still(self, held: "ShardedParameters", params: Sequence[int]) -> bool:
+    def is_still(self, held: HeldParts, params: Sequence[int]) -> bool:
         """Whether nothing was replaced since."""
         states = [held.state_of(index) for index in params]
         tensors = _tensors(states)
@@ -239,5 +232,5 @@ def _tensors(states: Sequence[State]) -> list[Tensor]:
     return [tensor for state in states for tensor in state.values()]
 
 
-def _addresses(held: "ShardedParameters", params: Sequence[int]) -> list[int]:
+def _addresses(held: HeldParts, params: Sequence[int]) -> list[int]:
     return [held.params[index].to_local().data_ptr() for index in params]

@@ -3,9 +3,9 @@
 Elementwise rules run on the local parts; what matrix rules need is in `block_exchange`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,39 +20,25 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.held_state import HeldBox, HeldState, whole_box
+from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.gradients import combine_gradients, has_gradient
+from samestep.placements.parts.held_parts import HeldParts, local_part
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
-from samestep.plan.block_exchange import Key, Route
 from samestep.plan.schedule import OfBucket
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import (
     MASTER,
     State,
-    block_states,
     initial_state,
     is_elementwise,
     math_dtype,
     needs_master,
 )
-from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
+from samestep.update.plain import GroupMaths, Operand
 
 if TYPE_CHECKING:
     from samestep.placements.planner import Request
-
-Slices = tuple[slice, ...]
-
-
-class HeldPart(NamedTuple):
-    """What this rank holds of a block: where it is in the local tensors, and in the block."""
-
-    route: Route
-    here: Slices
-    in_block: Slices
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The part of a tensor that is placed as the parameter is."""
-        return local_part(tensor)[self.here]
 
 
 class ShardedParameters(Placement):
@@ -67,15 +53,10 @@ class ShardedParameters(Placement):
     def __init__(
         self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
     ) -> None:
-        # Written in terms of this class.
-        from samestep.placements.parts.block_exchange import BlockExchange
-
         self.params = [param for param in members.params if isinstance(param, DTensor)]
         self.specs = members.specs
         self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
-        # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
-        self._share = self.group.size / ranks
         self.device = self.params[0].to_local().device
         self._held = []
         for param, spec in zip(self.params, self.specs, strict=True):
@@ -83,14 +64,17 @@ class ShardedParameters(Placement):
                 self._held.append(held(param, self.group))
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
-        self.exchange = BlockExchange(self, self._held, distribution)
+        # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
+        self.parts = HeldParts(
+            self.params, self.specs, self._held, self.group, self.group.size / ranks
+        )
+        self.exchange = BlockExchange(self.parts, distribution)
         self.shape = self.exchange.shape
         lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
         self._presence = PresenceAgreement(
             [spec.name for spec in self.specs], [self.group], self.device
         )
-        self._present: list[bool | Tensor] = []
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ShardedParameters]":
@@ -119,7 +103,7 @@ class ShardedParameters(Placement):
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the parameter's shape is sharded as it is; all other is on every rank."""
-        self._groups = groups
+        self.parts.groups = groups
         made: dict[Tensor, State] = {}
         for param, spec in zip(self.params, self.specs, strict=True):
             group = groups[spec.group]
@@ -137,7 +121,7 @@ class ShardedParameters(Placement):
             }
             if needs_master(param, master_weights):
                 made[param][MASTER] = _beside(param, param.to_local().to(math_dtype(param)))
-        self.exchange.prepare(self)
+        self.exchange.prepare()
         return made
 
     def _zeros(self, param: DTensor, like: Tensor, sharded: bool) -> Tensor:
@@ -195,7 +179,7 @@ class ShardedParameters(Placement):
         combine_gradients([param])
         index = self._index(param)
         here = torch.tensor([has_gradient(param)], dtype=torch.int64, device=self.device)
-        whole = self._whole(index, _beside(self.params[index], self._grad(index)))
+        whole = self._whole(index, _beside(self.params[index], self.parts.gradient_of(index)))
         return whole if bool(maximum("presence of a gradient", here, self.group).wait()) else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
@@ -232,11 +216,12 @@ class ShardedParameters(Placement):
         super().begin_step(state, problem)
         combine_gradients(self.params)
         self.problem = problem or self._gradient_problem()
-        self.exchange.begin_step(self)
+        self.parts.state = state
+        self.exchange.begin_step()
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Blocks travel; gradients come reduced, and what is updated in place is nobody else's."""
-        self.exchange.run(operation, self, maths)
+        self.exchange.run(operation, maths)
 
     def finish_step(self) -> None:
         self.exchange.end_step()
@@ -258,123 +243,39 @@ class ShardedParameters(Placement):
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         here = [has_gradient(param) for param in self.params]
-        self._present = self._presence.agree(here, problem)
+        self.parts.present = self._presence.agree(here, problem)
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
-        flags = self._present or [False] * len(self.params)
+        flags = self.parts.present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.specs, flags, strict=True)]
 
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """The local parts of elementwise parameters."""
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
-            present = self._present[index]
+            present = self.parts.present[index]
             if spec.blocks is None and present is not False:
                 state = {key: local_part(tensor) for key, tensor in self._state[param].items()}
                 flag = present if isinstance(present, Tensor) else None
                 operand = Operand(
                     param.to_local(),
-                    self._grad(index),
+                    self.parts.gradient_of(index),
                     state,
                     flag,
-                    self._answers_for(index),
-                    self._share,
+                    self.parts.answers_for(index),
+                    self.parts.share,
                 )
                 yield spec.group, operand
 
     def gradients(self) -> Iterator[Tensor]:
         """Local gradients; of copies only the first."""
         for index in range(len(self.params)):
-            if self._present[index] is not False and self._answers_for(index):
-                yield self._grad(index)
-
-    def _answers_for(self, index: int) -> bool:
-        return self._held[index].replicas[self.group.rank] == 0
-
-    def _grad(self, index: int) -> Tensor:
-        param = self.params[index]
-        return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
-
-    # --- parts of blocks: what stages ask -------------------------------------------------
-
-    def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
-        """Every block of a chunk of which this rank holds a part, once."""
-        rank, blocks, found = self.group.rank, dict[Key, Route](), []
-        for route in chunk:
-            blocks.setdefault(route.key, route)
-        for route in blocks.values():
-            box = self._held[route.param].boxes[rank]
-            for part in route.parts:
-                if part.rank == rank:
-                    here = part.in_param.within(box).slices
-                    found.append(HeldPart(route, here, part.in_block.slices))
-        return found
-
-    def state_of(self, index: int) -> State:
-        """The state of a parameter in this step."""
-        return self._state[self.params[index]]
-
-    def presence_of(self, index: int) -> bool | Tensor:
-        """Whether a parameter has a gradient on any rank, in this step."""
-        return self._present[index]
-
-    def gradient_of(self, index: int) -> Tensor:
-        """The local gradient of a parameter; zeros if only others have one."""
-        return self._grad(index)
-
-    def whole_state(self, route: Route) -> State:
-        """Views of the state that belongs to a whole block, such as its variance."""
-        spec = self.specs[route.param]
-        group = self._groups[spec.group]
-        state = self._state[self.params[route.param]]
-        plain = {key: tensor for key, tensor in state.items() if not isinstance(tensor, DTensor)}
-        return block_states(rule_of(group), plain, spec.blocks or (), group)[route.number]
-
-    def staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
-        """The rule of a block, and how it is run in this step."""
-        of_group = math(self.specs[route.param].group)
-        assert is_staged(of_group.rule)
-        return of_group.rule, of_group
-
-    def put(
-        self, route: Route, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Write new values, unless the parameter is absent or the step is skipped."""
-        present, only_if = self._present[route.param], of_group.only_if
-        if present is False:
-            return
-        if isinstance(present, Tensor):
-            only_if = present if only_if is None else only_if & present
-        for old, value in pairs:
-            put(old, value, only_if)
-
-    def put_whole_state(self, route: Route, extra: Tensor) -> None:
-        """Take over what the owner decided with the whole block in sight."""
-        state = self.whole_state(route)
-        sizes = [tensor.numel() for tensor in state.values()]
-        for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-
-    def count(self, route: Route, of_group: GroupMath, direction: Tensor) -> None:
-        """Add the squares of a part's direction, if these are measured."""
-        present = self._present[route.param]
-        if of_group.sizes is None or present is False:
-            return
-        flag = present if isinstance(present, Tensor) else None
-        counted = self._answers_for(route.param)
-        operand = Operand(direction, direction, {}, flag, counted, self._share)
-        wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
-        square = wide.square().sum(dtype=torch.float64).reshape(1)
-        of_group.sizes.add(self.specs[route.param].group, [operand], square)
+            if self.parts.present[index] is not False and self.parts.answers_for(index):
+                yield self.parts.gradient_of(index)
 
 
 def _is_on(mesh: DeviceMesh, param: Tensor) -> bool:
     return bool(mesh_of(param) == mesh)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of a DTensor; a plain tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _beside(param: DTensor, local: Tensor) -> DTensor:

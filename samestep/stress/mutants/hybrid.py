@@ -18,7 +18,7 @@ from samestep.parallel.experts import Places
 from samestep.placements import planner
 from samestep.placements.parts import sharded
 from samestep.placements.parts.gradients import Mark
-from samestep.placements.parts.sharded import ShardedParameters
+from samestep.placements.parts.held_parts import HeldParts
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, Place, mutant
@@ -223,9 +223,9 @@ def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *res
     "gradients of DTensors, which come averaged, are divided by the number of ranks again",
     expected="state",
     at=Place(RANDOM, "fsdp2_parallel"),
-    replaces=(ShardedParameters, "_grad"),
+    replaces=(HeldParts, "gradient_of"),
 )
-def reduced_gradients_divided_again(original: Any, self: ShardedParameters, index: int) -> Any:
+def reduced_gradients_divided_again(original: Any, self: HeldParts, index: int) -> Any:
     """Invisible in Muon's parameters, not in its momentum."""
     return original(self, index) / self.group.size
 
@@ -234,8 +234,8 @@ def reduced_gradients_divided_again(original: Any, self: ShardedParameters, inde
     "copies of a DTensor are all counted in the joint norm",
     expected="state",
     at=Place("clipped", "ep_fsdp2"),
-    replaces=(ShardedParameters, "_answers_for"),
+    replaces=(HeldParts, "answers_for"),
 )
-def copies_counted_in_the_norm(original: Any, self: ShardedParameters, index: int) -> bool:
+def copies_counted_in_the_norm(original: Any, self: HeldParts, index: int) -> bool:
     """Every rank answers for what it holds."""
     return True

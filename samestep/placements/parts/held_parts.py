@@ -1,0 +1,139 @@
+"""What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.groups import RankGroup
+from samestep.comm.meshes import Held
+from samestep.groups.param_groups import Group, rule_of
+from samestep.plan.block_exchange import Key, Route
+from samestep.plan.sharding import ParamSpec
+from samestep.rules.rule import StagedRule
+from samestep.rules.state import State, block_states
+from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
+
+Slices = tuple[slice, ...]
+
+
+class HeldPart(NamedTuple):
+    """What this rank holds of a block: where it is in the local tensors, and in the block."""
+
+    route: Route
+    here: Slices
+    in_block: Slices
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor that is placed as the parameter is."""
+        return local_part(tensor)[self.here]
+
+
+class HeldParts:
+    """The parts of one rank; `group` has the others, and `boxes` what each holds of a parameter.
+
+    share: of sums over all ranks that the optimizer has, since other meshes hold copies.
+    groups: there from when state is made.
+    state, present: of the step.
+    """
+
+    groups: Sequence[Group]
+    state: Mapping[Tensor, State]
+
+    def __init__(
+        self,
+        params: Sequence[DTensor],
+        specs: Sequence[ParamSpec],
+        boxes: Sequence[Held],
+        group: RankGroup,
+        share: float,
+    ) -> None:
+        self.params = params
+        self.specs = specs
+        self.boxes = boxes
+        self.group = group
+        self.share = share
+        self.device = params[0].to_local().device
+        self.present: list[bool | Tensor] = []
+
+    def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
+        """Every block of a chunk of which this rank holds a part, once."""
+        rank, blocks, found = self.group.rank, dict[Key, Route](), []
+        for route in chunk:
+            blocks.setdefault(route.key, route)
+        for route in blocks.values():
+            box = self.boxes[route.param].boxes[rank]
+            for part in route.parts:
+                if part.rank == rank:
+                    here = part.in_param.within(box).slices
+                    found.append(HeldPart(route, here, part.in_block.slices))
+        return found
+
+    def state_of(self, index: int) -> State:
+        """The state of a parameter in this step."""
+        return self.state[self.params[index]]
+
+    def presence_of(self, index: int) -> bool | Tensor:
+        """Whether a parameter has a gradient on any rank, in this step."""
+        return self.present[index]
+
+    def gradient_of(self, index: int) -> Tensor:
+        """The local gradient of a parameter; zeros if only others have one."""
+        param = self.params[index]
+        return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
+
+    def answers_for(self, index: int) -> bool:
+        """Whether this rank's copy is the one that counts in sums over ranks."""
+        return self.boxes[index].replicas[self.group.rank] == 0
+
+    def whole_state(self, route: Route) -> State:
+        """Views of the state that belongs to a whole block, such as its variance."""
+        spec = self.specs[route.param]
+        group = self.groups[spec.group]
+        state = self.state_of(route.param)
+        plain = {key: tensor for key, tensor in state.items() if not isinstance(tensor, DTensor)}
+        return block_states(rule_of(group), plain, spec.blocks or (), group)[route.number]
+
+    def staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
+        """The rule of a block, and how it is run in this step."""
+        of_group = math(self.specs[route.param].group)
+        assert is_staged(of_group.rule)
+        return of_group.rule, of_group
+
+    def put(
+        self, route: Route, of_group: GroupMath, pairs: Iterable[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Write new values, unless the parameter is absent or the step is skipped."""
+        present, only_if = self.present[route.param], of_group.only_if
+        if present is False:
+            return
+        if isinstance(present, Tensor):
+            only_if = present if only_if is None else only_if & present
+        for old, value in pairs:
+            put(old, value, only_if)
+
+    def put_whole_state(self, route: Route, extra: Tensor) -> None:
+        """Take over what the owner decided with the whole block in sight."""
+        state = self.whole_state(route)
+        sizes = [tensor.numel() for tensor in state.values()]
+        for tensor, values in zip(state.values(), torch.split(extra, sizes), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+
+    def count(self, route: Route, of_group: GroupMath, direction: Tensor) -> None:
+        """Add the squares of a part's direction, if these are measured."""
+        present = self.present[route.param]
+        if of_group.sizes is None or present is False:
+            return
+        flag = present if isinstance(present, Tensor) else None
+        counted = self.answers_for(route.param)
+        operand = Operand(direction, direction, {}, flag, counted, self.share)
+        wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
+        square = wide.square().sum(dtype=torch.float64).reshape(1)
+        of_group.sizes.add(self.specs[route.param].group, [operand], square)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -20,7 +20,7 @@ from samestep.stress.scenario import (
     SetOptions,
     Unfreeze,
 )
-from samestep.stress.training import named_groups, rank_gradients, without_onednn
+from samestep.stress.training import rank_gradients, without_onednn
 
 PRESENCE_STEPS = 64  # how many the presence map shows
 
@@ -73,7 +73,7 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
     options = scenario.options()
     # Alone on purpose, also where torchrun has started more: gradients are averaged by hand.
     optimizer = samestep.MuonAdamW(scenario.model(), grads="reduced", **options)
-    reference = Reference(named_params(model), named_groups(optimizer))
+    reference = Reference(named_params(model), optimizer.param_groups)
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
     scale = _Scale()

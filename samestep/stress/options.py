@@ -17,7 +17,7 @@ from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt, named_params
-from samestep.stress.scenario import RATES, MakeModel
+from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
 from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.ranks import nccl_devices, number_of_ranks
@@ -185,9 +185,7 @@ def _factory(path: str) -> MakeModel:
 
 def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = make()
+        model: Any = seeded(make, seed)
     except (Exception, SystemExit) as error:
         raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
     if not isinstance(model, nn.Module):

@@ -71,6 +71,13 @@ Place = Literal["here", "elsewhere"]  # the same layout, or another one on as ma
 Event = SetOptions | Freeze | Unfreeze | AddGroup | Edit | Resume
 
 
+def seeded(make: MakeModel, seed: int) -> nn.Module:
+    """A model whose weights depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
 class Scenario:
     """One way in which training stresses an optimizer. `world` is the number of ranks.
 
@@ -99,9 +106,7 @@ class Scenario:
 
     def model(self) -> nn.Module:
         """A new model, the same at every call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return self.own_model() if self._make_model is None else self._make_model()
+        return seeded(self._make_model or self.own_model, self.seed)
 
     def own_model(self) -> nn.Module:
         """The model for which the scenario was made."""

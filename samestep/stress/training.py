@@ -50,8 +50,10 @@ class Training:
             self._distribution = {"grads": "reduced"}
         self._added: list[AddGroup] = []
         self.model = self._new_model()
-        if scenario.starts_differ and rank > 0:
-            _disturb(self.model, rank)
+        if scenario.starts_differ:
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.add_(0.01 * rank)
         self.optimizer = self._new_optimizer()
         self._scaler = None
         if scenario.scales:
@@ -240,12 +242,6 @@ def _sum_in_rank_order(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
     return result.detach()
 
 
-def _disturb(model: nn.Module, rank: int) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.01 * rank)
-
-
 @contextmanager
 def without_onednn() -> Iterator[None]:
     """On aarch64 it takes 0.6 ms for a linear layer as small as those of the harness, not 0.02."""
@@ -258,8 +254,3 @@ def without_onednn() -> Iterator[None]:
 
 def backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
-
-
-def named_groups(optimizer: RuleOptimizer) -> list[Mapping[str, Any]]:
-    """The groups of an optimizer by parameter name, without tensors."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

@@ -37,6 +37,7 @@ from samestep.stress.receipt import case_entry, check_receipt, code_digest, mach
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS, scenario_named
 from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.ranks import number_of_ranks
 from samestep.tooling.request import BadRequestError
 from samestep.tooling.signals import Stopped, stopped_once
 
@@ -67,7 +68,7 @@ class Session:
         self.console = console
         self.torchrun = torchrun
         self.speaks = torchrun is None or torchrun.rank == 0
-        self.world = options.ranks(torchrun)
+        self.world = number_of_ranks(options.world_size, torchrun, least=1)
         self.backend, self.fallback_reason = options.chosen_backend(torchrun)
         self.device = options.chosen_device(self.backend)
         self.make_model = options.make_model()

@@ -15,10 +15,9 @@ from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
     AddGroup,
     Edit,
-    Freeze,
     Scenario,
     SetOptions,
-    Unfreeze,
+    Train,
 )
 from samestep.stress.training import rank_gradients, without_onednn
 
@@ -137,9 +136,9 @@ def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Re
                 for group in reference.groups:
                     if group["rule"] == rule:
                         group.update(options)
-            case Freeze(names) | Unfreeze(names):
+            case Train(names, wanted):
                 for name in names:
-                    params[name].requires_grad_(isinstance(event, Unfreeze))
+                    params[name].requires_grad_(wanted)
             case AddGroup(names, options):
                 for name in names:
                     params[name].requires_grad_(True)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from samestep.stress.campaign import Case, Presence
 from samestep.stress.compare import read_receipt
 from samestep.stress.receipt import commit
+from samestep.tooling.flags import spelled
 from samestep.tooling.output import write_files
 from samestep.tooling.request import BadRequestError
 
@@ -212,7 +213,7 @@ def _differences(earlier: Progress, now: Progress) -> list[str]:
 def _request(progress: Progress) -> dict[str, Any]:
     asked, ran = progress.asked, progress.ran
     return {
-        **{f"--{name.replace('_', '-')}": asked.get(name) for name in ASKED},
+        **{spelled(name): asked.get(name) for name in ASKED},
         **{name.replace("_", " "): ran.get(name) for name in RAN},
         **ran["versions"],
         **ran["environment"],

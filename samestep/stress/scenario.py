@@ -32,17 +32,11 @@ class SetOptions:
 
 
 @dataclass(frozen=True)
-class Freeze:
-    """Parameters of the optimizer that need no gradient from here on."""
+class Train:
+    """Parameters of the optimizer that need a gradient from here on, or no more."""
 
     names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Unfreeze:
-    """The opposite."""
-
-    names: tuple[str, ...]
+    wanted: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +62,7 @@ class Resume:
 
 Place = Literal["here", "elsewhere"]  # the same layout, or another one on as many ranks
 
-Event = SetOptions | Freeze | Unfreeze | AddGroup | Edit | Resume
+Event = SetOptions | Train | AddGroup | Edit | Resume
 
 
 def seeded(make: MakeModel, seed: int) -> nn.Module:

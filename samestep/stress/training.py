@@ -14,16 +14,7 @@ from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.optimizer.step import RuleOptimizer
 from samestep.stress.layouts import Layout
 from samestep.stress.models import named_params
-from samestep.stress.scenario import (
-    AddGroup,
-    Edit,
-    Event,
-    Freeze,
-    Resume,
-    Scenario,
-    SetOptions,
-    Unfreeze,
-)
+from samestep.stress.scenario import AddGroup, Edit, Event, Resume, Scenario, SetOptions, Train
 
 # Powers of two: scaling and unscaling changes no bit.
 SCALER: dict[str, Any] = {
@@ -134,8 +125,8 @@ class Training:
                 for group in self.optimizer.param_groups:
                     if group["rule"] == rule:
                         group.update(options)
-            case Freeze(names) | Unfreeze(names):
-                self._train(dict.fromkeys(names, isinstance(event, Unfreeze)))
+            case Train(names, wanted):
+                self._train(dict.fromkeys(names, wanted))
             case AddGroup():
                 self._added.append(event)
                 self._add(event)

@@ -40,6 +40,9 @@ class Case:
         return due_steps(scenario, self.steps, self.sample_every) | extra
 
 
+CasesByScenario = Sequence[Sequence[Case]]
+
+
 @dataclass
 class CaseResult:
     """What came of a case.
@@ -61,6 +64,9 @@ class CaseResult:
         """The collective that each rank was in when something went wrong, where that is known."""
         known = {r: op for end in self.endings.values() for r, op in end.positions.items()}
         return dict(sorted(known.items()))
+
+
+OnResult = Callable[[CaseResult, Presence], None]
 
 
 class _Trial:

@@ -16,6 +16,7 @@ from samestep.stress.campaign import (
     CaseResult,
     MutantResult,
     MutantRunner,
+    OnResult,
     Presence,
 )
 from samestep.stress.compare import changes_table, compare, read_receipt
@@ -45,8 +46,6 @@ from samestep.tooling.signals import Stopped, stopped_once
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
 LONG_LAYOUTS = ("none", "zero1", "zero2")
 MUTANT_WATCHDOG = 2.0
-
-OnResult = Callable[[CaseResult, Presence], None]
 
 
 def run(options: Options) -> int:
@@ -134,7 +133,7 @@ class Session:
             **self._ran(),
             "command": progress.stretches[-1]["command"],
             "started": progress.stretches[0]["started"],
-            "seconds": progress.seconds,
+            "seconds": float(sum(stretch["seconds"] for stretch in progress.stretches)),
             "stretches": progress.stretches,
         }
         return receipt(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import samestep
 from samestep.stress.models import named_params
@@ -15,6 +15,7 @@ from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
     AddGroup,
     Edit,
+    Gradients,
     Scenario,
     SetOptions,
     Train,
@@ -37,7 +38,7 @@ class Expected:
     samples: dict[int, Sample] = field(default_factory=dict)
     families: dict[str, str] = field(default_factory=dict)
     presence: dict[str, list[int]] = field(default_factory=dict)
-    gradients: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    gradients: list[list[Gradients]] = field(default_factory=list)
 
 
 def sampled_steps(steps: int, every: int) -> list[int]:
@@ -115,11 +116,11 @@ class _Scale:
             self.value, self._taken = self.value * 2, 0
 
 
-def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
+def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[Gradients]:
     """Per rank the sum of its micro-batches' gradients."""
     by_rank = []
     for rank in range(scenario.world):
-        total: dict[str, Tensor] = {}
+        total: Gradients = {}
         for grads in rank_gradients(scenario, model, step, rank):
             for name, grad in grads.items():
                 total[name] = total[name] + grad if name in total else grad

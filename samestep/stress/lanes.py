@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from samestep.launch.forked import end_with
-from samestep.stress.campaign import Campaign, Case, CaseResult, Presence, Progress
+from samestep.stress.campaign import Campaign, CaseResult, CasesByScenario, OnResult, Progress
 from samestep.tooling.signals import SIGNALS
 
 Hearers = dict[str, Callable[..., Any]]
@@ -39,12 +39,7 @@ class Lanes:
         self._campaign = campaign
         self.interrupted: list[CaseResult] = []  # what was known of cases at Ctrl-C
 
-    def run(
-        self,
-        scenarios: Sequence[Sequence[Case]],
-        on_result: Callable[[CaseResult, Presence], None],
-        progress: Progress,
-    ) -> None:
+    def run(self, scenarios: CasesByScenario, on_result: OnResult, progress: Progress) -> None:
         """Run the cases of all scenarios; Ctrl-C ends every lane and comes through."""
         left = iter(range(len(scenarios)))
         # As with ranks: the child of a thread that has used OpenMP may hang in it, so a new one
@@ -94,7 +89,7 @@ class Lanes:
                 elif kind in hear:
                     hear[kind](*content)
 
-    def _start(self, scenarios: Sequence[Sequence[Case]]) -> tuple[ForkProcess, Connection]:
+    def _start(self, scenarios: CasesByScenario) -> tuple[ForkProcess, Connection]:
         fork = multiprocessing.get_context("fork")
         mine, theirs = fork.Pipe()
         process = fork.Process(target=self._run_lane, args=(theirs, scenarios, os.getpid()))
@@ -102,9 +97,7 @@ class Lanes:
         theirs.close()
         return process, mine
 
-    def _run_lane(
-        self, pipe: Connection, scenarios: Sequence[Sequence[Case]], parent: int
-    ) -> NoReturn:
+    def _run_lane(self, pipe: Connection, scenarios: CasesByScenario, parent: int) -> NoReturn:
         """Be a lane: run what the parent names until it has no more; runs no exit handlers."""
         try:
             end_with(parent)  # Ctrl-C is for the parent, which then ends its lanes

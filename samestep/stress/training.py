@@ -14,7 +14,16 @@ from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.optimizer.step import RuleOptimizer
 from samestep.stress.layouts import Layout
 from samestep.stress.models import named_params
-from samestep.stress.scenario import AddGroup, Edit, Event, Resume, Scenario, SetOptions, Train
+from samestep.stress.scenario import (
+    AddGroup,
+    Edit,
+    Event,
+    Gradients,
+    Resume,
+    Scenario,
+    SetOptions,
+    Train,
+)
 
 # Powers of two: scaling and unscaling changes no bit.
 SCALER: dict[str, Any] = {
@@ -171,13 +180,11 @@ class Training:
         self._train(trained)
 
 
-def rank_gradients(
-    scenario: Scenario, model: nn.Module, step: int, rank: int
-) -> list[dict[str, Tensor]]:
+def rank_gradients(scenario: Scenario, model: nn.Module, step: int, rank: int) -> list[Gradients]:
     """What a rank contributes, one entry for each time that gradients are reduced."""
     rounds = []
     count = scenario.micro_batches(step)
-    sums: dict[str, Tensor] = {}
+    sums: Gradients = {}
     for micro in range(count):
         for name, grad in _gradients(scenario, model, step, rank, micro).items():
             sums[name] = sums[name] + grad if name in sums else grad
@@ -187,9 +194,7 @@ def rank_gradients(
     return rounds
 
 
-def _gradients(
-    scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int
-) -> dict[str, Tensor]:
+def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:
     """Of one micro-batch; without backward where that would only give what went in."""
     known = scenario.known_gradients(model, step, rank, micro)
     if known is not None:
@@ -208,9 +213,7 @@ def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tens
     return mean_over_ranks(model, by_rank)
 
 
-def mean_over_ranks(
-    model: nn.Module, by_rank: Sequence[Sequence[Mapping[str, Tensor]]]
-) -> dict[Tensor, Tensor]:
+def mean_over_ranks(model: nn.Module, by_rank: list[list[Gradients]]) -> dict[Tensor, Tensor]:
     """The same of what ranks contribute, rank after rank and round after round."""
     sums: dict[Tensor, Tensor] = {}
     params = named_params(model)

@@ -155,7 +155,13 @@ def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
 
     The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
     """
-    make = make or _factory(path)
+    if make is None:
+        where, _, name = path.rpartition(":")
+        if not where or not name:
+            raise BadRequestError(
+                f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
+            )
+        make = named_function(path, "--model")
     first, second = _made(make, path, seed), _made(make, path, seed)
     _check(first, path)
     _compare(named_params(first), named_params(second), path)
@@ -167,15 +173,6 @@ def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
     except Exception as error:
         raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
     return lambda: copy.deepcopy(first)
-
-
-def _factory(path: str) -> MakeModel:
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise BadRequestError(
-            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
-        )
-    return named_function(path, "--model")
 
 
 def _made(make: MakeModel, path: str, seed: int) -> nn.Module:

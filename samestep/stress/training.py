@@ -2,8 +2,9 @@
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -221,19 +222,12 @@ def mean_over_ranks(model: nn.Module, by_rank: list[list[Gradients]]) -> dict[Te
     for number in range(len(by_rank[0])):
         contributions = [rounds[number] for rounds in by_rank]
         for name in sorted(present):
-            part = _sum_in_rank_order(params[name], [grads.get(name) for grads in contributions])
-            before = sums.get(params[name])
-            sums[params[name]] = part if before is None else before + part
+            param = params[name]
+            grads = [each.get(name, torch.zeros_like(param)) for each in contributions]
+            # What was recorded is on the host.
+            part = reduce(torch.add, [grad.to(param.device) for grad in grads]).detach()
+            sums[param] = sums[param] + part if param in sums else part
     return {param: total / len(by_rank) for param, total in sums.items()}
-
-
-def _sum_in_rank_order(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-    # What was recorded is on the host.
-    parts = [torch.zeros_like(param) if grad is None else grad.to(param.device) for grad in grads]
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result.detach()
 
 
 @contextmanager

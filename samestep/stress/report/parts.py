@@ -5,7 +5,7 @@ What only templates read are namespaces, whose fields are named where they are m
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -223,7 +223,8 @@ COLOURS = 6
 
 def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
     """One row per case, and (colour, kind) as legend; None if no case has any collective."""
-    kinds = kinds_of(cases)
+    found = {kind for case in cases for kind in case["collectives"]}
+    kinds = [kind for kind in KINDS if kind in found] + sorted(found.difference(KINDS))
     if not kinds:
         return None
     units = {"sent": size, "waited": duration, "in_flight": duration}
@@ -243,12 +244,6 @@ def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
         for case, *of_case in zip(cases, *bars, strict=True)
     ]
     return SimpleNamespace(rows=rows, legend=[(colour_of(kind), kind) for kind in kinds])
-
-
-def kinds_of(cases: Iterable[Case]) -> list[str]:
-    """All kinds there are, the known ones in their order."""
-    found = {kind for case in cases for kind in case["collectives"]}
-    return [kind for kind in KINDS if kind in found] + sorted(found.difference(KINDS))
 
 
 def colour_of(kind: str) -> int:

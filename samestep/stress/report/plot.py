@@ -86,9 +86,8 @@ def plot(cases: Sequence[Case], limits: Mapping[str, float]) -> SimpleNamespace 
         return None
     scale = scale_for(cases, limits)
     groups = alike(cases)
-    colours = {id(case): n % COLOURS for n, group in enumerate(groups) for case in group}
     families = [f for f in FAMILIES if any(f in d for d in _all_distances(cases))]
-    panels = [_panel(family, cases, groups, colours, limits[family], scale) for family in families]
+    panels = [_panel(family, cases, groups, limits[family], scale) for family in families]
     names = [", ".join(case["layout"] for case in group) for group in groups]
     if len(groups) == 1 and len(cases) > 1:
         names = [f"all {len(cases)} layouts, on one line"]
@@ -132,14 +131,10 @@ def _all_distances(cases: Iterable[Case]) -> list[Mapping[str, float]]:
 
 
 def _panel(
-    family: str,
-    cases: Sequence[Case],
-    groups: Sequence[Sequence[Case]],
-    colours: Mapping[int, int],
-    limit: float,
-    scale: Scale,
+    family: str, cases: Sequence[Case], groups: list[list[Case]], limit: float, scale: Scale
 ) -> SimpleNamespace:
     """One family's lines, and the samples at which a difference was zero, as it should be."""
+    colours = {id(case): n % COLOURS for n, group in enumerate(groups) for case in group}
     lines, zeros = [], []
     for group in groups:
         layouts = ", ".join(case["layout"] for case in group)

@@ -132,11 +132,7 @@ def _run_rank(job: _Job, rank: int) -> None:
         # steps of a few milliseconds take a quarter longer.
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may have a handler
-        os.setpgid(0, 0)  # so that the rank and its own children can be ended together
-        assert _libc is not None
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != job.parent:
-            raise RuntimeError("the parent has died")
+        end_with(job.parent)
         os.close(job.release_write)
         stack_file = job.file("stack", rank).open("w")
         faulthandler.enable(stack_file)
@@ -171,6 +167,15 @@ def _run_rank(job: _Job, rank: int) -> None:
     finally:
         _flush()
         os._exit(1)
+
+
+def end_with(parent: int) -> None:
+    """Be in a group of its own, which can be ended with its children, and gone with the parent."""
+    os.setpgid(0, 0)
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        raise RuntimeError("the parent has died")
 
 
 def _meet(store: dist.Store, where: str, rank: int, world_size: int, timeout: timedelta) -> None:

@@ -40,6 +40,9 @@ class Case:
         return due_steps(scenario, self.steps, self.sample_every) | extra
 
 
+CasesByScenario = Sequence[Sequence[Case]]
+
+
 @dataclass
 class CaseResult:
     """What came of a case.
@@ -63,6 +66,9 @@ class CaseResult:
         return dict(sorted(known.items()))
 
 
+OnResult = Callable[[CaseResult, Presence], None]
+
+
 class _Trial:
     """A case that is running."""
 
@@ -71,21 +77,16 @@ class _Trial:
         self.samples: dict[int, Sample] = {}
         self._start = time.monotonic()
 
-    def add(self, of_ranks: Sequence[Sample]) -> None:
-        self.samples[of_ranks[0].step] = of_ranks[0]
-        self.judge.add(of_ranks)
-
-    def end(self, endings: dict[int, Ending]) -> CaseResult:
-        self.judge.end(endings)
-        return self._result(self.judge.status(), endings)
-
-    def interrupted(self) -> CaseResult:
-        return self._result("failed" if self.judge.findings else "interrupted", {})
-
-    def _result(self, status: str, endings: dict[int, Ending]) -> CaseResult:
+    def result(self, endings: dict[int, Ending] | None = None) -> CaseResult:
+        """What came of it; without endings: until it was interrupted."""
+        judge = self.judge
+        if endings is None:
+            status = "failed" if judge.findings else "interrupted"
+        else:
+            judge.end(endings)
+            status = judge.status()
         seconds = time.monotonic() - self._start
-        findings, verdicts = self.judge.findings, self.judge.verdicts
-        return CaseResult(self.case, status, findings, verdicts, endings, seconds)
+        return CaseResult(self.case, status, judge.findings, judge.verdicts, endings or {}, seconds)
 
 
 class Campaign:
@@ -100,7 +101,7 @@ class Campaign:
         self._shared_by: tuple[Any, ...] | None = None
         self._scenario: Scenario
         self._expected: Expected
-        self._base: dict[int, Sample] = {}
+        self.first_layout: dict[int, Sample] = {}  # by step; the others are held against it
         self.presence: dict[str, Presence] = {}  # by scenario
         self.interrupted: CaseResult | None = None  # what was known of a case at Ctrl-C
 
@@ -133,14 +134,15 @@ class Campaign:
 
         def on_sample(of_ranks: Sequence[Sample]) -> None:
             assert trial is not None
-            trial.add(of_ranks)
-            progress(trial.case, of_ranks[0].step, trial.judge.worst)
+            first = of_ranks[0]
+            trial.samples[first.step] = first
+            trial.judge.add(of_ranks)
+            progress(trial.case, first.step, trial.judge.worst)
 
         def on_end(endings: dict[int, Ending]) -> None:
             assert trial is not None
-            result = trial.end(endings)
-            if not self._base:
-                self._base = trial.samples
+            result = trial.result(endings)
+            self.first_layout = self.first_layout or trial.samples
             begin_next()
             on_result(result)
 
@@ -159,7 +161,7 @@ class Campaign:
                 self._ranks.run(works, on_sample, on_end)
         except KeyboardInterrupt:
             if trial is not None:
-                self.interrupted = trial.interrupted()
+                self.interrupted = trial.result()
             raise
 
     def _begun_alone(self, cases: Sequence[Case], folder: Path) -> int:
@@ -181,16 +183,12 @@ class Campaign:
         return Judge(
             self._scenario,
             self._expected,
-            dict(self._base),
+            dict(self.first_layout),
             # Sums inside a layer have another order when it is cut.
             exact=case.reduction == "ordered" and layout.parameters != "hybrid",
             ranks=1 if layout.one_process else case.world,
             due=case.due(self._scenario),
         )
-
-    def forget_first_layout(self) -> None:
-        """The next case is held against the reference alone."""
-        self._base = {}
 
     def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
         """Have a reference with the samples of all cases: the one that is known, or a new one."""
@@ -204,8 +202,8 @@ class Campaign:
         expected = self._ranks.aside(lambda _: expected_run(scenario, due, progress))
         if scenario.loop == "recorded":
             scenario = Recorded(scenario, expected.gradients)
-        self._scenario, self._expected, self._base = scenario, expected, {}
-        self._shared_by = key
+        self._scenario, self._expected, self._shared_by = scenario, expected, key
+        self.first_layout = {}
         self.presence[first.scenario] = expected.presence
 
 
@@ -271,7 +269,7 @@ class MutantRunner:
         if case not in self._healthy or against_itself:
             self._healthy[case] = campaign.run(case).status
         if not against_itself:
-            campaign.forget_first_layout()
+            campaign.first_layout = {}  # held against the reference alone
         if mutant.expected == "hang":
             ranks.watchdog = self._watchdog
         result = campaign.run(case, patch=mutant.patch)

@@ -156,6 +156,10 @@ class _Entry(NamedTuple):
     value: Tensor | str
 
     @property
+    def device(self) -> torch.device | None:
+        return None if isinstance(self.value, str) else self.value.device
+
+    @property
     def line(self) -> str:
         """What must be the same before values can be compared."""
         if isinstance(self.value, str):
@@ -172,9 +176,7 @@ def _entries(
     shared = optimizer.shared_parameters if isinstance(optimizer, RuleOptimizer) else ()
     home = {param: placement.group for placement in shared for param in placement.params}
     for param, name in names.items():
-        if _is_plain(param):
-            yield home.get(param, ranks), _Entry("parameter", name, param)
-        yield from _on_mesh("parameter", name, param)
+        yield from _shared("parameter", name, param, home.get(param, ranks))
     for name, buffer in plain.named_buffers() if buffers else ():
         if _is_plain(buffer):
             yield ranks, _Entry("buffer", without_wrappers(name), buffer)
@@ -192,9 +194,7 @@ def _entries(
         for param in group["params"]:
             for key, value in optimizer.state.get(param, {}).items():
                 if param not in home and isinstance(value, Tensor):
-                    if _is_plain(value):
-                        yield ranks, _Entry("state", f"{names[param]}.{key}", value)
-                    yield from _on_mesh("state", f"{names[param]}.{key}", value)
+                    yield from _shared("state", f"{names[param]}.{key}", value, ranks)
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Tensor, str]:
@@ -206,11 +206,15 @@ def _names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Te
     return names
 
 
-def _on_mesh(kind: Kind, name: str, tensor: Tensor) -> Iterator[tuple[RankGroup, _Entry]]:
-    """What is held of a DTensor, with the ranks of each axis on which it is replicated.
+def _shared(
+    kind: Kind, name: str, tensor: Tensor, ranks: RankGroup
+) -> Iterator[tuple[RankGroup, _Entry]]:
+    """A tensor with its ranks; of a DTensor what is held, with those of each axis of copies.
 
     Copies that agree along every axis agree everywhere.
     """
+    if _is_plain(tensor):
+        yield ranks, _Entry(kind, name, tensor)
     mesh = mesh_of(tensor)
     if mesh is None:
         return
@@ -302,21 +306,13 @@ class _Comparison:
         tensors = [entry.value for entry in entries if isinstance(entry.value, Tensor)]
         others = (tensor.device for tensor in tensors if tensor.device.type != "cpu")
         self.device = next(others, torch.device("cpu"))
-        here: list[_Entry] = []
-        elsewhere: list[_Entry] = []
-        own, numbers = [], []
-        for entry in entries:
-            value = entry.value
-            if isinstance(value, str):
-                elsewhere.append(entry)
-                numbers.append(text_checksum(value))
-            elif value.device != self.device:
-                elsewhere.append(entry)
-                numbers.append(int(checksum(value)))
-            else:
-                here.append(entry)
-                own.append(value)
-        self.entries = here + elsewhere
+        own = [tensor for tensor in tensors if tensor.device == self.device]
+        # What is there comes first; texts, and tensors elsewhere, give a number on the host.
+        self.entries = sorted(entries, key=lambda entry: entry.device != self.device)
+        numbers = [
+            text_checksum(value) if isinstance(value, str) else int(checksum(value))
+            for _, _, value in self.entries[len(own) :]
+        ]
         self.lines = [entry.line for entry in self.entries]
         numbers.append(text_checksum("\n".join(self.lines)))
         on_gpu = self.device.type == "cuda"

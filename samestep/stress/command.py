@@ -16,6 +16,7 @@ from samestep.stress.campaign import (
     CaseResult,
     MutantResult,
     MutantRunner,
+    OnResult,
     Presence,
 )
 from samestep.stress.compare import changes_table, compare, read_receipt
@@ -37,6 +38,7 @@ from samestep.stress.receipt import case_entry, check_receipt, code_digest, mach
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS, scenario_named
 from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.ranks import number_of_ranks
 from samestep.tooling.request import BadRequestError
 from samestep.tooling.signals import Stopped, stopped_once
 
@@ -44,8 +46,6 @@ from samestep.tooling.signals import Stopped, stopped_once
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
 LONG_LAYOUTS = ("none", "zero1", "zero2")
 MUTANT_WATCHDOG = 2.0
-
-OnResult = Callable[[CaseResult, Presence], None]
 
 
 def run(options: Options) -> int:
@@ -67,7 +67,7 @@ class Session:
         self.console = console
         self.torchrun = torchrun
         self.speaks = torchrun is None or torchrun.rank == 0
-        self.world = options.ranks(torchrun)
+        self.world = number_of_ranks(options.world_size, torchrun, least=1)
         self.backend, self.fallback_reason = options.chosen_backend(torchrun)
         self.device = options.chosen_device(self.backend)
         self.make_model = options.make_model()
@@ -133,7 +133,7 @@ class Session:
             **self._ran(),
             "command": progress.stretches[-1]["command"],
             "started": progress.stretches[0]["started"],
-            "seconds": progress.seconds,
+            "seconds": float(sum(stretch["seconds"] for stretch in progress.stretches)),
             "stretches": progress.stretches,
         }
         return receipt(

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
@@ -33,12 +33,18 @@ from samestep.stress.report.numbers import (
 Severity = Literal["worse", "better", "changed"]
 Entry = Mapping[str, Any]
 Pair = tuple[Case, Case]
+Pairs = Mapping[str, tuple[Entry | None, Entry | None]]  # None: only one receipt has it
+Status = Callable[[Entry], tuple[str, bool]]  # in words, and whether it is a bad one
 
 GROWTH = 2.0  # of a distance, from which on it is told
 NOISE = 1.5  # of a time, below which it is not
 VERDICTS = ("clean", "interrupted", "failed")
 BADNESS = {"exact": 0, "does_not_apply": 0.5, "within_tolerance": 1, "interrupted": 2, "failed": 3}
 SAME_WORK = ("world_size", "seed", "steps", "sample_every", "reduction")
+NOT_COMPARED = (
+    "out", "started", "seconds", "stretches", "command", "requested_backend", "environment",
+    "versions",
+)  # fmt: skip
 STYLES = {"worse": "bold red", "better": "green", "changed": "yellow"}
 
 
@@ -118,27 +124,18 @@ def _verdict(first: Receipt, second: Receipt) -> Iterator[Change]:
 
 
 def _surroundings(first: Receipt, second: Receipt) -> Iterator[Change]:
-    for part, left_out in (
-        ("thresholds", ()),
-        ("asked", ("out",)),
-        (
-            "ran",
-            (
-                "started", "seconds", "stretches", "command", "requested_backend", "environment",
-                "versions",
-            ),
-        ),
-    ):  # fmt: skip
-        for key, old in first[part].items():
-            new = second[part].get(key)
-            if key not in left_out and old != new:
-                yield Change("changed", "", f"{part} {key}", _text(old), _text(new))
+    def changed(part: str, old: Entry, new: Entry, keys: Iterable[str]) -> Iterator[Change]:
+        for key in keys:
+            if old.get(key) != new.get(key):
+                texts = _text(old.get(key)), _text(new.get(key))
+                yield Change("changed", "", f"{part} {key}", *texts)
+
+    for part in ("thresholds", "asked", "ran"):
+        keys = [key for key in first[part] if key not in NOT_COMPARED]
+        yield from changed(part, first[part], second[part], keys)
     for part in ("versions", "environment"):
         old, new = first["ran"][part], second["ran"][part]
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                texts = (_text(old.get(key)), _text(new.get(key)))
-                yield Change("changed", "", f"{part} {key}", *texts)
+        yield from changed(part, old, new, sorted(old.keys() | new.keys()))
 
 
 def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterator[Change]:
@@ -156,20 +153,15 @@ def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterato
 # --- cases -----------------------------------------------------------------------------------
 
 
-def _come_and_gone(
-    noun: str,
-    pairs: Mapping[str, tuple[Entry | None, Entry | None]],
-    same_choice: bool,
-    status: Callable[[Entry], tuple[str, bool]],
-) -> Iterator[Change]:
-    """What only one receipt has; nobody's loss if it was not asked for."""
+def _come_and_gone(noun: str, pairs: Pairs, same: bool, status: Status) -> Iterator[Change]:
+    """What only one receipt has; nobody's loss if not the `same` was asked for."""
     for where, (old, new) in pairs.items():
         if new is None and old is not None:
             text, _ = status(old)
-            yield Change("worse" if same_choice else "changed", where, noun, text, "gone")
+            yield Change("worse" if same else "changed", where, noun, text, "gone")
         elif old is None and new is not None:
             text, bad = status(new)
-            good: Severity = "better" if same_choice else "changed"
+            good: Severity = "better" if same else "changed"
             yield Change("worse" if bad else good, where, noun, "not there", text)
 
 
@@ -245,7 +237,7 @@ def _escaped_status(mutant: Entry) -> tuple[str, bool]:
     return "caught" if mutant["caught"] else "escaped", not mutant["caught"]
 
 
-def _mutants(pairs: Mapping[str, tuple[Entry | None, Entry | None]]) -> Iterator[Change]:
+def _mutants(pairs: Pairs) -> Iterator[Change]:
     for where, (old, new) in pairs.items():
         if old is None or new is None:
             continue
@@ -281,9 +273,7 @@ def _presence(presence: Entry) -> str:
 # --- shared ----------------------------------------------------------------------------------
 
 
-def _pairs(
-    old: Sequence[Entry], new: Sequence[Entry], keys: Sequence[str]
-) -> dict[str, tuple[Entry | None, Entry | None]]:
+def _pairs(old: Sequence[Entry], new: Sequence[Entry], keys: Sequence[str]) -> Pairs:
     """Entries of both with the same names, in order; the second of that name is "name (2)"."""
     named_old, named_new = _named(old, keys), _named(new, keys)
     return {name: (named_old.get(name), named_new.get(name)) for name in named_old | named_new}

@@ -79,7 +79,9 @@ def _summary(cases: Sequence[Entry]) -> str:
     parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
     for case in cases:
         if case["status"] == "within_tolerance":
-            parts.append(f"[yellow]{case['layout']} {_largest_difference(case):.1e}[/]")
+            found = (worst([case], pick) for pick in (between_replicas, to_first_layout))
+            largest = max(each.distance for each in found if each is not None)
+            parts.append(f"[yellow]{case['layout']} {largest:.1e}[/]")
         elif case["status"] in MARKS:
             parts.append(f"{case['layout']} {MARKS[case['status']]}")
     reasons: dict[str, list[str]] = {}
@@ -90,11 +92,6 @@ def _summary(cases: Sequence[Entry]) -> str:
         whom = ", ".join(layouts) if len(layouts) < 3 else f"{len(layouts)} others"
         parts.append(f"[dim]does not apply to {whom}: {reason}[/]")
     return ", ".join(parts)
-
-
-def _largest_difference(case: Entry) -> float:
-    found = (worst([case], between_replicas), worst([case], to_first_layout))
-    return max(each.distance for each in found if each is not None)
 
 
 def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import samestep
 from samestep.stress.models import named_params
@@ -15,12 +15,12 @@ from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
     AddGroup,
     Edit,
-    Freeze,
+    Gradients,
     Scenario,
     SetOptions,
-    Unfreeze,
+    Train,
 )
-from samestep.stress.training import named_groups, rank_gradients, without_onednn
+from samestep.stress.training import rank_gradients, without_onednn
 
 PRESENCE_STEPS = 64  # how many the presence map shows
 
@@ -38,7 +38,7 @@ class Expected:
     samples: dict[int, Sample] = field(default_factory=dict)
     families: dict[str, str] = field(default_factory=dict)
     presence: dict[str, list[int]] = field(default_factory=dict)
-    gradients: list[list[dict[str, Tensor]]] = field(default_factory=list)
+    gradients: list[list[Gradients]] = field(default_factory=list)
 
 
 def sampled_steps(steps: int, every: int) -> list[int]:
@@ -73,7 +73,7 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
     options = scenario.options()
     # Alone on purpose, also where torchrun has started more: gradients are averaged by hand.
     optimizer = samestep.MuonAdamW(scenario.model(), grads="reduced", **options)
-    reference = Reference(named_params(model), named_groups(optimizer))
+    reference = Reference(named_params(model), optimizer.param_groups)
     limit = float("inf") if scenario.scales else options.get("max_grad_norm")
     expected = Expected()
     scale = _Scale()
@@ -116,11 +116,11 @@ class _Scale:
             self.value, self._taken = self.value * 2, 0
 
 
-def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[dict[str, Tensor]]:
+def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[Gradients]:
     """Per rank the sum of its micro-batches' gradients."""
     by_rank = []
     for rank in range(scenario.world):
-        total: dict[str, Tensor] = {}
+        total: Gradients = {}
         for grads in rank_gradients(scenario, model, step, rank):
             for name, grad in grads.items():
                 total[name] = total[name] + grad if name in total else grad
@@ -137,9 +137,9 @@ def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Re
                 for group in reference.groups:
                     if group["rule"] == rule:
                         group.update(options)
-            case Freeze(names) | Unfreeze(names):
+            case Train(names, wanted):
                 for name in names:
-                    params[name].requires_grad_(isinstance(event, Unfreeze))
+                    params[name].requires_grad_(wanted)
             case AddGroup(names, options):
                 for name in names:
                     params[name].requires_grad_(True)

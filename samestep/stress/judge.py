@@ -183,11 +183,11 @@ class Judge:
 
     @staticmethod
     def _largest(distances: Sequence[Distance]) -> Distance:
-        def over(key: str) -> float | None:
-            found = [v for v in (getattr(d, key) for d in distances) if v is not None]
-            return max(found, default=None)
-
-        return Distance(over("adam"), over("mu_a"), over("mu_b"), over("state") or 0.0)
+        found: dict[str, float] = {}
+        for key, value in (item for each in distances for item in vars(each).items()):
+            if value is not None:
+                found[key] = max(value, found.get(key, 0.0))
+        return Distance(**found)
 
 
 def _beyond_limits(distance: Distance | None) -> Iterator[tuple[str, float, float]]:

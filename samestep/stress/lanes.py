@@ -4,40 +4,31 @@ Ranks of one case wait for each other most of the time, so that two lanes on two
 than one, and sixteen cores want more.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from samestep.stress.campaign import Campaign, Case, CaseResult, Presence, Progress
+from samestep.launch.forked import end_with
+from samestep.stress.campaign import Campaign, CaseResult, CasesByScenario, OnResult, Progress
 from samestep.tooling.signals import SIGNALS
 
 Hearers = dict[str, Callable[..., Any]]
 PATIENCE = 10.0  # seconds that a lane has to end its ranks
 
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
-
 
 class LaneDiedError(RuntimeError):
     """A lane ended without saying why."""
-
-
-class _Lane(NamedTuple):
-    process: ForkProcess
-    pipe: Connection
 
 
 class Lanes:
@@ -48,38 +39,33 @@ class Lanes:
         self._campaign = campaign
         self.interrupted: list[CaseResult] = []  # what was known of cases at Ctrl-C
 
-    def run(
-        self,
-        scenarios: Sequence[Sequence[Case]],
-        on_result: Callable[[CaseResult, Presence], None],
-        progress: Progress,
-    ) -> None:
+    def run(self, scenarios: CasesByScenario, on_result: OnResult, progress: Progress) -> None:
         """Run the cases of all scenarios; Ctrl-C ends every lane and comes through."""
         left = iter(range(len(scenarios)))
         # As with ranks: the child of a thread that has used OpenMP may hang in it, so a new one
         # forks. It outlives the lanes, since its end would count as the parent's death.
         forker = ThreadPoolExecutor(1)
         count = min(self.count, len(scenarios))
-        lanes = [forker.submit(self._start, scenarios).result() for _ in range(count)]
+        lanes = dict(forker.submit(self._start, scenarios).result() for _ in range(count))
         hear: Hearers = {"result": on_result, "step": progress}
         try:
-            for lane in lanes:
-                lane.pipe.send(next(left, None))
-            self._listen([lane.pipe for lane in lanes], hear, lambda: next(left, None))
+            for pipe in lanes.values():
+                pipe.send(next(left, None))
+            self._listen(list(lanes.values()), hear, lambda: next(left, None))
         except BaseException as reason:
-            for lane in lanes:
-                lane.process.terminate()
+            for process in lanes:
+                process.terminate()
             if isinstance(reason, KeyboardInterrupt):
                 del hear["step"]
                 hear["interrupted"] = self.interrupted.append
                 with suppress(LaneDiedError):
-                    self._listen([lane.pipe for lane in lanes], hear, lambda: None)
+                    self._listen(list(lanes.values()), hear, lambda: None)
             raise
         finally:
-            for lane in lanes:
-                lane.process.join(PATIENCE)
-                lane.process.kill()
-                lane.process.join()
+            for process in lanes:
+                process.join(PATIENCE)
+                process.kill()
+                process.join()
             forker.shutdown()
 
     @staticmethod
@@ -103,24 +89,18 @@ class Lanes:
                 elif kind in hear:
                     hear[kind](*content)
 
-    def _start(self, scenarios: Sequence[Sequence[Case]]) -> _Lane:
+    def _start(self, scenarios: CasesByScenario) -> tuple[ForkProcess, Connection]:
         fork = multiprocessing.get_context("fork")
         mine, theirs = fork.Pipe()
         process = fork.Process(target=self._run_lane, args=(theirs, scenarios, os.getpid()))
         process.start()
         theirs.close()
-        return _Lane(process, mine)
+        return process, mine
 
-    def _run_lane(
-        self, pipe: Connection, scenarios: Sequence[Sequence[Case]], parent: int
-    ) -> NoReturn:
+    def _run_lane(self, pipe: Connection, scenarios: CasesByScenario, parent: int) -> NoReturn:
         """Be a lane: run what the parent names until it has no more; runs no exit handlers."""
         try:
-            os.setpgid(0, 0)  # Ctrl-C is for the parent, which then ends its lanes
-            if _libc is not None:
-                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
-                os._exit(1)
+            end_with(parent)  # Ctrl-C is for the parent, which then ends its lanes
             torch.set_num_threads(1)
             campaign = self._campaign()
 

@@ -38,22 +38,18 @@ class Layout:
         if self.parameters == "tp_alone" and odd:
             return "pairs of ranks with data of their own need an even number, four or more"
         if self.parameters == "hybrid":
-            return _reason_against_mesh(self.mesh, scenario, world)
+            return self._reason_against_mesh(scenario, world)
         if scenario.starts_differ and self.parameters != "plain":
             return "each rank begins with its own part: no start is common to all"
         return None
 
-
-def _reason_against_mesh(
-    mesh: Mapping[str, Any], scenario: "type[Scenario]", world: int
-) -> str | None:
-    if not scenario.has_plan:
-        return "its model has no plan that says what is cut"
-    sizes = [mesh.get(name, 1) for name in ("pp", "replicate", "ep", "tp")]
-    copies = 2 if mesh.get("replicate", 1) > 1 else 1  # which are sharded, or sums have no order
-    if world % (copies * prod(sizes)):
-        return f"it needs a multiple of {copies * prod(sizes)} ranks"
-    return None
+    def _reason_against_mesh(self, scenario: "type[Scenario]", world: int) -> str | None:
+        if not scenario.has_plan:
+            return "its model has no plan that says what is cut"
+        least: int = prod(self.mesh.get(name, 1) for name in ("pp", "replicate", "ep", "tp"))
+        if self.mesh.get("replicate", 1) > 1:
+            least *= 2  # copies are sharded, or sums have no order
+        return f"it needs a multiple of {least} ranks" if world % least else None
 
 
 LAYOUTS: dict[str, Layout] = {}  # what `all` means

@@ -38,7 +38,7 @@ from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.gradients import combine_gradients
-from samestep.stress.scenarios.hybrid import gpt_without_ones, noisy_tokens
+from samestep.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
 from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import write_files
 
@@ -65,8 +65,6 @@ class Case:
     sequences: int = 8
     steps: int = 20
     more: int = 0
-    micro_batches: int = 0
-    schedule: str = "1f1b"
     lora: bool = False
     compile: bool | str = False
     seed: int = 0
@@ -107,6 +105,11 @@ class Outcome:
     seconds: float = 0.0  # per step
     trace: dict[str, Any] = field(default_factory=dict)
 
+    def see(self, what: str, distance: float) -> None:
+        """The largest counts; NaN as infinity: it is larger than any bound."""
+        known = math.inf if math.isnan(distance) else distance
+        setattr(self, what, max(getattr(self, what), known))
+
     def merged(self, other: "Outcome") -> "Outcome":
         worse = self if self.gradient >= other.gradient else other
         both = {key: max(getattr(self, key), getattr(other, key)) for key in WORST}
@@ -137,11 +140,11 @@ def optimizer_keywords(case: Case) -> dict[str, Any]:
     if case.lora:
         rules = {"*.q.lora_*": {"rule": "muon"}}  # and AdamW for the others
     elif case.model.experts:
-        rules = {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}}
+        rules = {**HybridGPT.rules}
     return {"lr": LEARNING_RATE, "max_grad_norm": case.max_grad_norm, "overrides": rules}
 
 
-def adapt(model: nn.Module, case: Case, mesh: Mesh | None = None) -> None:
+def adapt(model: nn.Module, mesh: Mesh | None = None) -> None:
     """Factors for all matrices of attention. None is zero: so both of a pair have a gradient."""
     add_lora(model, ["*.attention.[qkv]", "*.attention.out"], rank=4, mesh=mesh)
     for _, layer in lora_layers(model):
@@ -154,7 +157,7 @@ def reference(case: Case) -> Reference:
     start = new_model(case)
     model = copy.deepcopy(start)
     if case.lora:
-        adapt(model, case)
+        adapt(model)
     optimizer = samestep.MuonAdamW(model, **optimizer_keywords(case))
     found = Reference(start, [], [], {}, {})
     for step in range(case.steps):
@@ -185,9 +188,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         gpt_plan(case.model),
         mesh,
         loss=mean_loss,
-        micro_batches=case.micro_batches,
-        schedule=case.schedule,
-        adapt=(lambda part: adapt(part, case, mesh)) if case.lora else None,
+        adapt=(lambda part: adapt(part, mesh)) if case.lora else None,
         compile=case.compile,
     )
     optimizer = stack.optimizer(**optimizer_keywords(case))
@@ -209,10 +210,9 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         outcome.recompiled = compiled - outcome.graphs
         if step < case.steps:
             mean = total("loss", loss.detach().double().reshape(1), ranks).wait() / ranks.size
-            away = abs(float(mean) - expected.losses[step])
-            outcome.loss = max(outcome.loss, _number(away))
+            outcome.see("loss", abs(float(mean) - expected.losses[step]))
             norm = float(optimizer.metrics()["grad_norm"])
-            outcome.norm = max(outcome.norm, _number(abs(norm - expected.norms[step])))
+            outcome.see("norm", abs(norm - expected.norms[step]))
             outcome.clipped += norm > case.max_grad_norm
         if step == case.steps - 1:
             _compare_parameters(model, optimizer, expected, outcome)
@@ -227,10 +227,11 @@ def _compare_gradients(model: nn.Module, expected: Mapping[str, Tensor], outcome
         if not param.requires_grad:
             continue
         whole = expected[name]
-        found = math.inf if param.grad is None else _distance(param.grad, whole)
-        outcome.largest_gradient = max(outcome.largest_gradient, float(whole.abs().max()))
-        if not found <= outcome.gradient:
-            outcome.gradient, outcome.gradient_of = found, name
+        before = outcome.gradient
+        outcome.see("gradient", math.inf if param.grad is None else _distance(param.grad, whole))
+        outcome.see("largest_gradient", float(whole.abs().max()))
+        if outcome.gradient > before:
+            outcome.gradient_of = name
 
 
 def _compare_parameters(
@@ -240,20 +241,14 @@ def _compare_parameters(
         name: group["rule"] for group in optimizer.param_groups for name in group["param_names"]
     }
     for name, param in model.named_parameters():
-        rule = rules.get(name, "adamw")  # a frozen one does not move at all
         found = _distance(param.detach(), expected.parameters[name])
-        setattr(outcome, rule, max(getattr(outcome, rule), found))
+        outcome.see(rules.get(name, "adamw"), found)  # a frozen one does not move at all
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
     """The largest difference of a whole tensor; collective for a DTensor."""
     whole = found.full_tensor() if isinstance(found, DTensor) else found
-    return _number(float((whole - expected).abs().max()))
-
-
-def _number(distance: float) -> float:
-    """NaN as infinity: it is larger than any bound."""
-    return math.inf if math.isnan(distance) else distance
+    return float((whole - expected).abs().max())
 
 
 # --- the rows ----------------------------------------------------------------------------------
@@ -265,14 +260,47 @@ SHAPE: dict[str, Any] = {
 DENSE = GPTConfig(**SHAPE)
 EXPERTS = GPTConfig(**SHAPE, experts=8, expert_size=16)
 ROOMY = replace(EXPERTS, capacity=4.0)  # every expert has room for all tokens
-LANE: dict[str, Any] = {
-    "context": 128, "width": 128, "layers": 16, "heads": 4, "kv_heads": 2, "experts": 8,
-    "expert_size": 64,
-}  # fmt: skip
+LANE = GPTConfig(context=128, width=128, layers=16, heads=4, kv_heads=2, experts=8, expert_size=64)
+ROOMY_LANE = replace(LANE, capacity=4.0)
 SP = {"tp": 2, "sequence_parallel": True}
-COMPARED_STEPS = 20
+OWN_TOKENS = {**SP, "ep": 2}
+SAME_TOKENS = {**OWN_TOKENS, "ep_carries_data": False}
+ROWS = (
+    Case("TP", 2, DENSE, {"tp": 2}),
+    Case("TP, SP", 2, DENSE, SP),
+    Case("EP", 2, EXPERTS, {"ep": 2}),
+    Case("EP, the same tokens", 2, EXPERTS, {"ep": 2, "ep_carries_data": False}),
+    Case("PP", 2, DENSE, {"pp": 2}),
+    Case("FSDP2", 2, DENSE, {}),
+    Case("HSDP", 4, DENSE, {"replicate": 2}),
+    Case("TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}),
+    Case("TP x EP, whole experts", 4, EXPERTS, {**SP, "ep": 2, "expert_tensor_parallel": 1}),
+    Case("TP, SP x EP", 4, EXPERTS, {**SP, "ep": 2}),
+    Case("TP x PP", 4, DENSE, {"tp": 2, "pp": 2}),
+    Case("TP, SP x PP", 4, DENSE, {**SP, "pp": 2}),
+    Case("TP x FSDP2", 4, DENSE, {"tp": 2}),
+    Case("TP, SP x FSDP2", 4, DENSE, SP),
+    Case("EP x PP", 4, EXPERTS, {"ep": 2, "pp": 2}),
+    Case("EP x FSDP2", 4, EXPERTS, {"ep": 2}),
+    Case("PP x FSDP2", 4, DENSE, {"pp": 2}),
+    Case("HSDP x TP", 8, DENSE, {"replicate": 2, "tp": 2}),
+    Case("HSDP x EP", 4, EXPERTS, {"replicate": 2, "ep": 2}),
+    Case("HSDP x PP", 8, DENSE, {"replicate": 2, "pp": 2}),
+    Case("TP, SP x EP x PP", 8, EXPERTS, {**SP, "ep": 2, "pp": 2}),
+    Case("TP, SP x EP x FSDP2", 8, EXPERTS, {**SP, "ep": 2}),
+    Case("LoRA, TP, SP x FSDP2", 4, DENSE, SP, lora=True),
+    Case("LoRA, TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}, lora=True),
+    Case("LoRA, PP x FSDP2", 4, DENSE, {"pp": 2}, lora=True),
+    Case("TP, SP x FSDP2, compiled", 4, DENSE, SP, compile=True),
+    Case("TP, SP x EP, compiled", 4, ROOMY, {**SP, "ep": 2}, compile=True),
+    Case("lane, 4 ranks", 4, LANE, SAME_TOKENS, 2),
+    Case("lane, 4 ranks, own tokens", 4, ROOMY_LANE, OWN_TOKENS, 2),
+    Case("lane, 4 ranks, own tokens, compiled", 4, ROOMY_LANE, OWN_TOKENS, 2, compile=True),
+    Case("lane, 8 ranks", 8, LANE, SAME_TOKENS, 2),
+    Case("lane, 8 ranks, own tokens", 8, ROOMY_LANE, OWN_TOKENS, 4),
+)
 # Rows that go on, until copies of each kind have had time to drift apart: of tensor parallel, with
-# and without a part of the sequence each, of data parallel, of both and experts.
+# and without a part of the sequence each, of data parallel, of both and experts. As lanes do.
 LONG = {"TP", "TP, SP", "HSDP", "TP, SP x EP"}
 
 
@@ -290,51 +318,10 @@ class Options:
 
 
 def cases(options: Options) -> Iterator[Case]:
-    axes: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
-        "TP": (2, DENSE, {"tp": 2}),
-        "TP, SP": (2, DENSE, SP),
-        "EP": (2, EXPERTS, {"ep": 2}),
-        "EP, the same tokens": (2, EXPERTS, {"ep": 2, "ep_carries_data": False}),
-        "PP": (2, DENSE, {"pp": 2}),
-        "FSDP2": (2, DENSE, {}),
-        "HSDP": (4, DENSE, {"replicate": 2}),
-        "TP x EP": (4, EXPERTS, {"tp": 2, "ep": 2}),
-        "TP x EP, whole experts": (4, EXPERTS, {**SP, "ep": 2, "expert_tensor_parallel": 1}),
-        "TP, SP x EP": (4, EXPERTS, {**SP, "ep": 2}),
-        "TP x PP": (4, DENSE, {"tp": 2, "pp": 2}),
-        "TP, SP x PP": (4, DENSE, {**SP, "pp": 2}),
-        "TP x FSDP2": (4, DENSE, {"tp": 2}),
-        "TP, SP x FSDP2": (4, DENSE, SP),
-        "EP x PP": (4, EXPERTS, {"ep": 2, "pp": 2}),
-        "EP x FSDP2": (4, EXPERTS, {"ep": 2}),
-        "PP x FSDP2": (4, DENSE, {"pp": 2}),
-        "HSDP x TP": (8, DENSE, {"replicate": 2, "tp": 2}),
-        "HSDP x EP": (4, EXPERTS, {"replicate": 2, "ep": 2}),
-        "HSDP x PP": (8, DENSE, {"replicate": 2, "pp": 2}),
-        "TP, SP x EP x PP": (8, EXPERTS, {**SP, "ep": 2, "pp": 2}),
-        "TP, SP x EP x FSDP2": (8, EXPERTS, {**SP, "ep": 2}),
-    }
-    more = max(0, options.steps - COMPARED_STEPS)
-    for name, (ranks, model, mesh) in axes.items():
-        yield Case(name, ranks, model, mesh, more=more if name in LONG else 0)
-    factors: dict[str, tuple[int, GPTConfig, dict[str, Any]]] = {
-        "LoRA, TP, SP x FSDP2": (4, DENSE, SP),
-        "LoRA, TP x EP": (4, EXPERTS, {"tp": 2, "ep": 2}),
-        "LoRA, PP x FSDP2": (4, DENSE, {"pp": 2}),
-    }
-    for name, (ranks, model, mesh) in factors.items():
-        yield Case(name, ranks, model, mesh, lora=True)
-    yield Case("TP, SP x FSDP2, compiled", 4, DENSE, SP, compile=True)
-    yield Case("TP, SP x EP, compiled", 4, ROOMY, {**SP, "ep": 2}, compile=True)
-    more = max(0, options.lane_steps - COMPARED_STEPS)
-    same = {**SP, "ep": 2, "ep_carries_data": False}
-    own = {**SP, "ep": 2}
-    roomy = GPTConfig(**LANE, capacity=4.0)
-    yield Case("lane, 4 ranks", 4, GPTConfig(**LANE), same, sequences=2, more=more)
-    yield Case("lane, 4 ranks, own tokens", 4, roomy, own, sequences=2, more=more)
-    yield Case("lane, 4 ranks, own tokens, compiled", 4, roomy, own, sequences=2, compile=True)
-    yield Case("lane, 8 ranks", 8, GPTConfig(**LANE), same, sequences=2, more=more)
-    yield Case("lane, 8 ranks, own tokens", 8, roomy, own, sequences=4, more=more)
+    for case in ROWS:
+        is_lane = case.model.layers == LANE.layers and not case.compile
+        steps = options.lane_steps if is_lane else options.steps if case.name in LONG else 0
+        yield replace(case, more=max(0, steps - case.steps))
 
 
 def run(options: Options) -> int:
@@ -348,7 +335,8 @@ def run(options: Options) -> int:
             continue
         row = _run(case, options.timeout)
         bad += row["verdict"] != "pass"
-        _say(f"{case.name}: {row['verdict']}")
+        sys.stdout.write(f"{case.name}: {row['verdict']}\n")
+        sys.stdout.flush()
         known[case.name] = row
         rows = {name: known[name] for name in order if name in known}
         write_files(options.receipt.parent, {options.receipt.name: _receipt(rows)})
@@ -445,11 +433,6 @@ def table(rows: Mapping[str, Any]) -> str:
             f"{row['overflow']} | {copies} | {graphs} |\n"
         )
     return text + LANES
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -66,9 +66,6 @@ TINY_GROUPS = [
 ]
 
 
-LeaveOut = Callable[[nn.Module, Tensor], Tensor]  # in place of a layer that is not used
-
-
 class Layer(nn.Module):
     """Attention with fused QKV, then an MLP; `recycle` scales neurons that were given new life."""
 
@@ -99,7 +96,8 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
         self.head = nn.Linear(width, vocabulary, bias=False)
         self.second_head = nn.Linear(width, vocabulary, bias=False)
-        self.leave_out: LeaveOut = _unchanged  # FSDP2 wants to hear of layers that are not used
+        # FSDP2 wants to hear of layers that are not used.
+        self.leave_out: Callable[[nn.Module, Tensor], Tensor] = lambda layer, x: x
 
     def forward(
         self,
@@ -142,10 +140,6 @@ class MixtureOfExperts(nn.Module):
                 update = expert(x[mine]) * weights[mine, number, None]
                 parts.append(torch.zeros_like(x).index_add(0, mine, update))
         return _next_token_loss(self.head(torch.stack(parts).sum(0)), tokens, 1)
-
-
-def _unchanged(layer: nn.Module, x: Tensor) -> Tensor:
-    return x
 
 
 def _next_token_loss(logits: Tensor, tokens: Tensor, distance: int) -> Tensor:

@@ -17,15 +17,21 @@ from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt, named_params
-from samestep.stress.scenario import RATES, MakeModel
+from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
 from samestep.tooling.factories import in_one_line, named_function
-from samestep.tooling.ranks import nccl_devices, number_of_ranks
+from samestep.tooling.flags import spelled
+from samestep.tooling.ranks import nccl_devices
 from samestep.tooling.request import BadRequestError
 
 Backend = Literal["gloo", "nccl"]
 Device = Literal["cpu", "cuda"]
 MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
+
+
+def _unset(metavar: str, default: str) -> Any:
+    """How the help shows a flag that is None unless it is given."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
@@ -46,24 +52,17 @@ class Options:
     """What happens to the gradients; --list shows all."""
     layout: Annotated[str, arg(metavar="NAME|all")] = "all"
     """Where state and work live; --list shows all."""
-    world_size: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: 2, or torchrun's)")
-    ] = None
+    world_size: Annotated[int | None, _unset("INT", "2, or torchrun's")] = None
     """Number of ranks."""
-    backend: Annotated[
-        Backend | None,
-        arg(metavar="{gloo,nccl}", help_behavior_hint="(default: nccl under torchrun if possible)"),
-    ] = None
+    backend: Annotated[Backend | None, _unset("{gloo,nccl}", "nccl under torchrun if possible")] = (
+        None
+    )
     """What carries the data; nccl needs torchrun and a CUDA device for every rank."""
-    device: Annotated[
-        Device | None, arg(metavar="{cpu,cuda}", help_behavior_hint="(default: cuda with nccl)")
-    ] = None
+    device: Annotated[Device | None, _unset("{cpu,cuda}", "cuda with nccl")] = None
     """Where ranks compute. Over gloo several may share a GPU."""
     steps: int = 1000
     """Optimizer steps of every case."""
-    other_steps: Annotated[
-        int | None, arg(metavar="INT", help_behavior_hint="(default: as --steps)")
-    ] = None
+    other_steps: Annotated[int | None, _unset("INT", "as --steps")] = None
     """Steps of all but dist_adamw_muon and dist_adamw_muon_random without flat buffers."""
     sample_every: int = 100
     """Steps between comparisons."""
@@ -95,8 +94,7 @@ class Options:
         for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                flag = name.replace("_", "-")
-                raise BadRequestError(f"--{flag} must be at least 1, got {value}")
+                raise BadRequestError(f"{spelled(name)} must be at least 1, got {value}")
         if not 0 < self.watchdog < math.inf:
             raise BadRequestError(f"--watchdog must be above 0 seconds, got {self.watchdog}")
         if not -(2**62) < self.seed < 2**62:
@@ -111,9 +109,6 @@ class Options:
             self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
         ):
             raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
-
-    def ranks(self, torchrun: TorchrunRank | None) -> int:
-        return number_of_ranks(self.world_size, torchrun, least=1)
 
     def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Backend, str | None]:
         """What carries the data, and why it is not nccl if nobody asked for gloo."""
@@ -160,7 +155,13 @@ def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
 
     The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
     """
-    make = make or _factory(path)
+    if make is None:
+        where, _, name = path.rpartition(":")
+        if not where or not name:
+            raise BadRequestError(
+                f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
+            )
+        make = named_function(path, "--model")
     first, second = _made(make, path, seed), _made(make, path, seed)
     _check(first, path)
     _compare(named_params(first), named_params(second), path)
@@ -174,20 +175,9 @@ def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
     return lambda: copy.deepcopy(first)
 
 
-def _factory(path: str) -> MakeModel:
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise BadRequestError(
-            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
-        )
-    return named_function(path, "--model")
-
-
 def _made(make: MakeModel, path: str, seed: int) -> nn.Module:
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model: Any = make()
+        model: Any = seeded(make, seed)
     except (Exception, SystemExit) as error:
         raise BadRequestError(f"--model {path}: {in_one_line(error)}") from error
     if not isinstance(model, nn.Module):

@@ -73,8 +73,8 @@ class OutsideCopies:
             key: checksums([part.local for part in parts]) for key, parts in self._kinds.items()
         }
         own = [value for key, numbers in sums.items() for value in (key, int(checksum(numbers)))]
-        device = next(iter(self._kinds.values()))[0].local.device
-        row = torch.tensor(own + [0] * (2 * KINDS - len(own)), device=device)
+        self._device = next(iter(self._kinds.values()))[0].local.device
+        row = torch.tensor(own + [0] * (2 * KINDS - len(own)), device=self._device)
         holders: dict[int, dict[int, int]] = {}  # by kind: place of a rank, and its checksum
         for place, told in enumerate(gather_rows(NAME, row, self._ranks)):
             numbers = told.tolist()
@@ -84,13 +84,10 @@ class OutsideCopies:
         differing = {
             key: places for key, places in holders.items() if len(set(places.values())) > 1
         }
-        return self._located(differing, sums, device) if differing else []
+        return self._located(differing, sums) if differing else []
 
     def _located(
-        self,
-        differing: Mapping[int, Mapping[int, int]],
-        sums: Mapping[int, Tensor],
-        device: torch.device,
+        self, differing: Mapping[int, Mapping[int, int]], sums: Mapping[int, Tensor]
     ) -> list[Drift]:
         mine = {
             str(key): [
@@ -100,7 +97,7 @@ class OutsideCopies:
             for key in differing
             if key in self._kinds
         }
-        texts = gather_texts(NAME, json.dumps(mine), self._ranks, device)
+        texts = gather_texts(NAME, json.dumps(mine), self._ranks, self._device)
         of_ranks = [json.loads(text) for text in texts]
         found = []
         for key, holders in differing.items():
@@ -109,16 +106,16 @@ class OutsideCopies:
             for index, entries in enumerate(zip(*lists, strict=True)):
                 if len({entry[-1] for entry in entries}) > 1:
                     part = self._kinds[key][index].local if key in self._kinds else None
-                    found += self._drift(entries[0], places, part, device)
+                    found += self._drift(entries[0], places, part)
         return found
 
     def _drift(
-        self, entry: Sequence[Any], places: Sequence[int], part: Tensor | None, device: torch.device
+        self, entry: Sequence[Any], places: Sequence[int], part: Tensor | None
     ) -> list[Drift]:
         """Of one DTensor: every rank gets the parts of those that hold it."""
         kind, name, dtype_name, shape, _ = entry
         dtype: torch.dtype = getattr(torch, dtype_name)
-        mine = torch.empty(0, dtype=torch.uint8, device=device)
+        mine = torch.empty(0, dtype=torch.uint8, device=self._device)
         if part is not None:
             mine = part.contiguous().view(-1).view(torch.uint8)
         size = torch.Size(shape).numel() * dtype.itemsize

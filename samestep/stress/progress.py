@@ -20,13 +20,13 @@ from typing import Any, NamedTuple
 from samestep.stress.campaign import Case, Presence
 from samestep.stress.compare import read_receipt
 from samestep.stress.receipt import commit
+from samestep.tooling.flags import spelled
 from samestep.tooling.output import write_files
 from samestep.tooling.request import BadRequestError
 
 FILE = "progress.jsonl"
 KIND = "samestep stress progress"
 FORMAT = 1
-# What has to be the same in all stretches.
 ASKED = (
     "scenario", "layout", "steps", "other_steps", "sample_every", "reduction", "seed", "model",
     "watchdog",
@@ -65,10 +65,6 @@ class Progress:
     on_disk: bool = True
     finished: bool = False
     _file: FileIO | None = None
-
-    @property
-    def seconds(self) -> float:
-        return float(sum(stretch["seconds"] for stretch in self.stretches))
 
     def left(self, alike: Sequence[Case]) -> list[Case]:
         """The cases of a scenario that have to run.
@@ -170,7 +166,12 @@ def go_on(now: Progress, say: Callable[[str], None]) -> Progress:
     earlier = _earlier(now.folder)
     if earlier is None:
         return now
-    different = "; ".join(_differences(earlier, now))
+    before, after = _request(earlier), _request(now)
+    different = "; ".join(
+        f"{name} was {before.get(name)} and is {after.get(name)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    )
     if not different:
         return earlier
     if earlier.finished:
@@ -200,19 +201,11 @@ def _earlier(folder: Path) -> Progress | None:
         raise BadRequestError(f"--continue: {error}") from error
 
 
-def _differences(earlier: Progress, now: Progress) -> list[str]:
-    before, after = _request(earlier), _request(now)
-    return [
-        f"{name} was {before.get(name)} and is {after.get(name)}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name)
-    ]
-
-
 def _request(progress: Progress) -> dict[str, Any]:
+    """What has to be the same in all stretches."""
     asked, ran = progress.asked, progress.ran
     return {
-        **{f"--{name.replace('_', '-')}": asked.get(name) for name in ASKED},
+        **{spelled(name): asked.get(name) for name in ASKED},
         **{name.replace("_", " "): ran.get(name) for name in RAN},
         **ran["versions"],
         **ran["environment"],

@@ -47,12 +47,15 @@ def receipt(
     interrupted: bool,
 ) -> dict[str, Any]:
     """Everything, for JSON; `receipt.schema.json` describes it. `cases` are from `case_entry`."""
+    failed = any(case["status"] == "failed" for case in cases)
+    failed = failed or any(not result.caught for result in mutants)
     names = dict.fromkeys(case["scenario"] for case in cases)
     layouts = dict.fromkeys(case["layout"] for case in cases)
     return {
         "kind": KIND,
         "format": FORMAT,
-        "verdict": verdict_of(cases, mutants, interrupted),
+        # Clean only if everything that was asked for ran and passed.
+        "verdict": "failed" if failed else "interrupted" if interrupted else "clean",
         "asked": dict(asked),
         "ran": dict(ran),
         "thresholds": {**LIMITS, "state": STATE_LIMIT},
@@ -61,16 +64,6 @@ def receipt(
         "cases": list(cases),
         "mutants": [_mutant(result) for result in mutants],
     }
-
-
-def verdict_of(
-    cases: Sequence[Mapping[str, Any]], mutants: Sequence[MutantResult], interrupted: bool
-) -> str:
-    """`clean` only if everything that was asked for ran and passed."""
-    failed = any(case["status"] == "failed" for case in cases)
-    if failed or any(not result.caught for result in mutants):
-        return "failed"
-    return "interrupted" if interrupted else "clean"
 
 
 def machine() -> dict[str, Any]:

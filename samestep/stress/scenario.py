@@ -17,6 +17,7 @@ from samestep.stress.models import named_params
 # 1000 steps, torch's optimizers included: more than the limit that AdamW is held to.
 RATES = {"lr": 2**-7, "weight_decay": 2**-3}
 
+Gradients = dict[str, Tensor]  # by name
 MakeModel = Callable[[], nn.Module]
 Loop = Literal["open", "recorded", "closed"]
 KEPT_ELEMENTS = 1 << 24  # of gradients
@@ -32,17 +33,11 @@ class SetOptions:
 
 
 @dataclass(frozen=True)
-class Freeze:
-    """Parameters of the optimizer that need no gradient from here on."""
+class Train:
+    """Parameters of the optimizer that need a gradient from here on, or no more."""
 
     names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Unfreeze:
-    """The opposite."""
-
-    names: tuple[str, ...]
+    wanted: bool
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,14 @@ class Resume:
 
 Place = Literal["here", "elsewhere"]  # the same layout, or another one on as many ranks
 
-Event = SetOptions | Freeze | Unfreeze | AddGroup | Edit | Resume
+Event = SetOptions | Train | AddGroup | Edit | Resume
+
+
+def seeded(make: MakeModel, seed: int) -> nn.Module:
+    """A model whose weights depend on the seed alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
 
 
 class Scenario:
@@ -99,9 +101,7 @@ class Scenario:
 
     def model(self) -> nn.Module:
         """A new model, the same at every call."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return self.own_model() if self._make_model is None else self._make_model()
+        return seeded(self._make_model or self.own_model, self.seed)
 
     def own_model(self) -> nn.Module:
         """The model for which the scenario was made."""
@@ -132,7 +132,7 @@ class Scenario:
 
     def known_gradients(
         self, model: nn.Module, step: int, rank: int, micro: int
-    ) -> dict[str, Tensor] | None:
+    ) -> Gradients | None:
         """What backward from `loss` gives, where that is known without it."""
         return None
 
@@ -146,7 +146,7 @@ class GradientScenario(Scenario):
 
     def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
         super().__init__(seed, world, make_model)
-        self._known: dict[tuple[int, int, int], dict[str, Tensor]] = {}
+        self._known: dict[tuple[int, int, int], Gradients] = {}
         self._room = KEPT_ELEMENTS
 
     def gradient(
@@ -161,9 +161,7 @@ class GradientScenario(Scenario):
         turn = (7 * rank + step) % max(len(names), 1)
         return loss_with(model, {name: grads[name] for name in names[turn:] + names[:turn]})
 
-    def known_gradients(
-        self, model: nn.Module, step: int, rank: int, micro: int
-    ) -> dict[str, Tensor]:
+    def known_gradients(self, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:
         """Those of the parameters that are trained and have one; nobody may change them.
 
         All layouts want the same ones, so small ones are kept: forked ranks find them made.
@@ -205,9 +203,7 @@ class Recorded(Scenario):
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
         return loss_with(model, self.known_gradients(model, step, rank, micro))
 
-    def known_gradients(
-        self, model: nn.Module, step: int, rank: int, micro: int
-    ) -> dict[str, Tensor]:
+    def known_gradients(self, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:
         return dict(self.gradients[step][rank])
 
 

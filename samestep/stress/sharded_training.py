@@ -87,9 +87,6 @@ class DTensorTraining(Training):
             self.model, self.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1]
         )
 
-    def _mesh(self, shape: Sequence[int], names: tuple[str, str]) -> DeviceMesh:
-        return _meshes.get(self._device.type, tuple(shape), names)
-
 
 class FSDPTraining(DTensorTraining):
     """Real backward passes through a module that FSDP2 shards."""
@@ -97,7 +94,8 @@ class FSDPTraining(DTensorTraining):
     def _new_model(self) -> nn.Module:
         model = super()._new_model()
         ranks, copies = self.scenario.world, 2 if self.layout.parameters == "hsdp" else 1
-        mesh = self._mesh((copies, ranks // copies), ("replicate", "shard"))
+        shape = copies, ranks // copies
+        mesh = _mesh(self._device.type, shape, ("replicate", "shard"))
         if self.layout.parameters == "fsdp2":
             mesh = mesh["shard"]
         self._root = Loss(self.scenario, model, self.rank)
@@ -165,7 +163,7 @@ class TwinTraining(DTensorTraining):
         model = super()._new_model()
         ranks = self.scenario.world
         inner = 2 if ranks > 2 and ranks % 2 == 0 else ranks
-        mesh = self._mesh((ranks // inner, inner), ("data", "inner"))
+        mesh = _mesh(self._device.type, (ranks // inner, inner), ("data", "inner"))
         for place, (name, param) in enumerate(list(model.named_parameters())):
             placement = self._inner_placement(place, param)
             spread = distribute_tensor(param.detach(), mesh["inner"], [placement])
@@ -264,24 +262,17 @@ class GroupLogs:
         return count, hashlib.sha256(repr(sorted(known)).encode()).hexdigest()
 
 
-class _Meshes:
-    """Meshes of the present default group, each made once: groups of ranks take a while."""
-
-    def __init__(self) -> None:
-        self._world: dist.ProcessGroup | None = None
-        self._known: dict[tuple[str, tuple[int, ...], tuple[str, str]], DeviceMesh] = {}
-
-    def get(self, kind: str, shape: tuple[int, ...], names: tuple[str, str]) -> DeviceMesh:
-        if dist.group.WORLD is not self._world:
-            self._world = dist.group.WORLD
-            self._known.clear()
-        key = (kind, shape, names)
-        if key not in self._known:
-            self._known[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
-        return self._known[key]
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
 
 
-_meshes = _Meshes()
+def _mesh(kind: str, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
+    """Made once for the present default group: groups of ranks take a while."""
+    key = (dist.group.WORLD, kind, shape, names)
+    if key not in _meshes:
+        for old in [other for other in _meshes if other[0] is not dist.group.WORLD]:
+            del _meshes[old]
+        _meshes[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
+    return _meshes[key]
 
 
 # --- mistakes --------------------------------------------------------------------------------

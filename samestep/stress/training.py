@@ -2,8 +2,9 @@
 
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,11 +19,11 @@ from samestep.stress.scenario import (
     AddGroup,
     Edit,
     Event,
-    Freeze,
+    Gradients,
     Resume,
     Scenario,
     SetOptions,
-    Unfreeze,
+    Train,
 )
 
 # Powers of two: scaling and unscaling changes no bit.
@@ -50,8 +51,10 @@ class Training:
             self._distribution = {"grads": "reduced"}
         self._added: list[AddGroup] = []
         self.model = self._new_model()
-        if scenario.starts_differ and rank > 0:
-            _disturb(self.model, rank)
+        if scenario.starts_differ:
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.add_(0.01 * rank)
         self.optimizer = self._new_optimizer()
         self._scaler = None
         if scenario.scales:
@@ -132,8 +135,8 @@ class Training:
                 for group in self.optimizer.param_groups:
                     if group["rule"] == rule:
                         group.update(options)
-            case Freeze(names) | Unfreeze(names):
-                self._train(dict.fromkeys(names, isinstance(event, Unfreeze)))
+            case Train(names, wanted):
+                self._train(dict.fromkeys(names, wanted))
             case AddGroup():
                 self._added.append(event)
                 self._add(event)
@@ -178,13 +181,11 @@ class Training:
         self._train(trained)
 
 
-def rank_gradients(
-    scenario: Scenario, model: nn.Module, step: int, rank: int
-) -> list[dict[str, Tensor]]:
+def rank_gradients(scenario: Scenario, model: nn.Module, step: int, rank: int) -> list[Gradients]:
     """What a rank contributes, one entry for each time that gradients are reduced."""
     rounds = []
     count = scenario.micro_batches(step)
-    sums: dict[str, Tensor] = {}
+    sums: Gradients = {}
     for micro in range(count):
         for name, grad in _gradients(scenario, model, step, rank, micro).items():
             sums[name] = sums[name] + grad if name in sums else grad
@@ -194,9 +195,7 @@ def rank_gradients(
     return rounds
 
 
-def _gradients(
-    scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int
-) -> dict[str, Tensor]:
+def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:
     """Of one micro-batch; without backward where that would only give what went in."""
     known = scenario.known_gradients(model, step, rank, micro)
     if known is not None:
@@ -215,9 +214,7 @@ def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tens
     return mean_over_ranks(model, by_rank)
 
 
-def mean_over_ranks(
-    model: nn.Module, by_rank: Sequence[Sequence[Mapping[str, Tensor]]]
-) -> dict[Tensor, Tensor]:
+def mean_over_ranks(model: nn.Module, by_rank: list[list[Gradients]]) -> dict[Tensor, Tensor]:
     """The same of what ranks contribute, rank after rank and round after round."""
     sums: dict[Tensor, Tensor] = {}
     params = named_params(model)
@@ -225,25 +222,12 @@ def mean_over_ranks(
     for number in range(len(by_rank[0])):
         contributions = [rounds[number] for rounds in by_rank]
         for name in sorted(present):
-            part = _sum_in_rank_order(params[name], [grads.get(name) for grads in contributions])
-            before = sums.get(params[name])
-            sums[params[name]] = part if before is None else before + part
+            param = params[name]
+            grads = [each.get(name, torch.zeros_like(param)) for each in contributions]
+            # What was recorded is on the host.
+            part = reduce(torch.add, [grad.to(param.device) for grad in grads]).detach()
+            sums[param] = sums[param] + part if param in sums else part
     return {param: total / len(by_rank) for param, total in sums.items()}
-
-
-def _sum_in_rank_order(param: Tensor, grads: Sequence[Tensor | None]) -> Tensor:
-    # What was recorded is on the host.
-    parts = [torch.zeros_like(param) if grad is None else grad.to(param.device) for grad in grads]
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result.detach()
-
-
-def _disturb(model: nn.Module, rank: int) -> None:
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(0.01 * rank)
 
 
 @contextmanager
@@ -258,8 +242,3 @@ def without_onednn() -> Iterator[None]:
 
 def backward(loss: Tensor) -> None:
     loss.backward()  # type: ignore[no-untyped-call]
-
-
-def named_groups(optimizer: RuleOptimizer) -> list[Mapping[str, Any]]:
-    """The groups of an optimizer by parameter name, without tensors."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]

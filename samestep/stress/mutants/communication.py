@@ -18,17 +18,12 @@ from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan import sharding
 from samestep.plan.transfers import Transfer, bucket_transfers
-from samestep.stress.mutants.mutant import RANDOM, Place, mutant
+from samestep.stress.mutants.mutant import RANDOM, mutant
 
 
-@mutant(
-    "a rank without gradients skips their reduction, and the others wait for it",
-    expected="hang",
-    at=Place("dist_adamw_muon"),
-    replaces=(GradientReducer, "launch_next"),
-)
+@mutant("hang", "dist_adamw_muon", replaces=(GradientReducer, "launch_next"))
 def no_presence_mask(original: Any, self: GradientReducer) -> None:
-    """Only buckets of which this rank has a gradient are reduced."""
+    """a rank without gradients skips their reduction, and the others wait for it"""
     members = self._members[self.launched]
     if any(self._params[index].grad is not None for index in members):
         original(self)
@@ -39,41 +34,27 @@ def no_presence_mask(original: Any, self: GradientReducer) -> None:
     self.launched += 1
 
 
-@mutant(
-    "zeros stand in for a gradient that no rank has, so momentum and decay move the parameter",
-    expected="reference",
-    at=Place(RANDOM),
-    replaces=(PresenceAgreement, "agree"),
-)
+@mutant("reference", RANDOM, replaces=(PresenceAgreement, "agree"))
 def absent_is_not_untouched(
     original: Any, self: PresenceAgreement, here: Any, problem: Any
 ) -> list[bool]:
-    """Everything is present."""
+    """zeros stand in for a gradient that no rank has, so momentum and decay move the parameter"""
     return [True] * len(original(self, here, problem))
 
 
-@mutant(
-    "a gradient of zeros counts as none, so momentum no longer moves the parameter",
-    expected="reference",
-    at=Place("fixed_capacity"),
-    replaces=(GradientReducer, "end_round"),
-)
+@mutant("reference", "fixed_capacity", replaces=(GradientReducer, "end_round"))
 def zeros_are_absent(original: Any, self: GradientReducer, problem: Any) -> None:
-    """Gradients of zeros are dropped."""
+    """a gradient of zeros counts as none, so momentum no longer moves the parameter"""
     for param in self._params:
         if param.grad is not None and not param.grad.any():
             param.grad = None
     original(self, problem)
 
 
-@mutant(
-    "the step count of a parameter goes on while it has no gradient on any rank",
-    expected="state",
-    at=Place(RANDOM),
-    replaces=(ReplicatedParameters, "operands"),
-)
+@mutant("state", RANDOM, replaces=(ReplicatedParameters, "operands"))
 def step_counted_for_absent(original: Any, self: ReplicatedParameters, number: int) -> Any:
-    """Bias correction then is that of another step."""
+    """the step count of a parameter goes on while it has no gradient on any rank"""
+    # Bias correction then is that of another step.
     for piece in self._owned(self.plan.buckets[number]).pieces:
         state = self._state[self.params[piece.param]]
         if self._present[piece.param] is False and "step" in state:
@@ -81,13 +62,10 @@ def step_counted_for_absent(original: Any, self: ReplicatedParameters, number: i
     return original(self, number)
 
 
-@mutant(
-    "the mean is taken over the ranks that have a gradient, not over all",
-    expected="state",
-    at=Place(RANDOM),
-)
+@mutant("state", RANDOM)
 def mean_over_present_ranks() -> list[Any]:
-    """The divisor changes from step to step."""
+    """the mean is taken over the ranks that have a gradient, not over all"""
+    # The divisor changes from step to step.
     counts: dict[int, list[float]] = {}
 
     def agree(original: Any, self: ReplicatedParameters, problem: Any) -> None:
@@ -103,27 +81,17 @@ def mean_over_present_ranks() -> list[Any]:
     return [(ReplicatedParameters, "agree", agree), (ReplicatedParameters, "average", average)]
 
 
-@mutant(
-    "only the last micro-batch counts: what came under no_sync() is forgotten",
-    expected="reference",
-    at=Place("uneven_accumulation"),
-    replaces=(RuleOptimizer, "_pause_reductions"),
-)
+@mutant("reference", "uneven_accumulation", replaces=(RuleOptimizer, "_pause_reductions"))
 def last_micro_batch_only(original: Any, self: RuleOptimizer, paused: bool) -> None:
-    """Gradients are dropped at the end of no_sync()."""
+    """only the last micro-batch counts: what came under no_sync() is forgotten"""
     original(self, paused)
     if not paused:
         self.zero_grad()
 
 
-@mutant(
-    "Newton-Schulz runs once per micro-batch instead of once per step",
-    expected="reference",
-    at=Place("uneven_accumulation"),
-    replaces=(RuleOptimizer, "_pause_reductions"),
-)
+@mutant("reference", "uneven_accumulation", replaces=(RuleOptimizer, "_pause_reductions"))
 def step_per_micro_batch(original: Any, self: RuleOptimizer, paused: bool) -> None:
-    """Every micro-batch is a step."""
+    """Newton-Schulz runs once per micro-batch instead of once per step"""
     original(self, paused)
     if not paused:
         with torch.no_grad():
@@ -131,14 +99,10 @@ def step_per_micro_batch(original: Any, self: RuleOptimizer, paused: bool) -> No
         self.zero_grad()
 
 
-@mutant(
-    "the gradients were reduced already, and are reduced again",
-    expected="state",
-    at=Place(RANDOM),
-    replaces=(GradientReducer, "end_round"),
-)
+@mutant("state", RANDOM, replaces=(GradientReducer, "end_round"))
 def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
-    """Summed before the optimizer averages them."""
+    """the gradients were reduced already, and are reduced again"""
+    # Summed before the optimizer averages them.
     for param in self._params:
         here = torch.tensor([param.grad is not None], dtype=torch.int32)
         if maximum("is it there", here, self._group).wait().item():
@@ -147,24 +111,16 @@ def reduced_twice(original: Any, self: GradientReducer, problem: Any) -> None:
     original(self, problem)
 
 
-@mutant(
-    "the sum over ranks is taken for the mean",
-    expected="state",
-    at=Place(RANDOM),
-    replaces=(GradientReducer, "take"),
-)
+@mutant("state", RANDOM, replaces=(GradientReducer, "take"))
 def sum_for_mean(original: Any, self: GradientReducer, number: int) -> Any:
-    """Invisible in what Muon does with it, not in AdamW's moments."""
+    """the sum over ranks is taken for the mean"""
+    # Invisible in what Muon does with it, not in AdamW's moments.
     return original(self, number).mul_(self._divisor)
 
 
-@mutant(
-    "a rank keeps its old chunk size when a group is added",
-    expected="plan",
-    at=Place("frozen_and_added"),
-)
+@mutant("plan", "frozen_and_added")
 def stale_chunk_size() -> list[Any]:
-    """The second plan of the last rank is cut differently."""
+    """a rank keeps its old chunk size when a group is added"""
     plans = 0
 
     def plan(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,63 +133,45 @@ def stale_chunk_size() -> list[Any]:
     return [(replicated, "plan_sharding", plan)]
 
 
-@mutant(
-    "owners are given out in another order on one rank",
-    expected="plan",
-    at=Place(RANDOM),
-    replaces=(sharding, "balanced_owners"),
-)
+@mutant("plan", RANDOM, replaces=(sharding, "balanced_owners"))
 def owner_order_differs(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A set or dict was walked."""
+    """owners are given out in another order on one rank"""
+    # A set or dict was walked.
     chosen = list(original(*args, **kwargs))
     return chosen[::-1] if dist.get_rank() == 1 else chosen
 
 
-@mutant(
-    "sums are taken in another order than that of the ranks, so that layouts differ in a last bit",
-    expected="layouts",
-    at=Place(RANDOM, world=3),
-    replaces=(collectives, "sum_in_order"),
-)
+@mutant("layouts", RANDOM, world=3, replaces=(collectives, "sum_in_order"))
 def sums_in_another_order(original: Any, contributions: Any, **how: Any) -> Any:
-    """Two numbers have but one sum; three have several, in floating point."""
+    """sums are taken in another order than that of the ranks,
+    so that layouts differ in a last bit
+    """  # noqa: D205
+    # Two numbers have but one sum; three have several, in floating point.
     return original(list(contributions)[::-1], **how)
 
 
-@mutant(
-    "a rank counts its buckets from another start, so that logs of collectives do not match",
-    expected="collectives",
-    at=Place(RANDOM),
-    replaces=(reduction, "add_up"),
-)
+@mutant("collectives", RANDOM, replaces=(reduction, "add_up"))
 def collectives_misnamed(original: Any, transfer: Transfer, *args: Any, **how: Any) -> Any:
-    """All goes well, until somebody reads the log of a hang."""
+    """a rank counts its buckets from another start, so that logs of collectives do not match"""
+    # All goes well, until somebody reads the log of a hang.
     if dist.get_rank() == 1:
         name = re.sub(r"\d+", lambda number: str(int(number[0]) + 1), transfer.name, count=1)
         transfer = transfer._replace(name=name)
     return original(transfer, *args, **how)
 
 
-@mutant(
-    "a rank that owns nothing in a bucket does not take part in its gather",
-    expected="hang",
-    at=Place("conditional_compute"),
-    replaces=(ReplicatedParameters, "gather"),
-)
+@mutant("hang", "conditional_compute", replaces=(ReplicatedParameters, "gather"))
 def empty_collective_skipped(original: Any, self: ReplicatedParameters, number: int) -> None:
-    """Nothing to send, so it seems."""
+    """a rank that owns nothing in a bucket does not take part in its gather"""
+    # Nothing to send, so it seems.
     bucket = self.plan.buckets[number]
     if bucket.replicated or bucket.segments[self.group.rank].pieces:
         original(self, number)
 
 
-@mutant(
-    "a buffer is packed anew while its last content is still on its way",
-    expected="reference",
-    at=Place(RANDOM, "zero1"),
-)
+@mutant("reference", RANDOM, layout="zero1")
 def buffer_reused_before_wait() -> list[Any]:
-    """One buffer for all buckets."""
+    """a buffer is packed anew while its last content is still on its way"""
     kept = torch.empty(1 << 16)
 
     def packed(original: Any, self: GradientReducer, number: int) -> Tensor:
@@ -246,23 +184,19 @@ def buffer_reused_before_wait() -> list[Any]:
 
 
 @mutant(
-    "replicas differ from the start, and nobody looks",
-    expected="replicas",
-    at=Place("different_start", "none"),
-    replaces=(ReplicatedParameters, "mend_replicas"),
+    "replicas", "different_start", layout="none", replaces=(ReplicatedParameters, "mend_replicas")
 )
 def different_from_the_start(original: Any, self: ReplicatedParameters) -> None:
-    """No comparison at construction."""
+    """replicas differ from the start, and nobody looks"""
+    # No comparison at construction.
 
 
-@mutant(
-    "the sums of small parameters are sent on when they arrive, which is at another place of the "
-    "order on every rank",
-    expected="hang",
-    at=Place("conditional_compute", "zero2_overlap"),
-)
+@mutant("hang", "conditional_compute", layout="zero2_overlap")
 def sums_sent_on_arrival() -> list[Any]:
-    """Met on the way: a collective must be launched at a place that all ranks share."""
+    """the sums of small parameters are sent on when they arrive, which is at another place of the
+    order on every rank
+    """  # noqa: D205
+    # Met on the way: a collective must be launched at a place that all ranks share.
 
     def land(original: Any, self: GradientReducer, number: int) -> None:
         arrives = number in self._flying
@@ -284,13 +218,10 @@ def sums_sent_on_arrival() -> list[Any]:
     return [(GradientReducer, "_land", land), (GradientReducer, "take", take)]
 
 
-@mutant(
-    "each plan launches its buckets as they become complete, in no common order",
-    expected="hang",
-    at=Place("frozen_and_added", "zero2_overlap"),
-)
+@mutant("hang", "frozen_and_added", layout="zero2_overlap")
 def no_order_between_plans() -> list[Any]:
-    """Met on the way: found by this harness."""
+    """each plan launches its buckets as they become complete, in no common order"""
+    # Met on the way: found by this harness.
 
     def launch_complete(original: Any, self: LaunchOrder) -> None:
         for launcher in {id(turn.launcher): turn.launcher for turn in self._turns}.values():
@@ -309,24 +240,19 @@ def no_order_between_plans() -> list[Any]:
 
 
 @mutant(
-    "a parameter that is unfrozen between steps is not waited for",
-    expected="error",
-    at=Place("frozen_and_added", "zero2_overlap"),
-    replaces=(GradientReducer, "_begin_round"),
+    "error", "frozen_and_added", layout="zero2_overlap", replaces=(GradientReducer, "_begin_round")
 )
 def unfrozen_not_awaited(original: Any, self: GradientReducer) -> None:
-    """Met on the way: found by this harness."""
+    """a parameter that is unfrozen between steps is not waited for"""
+    # Met on the way: found by this harness.
     original(self)
     self._await()
 
 
-@mutant(
-    "how a bucket is reduced depends on whether backward has launched it, which differs by rank",
-    expected="hang",
-    at=Place("megatron_conditional_live", "zero2_overlap", reduction="fast"),
-)
+@mutant("hang", "megatron_conditional_live", layout="zero2_overlap", reduction="fast")
 def reduction_chosen_at_launch() -> list[Any]:
-    """Met on the way: a choice must be the same on every rank."""
+    """how a bucket is reduced depends on whether backward has launched it, which differs by rank"""
+    # Met on the way: a choice must be the same on every rank.
 
     def choose(self: GradientReducer, *, frugal: bool) -> None:
         dtypes = [each.reduce.dtype for each in self._transfers]
@@ -351,11 +277,11 @@ def reduction_chosen_at_launch() -> list[Any]:
 
 
 @mutant(
-    "the sum kept in the gradient buffer is overwritten by the next micro-batch",
-    expected="reference",
-    at=Place("uneven_accumulation_sharded", "flat_zero1"),
+    "reference",
+    "uneven_accumulation_sharded",
+    layout="flat_zero1",
     replaces=(FlatGradients, "set_aside"),
 )
 def kept_sum_overwritten(original: Any, self: FlatGradients, total: Tensor) -> Tensor:
-    """The sum is not set aside when a round ends."""
+    """the sum kept in the gradient buffer is overwritten by the next micro-batch"""
     return total

@@ -21,20 +21,16 @@ from samestep.placements.parts.gradients import Mark
 from samestep.placements.parts.held_parts import HeldParts
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.rules.muon import MuonRule
-from samestep.stress.mutants.mutant import RANDOM, Place, mutant
+from samestep.stress.mutants.mutant import RANDOM, mutant
 
 GPT = "hybrid_gpt"
 mesh_build = import_module("samestep.mesh.build")  # its function has the same name
 
 
-@mutant(
-    "a router looks like any linear layer, and tensor parallel cuts it",
-    expected="contract",
-    at=Place(GPT, "hybrid_tp", steps=1),
-    replaces=(tensor, "_copy_parameters"),
-)
+@mutant("contract", GPT, layout="hybrid_tp", steps=1, replaces=(tensor, "_copy_parameters"))
 def router_sharded(original: Any, name: str, module: nn.Module, mesh: Any) -> None:
-    """As if the plan had it among the columns."""
+    """a router looks like any linear layer, and tensor parallel cuts it"""
+    # As if the plan had it among the columns.
     is_router = isinstance(module, nn.Linear)
     for key, param in module.named_parameters(recurse=False):
         placement = Shard(0) if is_router else Replicate()
@@ -42,23 +38,18 @@ def router_sharded(original: Any, name: str, module: nn.Module, mesh: Any) -> No
         module.register_parameter(key, nn.Parameter(spread))
 
 
-@mutant(
-    "each rank takes its part of a QK-norm's gradient for the whole, so that copies drift apart",
-    expected="replicas",
-    at=Place(GPT, "hybrid_tp", steps=2),
-)
+@mutant("replicas", GPT, layout="hybrid_tp", steps=2)
 def norm_not_synchronized() -> list[Any]:
-    """Ranks have heads of their own, and nobody adds up."""
+    """each rank takes its part of a QK-norm's gradient for the whole, so that copies drift apart"""
+    # Ranks have heads of their own, and nobody adds up.
     return [_copies_are_whole(when_shared=False)]
 
 
-@mutant(
-    "with sequence parallel, norms see a part of the sequence, and nobody adds their gradients up",
-    expected="replicas",
-    at=Place(GPT, "hybrid_tp_sp", steps=2),
-)
+@mutant("replicas", GPT, layout="hybrid_tp_sp", steps=2)
 def sequence_parts_not_added() -> list[Any]:
-    """As if every rank had seen the whole sequence."""
+    """with sequence parallel, norms see a part of the sequence,
+    and nobody adds their gradients up
+    """  # noqa: D205
     return [_copies_are_whole(when_shared=True)]
 
 
@@ -75,167 +66,125 @@ def _copies_are_whole(*, when_shared: bool) -> Any:
     return tensor, "_styles", styles
 
 
-@mutant(
-    "whether experts are spread is asked of a mesh that is not made when they follow tensor "
-    "parallel, so that tokens stay where they are",
-    expected="plan",
-    at=Place(GPT, "hybrid_ep", steps=1),
-    replaces=(Places, "on"),
-)
+@mutant("plan", GPT, layout="hybrid_ep", steps=1, replaces=(Places, "on"))
 def expert_predicate_off_the_wrong_mesh(original: Any, mesh: Any) -> Any:
-    """`expert_tensor_parallel=0` makes no mesh of its own."""
+    """whether experts are spread is asked of a mesh that is not made when they follow tensor
+    parallel, so that tokens stay where they are
+    """  # noqa: D205
+    # `expert_tensor_parallel=0` makes no mesh of its own.
     found = original(mesh)
     made = mesh.degrees.expert_tensor_parallel > 0
     return found if made else found._replace(exchange=None)
 
 
-@mutant(
-    "gradients of experts are averaged over the ranks that hold them, not over all with tokens",
-    expected="state",
-    at=Place(GPT, "hybrid_ep", steps=2),
-    replaces=(data, "_divide_by"),
-)
+@mutant("state", GPT, layout="hybrid_ep", steps=2, replaces=(data, "_divide_by"))
 def experts_divided_by_their_own_ranks(
     original: Any, module: Any, divisor: int, *, alone: bool
 ) -> None:
-    """FSDP2's own mean; Muon's direction does not see it, the joint norm does."""
+    """gradients of experts are averaged over the ranks that hold them, not over all with tokens"""
+    # FSDP2's own mean; Muon's direction does not see it, the joint norm does.
     module.set_force_sum_reduction_for_comms(True)
 
 
 @mutant(
-    "the same ranks get a new group each time that one is asked for",
-    expected="contract",
-    at=Place(GPT, "hybrid_tp_sp_ep", world=4, steps=1),
+    "contract",
+    GPT,
+    layout="hybrid_tp_sp_ep",
+    world=4,
+    steps=1,
     replaces=(mesh_build, "make_groups"),
 )
 def duplicate_group(original: Any, groups: Any, timeout: Any, device: Any) -> None:
-    """Nobody looks whether there is one. All ranks ask alike, or the second group could hang."""
+    """the same ranks get a new group each time that one is asked for"""
+    # Nobody looks whether there is one. All ranks ask alike, or the second group could hang.
     wanted = list(groups)
     original(wanted, timeout, device)
     registry._by_members.clear()
     original(wanted, timeout, device)
 
 
-@mutant(
-    "a predicate is read off an object that one rank does not have",
-    expected="plan",
-    at=Place(GPT, "hybrid_tp", steps=1),
-    replaces=(apply, "_observed"),
-)
+@mutant("plan", GPT, layout="hybrid_tp", steps=1, replaces=(apply, "_observed"))
 def ranks_disagree_on_a_predicate(original: Any, model: nn.Module, mesh: Any) -> dict[str, Any]:
-    """The last rank says that it cuts nothing."""
+    """a predicate is read off an object that one rank does not have"""
     seen: dict[str, Any] = original(model, mesh)
     last = mesh.rank == mesh.degrees.world - 1
     return seen | {"tensor_parallel_active": not last}
 
 
-@mutant(
-    "factors of LoRA, which are whole on every rank, keep the gradient of the rank's own tokens",
-    expected="replicas",
-    at=Place("hybrid_lora", "hybrid_ep", steps=2),
-    replaces=(lora, "_spread"),
-)
+@mutant("replicas", "hybrid_lora", layout="hybrid_ep", steps=2, replaces=(lora, "_spread"))
 def lora_not_synchronized(original: Any, *args: Any) -> Any:
-    """Gradients are taken for what the factors are: whole."""
+    """factors of LoRA, which are whole on every rank, keep the gradient of the rank's own tokens"""
+    # Gradients are taken for what the factors are: whole.
     factor, _ = original(*args)
     return factor, list(factor.placements)
 
 
 @mutant(
-    "tensor parallel on ranks that have data of their own, and nobody averages over the data axis",
-    expected="replicas",
-    at=Place("tensor_parallel_alone", "tp_alone", world=4, steps=4),
+    "replicas",
+    "tensor_parallel_alone",
+    layout="tp_alone",
+    world=4,
+    steps=4,
     replaces=(planner, "refuse_copies_nobody_averages"),
 )
 def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
-    """Copies on other meshes are not looked for."""
+    """tensor parallel on ranks that have data of their own,
+    and nobody averages over the data axis
+    """  # noqa: D205
+    # Copies on other meshes are not looked for.
 
 
 @mutant(
-    "two optimizers launch their reductions inside one backward, in no common order",
-    expected="hang",
-    at=Place("two_optimizers", "two_optimizers", steps=1),
-    replaces=(LaunchOrder, "_others"),
+    "hang", "two_optimizers", layout="two_optimizers", steps=1, replaces=(LaunchOrder, "_others")
 )
 def two_orders_of_launches(original: Any, self: LaunchOrder) -> Any:
-    """Each optimizer knows its own buckets only."""
+    """two optimizers launch their reductions inside one backward, in no common order"""
+    # Each optimizer knows its own buckets only.
     return iter(())
 
 
-@mutant(
-    "one weight of queries, keys and values is cut by rows, so that ranks take queries for keys",
-    expected="reference",
-    at=Place("fused_qkv_cut", "hybrid_tp", steps=2),
-    replaces=(ReplicateList, "kind"),
-)
+@mutant("reference", "fused_qkv_cut", layout="hybrid_tp", steps=2, replaces=(ReplicateList, "kind"))
 def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> Any:
-    """It looks like any other column layer."""
+    """one weight of queries, keys and values is cut by rows, so that ranks take queries for keys"""
+    # It looks like any other column layer.
     found = original(self, name)
     return None if found == FUSED else found
 
 
-@mutant(
-    "zeros that FSDP2 was given for an unused parameter count as its gradient",
-    expected="reference",
-    at=Place(RANDOM, "fsdp2_parallel"),
-    replaces=(sharded, "has_gradient"),
-)
+@mutant("reference", RANDOM, layout="fsdp2_parallel", replaces=(sharded, "has_gradient"))
 def filled_zeros_are_used(original: Any, param: Tensor) -> bool:
-    """Whatever FSDP2 hands over is present."""
+    """zeros that FSDP2 was given for an unused parameter count as its gradient"""
     return param.grad is not None
 
 
-@mutant(
-    "FSDP2 reduces only the gradients that a rank has, which are others on each rank",
-    expected="hang",
-    at=Place("conditional_compute", "fsdp2_parallel"),
-    replaces=(Unit, "fill"),
-)
+@mutant("hang", "conditional_compute", layout="fsdp2_parallel", replaces=(Unit, "fill"))
 def unused_are_left_out(original: Any, self: Unit) -> None:
-    """No zeros for what a rank has not used."""
+    """FSDP2 reduces only the gradients that a rank has, which are others on each rank"""
     self.waits = False
 
 
-@mutant(
-    "of several micro-batches only the last one tells which parameters were used",
-    expected="reference",
-    at=Place("uneven_accumulation", "fsdp2_parallel"),
-    replaces=(Mark, "renew"),
-)
+@mutant("reference", "uneven_accumulation", layout="fsdp2_parallel", replaces=(Mark, "renew"))
 def use_in_the_last_micro_batch_only(original: Any, self: Mark) -> None:
-    """Every forward starts afresh."""
+    """of several micro-batches only the last one tells which parameters were used"""
     self.used = False
 
 
-@mutant(
-    "each rank orthogonalizes the rows that it holds of a DTensor, instead of the whole",
-    expected="reference",
-    at=Place(RANDOM, "fsdp2_gather"),
-    replaces=(MuonRule, "transform"),
-)
+@mutant("reference", RANDOM, layout="fsdp2_gather", replaces=(MuonRule, "transform"))
 def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *rest: Any) -> Any:
-    """Cut as FSDP2 cuts for two ranks."""
+    """each rank orthogonalizes the rows that it holds of a DTensor, instead of the whole"""
+    # Cut as FSDP2 cuts for two ranks.
     parts = [original(self, rows, *rest) for rows in direction.chunk(2, -2)]
     return torch.cat([part for part, _ in parts], -2), parts[0][1]
 
 
-@mutant(
-    "gradients of DTensors, which come averaged, are divided by the number of ranks again",
-    expected="state",
-    at=Place(RANDOM, "fsdp2_parallel"),
-    replaces=(HeldParts, "gradient_of"),
-)
+@mutant("state", RANDOM, layout="fsdp2_parallel", replaces=(HeldParts, "gradient_of"))
 def reduced_gradients_divided_again(original: Any, self: HeldParts, index: int) -> Any:
-    """Invisible in Muon's parameters, not in its momentum."""
+    """gradients of DTensors, which come averaged, are divided by the number of ranks again"""
+    # Invisible in Muon's parameters, not in its momentum.
     return original(self, index) / self.group.size
 
 
-@mutant(
-    "copies of a DTensor are all counted in the joint norm",
-    expected="state",
-    at=Place("clipped", "ep_fsdp2"),
-    replaces=(HeldParts, "answers_for"),
-)
+@mutant("state", "clipped", layout="ep_fsdp2", replaces=(HeldParts, "answers_for"))
 def copies_counted_in_the_norm(original: Any, self: HeldParts, index: int) -> bool:
-    """Every rank answers for what it holds."""
+    """copies of a DTensor are all counted in the joint norm"""
     return True

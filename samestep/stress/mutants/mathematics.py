@@ -13,46 +13,28 @@ from samestep.optimizer.grad_scaler import GradScaler
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
-from samestep.stress.mutants.mutant import RANDOM, Place, mutant
+from samestep.stress.mutants.mutant import RANDOM, mutant
 from samestep.stress.scenarios.recipes import SMALL_TOO
 from samestep.update import plain as apply
 
 
-@mutant(
-    "fused QKV is orthogonalized as one matrix, which mixes queries, keys and values",
-    expected="promise",
-    at=Place("fused_qkv_gqa"),
-    replaces=(param_groups, "blocks_of"),
-)
-def fused_as_one_matrix(
-    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
-) -> Any:
-    """`split_sizes` is ignored."""
+@mutant("promise", "fused_qkv_gqa", replaces=(param_groups, "blocks_of"))
+def fused_as_one_matrix(original: Any, shape: Any, sizes: Any, flatten: bool) -> Any:
+    """fused QKV is orthogonalized as one matrix, which mixes queries, keys and values"""
     return original(shape, None, flatten)
 
 
-@mutant(
-    "split sizes are rescaled in proportion instead of being cut where Q, K and V are",
-    expected="promise",
-    at=Place("fused_qkv_mqa"),
-    replaces=(param_groups, "blocks_of"),
-)
-def proportional_split_sizes(
-    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
-) -> Any:
-    """Thirds."""
-    if split_sizes is not None:
-        split_sizes = (shape[0] // 3,) * 3
-    return original(shape, split_sizes, flatten)
+@mutant("promise", "fused_qkv_mqa", replaces=(param_groups, "blocks_of"))
+def proportional_split_sizes(original: Any, shape: Any, sizes: Any, flatten: bool) -> Any:
+    """split sizes are rescaled in proportion instead of being cut where Q, K and V are"""
+    thirds = None if sizes is None else (shape[0] // 3,) * 3
+    return original(shape, thirds, flatten)
 
 
-@mutant(
-    "the scale of a fused matrix is used for each of its blocks",
-    expected="promise",
-    at=Place("fused_qkv_gqa"),
-)
+@mutant("promise", "fused_qkv_gqa")
 def scale_of_the_fused_matrix() -> list[Any]:
-    """The learning rate of a block depends on its own shape."""
+    """the scale of a fused matrix is used for each of its blocks"""
+    # The learning rate of a block depends on its own shape.
     fused_rows: list[int] = []
 
     def update_group(original: Any, self: Any, index: int, operands: Any) -> None:
@@ -68,40 +50,23 @@ def scale_of_the_fused_matrix() -> list[Any]:
     ]
 
 
-@mutant(
-    "a stack of experts is flattened into one matrix",
-    expected="reference",
-    at=Place("fixed_capacity"),
-    replaces=(param_groups, "blocks_of"),
-)
-def experts_flattened(
-    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
-) -> Any:
-    """(3, 10, 8) as (3, 80)."""
-    return original(shape, split_sizes, True)
+@mutant("reference", "fixed_capacity", replaces=(param_groups, "blocks_of"))
+def experts_flattened(original: Any, shape: Any, sizes: Any, flatten: bool) -> Any:
+    """a stack of experts is flattened into one matrix"""
+    # (3, 10, 8) as (3, 80).
+    return original(shape, sizes, True)
 
 
-@mutant(
-    "each rank orthogonalizes the rows it would hold of a matrix, instead of the whole",
-    expected="reference",
-    at=Place(RANDOM),
-    replaces=(param_groups, "blocks_of"),
-)
-def local_shards_orthogonalized(
-    original: Any, shape: Any, split_sizes: Any = None, flatten: bool = False
-) -> Any:
-    """Halves of rows are blocks."""
+@mutant("reference", RANDOM, replaces=(param_groups, "blocks_of"))
+def local_shards_orthogonalized(original: Any, shape: Any, sizes: Any, flatten: bool) -> Any:
+    """each rank orthogonalizes the rows it would hold of a matrix, instead of the whole"""
     return original(shape, (shape[0] // 2,) * 2, flatten)
 
 
-@mutant(
-    "variance reduction takes its norms per shard, so that it drifts with the world size",
-    expected="reference",
-    at=Place("normuon_cautious"),
-    replaces=(muon, "reduce_variance"),
-)
+@mutant("reference", "normuon_cautious", replaces=(muon, "reduce_variance"))
 def variance_per_shard(original: Any, direction: Tensor, variance: Tensor, beta2: Tensor) -> Any:
-    """Halves of the rows of tall blocks keep a norm of their own."""
+    """variance reduction takes its norms per shard, so that it drifts with the world size"""
+    # Halves of the rows of tall blocks keep a norm of their own.
     rows, cols = direction.shape[-2:]
     if rows < cols:
         return original(direction, variance, beta2)
@@ -110,13 +75,10 @@ def variance_per_shard(original: Any, direction: Tensor, variance: Tensor, beta2
     return tuple(torch.cat(each, -2) for each in zip(*parts, strict=True))
 
 
-@mutant(
-    "the cautious gate reads the sign of the raw gradient instead of the parameter's",
-    expected="reference",
-    at=Place("normuon_cautious"),
-)
+@mutant("reference", "normuon_cautious")
 def gate_on_raw_gradient() -> list[Any]:
-    """Known to end in NaN in deep runs."""
+    """the cautious gate reads the sign of the raw gradient instead of the parameter's"""
+    # Known to end in NaN in deep runs.
     grads: list[Tensor] = []
 
     def update(original: Any, self: MuonRule, param: Tensor, grad: Tensor, *args: Any) -> Any:
@@ -129,14 +91,10 @@ def gate_on_raw_gradient() -> list[Any]:
     return [(MuonRule, "update", update), (muon, "decay_weights", decay)]
 
 
-@mutant(
-    "blocks are stacked by their number of elements, which mixes a matrix with its transpose",
-    expected="reference",
-    at=Place("megatron_conditional", "none"),
-    replaces=(step, "stacks"),
-)
+@mutant("reference", "megatron_conditional", layout="none", replaces=(step, "stacks"))
 def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
-    """(32, 16) and (16, 32) go together."""
+    """blocks are stacked by their number of elements, which mixes a matrix with its transpose"""
+    # (32, 16) and (16, 32) go together.
     by_size: dict[int, list[Any]] = {}
     for block in blocks:
         alike = by_size.setdefault(block.param.numel(), [])
@@ -147,28 +105,19 @@ def stacked_by_size(original: Any, blocks: Any, *_: Any) -> Any:
     return list(by_size.values())
 
 
-@mutant(
-    "learning rate and momentum stay what they were in the first step",
-    expected="reference",
-    at=Place("schedules"),
-    replaces=(apply.StepScalars, "refill"),
-)
+@mutant("reference", "schedules", replaces=(apply.StepScalars, "refill"))
 def schedule_not_seen(
     original: Any, self: apply.StepScalars, group: int, device: Any, values: Any
 ) -> Any:
-    """Cached scalars are not refilled."""
+    """learning rate and momentum stay what they were in the first step"""
     known = self._tensors.get((group, device))
     return known if known else original(self, group, device, values)
 
 
-@mutant(
-    "momentum is lost when a run is resumed",
-    expected="state",
-    at=Place("resume", steps=14),
-    replaces=(rule_optimizer, "load_state"),
-)
+@mutant("state", "resume", steps=14, replaces=(rule_optimizer, "load_state"))
 def momentum_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
-    """Loading keeps the zeros of the new optimizer."""
+    """momentum is lost when a run is resumed"""
+    # Loading keeps the zeros of the new optimizer.
     original(optimizer, *args)
     _forget_momentum(optimizer)
 
@@ -180,89 +129,59 @@ def _forget_momentum(optimizer: Any) -> None:
                 state[key].zero_()
 
 
-@mutant(
-    "a checkpoint is loaded without its momentum",
-    expected="state",
-    at=Place("resume_midrun", steps=10),
-    replaces=(samestep, "load"),
-)
+@mutant("state", "resume_midrun", steps=10, replaces=(samestep, "load"))
 def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) -> Any:
-    """The same bug on the way of `samestep.load`."""
+    """a checkpoint is loaded without its momentum"""
     loaded = original(path, model, optimizer)
     _forget_momentum(optimizer)
     return loaded
 
 
-@mutant(
-    "options that were set while training are lost when a run is resumed",
-    expected="reference",
-    at=Place("resume"),
-    replaces=(rule_optimizer, "load_state"),
-)
+@mutant("reference", "resume", replaces=(rule_optimizer, "load_state"))
 def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
-    """Learning rate and momentum are again those that the optimizer was built with."""
+    """options that were set while training are lost when a run is resumed"""
+    # Learning rate and momentum are again those that the optimizer was built with.
     built = [dict(group) for group in optimizer.param_groups]
     original(optimizer, *args)
     for group, before in zip(optimizer.param_groups, built, strict=True):
         group.update({key: before[key] for key in ("lr", "momentum", "betas") if key in before})
 
 
-@mutant(
-    "each rank clips by the norm of its own gradients, before they are averaged",
-    expected="state",
-    at=Place("clipped"),
-    replaces=(GradientReducer, "end_round"),
-)
+@mutant("state", "clipped", replaces=(GradientReducer, "end_round"))
 def clipped_before_averaging(original: Any, self: GradientReducer, problem: Any) -> None:
-    """Ranks with large gradients count for less."""
+    """each rank clips by the norm of its own gradients, before they are averaged"""
+    # Ranks with large gradients count for less.
     torch.nn.utils.clip_grad_norm_(self._params, 1.0)
     original(self, problem)
 
 
-@mutant(
-    "each rank decides by itself whether a step has overflowed",
-    expected="state",
-    at=Place("not_finite"),
-    replaces=(step, "total"),
-)
+@mutant("state", "not_finite", replaces=(step, "total"))
 def overflow_not_shared(original: Any, name: str, values: Tensor, group: Any) -> Pending[Tensor]:
-    """Owners of the bad values skip, the others do not."""
+    """each rank decides by itself whether a step has overflowed"""
+    # Owners of the bad values skip, the others do not.
     return Pending(None, (values,), lambda: values)
 
 
-@mutant(
-    "a step with inf or NaN is taken, and momentum never recovers",
-    expected="reference",
-    at=Place("not_finite"),
-    replaces=(step.StepRunner, "_clip"),
-)
+@mutant("reference", "not_finite", replaces=(step.StepRunner, "_clip"))
 def overflow_taken(original: Any, self: Any, operation: Any) -> None:
-    """The verdict is ignored."""
+    """a step with inf or NaN is taken, and momentum never recovers"""
     original(self, operation)
     self._verdict = step.Verdict()
 
 
-@mutant(
-    "small parameters, which every rank updates, are left out of the joint norm",
-    expected="state",
-    at=Place("clipped"),
-    replaces=(step, "square_sum"),
-)
+@mutant("state", "clipped", replaces=(step, "square_sum"))
 def small_left_out_of_the_norm(original: Any, grads: Any) -> Any:
-    """Counted by all they would count several times, so they are counted by none."""
+    """small parameters, which every rank updates, are left out of the joint norm"""
+    # Counted by all they would count several times, so they are counted by none.
     return original([g for g in grads if g.numel() >= SMALL_TOO])
 
 
-@mutant(
-    "the scale of a GradScaler grows, and is never reduced after an overflow",
-    expected="state",
-    at=Place("overflow_scaler"),
-    replaces=(GradScaler, "step"),
-)
+@mutant("state", "overflow_scaler", replaces=(GradScaler, "step"))
 def scale_never_backs_off(
     original: Any, self: GradScaler, optimizer: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """The step is skipped, but the scaler does not hear of it."""
+    """the scale of a GradScaler grows, and is never reduced after an overflow"""
+    # The step is skipped, but the scaler does not hear of it.
     original(self, optimizer, *args, **kwargs)
     found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     for device in found:

@@ -1,9 +1,10 @@
 """A mutant: a known bug of this field as a small patch of the shipped code."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 from samestep.stress.rank import Patch
@@ -11,19 +12,9 @@ from samestep.stress.rank import Patch
 RANDOM = "dist_adamw_muon_random"  # the scenario in which most bugs show
 
 
-class Place(NamedTuple):
-    """The case in which a bug shows."""
-
-    scenario: str
-    layout: str = "zero2"
-    world: int = 2
-    steps: int = 16
-    reduction: str = "ordered"
-
-
 @dataclass(frozen=True)
 class Mutant:
-    """What the bug is, where it shows, and which check has to catch it.
+    """What the bug is, which check has to catch it, and the case in which it shows.
 
     patch: changes the code under test while it is entered, in every rank.
     expected: the check that the story names; being caught by another one only is an accident.
@@ -34,23 +25,23 @@ class Mutant:
     expected: str
     patch: Patch
     scenario: str
-    layout: str
-    world: int
-    steps: int
-    reduction: str
+    layout: str = "zero2"
+    world: int = 2
+    steps: int = 16
+    reduction: str = "ordered"
 
 
 MUTANTS: dict[str, Mutant] = {}
 
 
 def mutant(
-    story: str, *, expected: str, at: Place, replaces: tuple[Any, str] | None = None
+    expected: str, scenario: str, *, replaces: tuple[Any, str] | None = None, **place: Any
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a bug: the decorated function takes the place of what `replaces` names.
 
-    A replacement gets what it replaces as its first argument. Without `replaces` the function is
-    called whenever the bug begins, and gives a list of (owner, name, replacement): for bugs in
-    several places, or that remember something.
+    Its docstring is the story. A replacement gets what it replaces as its first argument. Without
+    `replaces` the function is called whenever the bug begins, and gives a list of (owner, name,
+    replacement): for bugs in several places, or that remember something.
     """
 
     def register(bug: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,8 +52,8 @@ def mutant(
                     stack.enter_context(_replaced(*each))
                 yield
 
-        name = bug.__name__
-        MUTANTS[name] = Mutant(name, story, expected, applied, *at)
+        name, story = bug.__name__, " ".join((inspect.getdoc(bug) or "").split())
+        MUTANTS[name] = Mutant(name, story, expected, applied, scenario, **place)
         return bug
 
     return register

@@ -3,6 +3,7 @@
 import shlex
 from collections import Counter
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -100,20 +101,12 @@ class Tile(NamedTuple):
     tone: str = "plain"
 
 
-class Summary(NamedTuple):
+def summary(receipt: Receipt) -> SimpleNamespace:
     """`headline: rest.` is the verdict's sentence."""
-
-    verdict: str
-    symbol: str
-    headline: str
-    rest: str
-    tiles: list[Tile]
-
-
-def summary(receipt: Receipt) -> Summary:
     verdict = receipt["verdict"]
     headline, rest = _sentence(receipt)
-    return Summary(verdict, SYMBOLS[verdict], headline, "; ".join(rest), _tiles(receipt))
+    told = {"headline": headline, "rest": "; ".join(rest), "tiles": _tiles(receipt)}
+    return SimpleNamespace(verdict=verdict, symbol=SYMBOLS[verdict], **told)
 
 
 def _sentence(receipt: Receipt) -> tuple[str, list[str]]:

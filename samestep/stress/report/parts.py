@@ -1,9 +1,13 @@
-"""What the parts of a page show: the matrix, failures, presence of gradients, collectives."""
+"""What the parts of a page show: the matrix, failures, presence of gradients, collectives.
+
+What only templates read are namespaces, whose fields are named where they are made.
+"""
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from samestep.stress.report.numbers import (
     STATUSES,
@@ -21,16 +25,6 @@ from samestep.stress.report.numbers import (
 )
 
 # --- scenarios times layouts: how each case ended, with its worst numbers ------------------------
-
-
-class Cell(NamedTuple):
-    """One case: its status as a symbol and in words, numbers for a reader, and all in a tip."""
-
-    status: str
-    symbol: str
-    label: str
-    numbers: list[str]
-    tip: str
 
 
 def matrix(receipt: Receipt) -> dict[str, Any]:
@@ -58,7 +52,8 @@ def anchor(scenario: str) -> str:
     return "scenario-" + re.sub(r"[^A-Za-z0-9_-]", "-", scenario)
 
 
-def cell(case: Case, limits: Mapping[str, float]) -> Cell:
+def cell(case: Case, limits: Mapping[str, float]) -> SimpleNamespace:
+    """One case: its status as a symbol and in words, numbers for a reader, and all in a tip."""
     symbol, label = STATUSES[case["status"]]
     numbers, tip = [], [f"{case['scenario']} in {case['layout']}: {label}"]
     for name, pick in (("ranks", between_replicas), ("layouts", to_first_layout)):
@@ -80,21 +75,14 @@ def cell(case: Case, limits: Mapping[str, float]) -> Cell:
         tip.append(case["reason"])
     elif case["steps_taken"] < case["steps"]:
         numbers.append(f"after {case['steps_taken']:,} steps")
-    return Cell(case["status"], symbol, label, numbers, "; ".join(tip))
+    shown = {"status": case["status"], "symbol": symbol, "label": label, "numbers": numbers}
+    return SimpleNamespace(**shown, tip="; ".join(tip))
 
 
 # --- failures: findings, where each rank was, and where ranks went different ways ----------------
 
 Dump = Mapping[str, Any]
 Operation = tuple[str, str, int, str]  # kind, name, elements, dtype
-
-
-class Position(NamedTuple):
-    """The operation a rank was in. `odd`: most others were in another one."""
-
-    rank: str
-    operation: str
-    odd: bool
 
 
 def failure(case: Case) -> dict[str, Any]:
@@ -126,12 +114,12 @@ def failure(case: Case) -> dict[str, Any]:
     }
 
 
-def positions(of_ranks: Mapping[str, str]) -> list[Position]:
-    """In the order of ranks; those in another operation than most are odd."""
+def positions(of_ranks: Mapping[str, str]) -> list[SimpleNamespace]:
+    """Where each rank was, in their order; those in another operation than most are odd."""
     [(usual, times)] = Counter(of_ranks.values()).most_common(1) or [("", 0)]
     told = times > 1  # of two ranks in two operations none is the odd one
     return [
-        Position(rank, operation, told and operation != usual)
+        SimpleNamespace(rank=rank, operation=operation, odd=told and operation != usual)
         for rank, operation in _by_rank(of_ranks).items()
     ]
 
@@ -180,38 +168,8 @@ CELL, ROW = 12, 16
 MOST_ROWS = 12  # with more parameters than that, equal rows are shown once
 
 
-class Level(NamedTuple):
-    """Cells with the same number of ranks, as a path, and how dark they are."""
-
-    ranks: int
-    label: str
-    style: str  # none, some or all
-    shade: float
-    path: str = ""
-
-
-class HeatRow(NamedTuple):
-    """Parameters with the same presence. `values`: ranks per step."""
-
-    name: str
-    others: str
-    tip: str
-    values: list[int]
-    levels: list[Level]
-    description: str
-
-
-class HeatMap(NamedTuple):
-    """Rows, what the shades mean, and numbers of steps with their places."""
-
-    rows: list[HeatRow]
-    legend: list[Level]
-    width: int
-    ticks: list[tuple[float, int]]
-
-
-def heat_map(presence: Mapping[str, Any], world: int) -> HeatMap | None:
-    """The heat map of a scenario; None if nothing is known of it."""
+def heat_map(presence: Mapping[str, Any], world: int) -> SimpleNamespace | None:
+    """Rows, what their shades mean, and numbers of steps with their places; None: nothing known."""
     named = list(zip(presence["params"], presence["ranks_with_gradient"], strict=True))
     steps = max((len(row) for _, row in named), default=0)
     if not steps:
@@ -220,17 +178,21 @@ def heat_map(presence: Mapping[str, Any], world: int) -> HeatMap | None:
     for place, (name, row) in enumerate(named):
         key = place if len(named) <= MOST_ROWS else tuple(row)
         alike.setdefault(key, ([], list(row)))[0].append(name)
-    rows = [_heat_row(names, row, world) for names, row in alike.values()]
-    ticks = [((step + 0.5) * CELL, step) for step in range(0, steps, 8)]
-    return HeatMap(rows, [level(ranks, world) for ranks in range(world + 1)], steps * CELL, ticks)
+    return SimpleNamespace(
+        rows=[_heat_row(names, row, world) for names, row in alike.values()],
+        legend=[level(ranks, world) for ranks in range(world + 1)],
+        width=steps * CELL,
+        ticks=[((step + 0.5) * CELL, step) for step in range(0, steps, 8)],
+    )
 
 
-def level(ranks: int, world: int, path: str = "") -> Level:
+def level(ranks: int, world: int, path: str = "") -> SimpleNamespace:
+    """Cells with the same number of ranks, as a path; style: none, some or all."""
     label = "no rank" if ranks == 0 else f"all {world}" if ranks == world else f"{ranks} of {world}"
     style = "none" if ranks == 0 else "all" if ranks == world else "some"
     # What some ranks have stays clearly apart from what none and what all have.
     shade = round(0.12 + 0.58 * ranks / world, 2) if style == "some" else 1.0
-    return Level(ranks, label, style, shade, path)
+    return SimpleNamespace(ranks=ranks, label=label, style=style, shade=shade, path=path)
 
 
 def cells(values: Sequence[int], ranks: int) -> str:
@@ -239,7 +201,8 @@ def cells(values: Sequence[int], ranks: int) -> str:
     return "".join(f"M{step * CELL} 1{box}" for step, value in enumerate(values) if value == ranks)
 
 
-def _heat_row(names: Sequence[str], values: list[int], world: int) -> HeatRow:
+def _heat_row(names: Sequence[str], values: list[int], world: int) -> SimpleNamespace:
+    """Parameters with the same presence; `values` are ranks per step."""
     levels = [level(ranks, world, cells(values, ranks)) for ranks in sorted(set(values))]
     everyone, nobody = values.count(world), values.count(0)
     some = len(values) - everyone - nobody
@@ -248,7 +211,8 @@ def _heat_row(names: Sequence[str], values: list[int], world: int) -> HeatRow:
         f"{names[0]}{' and alike' * bool(others)}: a gradient on all ranks in "
         f"{count(everyone, 'step')}, on some in {some}, on none in {nobody}"
     )
-    return HeatRow(names[0], others, "\n".join(names), values, levels, description)
+    named = {"name": names[0], "others": others, "tip": "\n".join(names)}
+    return SimpleNamespace(**named, values=values, levels=levels, description=description)
 
 
 # --- collectives: bytes sent and time waited per step, per kind, in each layout ------------------
@@ -257,79 +221,29 @@ KINDS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"
 COLOURS = 6
 
 
-class Segment(NamedTuple):
-    """One kind's part of a bar, in percent of the longest bar."""
-
-    start: float
-    width: float
-    colour: int
-    tip: str
-
-
-class Bar(NamedTuple):
-    """One quantity per step: its segments, and the sum as text."""
-
-    total: str
-    segments: list[Segment]
-
-    @property
-    def description(self) -> str:
-        """The bar for who cannot see it."""
-        return "; ".join(segment.tip for segment in self.segments)
-
-
-class Kind(NamedTuple):
-    """All operations of a kind in a case."""
-
-    name: str
-    totals: Mapping[str, Any]
-
-
-class TrafficRow(NamedTuple):
-    """One case."""
-
-    layout: str
-    per_step: str
-    sent: Bar
-    waited: Bar
-    in_flight: Bar
-    seconds: str
-    kinds: list[Kind]
-
-
-class Traffic(NamedTuple):
-    """One row per case; the legend: (colour, kind)."""
-
-    rows: list[TrafficRow]
-    legend: list[tuple[int, str]]
-
-
-def traffic(cases: Sequence[Case]) -> Traffic | None:
-    """None if no case has any collective."""
-    kinds = kinds_of(cases)
+def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
+    """One row per case, and (colour, kind) as legend; None if no case has any collective."""
+    found = {kind for case in cases for kind in case["collectives"]}
+    kinds = [kind for kind in KINDS if kind in found] + sorted(found.difference(KINDS))
     if not kinds:
         return None
     units = {"sent": size, "waited": duration, "in_flight": duration}
     bars = [_bars(cases, kinds, key, text) for key, text in units.items()]
     rows = [
-        TrafficRow(
-            case["layout"],
-            f"{case['collectives_per_step']:.4g}",
-            sent,
-            waited,
-            in_flight,
-            duration(case["seconds"]),
-            [Kind(k, case["collectives"][k]) for k in kinds if k in case["collectives"]],
+        SimpleNamespace(
+            layout=case["layout"],
+            per_step=f"{case['collectives_per_step']:.4g}",
+            seconds=duration(case["seconds"]),
+            kinds=[
+                SimpleNamespace(name=kind, totals=case["collectives"][kind])
+                for kind in kinds
+                if kind in case["collectives"]
+            ],
+            **dict(zip(units, of_case, strict=True)),
         )
-        for case, sent, waited, in_flight in zip(cases, *bars, strict=True)
+        for case, *of_case in zip(cases, *bars, strict=True)
     ]
-    return Traffic(rows, [(colour_of(kind), kind) for kind in kinds])
-
-
-def kinds_of(cases: Iterable[Case]) -> list[str]:
-    """All kinds there are, the known ones in their order."""
-    found = {kind for case in cases for kind in case["collectives"]}
-    return [kind for kind in KINDS if kind in found] + sorted(found.difference(KINDS))
+    return SimpleNamespace(rows=rows, legend=[(colour_of(kind), kind) for kind in kinds])
 
 
 def colour_of(kind: str) -> int:
@@ -339,7 +253,8 @@ def colour_of(kind: str) -> int:
 
 def _bars(
     cases: Sequence[Case], kinds: Sequence[str], key: str, text: Callable[[float], str]
-) -> list[Bar]:
+) -> list[SimpleNamespace]:
+    """Of each case one quantity per step, in segments: percent of the longest bar, by kind."""
     amounts = [
         {
             kind: case["collectives"][kind][key] / max(1, case["steps_taken"])
@@ -355,7 +270,9 @@ def _bars(
         for kind, amount in of_case.items():
             width = 100 * amount / longest
             tip = f"{kind} {text(amount)} per step"
-            segments.append(Segment(round(start, 2), round(width, 2), colour_of(kind), tip))
+            place = {"start": round(start, 2), "width": round(width, 2)}
+            segments.append(SimpleNamespace(**place, colour=colour_of(kind), tip=tip))
             start += width
-        bars.append(Bar(text(sum(of_case.values())), segments))
+        total, description = text(sum(of_case.values())), "; ".join(each.tip for each in segments)
+        bars.append(SimpleNamespace(total=total, segments=segments, description=description))
     return bars

@@ -6,6 +6,7 @@ zero, where no logarithm reaches.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 
 from samestep.stress.report.numbers import (
@@ -74,60 +75,19 @@ class Dot(NamedTuple):
     tip: str
 
 
-class Line(NamedTuple):
-    """One distance over steps. `style`: reference, layouts or replicas."""
+def plot(cases: Sequence[Case], limits: Mapping[str, float]) -> SimpleNamespace | None:
+    """All panels of a scenario; None if there is no sample.
 
-    style: str
-    colour: int
-    dots: list[Dot]
-
-    @property
-    def points(self) -> str:
-        return " ".join(f"{dot.x:g},{dot.y:g}" for dot in self.dots)
-
-
-class Zeros(NamedTuple):
-    """The samples at which a difference was zero, as it should be."""
-
-    style: str
-    places: list[tuple[float, float]]
-    tip: str
-
-
-class Panel(NamedTuple):
-    """One family's plot."""
-
-    title: str
-    description: str
-    limit: tuple[float, str]
-    lines: list[Line]
-    zeros: list[Zeros]
-    not_compared_from: float | None
-
-
-class Plot(NamedTuple):
-    """All panels of a scenario, and a legend of its lines: (colour, layouts).
-
+    legend: (colour, layouts) of the lines.
     styles: of the zeros there are, and of the lines, those with " line" after them.
     """
-
-    scale: Scale
-    x_ticks: list[tuple[float, str]]
-    panels: list[Panel]
-    legend: list[tuple[int, str]]
-    styles: list[str]
-
-
-def plot(cases: Sequence[Case], limits: Mapping[str, float]) -> Plot | None:
-    """The plot of a scenario's cases; None if there is no sample."""
     cases = [case for case in cases if case["samples"]]
     if not cases:
         return None
     scale = scale_for(cases, limits)
     groups = alike(cases)
-    colours = {id(case): n % COLOURS for n, group in enumerate(groups) for case in group}
     families = [f for f in FAMILIES if any(f in d for d in _all_distances(cases))]
-    panels = [_panel(family, cases, groups, colours, limits[family], scale) for family in families]
+    panels = [_panel(family, cases, groups, limits[family], scale) for family in families]
     names = [", ".join(case["layout"] for case in group) for group in groups]
     if len(groups) == 1 and len(cases) > 1:
         names = [f"all {len(cases)} layouts, on one line"]
@@ -135,13 +95,12 @@ def plot(cases: Sequence[Case], limits: Mapping[str, float]) -> Plot | None:
     styles |= {zeros.style for panel in panels for zeros in panel.zeros}
     middle = scale.last_step // 2
     steps = [0, middle, scale.last_step] if middle else [0, scale.last_step]
-    x_ticks = [(scale.x(step), f"{step:,}") for step in steps]
-    return Plot(
-        scale,
-        x_ticks,
-        panels,
-        [(n % COLOURS, name) for n, name in enumerate(names)],
-        sorted(styles),
+    return SimpleNamespace(
+        scale=scale,
+        x_ticks=[(scale.x(step), f"{step:,}") for step in steps],
+        panels=panels,
+        legend=[(n % COLOURS, name) for n, name in enumerate(names)],
+        styles=sorted(styles),
     )
 
 
@@ -172,18 +131,15 @@ def _all_distances(cases: Iterable[Case]) -> list[Mapping[str, float]]:
 
 
 def _panel(
-    family: str,
-    cases: Sequence[Case],
-    groups: Sequence[Sequence[Case]],
-    colours: Mapping[int, int],
-    limit: float,
-    scale: Scale,
-) -> Panel:
+    family: str, cases: Sequence[Case], groups: list[list[Case]], limit: float, scale: Scale
+) -> SimpleNamespace:
+    """One family's lines, and the samples at which a difference was zero, as it should be."""
+    colours = {id(case): n % COLOURS for n, group in enumerate(groups) for case in group}
     lines, zeros = [], []
     for group in groups:
         layouts = ", ".join(case["layout"] for case in group)
         dots = _dots(group[0], family, to_reference, f"from the reference, {layouts}", scale)
-        lines += [Line("reference", colours[id(group[0])], dots)] if dots else []
+        lines += [_line("reference", colours[id(group[0])], dots)] if dots else []
     for style, row, pick, words in (
         ("layouts", 1, to_first_layout, "from the first layout"),
         ("replicas", -1, between_replicas, "between replicas"),
@@ -192,21 +148,29 @@ def _panel(
         steps = sorted({step for step, value in values if value == 0})
         if steps:
             tip = f"{words}: exactly 0 in {sum(value == 0 for _, value in values)} samples"
-            zeros.append(Zeros(style, [(scale.x(s), scale.y(0, row)) for s in steps], tip))
+            places = [(scale.x(step), scale.y(0, row)) for step in steps]
+            zeros.append(SimpleNamespace(style=style, places=places, tip=tip))
         for case in cases:
             if any(pick(sample).get(family) for sample in case["samples"]):
                 dots = _dots(case, family, pick, f"{words}, {case['layout']}", scale, row)
-                lines.append(Line(style, colours[id(case)], _from_last_zero(dots, scale.y(0, row))))
+                dots = _from_last_zero(dots, scale.y(0, row))
+                lines.append(_line(style, colours[id(case)], dots))
     compared = [s["step"] for case in cases for s in case["samples"] if to_reference(s)]
     ends_early = compared and max(compared) < scale.last_step
-    return Panel(
-        TITLES[family],
-        _description(family, cases, limit),
-        (scale.y(limit), short(limit)),
-        lines,
-        zeros,
-        scale.x(max(compared)) if ends_early else None,
+    return SimpleNamespace(
+        title=TITLES[family],
+        description=_description(family, cases, limit),
+        limit=(scale.y(limit), short(limit)),
+        lines=lines,
+        zeros=zeros,
+        not_compared_from=scale.x(max(compared)) if ends_early else None,
     )
+
+
+def _line(style: str, colour: int, dots: list[Dot]) -> SimpleNamespace:
+    """One distance over steps; style: reference, layouts or replicas."""
+    points = " ".join(f"{dot.x:g},{dot.y:g}" for dot in dots)
+    return SimpleNamespace(style=style, colour=colour, dots=dots, points=points)
 
 
 def _dots(case: Case, family: str, pick: Pick, words: str, scale: Scale, row: int = 0) -> list[Dot]:

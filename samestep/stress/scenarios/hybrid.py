@@ -17,7 +17,7 @@ from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.lora import add_lora
 from samestep.parallel.plan import Plan
 from samestep.stress.layouts import LAYOUTS_ON_REQUEST
-from samestep.stress.scenario import RATES, Loop, Scenario, on_device_of
+from samestep.stress.scenario import RATES, Loop, Scenario, on_device_of, seeded
 from samestep.stress.scenarios.patterns import FourPatternsRandom
 
 
@@ -66,9 +66,7 @@ class HybridGPT(Scenario):
 
     def model_to_cut(self) -> nn.Module:
         """The same before `adapt`."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            return self._plain_model()
+        return seeded(self._plain_model, self.seed)
 
     def adapt(self, model: nn.Module, mesh: Mesh | None = None) -> None:
         """What happens to it after it was cut over a mesh."""

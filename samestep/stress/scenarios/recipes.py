@@ -12,12 +12,11 @@ from samestep.stress.scenario import (
     RATES,
     AddGroup,
     Event,
-    Freeze,
     GradientScenario,
     Place,
     Resume,
     SetOptions,
-    Unfreeze,
+    Train,
 )
 from samestep.stress.scenarios.patterns import FourPatternsRandom, TinyScenario
 
@@ -51,8 +50,8 @@ class FrozenAndAdded(TinyScenario):
         if step == 12:
             return (AddGroup(("late_adam",), {"rule": "adamw", "weight_decay": 0.0}),)
         if step % 20 == 5:
-            return (Freeze(("adam", "mu_a_1")),)
-        return (Unfreeze(("adam", "mu_a_1")),) if step % 20 == 14 else ()
+            return (Train(("adam", "mu_a_1"), False),)
+        return (Train(("adam", "mu_a_1"), True),) if step % 20 == 14 else ()
 
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int

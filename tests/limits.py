@@ -58,6 +58,8 @@ def limit(seconds: float) -> float:
 
 HANG = limit(7000.0 if SOAK else 240.0)  # seconds for whatever a test starts and waits for
 TEST = limit(7200.0 if SOAK else 600.0)  # for a test; longer, so that what hangs is reported first
+# For a process that runs many tests, each with the limit of one: the one that hangs is named first.
+BATTERY = 4 * TEST
 
 
 def eventually(condition: Callable[[], object], seconds: float = HANG) -> None:

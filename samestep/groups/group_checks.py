@@ -21,11 +21,16 @@ from samestep.rules.state import math_dtype
 STRIDED = {torch.strided}
 
 
+class UnknownParameterError(RuntimeError):
+    """A group has a parameter that it was not built with."""
+
+
 class GroupChecks:
     """What groups were when they were planned, and what the last step found in order."""
 
     def __init__(self) -> None:
         self._planned: dict[int, Group] = {}  # options
+        self._params: dict[int, list[Tensor]] = {}
         self._made_for: dict[Tensor, tuple[torch.Size, torch.dtype]] = {}
         self._checked_options: dict[int, Group] = {}  # where all are constants
         self._checked_params: dict[int, CheckedParameters] = {}
@@ -33,16 +38,42 @@ class GroupChecks:
     def plan(self, index: int, group: Group) -> None:
         """Remember what a group is now."""
         self._planned[index] = options_of(group)
+        self._params[index] = list(group["params"])
         self._checked_options.pop(index, None)
         for param in group["params"]:
             self._made_for[param] = (param.shape, math_dtype(param))
 
     def forget(self, index: int, params: Iterable[Tensor]) -> None:
         """A group was not added after all."""
-        for known in (self._planned, self._checked_options, self._checked_params):
+        for known in (self._planned, self._params, self._checked_options, self._checked_params):
             known.pop(index, None)
         for param in params:
             self._made_for.pop(param, None)
+
+    def swapped(self, groups: Sequence[Group]) -> dict[Tensor, Tensor] | None:
+        """By the parameter that a group was built with, the one in its place; None: all are there.
+
+        Wrappers that shard a model after its optimizer was built put their parameters into the
+        groups (accelerate with FSDP2 does). Raises unless each is as large as the one before.
+        """
+        found = {}
+        for index, group in enumerate(groups):
+            before = self._params[index]
+            names = parameter_names(group, index)
+            if len(before) != len(group["params"]) or len(names) != len(before):
+                raise UnknownParameterError(
+                    f"param_groups[{index}] was built with {len(before)} parameters and has "
+                    f"{len(group['params'])} now: add parameters through add_param_group"
+                )
+            for name, old, new in zip(names, before, group["params"], strict=True):
+                if new is not old and new.shape != old.shape:
+                    raise UnknownParameterError(
+                        f"{name!r} in param_groups[{index}] is a parameter of shape "
+                        f"{tuple(new.shape)}, and the group was built with another one, of shape "
+                        f"{tuple(old.shape)}: build the optimizer after changing the model"
+                    )
+                found[old] = new
+        return None if all(old is new for old, new in found.items()) else found
 
     def check(self, index: int, group: Group) -> None:
         """Raise if a group or a gradient cannot be used; quick where nothing was set since."""
@@ -73,7 +104,7 @@ class GroupChecks:
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             made_for = self._made_for.get(param)
             if made_for is None:
-                raise RuntimeError(
+                raise UnknownParameterError(
                     f"param_groups[{index}] has a parameter that it was not built with: add it "
                     "through add_param_group"
                 )

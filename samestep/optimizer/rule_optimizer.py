@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch
 from torch import Tensor, nn
 
+from samestep.comm.collectives import maximum
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
-from samestep.groups.group_checks import GroupChecks
+from samestep.groups.group_checks import GroupChecks, UnknownParameterError
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
     TrainingWatch,
@@ -50,7 +51,7 @@ from samestep.placements.planner import Planner
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.rules.state import State, initial_state
+from samestep.rules.state import MASTER, State, initial_state
 from samestep.tooling.warn import warn_user
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._runner = StepRunner(self._rank_group, self._stage_group, distribution, steps)
         self._reset_derived()
         self._in_flight = ParametersInFlight()
-        self._planner = self._new_planner(order_of_use)
+        self._order_of_use = list(order_of_use)
+        self._planner = self._new_planner()
         model = params if isinstance(params, nn.Module) else model
         self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
@@ -123,13 +125,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
 
-    def _new_planner(self, order_of_use: Iterable[Tensor]) -> Planner:
+    def _new_planner(self) -> Planner:
         return Planner(
             self._rank_group,
             self._outer_group,
             self._distribution,
             self._in_flight,
-            order_of_use,
+            self._order_of_use,
             owner=type(self).__name__,
             master_weights=self._masters,
             lines=self._steps.lines(),
@@ -152,9 +154,61 @@ class RuleOptimizer(torch.optim.Optimizer):
                     if warn_of_ddp(zip(names, shared.params, strict=True)):
                         shared.expect_edits()
         for index, group in enumerate(self.param_groups):
-            self._checks.check(index, group)
+            try:
+                self._checks.check(index, group)
+            except UnknownParameterError:
+                if not self._adopted():
+                    raise
+                self._checks.check(index, group)
         if self._rank_group is None:
             self._local.look_at(self.param_groups, self.state)
+
+    @torch.no_grad()
+    def _adopted(self) -> bool:
+        """Take in parameters that a wrapper has put in the places of others; False: there are none.
+
+        Plans and state are made anew, and state that is not zero is brought over. Collective.
+        """
+        swapped = self._checks.swapped(self.param_groups)
+        if swapped is None:
+            return False
+        if self._distribution.overlap_param_gather:
+            raise RuntimeError(
+                "parameters of the optimizer were replaced, and modules wait for those that it was "
+                "built with (overlap_param_gather): build the optimizer after wrapping the model"
+            )
+        old_of = {new: old for old, new in swapped.items()}
+        before = [
+            {**group, "params": [old_of[param] for param in group["params"]]}
+            for group in self.param_groups
+        ]
+        whole: dict[str, State] = {}
+        if self._has_state():
+            whole = FullValues(before, self.state, self._all_placements()).whole_state()
+        self._placed = []
+        self._order_of_use = [swapped.get(param, param) for param in self._order_of_use]
+        self._planner = self._new_planner()
+        self.state.clear()
+        self._reset_derived()
+        for index, group in enumerate(self.param_groups):
+            self._plan(index, group)
+        self._share(range(len(self.param_groups)))
+        if self._rank_group is None:
+            self._local.make_missing_state(self.param_groups, self.state)
+        named = FullValues(self.param_groups, self.state, ()).by_name()
+        for name, state in whole.items():
+            self._put_whole(named[name], self.state[named[name]], state)
+        return True
+
+    def _has_state(self) -> bool:
+        """Whether any rank has state that is not as it was made. Collective."""
+        tensors = [t for state in self.state.values() for key, t in state.items() if key != MASTER]
+        here = any(bool(tensor.any()) for tensor in tensors)
+        if self._rank_group is None:
+            return here
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        flag = torch.tensor([here], dtype=torch.int64, device=device)
+        return bool(maximum("state to bring over", flag, self._rank_group).wait())
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
@@ -254,6 +308,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         Where ranks share the state it is this rank's part, says so, and loads only there. Not
         collective: whoever saves may call it on one rank.
         """
+        self._adopted()
         part = self._part()
         if part is not None and self.sharded_parameters:
             raise RuntimeError(
@@ -314,6 +369,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
+        self._adopted()
         check_part(state_dict, self._part())
         self.wait_for_parameters()
         is_part = isinstance(state_dict, Mapping) and PART in state_dict
@@ -338,7 +394,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
         """Take out of a parameter's whole state what belongs here."""
         for key in whole:
-            holder = next(placed for placed in self._placed if placed.holds(param))
+            holder = next(placed for placed in self._all_placements() if placed.holds(param))
             holder.put_state({param: state}, self.param_groups, param, key, whole)
 
     def wait_for_parameters(self) -> None:
@@ -512,6 +568,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     # own. A setter takes the value of the first rank, whatever the others give.
 
     def _values(self) -> FullValues:
+        self._adopted()
         self.wait_for_parameters()
         return FullValues(self.param_groups, self.state, self._all_placements())
 
@@ -587,6 +644,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         Views, by the parameter's name, for whoever saves and loads. Every rank tells of every
         parameter. Not collective.
         """
+        self._adopted()
         if self._rank_group is None:
             self._local.make_missing_state(self.param_groups, self.state)
         placements = self._all_placements()
@@ -644,7 +702,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._expects_no_group = not has_process_group()
             self._watch = TrainingWatch(None)
             self._in_flight = ParametersInFlight()
-            self._planner = self._new_planner(())
+            self._order_of_use = []
+            self._planner = self._new_planner()
         self._reset_derived()
         for index, group in enumerate(self.param_groups):
             self._plan(index, group)

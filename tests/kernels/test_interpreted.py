@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import HANG
+from tests.limits import BATTERY
 
 
+@pytest.mark.timeout(1.1 * BATTERY)
 @pytest.mark.parametrize("cases", ["cases.py", "part_cases.py"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_give_what_plain_torch_gives(cases):
@@ -22,7 +23,7 @@ def test_kernels_give_what_plain_torch_gives(cases):
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=HANG,
+        timeout=BATTERY,
         check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]

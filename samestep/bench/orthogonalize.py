@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +29,13 @@ from samestep.bench.gpu.measure import (
     take_turn,
 )
 from samestep.bench.gpu.options import (
+    Contestant,
     SharedOptions,
     device_of,
     make_importable,
     parser_for,
     peer,
-    shared,
+    read,
 )
 from samestep.bench.gpu.report import (
     Panel,
@@ -61,17 +63,6 @@ class Function(NamedTuple):
 
     call: Callable[[Tensor], Tensor]
     reference: Reference | None
-
-
-class Contestant(NamedTuple):
-    """Who takes part."""
-
-    name: str
-    what: str
-    build: Callable[[], Function]
-    ours: bool = False
-    kernels: bool = True
-    default: bool = True
 
 
 def _ours(method: str = "polar-express", **options: Any) -> Function:
@@ -147,11 +138,10 @@ SHAPES = (
 MOST_ON_CPU = 1 << 16  # elements
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
     """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
 
-    shapes: tuple[Shape, ...]
+    shapes: Sequence[Shape]
     rounds: int
 
 
@@ -159,15 +149,15 @@ def parse(words: Sequence[str], prog: str) -> Options:
     out = "out/bench-orthogonalize"
     parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=10, out=out)
     parser.add_argument(
-        "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
-        help=f"batches to orthogonalize ({' '.join(SHAPES)})",
+        "--shape", dest="shapes", nargs="+", type=shape_of, default=[*map(shape_of, SHAPES)],
+        metavar="BxMxN", help=f"batches to orthogonalize ({' '.join(SHAPES)})",
     )  # fmt: skip
-    given = parser.parse_args(words)
-    common = shared(Options, given, CONTESTANTS, prog, words)
-    shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
-    if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
+    options = Options()
+    read(parser, options, CONTESTANTS, words)
+    options.shapes = tuple(dict.fromkeys(options.shapes))
+    if options.device == "cpu" and any(prod(shape) > MOST_ON_CPU for shape in options.shapes):
         raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
-    return Options(shapes=shapes, **common)
+    return options
 
 
 def shape_of(text: str) -> Shape:
@@ -197,19 +187,6 @@ class Result(Shown):
             return None
         return shape[0] * least_flops(*shape[1:]) / (self.ms * 1e-3) / 1e12
 
-    def as_json(self, shape: Shape) -> dict[str, Any]:
-        return {
-            "name": self.contestant.name,
-            "what": self.contestant.what,
-            "ours": self.contestant.ours,
-            "failed": self.failed,
-            "ms": None if self.times is None else self.times._asdict(),
-            "turns_ms": self.turns,
-            "calls_per_turn": self.calls,
-            "tflops": self.tflops(shape),
-            **self.accuracy_as_json(),
-        }
-
 
 def make_batch(shape: Shape, device: torch.device) -> Tensor:
     """Gaussian matrices; the second has singular values 1, 1/2, 1/3, ..."""
@@ -223,14 +200,13 @@ def make_batch(shape: Shape, device: torch.device) -> Tensor:
 class Measurement(Contest[Result]):
     """One shape."""
 
+    shown = Result
+
     def __init__(self, shape: Shape, device: torch.device) -> None:
         super().__init__(device)
         self.shape = shape
         self._batch = make_batch(shape, device)
         self._sum = self._batch.sum(dtype=torch.float64)
-
-    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
-        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
 
     @torch.no_grad()
     def _prepare(self, result: Result, warmup: int) -> None:
@@ -407,7 +383,10 @@ def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:
                 "floor_ms": _floor(outcome.shape, ceilings),
                 "best_peer": None if outcome.lead is None else outcome.lead.best_peer,
                 "lead": None if outcome.lead is None else outcome.lead.ratio,
-                "contestants": [result.as_json(outcome.shape) for result in outcome.results],
+                "contestants": [
+                    r.as_json() | {"calls_per_turn": r.calls, "tflops": r.tflops(outcome.shape)}
+                    for r in outcome.results
+                ],
             }
             for outcome in outcomes
         ],

@@ -31,7 +31,7 @@ from samestep.bench.gpu.options import (
     forget_compiled,
     make_importable,
     parser_for,
-    shared,
+    read,
 )
 from samestep.bench.gpu.report import (
     Panel,
@@ -43,24 +43,17 @@ from samestep.bench.gpu.report import (
     leave,
     number,
 )
-from samestep.bench.step_contestants import (
-    CONTESTANTS,
-    Contestant,
-    Entry,
-    Parameters,
-    make_parameters,
-)
+from samestep.bench.step_contestants import CONTESTANTS, Entry, Parameters, make_parameters
 from samestep.estimate.floors import Floor, step_floor
 from samestep.models.parameter_sets import SETS, Shapes, count
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
     """Time one optimizer step on this GPU: ours, in several forms, and peers in the same rounds."""
 
-    sets: tuple[str, ...]
+    sets: Sequence[str]
     rounds: int
 
 
@@ -69,12 +62,12 @@ def parse(words: Sequence[str], prog: str) -> Options:
         prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=20, out="out/bench-step"
     )
     parser.add_argument(
-        "--set", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
+        "--set", dest="sets", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
         help=f"parameters to step: {', '.join(SETS)} (gpt-1280 gpt-2048)",
     )  # fmt: skip
-    given = parser.parse_args(words)
-    common = shared(Options, given, CONTESTANTS, prog, words)
-    options = Options(sets=chosen("--set", given.set, list(SETS)), **common)
+    options = Options()
+    read(parser, options, CONTESTANTS, words)
+    options.sets = chosen("--set", options.sets, list(SETS))
     if options.device == "cpu" and options.sets != ("tiny",):
         raise BadRequestError("--device cpu is slow, and only for --set tiny")
     return options
@@ -98,24 +91,19 @@ class Result(Shown):
     extra_bytes: int | None = None  # at the peak of a step, beyond what was there before
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.contestant.name,
-            "what": self.contestant.what,
+        return super().as_json() | {
             "field": self.contestant.field,
-            "ours": self.contestant.ours,
-            "failed": self.failed,
             "first_step_s": self.first_s,
-            "ms": None if self.times is None else self.times._asdict(),
             "host_ms": None if self.host is None else self.host._asdict(),
-            "turns_ms": self.turns,
             "state_bytes": self.state_bytes,
             "extra_bytes": self.extra_bytes,
-            **self.accuracy_as_json(),
         }
 
 
 class Field(Contest[Result]):
     """Contestants that are compared with each other."""
+
+    shown = Result
 
     def __init__(
         self, parameters: Parameters, device: torch.device, say: Callable[[str], None]
@@ -123,9 +111,6 @@ class Field(Contest[Result]):
         super().__init__(device)
         self._parameters = parameters
         self._tell = say
-
-    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
-        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
 
     def _say(self, result: Result) -> None:
         outcome = result.failed or f"ready, first step {result.first_s:.1f} s"

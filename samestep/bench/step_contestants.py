@@ -1,8 +1,8 @@
 """Who takes part in `samestep bench step`: ours in several forms, peers at their best settings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 import samestep
 from samestep.bench.gpu.measure import Reference, our_reference, power_law
-from samestep.bench.gpu.options import peer
+from samestep.bench.gpu.options import Contestant, peer
 from samestep.models.parameter_sets import Shape, Shapes
 
 # Parameters with gradients, for a measurement
@@ -87,19 +87,6 @@ class Entry(NamedTuple):
 
     def state_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for o in self.optimizers for t in _tensors(o.state))
-
-
-class Contestant(NamedTuple):
-    """Who takes part."""
-
-    name: str
-    what: str
-    build: Callable[[Parameters], Entry]
-    field: Literal["muon", "adamw"] = "muon"  # measured in turns with those of its field
-    ours: bool = False
-    kernels: bool = True
-    clips: bool = False
-    default: bool = True
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

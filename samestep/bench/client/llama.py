@@ -20,12 +20,11 @@ from samestep.bench.client.training import (
     DTYPES,
     Client,
     ClientOptions,
-    Contestant,
-    client_options,
     client_parser,
+    read_client,
 )
 from samestep.bench.gpu.measure import reason
-from samestep.bench.gpu.options import at_least, device_of, make_importable, peer
+from samestep.bench.gpu.options import Contestant, at_least, device_of, make_importable, peer
 from samestep.models.gpt import rotate
 from samestep.tooling.request import BadRequestError
 
@@ -144,15 +143,10 @@ def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> 
     """The same model of transformers, weights drawn in `dtype`; ImportError where it is missing."""
     # Not a package of ours: without its types here, and not there everywhere.
     transformers: Any = import_module("transformers")
+    sizes = {name: value for name, value in asdict(shape).items() if name != "rope_theta"}
     config = transformers.LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
+        **sizes,
         max_position_embeddings=positions,
-        rms_norm_eps=shape.rms_norm_eps,
         initializer_range=STD,
         tie_word_embeddings=False,
         use_cache=False,
@@ -177,10 +171,10 @@ RISE, END = 0.1, 0.1  # of the steps until the learning rate is there; of it, wh
 MODELS = ("transformers", "builtin")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(ClientOptions):
     """Train a Llama with main weights: ours, torch's AdamW, and dion's Muon."""
 
+    cpu_dtype = "bfloat16"
     model: str
     width: int
     lr: float
@@ -327,23 +321,21 @@ def set_rate(optimizer: Any, step: int, steps: int) -> None:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    known = contestants()
-    parser = client_parser(
-        prog, Options.__doc__, known, layers=12, out="out/bench-llama", cpu_dtype="bfloat16"
-    )
+    options, known = Options(), contestants()
+    parser = client_parser(prog, options, known, "out/bench-llama")
     parser.add_argument(
         "--model", choices=MODELS, default=MODELS[0],
         help=f"whose: {' or '.join(MODELS)}, the same shapes written out here ({MODELS[0]})",
     )  # fmt: skip
     parser.add_argument("--width", type=int, default=768, help="channels (768)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of all (0.001)")
-    given = parser.parse_args(words)
-    at_least(HEAD_WIDTH, given, "width")
-    if given.width % HEAD_WIDTH:
-        raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {given.width}")
-    if not 0 < given.lr < float("inf"):
-        raise BadRequestError(f"--lr must be above 0, got {given.lr}")
-    return Options(**client_options(Options, given, known, prog, words))
+    read_client(parser, options, known, words)
+    at_least(HEAD_WIDTH, options, "width")
+    if options.width % HEAD_WIDTH:
+        raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {options.width}")
+    if not 0 < options.lr < float("inf"):
+        raise BadRequestError(f"--lr must be above 0, got {options.lr}")
+    return options
 
 
 def run(options: Options) -> int:

@@ -5,12 +5,13 @@ Nothing of nanochat is here: model, groups and optimizer are imported from the c
 step is written out below.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,11 @@ from samestep.bench.client.training import (
     DTYPES,
     Client,
     ClientOptions,
-    Contestant,
-    client_options,
     client_parser,
+    read_client,
 )
-from samestep.bench.gpu.measure import environment, reason
-from samestep.bench.gpu.options import device_of, make_importable, peer
+from samestep.bench.gpu.measure import reason
+from samestep.bench.gpu.options import Contestant, device_of, make_importable, peer
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
 
@@ -37,10 +37,10 @@ WEIGHT_DECAY = 0.28  # of its training script, for matrices
 SPEED = {12: 0.67, 20: 0.62}  # the most of nanochat's time that ours may take, by layers
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(ClientOptions):
     """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
 
+    cpu_dtype = "float32"
     lr_scale: float
 
 
@@ -127,7 +127,8 @@ def load(options: Options) -> Any:
     make_importable(options.peer_path)
     try:
         # There it looks for the dtype of its passes when it is imported.
-        with environment("NANOCHAT_DTYPE", options.dtype), redirect_stdout(sys.stderr):
+        spelled = {"NANOCHAT_DTYPE": options.dtype}
+        with patch.dict(os.environ, spelled), redirect_stdout(sys.stderr):
             gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
     except ImportError as error:
         raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error
@@ -209,20 +210,17 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    known = contestants()
-    parser = client_parser(
-        prog, Options.__doc__, known, layers=12, out="out/bench-nanochat", cpu_dtype="float32"
-    )
+    options, known = Options(), contestants()
+    parser = client_parser(prog, options, known, "out/bench-nanochat")
     parser.add_argument(
         "--lr-scale", type=float, default=1.0,
         help="times every learning rate; its training script would take sqrt(bytes of a step / "
         "524288) (1)",
     )  # fmt: skip
-    given = parser.parse_args(words)
-    common = client_options(Options, given, known, prog, words)
-    if not 0 < given.lr_scale < float("inf"):
-        raise BadRequestError(f"--lr-scale must be above 0, got {given.lr_scale}")
-    return Options(**common)
+    read_client(parser, options, known, words)
+    if not 0 < options.lr_scale < float("inf"):
+        raise BadRequestError(f"--lr-scale must be above 0, got {options.lr_scale}")
+    return options
 
 
 def run(options: Options) -> int:

@@ -155,6 +155,10 @@ def draw(title: str, panels: Sequence[Panel]) -> bytes | None:
         axes.set_xlabel("ms (median)", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    return png_of(figure)
+
+
+def png_of(figure: Any) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png")
     return png.getvalue()

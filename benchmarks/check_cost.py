@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import samestep
-from benchmarks import write_json
+from benchmarks import VERSIONS, write_json
 from samestep.bench.gpu.measure import settle
 from samestep.models.parameter_sets import SETS
 from samestep.optimizer.assumptions import REGISTER
@@ -123,8 +123,7 @@ def main(given: list[str]) -> int:
         print(f"{check:70} {spent:8.1f} us")
     total = sum(found["checks_us"].values())
     print(f"all {total:.1f} us of a step of {found['step_ms']:.2f} ms: {100 * found['share']:.3f}%")
-    versions = {"samestep": samestep.__version__, "torch": torch.__version__}
-    receipt = {"versions": versions, "machine": platform.machine(), **found}
+    receipt = {"versions": VERSIONS, "machine": platform.machine(), **found}
     write_json(options.out, f"check_cost_{device.type}.json", receipt)
     return int(found["share"] > BAR)
 

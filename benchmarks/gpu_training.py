@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 import samestep
+from benchmarks import gpt_config
 from samestep.bench.gpu.measure import kernels, measure_ceilings, times_of
 from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
 
-HEAD_WIDTH = 64
 LAST = 20  # steps whose mean is the final loss
 RISE = 0.1  # of the steps, until the learning rate is there
 
@@ -79,11 +79,7 @@ def batches(text: Tensor, seed: int, options: argparse.Namespace, device: torch.
 
 
 def config_of(options: argparse.Namespace) -> GPTConfig:
-    heads = max(1, options.width // HEAD_WIDTH)
-    return GPTConfig(
-        width=options.width, layers=options.layers, context=options.context, heads=heads,
-        kv_heads=heads,
-    )  # fmt: skip
+    return gpt_config(options.width, options.layers, context=options.context)
 
 
 def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:

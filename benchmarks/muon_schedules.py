@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
+from benchmarks import VERSIONS
 from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, Results, computed, measure, pictures, table, verdicts
 from benchmarks.overlap_training import Shape
@@ -252,7 +253,7 @@ def run(options: argparse.Namespace) -> None:
         "megabytes_per_second": bandwidths,
         "parameters": first.parameters,
         "chunks": {case.title: count for case, count in first.chunks.items()},
-        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        "versions": VERSIONS,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
+from benchmarks import batch, gpt_config
 from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.timeline import Trace
 from examples.gpt import GPT, GPTConfig
@@ -34,14 +35,6 @@ class RecomputedGPT(GPT):
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
         logits: Tensor = self.head(self.norm(x))
         return logits
-
-
-def build(width: int, layers: int, vocabulary: int, tokens: int) -> RecomputedGPT:
-    """The same weights on every call."""
-    torch.manual_seed(0)
-    heads = max(1, width // 64)
-    shape = {"width": width, "layers": layers, "heads": heads, "kv_heads": heads}
-    return RecomputedGPT(GPTConfig(vocab_size=vocabulary, context=tokens, **shape))
 
 
 @dataclass(frozen=True)
@@ -93,21 +86,23 @@ class Training:
 
     def __init__(self, case: Case, shape: Shape, link: ModelledLink) -> None:
         self._shape, self._link = shape, link
-        self.model: RecomputedGPT = build(shape.width, shape.layers, shape.vocabulary, shape.tokens)
+        torch.manual_seed(0)
+        sizes = {"vocab_size": shape.vocabulary, "context": shape.tokens}
+        self.model = RecomputedGPT(gpt_config(shape.width, shape.layers, **sizes))
         self.parameters = sum(param.numel() for param in self.model.parameters())
-        options: dict[str, Any] = {
-            "buffers": "flat",
-            "sharding": case.sharding,
-            "overlap_grad_reduce": case.grad,
-            "overlap_param_gather": case.gather,
-            "bucket_size": self.parameters // case.parts,
-        }
         rule: Any = getattr(samestep, case.rule)
-        self.optimizer = rule(self.model, **options)
+        self.optimizer = rule(
+            self.model,
+            buffers="flat",
+            sharding=case.sharding,
+            overlap_grad_reduce=case.grad,
+            overlap_param_gather=case.gather,
+            bucket_size=self.parameters // case.parts,
+        )
 
     def run(self, speed: Speed, steps: int, skip_at: int) -> tuple[list[Sample], Trace]:
         """Steps on a link, after one that fills the pipeline; `skip_at` leaves a layer out."""
-        batches = [self._batch(step) for step in range(steps + 1)]
+        batches = [batch(self._shape, step) for step in range(steps + 1)]
         dist.barrier()
         self._link.set_speed(*speed)
         transfers: list[Transfer] = []
@@ -138,24 +133,13 @@ class Training:
             end = marks[3 * step + 3][1] if step < steps else ended
             own = transfers[firsts[step] : firsts[step + 1] if step < steps else None]
             waits = [wait for transfer in transfers for wait in transfer.waits]
+            forward, backward, update = (stop - start for _, start, stop in phases)
+            busy = sum(transfer.seconds for transfer in own)
+            waited = sum(stop - start for start, stop in waits if begin <= start < end)
             samples.append(
-                Sample._make(
-                    [
-                        end - begin,
-                        *(stop - start for _, start, stop in phases),
-                        sum(transfer.seconds for transfer in own),
-                        sum(stop - start for start, stop in waits if begin <= start < end),
-                        step == skip_at,
-                    ]
-                )
+                Sample(end - begin, forward, backward, update, busy, waited, step == skip_at)
             )
         return samples, Trace(marks, transfers)
-
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(2 * step + dist.get_rank())
-        size = (2, self._shape.sequences, self._shape.tokens)
-        tokens, targets = torch.randint(self._shape.vocabulary, size, generator=generator)
-        return tokens, targets
 
 
 def slowest(per_rank: list[list[Sample]]) -> list[Sample]:

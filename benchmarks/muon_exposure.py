@@ -103,7 +103,7 @@ class Results:
 
     def median(self, case: Case, link: str, of: str) -> float:
         """Of a field of steps, in milliseconds."""
-        return 1e3 * statistics.median(getattr(step, of) for step in self._steps[case, link])
+        return 1e3 * float(statistics.median(getattr(s, of) for s in self._steps[case, link]))
 
     def longer(self, case: Case, link: str) -> float:
         """What a step takes more than on a link that costs nothing, in milliseconds."""

@@ -24,6 +24,7 @@ from torch import nn
 import samestep
 from benchmarks import VERSIONS, write_json
 from samestep.bench.gpu.measure import settle
+from samestep.bench.step_contestants import make_parameters
 from samestep.models.parameter_sets import SETS
 from samestep.optimizer.assumptions import REGISTER
 
@@ -75,13 +76,8 @@ def parameters(device: torch.device) -> tuple[list[nn.Parameter], list[nn.Parame
         from benchmarks.cpu_step import gpt_parameters  # which needs more than torch
 
         return gpt_parameters(width=256, layers=6, vocabulary=8192)
-    shapes = SETS["gpt-1280"]
-    found = []
-    for some in (shapes.matrices, shapes.others):
-        found.append([nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in some])
-        for param in found[-1]:
-            param.grad = torch.randn_like(param) * 1e-3
-    return found[0], found[1]
+    made = make_parameters(SETS["gpt-1280"], device)
+    return made.matrices, made.others
 
 
 def measure(device: torch.device, steps: int) -> dict[str, Any]:

@@ -6,9 +6,9 @@ As a plain script, with torch alone: `python -m samestep.bench.step`.
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ from samestep.bench.gpu.report import (
     number,
 )
 from samestep.bench.step_contestants import CONTESTANTS, Entry, Parameters, make_parameters
-from samestep.estimate.floors import Floor, step_floor
+from samestep.estimate.floors import step_floor
 from samestep.models.parameter_sets import SETS, Shapes, count
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
@@ -221,27 +221,6 @@ SPEED = (
 ACCURACY = ("", "Gaussian", "distance", "power law", "distance")
 
 
-class Outcome(NamedTuple):
-    """Of one set."""
-
-    name: str
-    shapes: Shapes
-    results: list[Result]
-    verdicts: list[Verdict]
-
-    @property
-    def floor(self) -> Floor:
-        """The least work of a step with clipping."""
-        return step_floor(*self.shapes, clips=True)
-
-    def floor_of(self, result: Result) -> Floor:
-        """The least work of what a contestant does."""
-        contestant = result.contestant
-        if contestant.field == "adamw":
-            return step_floor((), self.shapes.matrices + self.shapes.others, clips=contestant.clips)
-        return step_floor(*self.shapes, clips=contestant.clips)
-
-
 def run(options: Options) -> int:
     check_folder(options.out)
     screen = Screen()
@@ -257,20 +236,22 @@ def run(options: Options) -> int:
     if content["kernels_missing"] is not None:
         screen.say(f"ours runs without kernels: {content['kernels_missing']}")
     content["sets"] = []
-    outcomes: list[Outcome] = []
+    panels: list[Panel] = []
     for name in options.sets:
-        outcomes.append(_measure_set(name, options, device, screen))
-        show(outcomes[-1], ceilings, screen)
-        content["sets"].append(as_json(outcomes[-1], ceilings))
+        results = _measure_set(name, options, device, screen)
+        judged = verdicts(name, results) if device.type == "cuda" else []
+        told = as_json(name, results, judged, ceilings)
+        show(told, judged, screen)
+        content["sets"].append(told)
+        panels.append(Panel(name, results, told["floor"]["ms"]))
         # After every set: what ends the run later leaves what was measured.
-        panels = [Panel(o.name, o.results, o.floor.ms(ceilings)) for o in outcomes]
         picture = draw("A step of the optimizer", panels)
         files = leave(options.out, "step", content, picture)
     screen.wrote(files, options.out)
     return 0
 
 
-def _measure_set(name: str, options: Options, device: torch.device, screen: Screen) -> Outcome:
+def _measure_set(name: str, options: Options, device: torch.device, screen: Screen) -> list[Result]:
     shapes = SETS[name]
     total = count(shapes.matrices + shapes.others)
     screen.progress(f"{name}: {total / 1e6:,.0f} million parameters")
@@ -289,58 +270,40 @@ def _measure_set(name: str, options: Options, device: torch.device, screen: Scre
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    judged = verdicts(name, results) if device.type == "cuda" else []
-    return Outcome(name, shapes, results, judged)
+    return results
 
 
-def show(outcome: Outcome, ceilings: Ceilings, screen: Screen) -> None:
-    shown = [result for result in outcome.results if result.ms is not None]
-    title = f"{outcome.name}: floor {outcome.floor.ms(ceilings):.3g} ms with clipping"
-    screen.table(title, SPEED, [_speed(outcome, result, ceilings) for result in shown])
-    rows = [[r.contestant.name, *accuracy_cells(r)] for r in shown if r.accuracy]
-    screen.table("Singular values of an update, relative to their root mean square", ACCURACY, rows)
-    for result in outcome.results:
-        if result.failed is not None:
-            screen.say(f"{result.contestant.name} is out: {result.failed}")
-    for verdict in outcome.verdicts:
-        screen.say(verdict.line())
-    if not outcome.verdicts:
-        screen.say("No bars: they are for CUDA.")
-
-
-def _speed(outcome: Outcome, result: Result, ceilings: Ceilings) -> list[str]:
-    times, host = result.times, result.host
-    assert times is not None
-    assert host is not None
-    derived = numbers(outcome, result, ceilings)
-    sizes = [None if b is None else b / 1e9 for b in (result.extra_bytes, result.state_bytes)]
-    return [
-        result.contestant.name,
-        f"{times.median:.2f}",
-        f"{times.low:.2f}..{times.high:.2f}",
-        f"{times.middle_half:.2f}",
-        f"{host.median:.2f}",
-        number(derived["times_floor"]),
-        number(derived["tflops"], 0),
-        number(derived["percent_of_product"], 0),
-        number(derived["percent_of_copy"], 0),
-        number(derived["times_ours"]),
-        *(number(size) for size in sizes),
-    ]
+def as_json(
+    name: str, results: Sequence[Result], judged: Sequence[Verdict], ceilings: Ceilings
+) -> dict[str, Any]:
+    shapes = SETS[name]
+    floor = step_floor(*shapes, clips=True)
+    return {
+        "set": name,
+        "matrix_parameters": count(shapes.matrices),
+        "other_parameters": count(shapes.others),
+        "floor": {**floor._asdict(), "ms": floor.ms(ceilings)},
+        "contestants": [r.as_json() | numbers(r, shapes, results, ceilings) for r in results],
+        "bars": [verdict._asdict() | {"met": verdict.met} for verdict in judged],
+    }
 
 
 DERIVED = ("times_floor", "tflops", "percent_of_product", "percent_of_copy", "times_ours")
 
 
-def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, float | None]:
+def numbers(
+    result: Result, shapes: Shapes, results: Sequence[Result], ceilings: Ceilings
+) -> dict[str, float | None]:
     """What follows from a median; TFLOP/s count the least work, not what was done beyond it."""
-    ms = result.ms
+    ms, contestant = result.ms, result.contestant
     if not ms:
         return dict.fromkeys(DERIVED)
-    floor = outcome.floor_of(result)
+    muon = contestant.field == "muon"
+    work = shapes if muon else Shapes((), shapes.matrices + shapes.others)
+    floor = step_floor(*work, clips=contestant.clips)
     per_second = 1e3 / ms
-    rival = "ours" if result.contestant.field == "muon" else "ours-adamw"
-    ours = next((r.ms for r in outcome.results if r.contestant.name == rival), None)
+    rival = "ours" if muon else "ours-adamw"
+    ours = next((r.ms for r in results if r.contestant.name == rival), None)
     products = floor.flops > 0
     return {
         "times_floor": ms / floor.ms(ceilings),
@@ -351,17 +314,36 @@ def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, f
     }
 
 
-def as_json(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
-    return {
-        "set": outcome.name,
-        "matrix_parameters": count(outcome.shapes.matrices),
-        "other_parameters": count(outcome.shapes.others),
-        "floor": {**outcome.floor._asdict(), "ms": outcome.floor.ms(ceilings)},
-        "contestants": [
-            result.as_json() | numbers(outcome, result, ceilings) for result in outcome.results
-        ],
-        "bars": [verdict._asdict() | {"met": verdict.met} for verdict in outcome.verdicts],
-    }
+def show(told: Mapping[str, Any], judged: Sequence[Verdict], screen: Screen) -> None:
+    """What the receipt says of a set."""
+    shown = [each for each in told["contestants"] if each["ms"] and not each["failed"]]
+    title = f"{told['set']}: floor {told['floor']['ms']:.3g} ms with clipping"
+    screen.table(title, SPEED, [_speed(each) for each in shown])
+    rows = [[each["name"], *accuracy_cells(each)] for each in shown if each["gaussian"]]
+    screen.table("Singular values of an update, relative to their root mean square", ACCURACY, rows)
+    for each in told["contestants"]:
+        if each["failed"] is not None:
+            screen.say(f"{each['name']} is out: {each['failed']}")
+    for verdict in judged:
+        screen.say(verdict.line())
+    if not judged:
+        screen.say("No bars: they are for CUDA.")
+
+
+def _speed(told: Mapping[str, Any]) -> list[str]:
+    times = told["ms"]
+    sizes = [None if b is None else b / 1e9 for b in (told["extra_bytes"], told["state_bytes"])]
+    return [
+        told["name"],
+        f"{times['median']:.2f}",
+        f"{times['low']:.2f}..{times['high']:.2f}",
+        f"{times['middle_half']:.2f}",
+        f"{told['host_ms']['median']:.2f}",
+        number(told["times_floor"]),
+        *(number(told[key], 0) for key in ("tflops", "percent_of_product", "percent_of_copy")),
+        number(told["times_ours"]),
+        *(number(size) for size in sizes),
+    ]
 
 
 if __name__ == "__main__":

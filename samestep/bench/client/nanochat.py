@@ -47,17 +47,12 @@ class Options(ClientOptions):
 # Groups
 
 
-# Its keys, by the kind of a group, and what ours are called.
+# Its keys, by the kind of a group; ours are called the same, but for one.
 KEYS = {
-    "adamw": {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"},
-    "muon": {
-        "lr": "lr",
-        "momentum": "momentum",
-        "ns_steps": "ns_steps",
-        "beta2": "variance_beta2",
-        "weight_decay": "weight_decay",
-    },
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay"),
 }
+RENAMED = {"beta2": "variance_beta2"}
 KEPT = ("params", "initial_lr")  # as they are: ours leaves keys alone that it does not know
 
 
@@ -66,19 +61,18 @@ def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
     kind = group["kind"]
     if kind not in KEYS:
         raise ValueError(f"a group of kind {kind!r}, and only {' and '.join(KEYS)} are known here")
-    spelled = KEYS[kind]
-    unknown = [key for key in group if key not in ("kind", *spelled, *KEPT)]
-    missing = [key for key in spelled if key not in group]
+    keys = KEYS[kind]
+    unknown = [key for key in group if key not in ("kind", *keys, *KEPT)]
+    missing = [key for key in keys if key not in group]
     if unknown or missing:
         raise ValueError(
             f"this nanochat's {kind} groups differ from those known here: "
             f"unknown {unknown}, missing {missing}"
         )
-    own = {ours: group[theirs] for theirs, ours in spelled.items()}
     return {
         "rule": kind,
         **preset_options("nanochat", kind),
-        **own,
+        **{RENAMED.get(key, key): group[key] for key in keys},
         **{key: group[key] for key in KEPT if key in group},
     }
 

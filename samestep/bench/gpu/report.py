@@ -5,7 +5,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -84,18 +84,14 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def digits(value: float | None) -> str:
-    """Two digits of a small number, or a dash where there is none."""
-    return "-" if value is None else f"{value:.2g}"
-
-
-def band(low: float, high: float) -> str:
-    return f"{low:.3g}..{high:.3g}"
-
-
-def accuracy_cells(result: Shown) -> list[str]:
-    """Singular values and distance, of each probe."""
-    return [cell for a in result.accuracy for cell in (band(a.low, a.high), digits(a.distance))]
+def accuracy_cells(told: Mapping[str, Any]) -> list[str]:
+    """Singular values and distance of each probe, from what the receipt has of a contestant."""
+    cells = []
+    for probe in (told["gaussian"], told["power_law"]):
+        distance = probe["distance"]
+        cells.append(f"{probe['low']:.3g}..{probe['high']:.3g}")
+        cells.append("-" if distance is None else f"{distance:.2g}")
+    return cells
 
 
 class Verdict(NamedTuple):

@@ -115,11 +115,11 @@ def _our_adamw(parameters: Parameters, **options: Any) -> Entry:
 
 
 def _torch_adamw(parameters: Parameters) -> Entry:
-    return Entry([_fused_adamw(parameters.all)])
+    return Entry([fused_adamw(parameters.all)])
 
 
-def _fused_adamw(parameters: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+def fused_adamw(parameters: Sequence[Tensor], lr: float = LR) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
 
 def _torch_muon(parameters: Parameters) -> Entry:
@@ -130,7 +130,7 @@ def _torch_muon(parameters: Parameters) -> Entry:
         momentum=MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
     )
-    return Entry([muon, _fused_adamw(parameters.others)], our_reference("newton-schulz"))
+    return Entry([muon, fused_adamw(parameters.others)], our_reference("newton-schulz"))
 
 
 def _nanochat(parameters: Parameters) -> Entry:
@@ -155,16 +155,19 @@ def _nanochat(parameters: Parameters) -> Entry:
 
 
 def _dion(parameters: Parameters, **options: Any) -> Entry:
-    """Its Muon on one device, AdamW for the rest inside the same optimizer."""
-    groups = [
-        {"params": parameters.matrices},
-        {"params": parameters.others, "algorithm": "adamw"},
-    ]
-    optimizer = peer("dion").Muon(
-        groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
+    optimizer = dion_muon(parameters.matrices, parameters.others, **options)
+    return Entry([optimizer], _dion_reference(options))
+
+
+def dion_muon(
+    matrices: Sequence[Tensor], others: Sequence[Tensor], lr: float = LR, **options: Any
+) -> Any:
+    """dion's Muon on one device, AdamW for the rest inside the same optimizer."""
+    groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
+    return peer("dion").Muon(
+        groups, lr=lr, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
         adjust_lr="rms_norm", **options,
     )  # fmt: skip
-    return Entry([optimizer], _dion_reference(options))
 
 
 def _dion_reference(options: dict[str, Any]) -> Reference | None:

@@ -25,6 +25,7 @@ from samestep.bench.client.training import (
 )
 from samestep.bench.gpu.measure import reason
 from samestep.bench.gpu.options import Contestant, at_least, device_of, make_importable, peer
+from samestep.bench.step_contestants import BETAS, DECAY, dion_muon, fused_adamw
 from samestep.models.gpt import rotate
 from samestep.tooling.request import BadRequestError
 
@@ -164,9 +165,6 @@ def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> 
 
 VOCABULARY = 256  # bytes
 HEAD_WIDTH = 64
-BETAS = (0.9, 0.95)
-DECAY = 0.1
-MOMENTUM = 0.95
 RISE, END = 0.1, 0.1  # of the steps until the learning rate is there; of it, what is left at last
 MODELS = ("transformers", "builtin")
 
@@ -257,24 +255,15 @@ def is_hidden(name: str, param: Tensor) -> bool:
 
 
 def torch_adamw(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
-    params = [param for _, param in named]
-    return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
+    return fused_adamw([param for _, param in named], lr)
 
 
-def dion_muon(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
-    """dion's Muon at its best documented settings, AdamW for the rest inside it."""
-    groups = [
-        {"params": [param for name, param in named if is_hidden(name, param)]},
-        {
-            "params": [param for name, param in named if not is_hidden(name, param)],
-            "algorithm": "adamw",
-        },
-    ]
+def dion(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
+    """At its best documented settings."""
+    hidden = [param for name, param in named if is_hidden(name, param)]
+    others = [param for name, param in named if not is_hidden(name, param)]
     on_gpu = named[0][1].device.type == "cuda"
-    return peer("dion").Muon(
-        groups, lr=lr, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
-        adjust_lr="rms_norm", use_triton=on_gpu, use_polar_express=False,
-    )  # fmt: skip
+    return dion_muon(hidden, others, lr, use_triton=on_gpu, use_polar_express=False)
 
 
 def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
@@ -296,8 +285,8 @@ def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
         Contestant(
             "ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **muon, default=False
         ),
-        Contestant("dion", "dion's Muon, main weights by hand", with_main(dion_muon)),
-        Contestant("dion-16bit", "dion's Muon, no main weights", alone(dion_muon), default=False),
+        Contestant("dion", "dion's Muon, main weights by hand", with_main(dion)),
+        Contestant("dion-16bit", "dion's Muon, no main weights", alone(dion), default=False),
         Contestant(
             "ours-adamw", "samestep.AdamW, master_weights=True", our_adamw, ours=True,
             rival="torch-adamw",

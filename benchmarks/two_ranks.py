@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
@@ -31,6 +30,7 @@ from benchmarks import batch, gpt_config, heading, number_table, write_json
 from benchmarks.cpu_step import Twin
 from examples.gpt import GPT
 from samestep.launch import run_forked
+from samestep.models.gpt import mean_loss
 from samestep.tooling.output import check_folder
 from samestep.tooling.progress import from_other_processes, progress_bar
 
@@ -57,7 +57,7 @@ class Training(NamedTuple):
 
     def iterate(self, tokens: Tensor, targets: Tensor) -> Moments:
         cpu, start = time.process_time(), time.perf_counter()
-        loss = cross_entropy(self.called(tokens).flatten(0, 1), targets.flatten())
+        loss = mean_loss(self.called(tokens), targets)
         forward = time.perf_counter()
         loss.backward()  # type: ignore[no-untyped-call]
         self.step()

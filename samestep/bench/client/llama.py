@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 import samestep
 from samestep.bench.client.report import run_client
@@ -26,7 +26,7 @@ from samestep.bench.client.training import (
 from samestep.bench.gpu.measure import reason
 from samestep.bench.gpu.options import Contestant, at_least, device_of, make_importable, peer
 from samestep.bench.step_contestants import BETAS, DECAY, dion_muon, fused_adamw
-from samestep.models.gpt import rotate
+from samestep.models.gpt import mean_loss, rotate
 from samestep.tooling.request import BadRequestError
 
 # The twin: B sequences, T tokens, C channels, H query heads, G key/value heads, D channels of one
@@ -218,8 +218,7 @@ def transformers_version(options: Options) -> str | None:
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     found = model(inputs)
-    logits: Tensor = getattr(found, "logits", found)
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return mean_loss(getattr(found, "logits", found), targets)
 
 
 # The optimizers

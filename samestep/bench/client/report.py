@@ -54,6 +54,11 @@ def run_client(
     content = heading(kind, options.command, device, measure_ceilings(device), options.peer_path)
     content |= settings(client, options, len(corpus.train), corpus.sha256)
     seeds: Seeds = {}
+
+    def keep(picture: bytes | None = None) -> list[str]:
+        """Write what there is: what ends the run leaves this."""
+        return leave(options.out, client.name, content | as_json(seeds, fastest), picture)
+
     for seed in options.seeds:
         batches = Batches(corpus, options, device, seed)
         race = Race(client, taking_part, options, device, batches, seed)
@@ -61,16 +66,13 @@ def run_client(
 
         def report(done: int, seed: int = seed, race: Race = race) -> None:
             screen.progress(f"seed {seed}, step {done}: {_losses(race.trainings)}")
-            # What ends the run leaves this.
-            leave(options.out, client.name, content | as_json(seeds, fastest), None)
+            keep()
 
         race.run(report)
         screen.say(f"seed {seed}: {'; '.join(map(outcome, race.trainings))}")
-        leave(options.out, client.name, content | as_json(seeds, fastest), None)
+        keep()
     show(seeds, fastest, screen)
-    picture = draw(client.name, seeds)
-    files = leave(options.out, client.name, content | as_json(seeds, fastest), picture)
-    screen.wrote(files, options.out)
+    screen.wrote(keep(draw(client.name, seeds)), options.out)
     every = chain.from_iterable(seeds.values())
     return int(any(each.contestant.ours and not each.running for each in every))
 

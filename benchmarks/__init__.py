@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
 
 HEAD_WIDTH = 64
 VERSIONS = {"samestep": samestep.__version__, "torch": torch.__version__}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and its batch."""
+
+    width: int = 128
+    layers: int = 12
+    vocabulary: int = 512
+    sequences: int = 8
+    tokens: int = 64
 
 
 def gpt_config(width: int, layers: int, **more: int) -> GPTConfig:

@@ -32,16 +32,12 @@ WARMUP = 5
 BAR = 0.01  # of a step
 
 
-def checks_of_every_step() -> list[str]:
-    """Each as module:qualified name."""
-    return [e.check for e in REGISTER if e.when == "every step" and e.check is not None]
-
-
 @contextmanager
 def timed_checks(spent: Counter[str]) -> Iterator[None]:
     """Add to `spent` the nanoseconds in each check, wherever it is known by name."""
+    checks = [e.check for e in REGISTER if e.when == "every step" and e.check is not None]
     with ExitStack() as patches:
-        for check in checks_of_every_step():
+        for check in checks:  # module:qualified name
             module, _, name = check.partition(":")
             owner: Any = import_module(module)
             *classes, last = name.split(".")

@@ -50,10 +50,6 @@ def about_blocks(trace: Trace) -> Trace:
     return Trace(trace.marks, [t for t in trace.transfers if t.name.startswith(kinds)])
 
 
-def busy(trace: Trace) -> float:
-    return sum(transfer.seconds for transfer in trace.transfers)
-
-
 def waited(trace: Trace) -> float:
     return sum(stop - start for t in trace.transfers for start, stop in t.waits)
 
@@ -67,14 +63,9 @@ def exposed(trace: Trace) -> float:
     )
 
 
-def whole(trace: Trace) -> float:
-    """From the first operation to the last."""
-    return trace.marks[-1][2] - trace.marks[0][1]
-
-
 def computed(trace: Trace) -> float:
-    """What a step takes without its waits."""
-    return whole(trace) - waited(trace)
+    """What a step takes from its first operation to its last, without its waits."""
+    return trace.marks[-1][2] - trace.marks[0][1] - waited(trace)
 
 
 def measure(traces: Sequence[Trace]) -> Step:
@@ -87,7 +78,7 @@ def measure(traces: Sequence[Trace]) -> Step:
     return Step(
         whole=end - begin,
         compute=statistics.mean(map(computed, traces)),
-        busy=max(map(busy, moves)),
+        busy=max(sum(t.seconds for t in trace.transfers) for trace in moves),
         exposed=statistics.mean(shown),
         most_exposed=max(shown),
         idle=statistics.mean(map(waited, moves)) - statistics.mean(shown),

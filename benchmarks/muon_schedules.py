@@ -23,10 +23,9 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
-from benchmarks import VERSIONS
+from benchmarks import VERSIONS, Shape
 from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, Results, computed, measure, pictures, table, verdicts
-from benchmarks.overlap_training import Shape
 from benchmarks.timeline import Trace, chrome_trace
 from examples.gpt import GPT, GPTConfig
 from samestep.comm.executor import Handlers, execute

@@ -114,10 +114,6 @@ def _our_adamw(parameters: Parameters, **options: Any) -> Entry:
     )
 
 
-def _torch_adamw(parameters: Parameters) -> Entry:
-    return Entry([fused_adamw(parameters.all)])
-
-
 def fused_adamw(parameters: Sequence[Tensor], lr: float = LR) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
@@ -223,5 +219,8 @@ CONTESTANTS = (
         "ours-adamw-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
         partial(_our_adamw, cuda_graph=True), "adamw", ours=True,
     ),
-    Contestant("torch-adamw", "torch's fused AdamW on everything", _torch_adamw, "adamw"),
+    Contestant(
+        "torch-adamw", "torch's fused AdamW on everything",
+        lambda parameters: Entry([fused_adamw(parameters.all)]), "adamw",
+    ),
 )  # fmt: skip

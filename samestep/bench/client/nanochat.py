@@ -5,13 +5,11 @@ Nothing of nanochat is here: model, groups and optimizer are imported from the c
 step is written out below.
 """
 
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from math import cos, pi
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from samestep.bench.client.training import (
     client_parser,
     read_client,
 )
-from samestep.bench.gpu.measure import reason
+from samestep.bench.gpu.measure import environment, reason
 from samestep.bench.gpu.options import Contestant, device_of, make_importable, peer
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
@@ -121,8 +119,7 @@ def load(options: Options) -> Any:
     make_importable(options.peer_path)
     try:
         # There it looks for the dtype of its passes when it is imported.
-        spelled = {"NANOCHAT_DTYPE": options.dtype}
-        with patch.dict(os.environ, spelled), redirect_stdout(sys.stderr):
+        with environment("NANOCHAT_DTYPE", options.dtype), redirect_stdout(sys.stderr):
             gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
     except ImportError as error:
         raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error

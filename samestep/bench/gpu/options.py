@@ -26,7 +26,7 @@ class SharedOptions(argparse.Namespace):
 
 
 class Contestant(NamedTuple):
-    """Who can take part, and does unless others are named; `build` makes what is measured."""
+    """Who can take part; `build` makes what is measured."""
 
     name: str
     what: str
@@ -35,7 +35,7 @@ class Contestant(NamedTuple):
     ours: bool = False
     kernels: bool = True
     clips: bool = False
-    default: bool = True
+    default: bool = True  # takes part unless others are named
     rival: str = ""  # of ours: whom its loss and times are compared with
 
 

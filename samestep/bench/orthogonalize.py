@@ -23,33 +23,15 @@ from samestep.bench.gpu.measure import (
     Shown,
     Turn,
     accuracy_of,
-    measure_ceilings,
     our_reference,
     power_law,
     take_turn,
 )
-from samestep.bench.gpu.options import (
-    Contestant,
-    SharedOptions,
-    device_of,
-    make_importable,
-    parser_for,
-    peer,
-    read,
-)
-from samestep.bench.gpu.report import (
-    Panel,
-    Screen,
-    accuracy_cells,
-    draw,
-    heading,
-    leave,
-    number,
-)
+from samestep.bench.gpu.options import Contestant, SharedOptions, parser_for, peer, read
+from samestep.bench.gpu.report import Panel, Screen, accuracy_cells, begin, draw, leave, number
 from samestep.estimate.floors import least_flops
 from samestep.kernels.choice import missing_products
 from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
-from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
 # Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'
@@ -293,16 +275,10 @@ def _state(met: bool) -> str:
 
 
 def run(options: Options) -> int:
-    check_folder(options.out)
     screen = Screen()
-    device = device_of(options.device)
-    make_importable(options.peer_path)
-    ceilings = measure_ceilings(device)
+    device, ceilings, content = begin("samestep orthogonalize", options)
     screen.progress(f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product")
     contestants = [c for c in CONTESTANTS if c.name in options.variants]
-    content = heading(
-        "samestep orthogonalize", options.command, device, ceilings, options.peer_path
-    )
     if content["kernels_missing"] is not None:
         screen.say(f"ours runs without kernels: {content['kernels_missing']}")
     content["shapes"] = []

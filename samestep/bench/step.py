@@ -20,33 +20,23 @@ from samestep.bench.gpu.measure import (
     Shown,
     Turn,
     accuracy_of,
-    measure_ceilings,
     settle,
     take_turn,
 )
-from samestep.bench.gpu.options import (
-    SharedOptions,
-    chosen,
-    device_of,
-    forget_compiled,
-    make_importable,
-    parser_for,
-    read,
-)
+from samestep.bench.gpu.options import SharedOptions, chosen, forget_compiled, parser_for, read
 from samestep.bench.gpu.report import (
     Panel,
     Screen,
     Verdict,
     accuracy_cells,
+    begin,
     draw,
-    heading,
     leave,
     number,
 )
 from samestep.bench.step_contestants import CONTESTANTS, Entry, Parameters, make_parameters
 from samestep.estimate.floors import step_floor
 from samestep.models.parameter_sets import SETS, Shapes, count
-from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
 
@@ -222,17 +212,13 @@ ACCURACY = ("", "Gaussian", "distance", "power law", "distance")
 
 
 def run(options: Options) -> int:
-    check_folder(options.out)
     screen = Screen()
-    device = device_of(options.device)
-    make_importable(options.peer_path)
-    ceilings = measure_ceilings(device)
+    device, ceilings, content = begin("samestep step", options)
     screen.progress(
         f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
         f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
         f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
     )
-    content = heading("samestep step", options.command, device, ceilings, options.peer_path)
     if content["kernels_missing"] is not None:
         screen.say(f"ours runs without kernels: {content['kernels_missing']}")
     content["sets"] = []

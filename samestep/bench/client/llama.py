@@ -16,13 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import samestep
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import (
-    DTYPES,
-    Client,
-    ClientOptions,
-    client_parser,
-    read_client,
-)
+from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
 from samestep.bench.gpu.measure import reason
 from samestep.bench.gpu.options import Contestant, at_least, device_of, make_importable, peer
 from samestep.bench.step_contestants import BETAS, DECAY, dion_muon, fused_adamw

@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import (
-    DTYPES,
-    Client,
-    ClientOptions,
-    client_parser,
-    read_client,
-)
+from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
 from samestep.bench.gpu.measure import environment, reason
 from samestep.bench.gpu.options import Contestant, device_of, make_importable, peer
 from samestep.presets import preset_options

@@ -19,10 +19,8 @@ from samestep.bench.client.training import (
     as_times,
     median_of,
 )
-from samestep.bench.gpu.measure import measure_ceilings
-from samestep.bench.gpu.options import Contestant, device_of
-from samestep.bench.gpu.report import Screen, Verdict, heading, leave, number, png_of
-from samestep.tooling.output import check_folder
+from samestep.bench.gpu.options import Contestant
+from samestep.bench.gpu.report import Screen, Verdict, begin, leave, number, png_of
 
 SETTINGS = ("layers", "steps", "seeds", "batch", "sequence", "warmup")  # in the receipt
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
@@ -45,13 +43,10 @@ def run_client(
 
     `fastest` is the most of the rival's time that our optimizer may take, where there is a bar.
     """
-    check_folder(options.out)
     corpus = options.corpus()
     screen = Screen(progress_to=sys.stderr)
-    device = device_of(options.device)
+    device, _, content = begin(f"samestep client {client.name}", options)
     taking_part = [each for each in contestants if each.name in options.variants]
-    kind = f"samestep client {client.name}"
-    content = heading(kind, options.command, device, measure_ceilings(device), options.peer_path)
     content |= settings(client, options, len(corpus.train), corpus.sha256)
     seeds: Seeds = {}
 

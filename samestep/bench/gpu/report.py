@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from samestep.bench.gpu.measure import Ceilings, Shown
-from samestep.bench.gpu.options import revisions
+from samestep.bench.gpu.measure import Ceilings, Shown, measure_ceilings
+from samestep.bench.gpu.options import SharedOptions, device_of, make_importable, revisions
 from samestep.kernels.choice import missing_products
-from samestep.tooling.output import write_files
+from samestep.tooling.output import check_folder, write_files
 from samestep.version import __version__
 
 # The screen: with rich where it is installed, else plain text
@@ -189,6 +189,15 @@ def heading(
             "terabytes_per_second": ceilings.bytes / 1e12,
         },
     }
+
+
+def begin(kind: str, options: SharedOptions) -> tuple[torch.device, Ceilings, dict[str, Any]]:
+    """The device that was asked for, what it reaches, and how the receipt begins."""
+    check_folder(options.out)
+    make_importable(options.peer_path)
+    device = device_of(options.device)
+    ceilings = measure_ceilings(device)
+    return device, ceilings, heading(kind, options.command, device, ceilings, options.peer_path)
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -110,7 +110,7 @@ class Training:
             bucket_size=self.parameters // case.parts,
         )
 
-    def run(self, speed: Speed, steps: int, skip_at: int) -> tuple[list[Sample], Trace]:
+    def run(self, speed: Speed, steps: int, skip_at: int = -1) -> tuple[list[Sample], Trace]:
         """Steps on a link, after one that fills the pipeline; `skip_at` leaves a layer out."""
         batches = [batch(self._shape, step) for step in range(steps + 1)]
         dist.barrier()
@@ -159,6 +159,7 @@ def slowest(per_rank: list[list[Sample]]) -> list[Sample]:
 
 # The picture of a step without and with overlap
 
+DRAWN = 2  # the number of the step
 KINDS = {
     "forward": ("#7fb2e5", "forward"),
     "backward": ("#f2b872", "backward"),
@@ -174,12 +175,12 @@ def kind(transfer: Transfer) -> str:
     return next((k for k in ("reduction", "gather") if transfer.name.startswith(k)), "presence")
 
 
-def picture(title: str, shown: Mapping[str, Sequence[Trace]], step: int = 2) -> bytes:
+def picture(title: str, shown: Mapping[str, Sequence[Trace]]) -> bytes:
     """One configuration above the other on one scale: a whole step and the start of the next."""
     panels = []
     for name, traces in shown.items():
-        begin = min(trace.marks[3 * step][1] for trace in traces)
-        end = max(trace.marks[3 * step + 3][1] for trace in traces)
+        begin = min(trace.marks[3 * DRAWN][1] for trace in traces)
+        end = max(trace.marks[3 * DRAWN + 3][1] for trace in traces)
         waited = statistics.mean(_waited(trace, begin, end) for trace in traces)
         about = f"{1e3 * (end - begin):.0f} ms per step, {1e3 * waited:.0f} of them waiting"
         panels.append(Panel(f"{name}: {about}", traces, begin, end))
@@ -327,11 +328,11 @@ def cases(options: Options) -> dict[Case, tuple[str, ...]]:
     return found
 
 
-def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[str, Speed]:
+def calibrate(training: Training, options: Options) -> dict[str, Speed]:
     """Links whose transfers take so long as the ratio says."""
     free = Speed(0.0, float("inf"))
-    training.run(free, 2, -1)
-    samples, trace = training.run(free, 7, -1)
+    training.run(free, 2)
+    samples, trace = training.run(free, 7)
     steps = 1 + len(samples)
     backward = torch.tensor(statistics.median(sample.backward for sample in samples))
     dist.all_reduce(backward, dist.ReduceOp.MIN)  # the same on all ranks, with the least noise
@@ -351,9 +352,9 @@ def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[
 def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
     link.install()
     trainings = {case: Training(case, options.shape, link) for case in cases(options)}
-    speeds = calibrate(trainings[Case("zero2", True, True)], options, link)
+    speeds = calibrate(trainings[Case("zero2", True, True)], options)
     for training in trainings.values():
-        training.run(speeds[FREE], 1, -1)
+        training.run(speeds[FREE], 1)
     samples: Samples = {
         (case, name): [] for case, names in cases(options).items() for name in names
     }
@@ -373,7 +374,7 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
         for attempt in range(ATTEMPTS):
             for overlap in (False, True):
                 case = Case("zero2", overlap, overlap)
-                traces[case, attempt] = trainings[case].run(speeds[MIDDLE], 3, -1)
+                traces[case, attempt] = trainings[case].run(speeds[MIDDLE], 3)
     return RankResult(trainings[case].parameters, speeds, samples, traces)
 
 

@@ -1,10 +1,75 @@
 """Measurements of this repository: what its documentation says of speed and memory."""
 
 import json
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import samestep
+from samestep.models.gpt import GPTConfig
 from samestep.tooling.output import write_files
+
+if TYPE_CHECKING:
+    from rich.table import Table  # which not every script needs
+
+HEAD_WIDTH = 64
+VERSIONS = {"samestep": samestep.__version__, "torch": torch.__version__}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and its batch."""
+
+    width: int = 128
+    layers: int = 12
+    vocabulary: int = 512
+    sequences: int = 8
+    tokens: int = 64
+
+
+def gpt_config(width: int, layers: int, **more: int) -> GPTConfig:
+    """With heads of 64 channels, as many for keys and values as for queries."""
+    heads = max(1, width // HEAD_WIDTH)
+    return GPTConfig(width=width, layers=layers, heads=heads, kv_heads=heads, **more)
+
+
+def batch(shape: Any, number: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets of an iteration, (sequences, tokens); of every rank its own."""
+    generator = torch.Generator().manual_seed(dist.get_world_size() * number + dist.get_rank())
+    size = (2, shape.sequences, shape.tokens)
+    tokens, targets = torch.randint(shape.vocabulary, size, generator=generator)
+    return tokens, targets
+
+
+def number_table(
+    title: str, columns: Sequence[str], texts: int = 0, narrow: bool = False
+) -> "Table":
+    """Without rows yet; the first columns are texts, the others numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    look: Any = {"box": SIMPLE_HEAD, "padding": (0, 0, 0, 1), "show_edge": False} if narrow else {}
+    table = Table(title=title, **look)
+    for place, column in enumerate(columns):
+        justify: Any = "left" if place < texts else "right"
+        table.add_column(column, justify=justify, no_wrap=place < texts or narrow)
+    return table
+
+
+def heading(script: str, options: Any) -> dict[str, Any]:
+    """How a receipt begins: what was asked, of what, and where."""
+    return {
+        "command": f"python -m benchmarks.{script}",
+        "options": {**asdict(options), "out": str(options.out)},
+        "versions": VERSIONS,
+        "machine": platform.machine(),
+    }
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, object], indent: int = 2) -> None:

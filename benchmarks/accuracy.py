@@ -9,6 +9,7 @@ import importlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,14 @@ from torch import Tensor
 from benchmarks import write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
-from benchmarks.survival import device_name
-from samestep.rules.basin import Coefficients
-from samestep.rules.orthogonalize import cheaper_execution, orthogonalize, step_coefficients
+from samestep.bench.gpu.measure import Reference, our_reference, polynomial
+from samestep.bench.gpu.report import describe
+from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize
 
 SHAPES: tuple[Shape, ...] = ((6, 12), (64, 64), (128, 128), (128, 512), (256, 1024))
 LARGE: tuple[Shape, ...] = ((768, 768), (768, 3072), (2048, 2048))
 SPECTRA = ("gaussian", "power law", "steep", "low rank", "equilibrated", "uneven rows")
-POLAR, QUINTIC = step_coefficients("polar-express"), step_coefficients("newton-schulz")
+POLAR, QUINTIC = our_reference("polar-express"), our_reference("newton-schulz")
 
 
 class Contestant(NamedTuple):
@@ -33,46 +34,46 @@ class Contestant(NamedTuple):
 
     name: str
     call: Callable[[Tensor], Tensor]
-    table: Sequence[Coefficients]
-    norm_factor: float
+    reference: Reference
 
 
 def contestants(device: torch.device) -> Iterator[Contestant]:
     """Ours as it runs on the device (emulated on a CPU), as it was, and who can be imported."""
     on_gpu = device.type == "cuda"
+    emulated_polar = partial(emulated, table=USUAL_TABLE, norm_factor=POLAR.norm_factor)
 
     def ours(arithmetic: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
         if on_gpu:
             return lambda X: orthogonalize(X, compute_dtype=dtype)
-        return lambda X: emulated(
-            X, POLAR, cheaper_execution(*X.shape[1:]), norm_factor=1.01, arithmetic=arithmetic
+        return lambda X: emulated_polar(
+            X, execution=cheaper_execution(*X.shape[1:]), arithmetic=arithmetic
         )
 
     def before(X: Tensor) -> Tensor:
         wide = max(X.shape[1:]) >= 1.5 * min(X.shape[1:])
-        return emulated(
-            X, POLAR, "standard", norm_factor=1.01, arithmetic=OLD,
-            segments=OLD_SEGMENTS if wide else None,
-        )  # fmt: skip
+        segments = OLD_SEGMENTS if wide else None
+        return emulated_polar(X, execution="standard", arithmetic=OLD, segments=segments)
 
-    yield Contestant("ours, float16", ours(FLOAT16, torch.float16), POLAR, 1.01)
-    yield Contestant("ours, bfloat16", ours(BFLOAT16, torch.bfloat16), POLAR, 1.01)
-    yield Contestant("ours before, emulated", before, POLAR, 1.01)
-    yield Contestant("nanochat's loop", _nanochat, POLAR, 1.01)
+    yield Contestant("ours, float16", ours(FLOAT16, torch.float16), POLAR)
+    yield Contestant("ours, bfloat16", ours(BFLOAT16, torch.bfloat16), POLAR)
+    yield Contestant("ours before, emulated", before, POLAR)
+    yield Contestant("nanochat's loop", _nanochat, POLAR)
     its: Any = importlib.import_module("torch.optim._muon")
-    yield Contestant("torch", _each(its._zeropower_via_newtonschulz), QUINTIC, 1.0)
+    yield Contestant("torch", _each(its._zeropower_via_newtonschulz), QUINTIC)
     try:
         dion = importlib.import_module("dion.polar_express").polar_express
         # Not compiled: tuning its kernels takes minutes for each shape, and the rounding is that of
         # bfloat16 either way.
-        yield Contestant("dion", getattr(dion, "_torchdynamo_orig_callable", dion), POLAR, 1.02)
+        plain = getattr(dion, "_torchdynamo_orig_callable", dion)
+        yield Contestant("dion", plain, POLAR._replace(norm_factor=1.02))
     except ImportError as error:
         print(f"dion takes no part: {error}", file=sys.stderr)
 
 
 def _each(function: Any) -> Callable[[Tensor], Tensor]:
     """It takes one matrix, and scales it in place."""
-    return lambda X: torch.stack([function(matrix.clone(), QUINTIC[0], 5, 1e-7) for matrix in X])
+    triple = QUINTIC.table[0]
+    return lambda X: torch.stack([function(matrix.clone(), triple, 5, 1e-7) for matrix in X])
 
 
 def _nanochat(blocks: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ def _nanochat(blocks: Tensor) -> Tensor:
     X = blocks.bfloat16()
     X = X / (X.norm(dim=(-2, -1), keepdim=True) * 1.01 + 1e-6)
     X = X.mT if X.shape[1] > X.shape[2] else X
-    for a, b, c in POLAR:
+    for a, b, c in POLAR.table:
         A = X @ X.mT
         B = b * A + c * (A @ A)
         X = a * X + B @ X
@@ -88,20 +89,9 @@ def _nanochat(blocks: Tensor) -> Tensor:
     return found
 
 
-def exact(blocks: Tensor, contestant: Contestant) -> Tensor:
-    X = blocks.double()
-    X = X / (torch.linalg.matrix_norm(X, keepdim=True) * contestant.norm_factor)
-    X = X.mT if X.shape[1] > X.shape[2] else X
-    for a, b, c in contestant.table:
-        A = X @ X.mT
-        X = a * X + (b * A + c * A @ A) @ X
-    found: Tensor = X.mT if blocks.shape[1] > blocks.shape[2] else X
-    return found
-
-
 def distances(blocks: Tensor, contestant: Contestant) -> list[float]:
     """Of each block, relative to the norm of the exact result."""
-    wanted = exact(blocks, contestant)
+    wanted = torch.stack([polynomial(block, contestant.reference) for block in blocks])
     found = contestant.call(blocks.clone()).double()
     norms = torch.linalg.matrix_norm(found - wanted) / torch.linalg.matrix_norm(wanted)
     return [float(norm) for norm in norms]
@@ -122,7 +112,9 @@ def main(given: Sequence[str] | None = None) -> int:
     rows = []
     for shape in (*SHAPES, *(LARGE if options.large else ())):
         for number, kind in enumerate(SPECTRA):
-            blocks = blocks_of(kind, shape, options.blocks, number, POLAR, device, scaled=False)
+            blocks = blocks_of(
+                kind, shape, options.blocks, number, USUAL_TABLE, device, scaled=False
+            )
             found = {who.name: distances(blocks, who) for who in present}
             cells = {
                 name: {"median": statistics.median(of), "worst": max(of)}
@@ -135,7 +127,7 @@ def main(given: Sequence[str] | None = None) -> int:
         "command": "python -m benchmarks.accuracy",
         "blocks": options.blocks,
         "torch": torch.__version__,
-        "machine": device_name(options.device),
+        "machine": describe(device)["name"],
         "distances to the polynomial in float64, relative": rows,
     }
     write_json(options.out, "accuracy.json", receipt)

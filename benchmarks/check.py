@@ -5,11 +5,10 @@ every hundredth step takes less than 1% of the time.
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,17 +17,15 @@ import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import samestep
-from benchmarks import write_json
-from examples.gpt import GPT, GPTConfig
+from benchmarks import batch, gpt_config, heading, number_table, write_json
+from examples.gpt import GPT
 from samestep.launch import run_forked
 from samestep.stress import check
 from samestep.tooling.output import check_folder
 
-HEAD_WIDTH = 64
 STEPS_PER_CHECK = 100
 BAR = 1.0  # percent
 
@@ -67,16 +64,6 @@ class Times(NamedTuple):
     locate: list[float]  # a check that finds one differing element in the largest parameter
 
 
-def build_model(options: Options) -> GPT:
-    """A GPT whose head is its embedding."""
-    torch.manual_seed(0)
-    heads = max(1, options.width // HEAD_WIDTH)
-    shape = {"width": options.width, "layers": options.layers, "heads": heads, "kv_heads": heads}
-    model = GPT(GPTConfig(vocab_size=options.vocabulary, context=options.tokens, **shape))
-    model.head.weight = model.embedding.weight
-    return model
-
-
 def timed(call: Callable[[], Any]) -> float:
     """Seconds from a barrier to the end."""
     dist.barrier()
@@ -85,24 +72,20 @@ def timed(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def batch(rank: int, number: int, options: Options) -> Tensor:
-    """Tokens and targets, (2, sequences, tokens)."""
-    generator = torch.Generator().manual_seed(options.ranks * number + rank)
-    shape = (2, options.sequences, options.tokens)
-    return torch.randint(options.vocabulary, shape, generator=generator)
-
-
 def backward(model: GPT, tokens: Tensor, targets: Tensor) -> None:
     model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
 
 
 def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
     """Train, check in turns, and check once more with a difference; gives the parameter count."""
-    model = build_model(options)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": options.vocabulary, "context": options.tokens}
+    model = GPT(gpt_config(options.width, options.layers, **sizes))
+    model.head.weight = model.embedding.weight
     optimizer = OPTIMIZERS[name](model)
     times = Times([], [], [], [])
     for number in range(options.steps + 1):
-        tokens, targets = batch(rank, number, options)
+        tokens, targets = batch(options, number)
         moments = Times(
             [timed(partial(backward, model, tokens, targets))],
             [timed(optimizer.step)],
@@ -127,10 +110,9 @@ def main(options: Options) -> None:
     check_folder(options.out)
     console, results = Console(highlight=False), {}
     load = [os.getloadavg()[0]]
-    table = Table(title=f"one check on {options.ranks} ranks: seconds, medians of the slower rank")
-    table.add_column("", no_wrap=True)
-    for column in ("gradients", "step", "check", "% of all", "% of steps", "locate"):
-        table.add_column(column, justify="right")
+    title = f"one check on {options.ranks} ranks: seconds, medians of the slower rank"
+    columns = ("", "gradients", "step", "check", "% of all", "% of steps", "locate")
+    table = number_table(title, columns, texts=1)
     for name in options.optimizers:
         with console.status(f"{name} ..."):
             per_rank = run_forked(
@@ -163,10 +145,7 @@ def main(options: Options) -> None:
         f"{worst:.4f}%. Load before and after: {load[0]:.1f}, {load[1]:.1f}; {os.cpu_count()} CPUs."
     )
     receipt = {
-        "command": "python -m benchmarks.check",
-        "options": {**asdict(options), "out": str(options.out)},
-        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
-        "machine": platform.machine(),
+        **heading("check", options),
         "cpus": os.cpu_count(),
         "load": load,
         "parameters": parameters,

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 import samestep
-from benchmarks import write_json
+from benchmarks import VERSIONS, write_json
 from samestep.bench.gpu.measure import settle
+from samestep.bench.step_contestants import make_parameters
 from samestep.models.parameter_sets import SETS
 from samestep.optimizer.assumptions import REGISTER
 
@@ -31,16 +32,12 @@ WARMUP = 5
 BAR = 0.01  # of a step
 
 
-def checks_of_every_step() -> list[str]:
-    """Each as module:qualified name."""
-    return [e.check for e in REGISTER if e.when == "every step" and e.check is not None]
-
-
 @contextmanager
 def timed_checks(spent: Counter[str]) -> Iterator[None]:
     """Add to `spent` the nanoseconds in each check, wherever it is known by name."""
+    checks = [e.check for e in REGISTER if e.when == "every step" and e.check is not None]
     with ExitStack() as patches:
-        for check in checks_of_every_step():
+        for check in checks:  # module:qualified name
             module, _, name = check.partition(":")
             owner: Any = import_module(module)
             *classes, last = name.split(".")
@@ -75,13 +72,8 @@ def parameters(device: torch.device) -> tuple[list[nn.Parameter], list[nn.Parame
         from benchmarks.cpu_step import gpt_parameters  # which needs more than torch
 
         return gpt_parameters(width=256, layers=6, vocabulary=8192)
-    shapes = SETS["gpt-1280"]
-    found = []
-    for some in (shapes.matrices, shapes.others):
-        found.append([nn.Parameter(torch.randn(shape, device=device) * 0.02) for shape in some])
-        for param in found[-1]:
-            param.grad = torch.randn_like(param) * 1e-3
-    return found[0], found[1]
+    made = make_parameters(SETS["gpt-1280"], device)
+    return made.matrices, made.others
 
 
 def measure(device: torch.device, steps: int) -> dict[str, Any]:
@@ -123,8 +115,7 @@ def main(given: list[str]) -> int:
         print(f"{check:70} {spent:8.1f} us")
     total = sum(found["checks_us"].values())
     print(f"all {total:.1f} us of a step of {found['step_ms']:.2f} ms: {100 * found['share']:.3f}%")
-    versions = {"samestep": samestep.__version__, "torch": torch.__version__}
-    receipt = {"versions": versions, "machine": platform.machine(), **found}
+    receipt = {"versions": VERSIONS, "machine": platform.machine(), **found}
     write_json(options.out, f"check_cost_{device.type}.json", receipt)
     return int(found["share"] > BAR)
 

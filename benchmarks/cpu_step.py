@@ -9,18 +9,17 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import tyro
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import write_json
+from benchmarks import heading, number_table, write_json
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 # What users write today: one Newton-Schulz per matrix in fp32, beside torch's foreach AdamW
@@ -148,10 +147,8 @@ def measure(width: int, options: Options) -> dict[str, float]:
 
 def main(options: Options) -> None:
     console = Console()
-    table = Table(title="optimizer step on CPU, ms (medians, interleaved)")
     columns = ["width", "parameters", "twin", "samestep", "ratio", "Muon", "AdamW", "GFLOP/s"]
-    for column in columns:
-        table.add_column(column, justify="right")
+    table = number_table("optimizer step on CPU, ms (medians, interleaved)", columns)
     results = {}
     for width in options.widths:
         with console.status(f"width {width} ..."):
@@ -166,11 +163,8 @@ def main(options: Options) -> None:
     console.print(table)
     console.print("ratio: samestep / twin, smaller is better; pairs are samestep / twin")
     receipt = {
-        "command": "python -m benchmarks.cpu_step",
-        "options": {**asdict(options), "out": str(options.out)},
-        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        **heading("cpu_step", options),
         "python": platform.python_version(),
-        "machine": platform.machine(),
         "threads": torch.get_num_threads(),
         "milliseconds": results,
     }

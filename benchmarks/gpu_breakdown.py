@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -35,7 +36,7 @@ from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU, Distribution
 from samestep.rules.basin import gram_segments
-from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
+from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize_flops
 from samestep.tooling.output import check_folder
 
 # What a GPU did while something ran, by the profiler's timeline
@@ -55,28 +56,14 @@ class Work(NamedTuple):
     begin: float
     end: float
 
-
-class Share(NamedTuple):
-    """Milliseconds of some time."""
-
-    wall: float
-    products: float
-    elementwise: float  # all other computing
-    moved: float  # copies to and from the host, hidden or not
-    longest: list[tuple[str, float]]  # names of kernels, and the sum of each
+    @property
+    def is_move(self) -> bool:
+        """Whether it carries something to another rank, or to the host on the way there."""
+        return any(word in self.name for word in MOVES)
 
     @property
-    def exposed(self) -> float:
-        """In which nothing was computed: communication, and launches that came late."""
-        return self.wall - self.products - self.elementwise
-
-    @property
-    def parts(self) -> tuple[float, float, float]:
-        return self.elementwise, self.products, self.exposed
-
-    def per(self, count: int) -> "Share":
-        longest = [(name, ms / count) for name, ms in self.longest]
-        return Share._make([*(part / count for part in self[:-1]), longest])
+    def is_product(self) -> bool:
+        return any(word in self.name.lower() for word in PRODUCTS)
 
 
 def device_work(call: Callable[[], T]) -> tuple[list[Work], T]:
@@ -94,36 +81,31 @@ def device_work(call: Callable[[], T]) -> tuple[list[Work], T]:
         for event in events
         if event.get("cat") in DEVICE
     ]
-    return sorted(work, key=lambda each: each.begin), value
+    return work, value
 
 
-def share_of(work: Sequence[Work], wall: float) -> Share:
-    """How a time of `wall` milliseconds was spent; what overlaps is counted once."""
-    moves = [each for each in work if is_move(each.name)]
-    computing = [each for each in work if not is_move(each.name)]
-    products = [each for each in computing if is_product(each.name)]
-    sums: dict[str, float] = {}
+def share_of(work: Sequence[Work], walls: Sequence[float]) -> dict[str, Any]:
+    """How steps of `walls` milliseconds were spent, per step; what overlaps is counted once.
+
+    Elementwise is all computing but products. Exposed is when nothing was computed: communication,
+    and launches that came late. Copies count whether they are hidden or not.
+    """
+    computing = [each for each in work if not each.is_move]
+    wall = statistics.mean(walls)
+    products = covered(each for each in computing if each.is_product) / len(walls)
+    busy = covered(computing) / len(walls)
+    sums: defaultdict[str, float] = defaultdict(float)
     for each in work:
-        name = short(each.name)
-        sums[name] = sums.get(name, 0.0) + (each.end - each.begin) / 1e3
-    longest = sorted(sums.items(), key=lambda item: item[1], reverse=True)
-    in_products = covered(products)
-    return Share(
-        wall, in_products, covered(computing) - in_products, covered(moves), longest[:SHOWN]
-    )
-
-
-def is_product(name: str) -> bool:
-    return any(word in name.lower() for word in PRODUCTS)
-
-
-def is_move(name: str) -> bool:
-    """Whether it carries something to another rank, or to the host on the way there."""
-    return any(word in name for word in MOVES)
-
-
-def short(name: str) -> str:
-    return name.removeprefix("void ").split("(")[0][:100]
+        name = each.name.removeprefix("void ").split("(")[0][:100]
+        sums[name] += (each.end - each.begin) / 1e3 / len(walls)
+    return {
+        "profiled_ms": wall,
+        "elementwise_ms": busy - products,
+        "products_ms": products,
+        "exposed_ms": wall - busy,
+        "copies_to_and_from_host_ms": covered(each for each in work if each.is_move) / len(walls),
+        "longest": sorted(sums.items(), key=lambda item: item[1], reverse=True)[:SHOWN],
+    }
 
 
 def covered(work: Iterable[Work]) -> float:
@@ -137,7 +119,6 @@ def covered(work: Iterable[Work]) -> float:
 
 # The benchmark
 
-STEPS = 5  # of the polynomial
 WARM_UP, PLAIN, PROFILED = 3, 5, 3
 SMALL = Distribution.bucket_size  # elements of a chunk: a block or four
 PUBLISHED = (
@@ -169,31 +150,17 @@ CASES = (
 )
 
 
-class Steps(NamedTuple):
-    """What one rank saw of a case."""
-
-    plain_ms: float  # median
-    share: Share  # of the profiled steps
-    chunks: int
-    checksum: int  # of all this rank holds in the end
-
-
 class Report(NamedTuple):
     """What one rank tells."""
 
     head: dict[str, Any]  # of the receipt
-    steps: dict[Case, Steps]
+    steps: dict[Case, dict[str, Any]]  # as the receipt has them
+    checksums: dict[Case, int]  # of all this rank holds in the end
 
 
-class Layer(nn.Module):
-    """The matrices of one layer of a GPT."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        for name in ("query", "key", "value", "out"):
-            self.add_module(name, nn.Linear(width, width, bias=False))
-        self.up = nn.Linear(width, 4 * width, bias=False)
-        self.down = nn.Linear(4 * width, width, bias=False)
+def blocks(width: int) -> list[tuple[int, int]]:
+    """The matrices of one layer of a GPT, (rows, cols)."""
+    return [*[(width, width)] * 4, (4 * width, width), (width, 4 * width)]
 
 
 class Model(nn.Module):
@@ -202,7 +169,10 @@ class Model(nn.Module):
     def __init__(self, width: int, layers: int, vocabulary: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(Layer(width) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Linear(cols, rows, bias=False) for rows, cols in blocks(width)))
+            for _ in range(layers)
+        )
         self.head = nn.Linear(width, vocabulary, bias=False)
 
 
@@ -244,15 +214,19 @@ def on_rank(
         used, store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
     head = heading("samestep breakdown", command, device, measure_ceilings(device), ())
-    cases = [case for case in CASES if case.ranks == ranks]
-    torch.save(
-        Report(head, {case: measured(case, options, device) for case in cases}), f"{folder}/{rank}"
-    )
+    report = Report(head, {}, {})
+    for case in CASES:
+        if case.ranks == ranks:
+            report.steps[case], report.checksums[case] = measured(case, options, device)
+    torch.save(report, f"{folder}/{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measured(case: Case, options: argparse.Namespace, device: torch.device) -> Steps:
+def measured(
+    case: Case, options: argparse.Namespace, device: torch.device
+) -> tuple[dict[str, Any], int]:
+    """What the receipt has of this rank's steps, and the checksum of its parameters."""
     torch.manual_seed(0)
     model = Model(options.width, options.layers, options.vocabulary).to(device)
     mesh = init_device_mesh(device.type, (case.ranks,))
@@ -288,29 +262,19 @@ def measured(case: Case, options: argparse.Namespace, device: torch.device) -> S
     work, walls = device_work(lambda: [step() for _ in range(PROFILED)])
     if device.type == "cuda" and not work:
         raise RuntimeError("the profiler saw no kernel on this GPU")
-    lines = optimizer.schedule_lines()
-    return Steps(
-        statistics.median(plain),
-        share_of(work, sum(walls)).per(PROFILED),
-        sum(line.startswith("Transform") for line in lines),
-        sum(int(checksum(param.to_local())) for param in params),
-    )
+    chunks = sum(line.startswith("Transform") for line in optimizer.schedule_lines())
+    steps = {"ms": statistics.median(plain), "chunks": chunks, **share_of(work, walls)}
+    return steps, sum(int(checksum(param.to_local())) for param in params)
 
 
 def computed_flops(rows: int, cols: int) -> int:
     """Of a block as our kernels compute it: a symmetric product is half of one."""
     m, n = min(rows, cols), max(rows, cols)
     if cheaper_execution(rows, cols) == "standard":
-        return STEPS * (3 * m * m * n + m**3)
+        return len(USUAL_TABLE) * (3 * m * m * n + m**3)
     counts = [stop - start for start, stop in gram_segments(USUAL_TABLE, torch.float16, m)]
     # X X^T and Q X; per step A A, and between steps P Q, P A, (P A) P.
     return sum(3 * m * m * n + (count + 4 * (count - 1)) * m**3 for count in counts)
-
-
-def plain_flops(rows: int, cols: int) -> int:
-    """Of the same block step by step with whole products, as the published figure counts."""
-    m, n = min(rows, cols), max(rows, cols)
-    return STEPS * (4 * m * m * n + 2 * m**3)
 
 
 def run(options: argparse.Namespace, command: str) -> None:
@@ -321,53 +285,44 @@ def run(options: argparse.Namespace, command: str) -> None:
         for ranks, backend in dict.fromkeys((case.ranks, case.backend) for case in CASES)
     }
     content = reports[1][0].head
-    d = options.width
-    blocks = [*[(d, d)] * 4, (4 * d, d), (d, 4 * d)]
-    computed = options.layers * sum(computed_flops(*block) for block in blocks)
-    plain = options.layers * sum(plain_flops(*block) for block in blocks)
+    # Plain: step by step with whole products, as the published figure counts.
+    layer = blocks(options.width)
+    computed = options.layers * sum(computed_flops(*block) for block in layer)
+    plain = options.layers * sum(orthogonalize_flops(*b, execution="standard") for b in layer)
+    flops = {"computed": computed / 1e12, "plain": plain / 1e12}
     content |= {
-        "width": d, "layers": options.layers, "vocabulary": options.vocabulary,
-        "teraflop": {"computed": computed / 1e12, "plain": plain / 1e12},
-        "published": PUBLISHED, "cases": [],
+        "width": options.width, "layers": options.layers, "vocabulary": options.vocabulary,
+        "teraflop": flops, "published": PUBLISHED, "cases": [],
     }  # fmt: skip
     rows = []
     checksums: dict[int, list[int]] = {}
     for case in CASES:
-        ranks = [report.steps[case] for report in reports[case.ranks]]
-        found = [steps.checksum for steps in ranks]
+        found = [report.checksums[case] for report in reports[case.ranks]]
         if case.ranks > 1 and checksums.setdefault(case.chunk_size, found) != found:
             raise RuntimeError(f"{case.title}: other parameters than without a pipeline")
-        of_case: dict[str, Any] = {"title": case.title, **case._asdict(), "ranks": []}
+        ranks = [report.steps[case] for report in reports[case.ranks]]
+        content["cases"].append({"title": case.title, **case._asdict(), "ranks": ranks})
         for rank, steps in enumerate(ranks):
-            share, wall = steps.share, steps.share.wall
-            rates = [flops / (steps.plain_ms * 1e9) for flops in (computed, plain)]
+            rates = {f"tflops_{name}": 1e3 * count / steps["ms"] for name, count in flops.items()}
+            steps.update(rates)
+            parts = [steps[f"{part}_ms"] for part in ("elementwise", "products", "exposed")]
             rows.append(
                 [
                     case.title if rank == 0 else "",
                     str(rank),
-                    number(steps.plain_ms),
-                    number(wall),
-                    *(f"{part:.2f} ({part / wall:.0%})" for part in share.parts),
-                    number(share.moved),
-                    *(number(rate, 0) for rate in rates),
+                    number(steps["ms"]),
+                    number(steps["profiled_ms"]),
+                    *(f"{part:.2f} ({part / steps['profiled_ms']:.0%})" for part in parts),
+                    number(steps["copies_to_and_from_host_ms"]),
+                    *(number(rate, 0) for rate in rates.values()),
                 ]
             )
-            of_case["ranks"].append(
-                {
-                    "ms": steps.plain_ms, "chunks": steps.chunks, "profiled_ms": wall,
-                    "elementwise_ms": share.elementwise, "products_ms": share.products,
-                    "exposed_ms": share.exposed, "copies_to_and_from_host_ms": share.moved,
-                    "tflops_computed": rates[0], "tflops_plain": rates[1],
-                    "longest": share.longest,
-                }
-            )  # fmt: skip
-        content["cases"].append(of_case)
     leave(options.out, "breakdown", content, None)
     columns = [
         "", "rank", "ms", "profiled", "elementwise", "products", "exposed", "host copies",
         "TFLOP/s", "as published",
     ]  # fmt: skip
-    screen.table(f"A step, milliseconds; {plain / 1e12:.1f} TFLOP in plain form", columns, rows)
+    screen.table(f"A step, milliseconds; {flops['plain']:.1f} TFLOP in plain form", columns, rows)
     screen.say(PUBLISHED + "; 151 TFLOP/s per card")
     screen.say(f"Wrote breakdown.json to {options.out}.")
 

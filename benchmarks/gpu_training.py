@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 import samestep
-from samestep.bench.gpu.measure import kernels, measure_ceilings, times_of
+from benchmarks import gpt_config
+from samestep.bench.gpu.measure import kernels, measure_ceilings
 from samestep.bench.gpu.options import device_of
 from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
 
-HEAD_WIDTH = 64
 LAST = 20  # steps whose mean is the final loss
 RISE = 0.1  # of the steps, until the learning rate is there
 
@@ -79,11 +79,7 @@ def batches(text: Tensor, seed: int, options: argparse.Namespace, device: torch.
 
 
 def config_of(options: argparse.Namespace) -> GPTConfig:
-    heads = max(1, options.width // HEAD_WIDTH)
-    return GPTConfig(
-        width=options.width, layers=options.layers, context=options.context, heads=heads,
-        kv_heads=heads,
-    )  # fmt: skip
+    return gpt_config(options.width, options.layers, context=options.context)
 
 
 def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
@@ -107,14 +103,10 @@ def train(seed: int, text: Tensor, options: argparse.Namespace) -> Run:
         losses.append(loss.detach())
     values = [float(loss) for loss in losses]
     counted = events[len(events) // 2 :] if device.type == "cuda" else []
-    optimizer_ms = [middle.elapsed_time(end) for _, middle, end in counted] or [0.0]
     iteration_ms = [begin.elapsed_time(end) for begin, _, end in counted] or [0.0]
-    return Run(
-        values,
-        statistics.mean(values[-LAST:]),
-        times_of(iteration_ms).median,
-        times_of(optimizer_ms).median,
-    )
+    optimizer_ms = [middle.elapsed_time(end) for _, middle, end in counted] or [0.0]
+    medians = map(statistics.median, (iteration_ms, optimizer_ms))
+    return Run(values, statistics.mean(values[-LAST:]), *medians)
 
 
 def mark(device: torch.device) -> Any:
@@ -126,8 +118,20 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def spread(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+def summary(runs: Sequence[Run]) -> dict[str, Any]:
+    """Of one variant, over all seeds."""
+    final = [found.final for found in runs]
+    iteration = statistics.median(found.iteration_ms for found in runs)
+    optimizer = statistics.median(found.optimizer_ms for found in runs)
+    return {
+        "final_losses": final,
+        "mean": statistics.mean(final),
+        "standard_deviation": statistics.stdev(final) if len(final) > 1 else 0.0,
+        "iteration_ms": iteration,
+        "optimizer_ms": optimizer,
+        "optimizer_share": optimizer / iteration if iteration else 0.0,
+        "losses": [found.losses for found in runs],
+    }
 
 
 def run(options: argparse.Namespace, command: str) -> None:
@@ -143,32 +147,31 @@ def run(options: argparse.Namespace, command: str) -> None:
                 found = train(seed, text, options)
             runs[name].append(found)
             screen.progress(f"seed {seed}, {name}: final loss {found.final:.4f}")
-    rows = []
-    content |= {"settings": {k: v for k, v in vars(options).items() if k != "out"}, "variants": {}}
-    content["parameters"] = parameters(options)
-    content["bytes_of_text"] = len(text)
-    for name, of_variant in runs.items():
-        final = [found.final for found in of_variant]
-        iteration = statistics.median(found.iteration_ms for found in of_variant)
-        optimizer = statistics.median(found.optimizer_ms for found in of_variant)
-        share = optimizer / iteration if iteration else 0.0
-        mean = statistics.mean(final)
-        losses, of_seeds = " ".join(f"{loss:.4f}" for loss in final), f"± {spread(final):.4f}"
-        times = number(iteration), number(optimizer), f"{share:.1%}"
-        rows.append([name, losses, f"{mean:.4f} {of_seeds}", *times])
-        content["variants"][name] = {
-            "final_losses": final, "mean": mean, "standard_deviation": spread(final),
-            "iteration_ms": iteration, "optimizer_ms": optimizer, "optimizer_share": share,
-            "losses": [found.losses for found in of_variant],
-        }  # fmt: skip
-    title = (
-        f"{content['parameters'] / 1e6:.0f}M parameters, {options.steps} steps, bfloat16 autocast"
-    )
+    with torch.device("meta"):
+        parameters = sum(param.numel() for param in GPT(config_of(options)).parameters())
+    told = {name: summary(of_variant) for name, of_variant in runs.items()}
+    content |= {
+        "settings": {k: v for k, v in vars(options).items() if k != "out"},
+        "variants": told, "parameters": parameters, "bytes_of_text": len(text),
+    }  # fmt: skip
+    rows = [
+        [
+            name,
+            " ".join(f"{loss:.4f}" for loss in found["final_losses"]),
+            f"{found['mean']:.4f} ± {found['standard_deviation']:.4f}",
+            number(found["iteration_ms"]),
+            number(found["optimizer_ms"]),
+            f"{found['optimizer_share']:.1%}",
+        ]
+        for name, found in told.items()
+    ]
+    title = f"{parameters / 1e6:.0f}M parameters, {options.steps} steps, bfloat16 autocast"
     columns = ["", "final loss of each seed", "mean", "iteration ms", "optimizer ms", "share"]
     screen.table(title, columns, rows)
-    ours, plain = ([found.final for found in runs[name]] for name in VARIANTS)
-    pairs = [one - other for one, other in zip(ours, plain, strict=True)]
-    difference, noise = statistics.mean(pairs), max(spread(ours), spread(plain))
+    finals = zip(*(found["final_losses"] for found in told.values()), strict=True)
+    pairs = [ours - plain for ours, plain in finals]
+    difference = statistics.mean(pairs)
+    noise = max(found["standard_deviation"] for found in told.values())
     within = abs(difference) <= noise
     content |= {"from_plain": pairs, "noise": noise, "within_noise": within}
     screen.say(
@@ -177,12 +180,6 @@ def run(options: argparse.Namespace, command: str) -> None:
     )
     leave(options.out, "training_gpu", content, None)
     screen.say(f"Wrote training_gpu.json to {options.out}.")
-
-
-def parameters(options: argparse.Namespace) -> int:
-    with torch.device("meta"):
-        model = GPT(config_of(options))
-    return sum(param.numel() for param in model.parameters())
 
 
 if __name__ == "__main__":

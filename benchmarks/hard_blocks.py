@@ -8,15 +8,19 @@ from torch import Tensor
 from samestep.rules.basin import Coefficients
 
 Shape = tuple[int, int]
+Table = Sequence[Coefficients]
 
 
 class Draw:
-    """Random blocks of one shape, on a device. The same seed gives the same blocks."""
+    """Random blocks of one shape, on a device, to be hard for a polynomial.
 
-    def __init__(self, shape: Shape, seed: int, device: torch.device) -> None:
+    The same seed gives the same blocks.
+    """
+
+    def __init__(self, shape: Shape, seed: int, table: Table, device: torch.device) -> None:
         self.rows, self.cols = shape
         self.short = min(shape)
-        self.device = device
+        self.table, self.device = table, device
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
@@ -42,33 +46,30 @@ class Draw:
         return torch.arange(1, self.short + 1, device=self.device).float()
 
 
-Table = Sequence[Coefficients]
-
-
-def _steep(draw: Draw, count: int, table: Table) -> Tensor:
+def _steep(draw: Draw, count: int) -> Tensor:
     decades = 6 * (draw.order() - 1) / max(1, draw.short - 1)
     return draw.turned(torch.pow(10.0, -decades).expand(count, -1))
 
 
-def _low_rank(draw: Draw, count: int, table: Table) -> Tensor:
+def _low_rank(draw: Draw, count: int) -> Tensor:
     rank = max(1, draw.short // 8)
     return draw.normal(count, draw.rows, rank) @ draw.normal(count, rank, draw.cols)
 
 
-def _equilibrated(draw: Draw, count: int, table: Table) -> Tensor:
+def _equilibrated(draw: Draw, count: int) -> Tensor:
     blocks = draw.normal(count, draw.rows, draw.cols)
     normed: Tensor = blocks / blocks.norm(dim=2, keepdim=True)
     return normed
 
 
-def _same_rows(draw: Draw, count: int, table: Table) -> Tensor:
+def _same_rows(draw: Draw, count: int) -> Tensor:
     """As of a layer whose output is summed: all rows the same, and one may differ."""
     blocks = draw.normal(count, 1, draw.cols).expand(-1, draw.rows, -1).clone()
     blocks[count // 2 :, 0] *= 1.001
     return blocks
 
 
-def _one_hot(draw: Draw, count: int, table: Table) -> Tensor:
+def _one_hot(draw: Draw, count: int) -> Tensor:
     """One to three entries that are not zero, one per row."""
     blocks = torch.zeros(count, draw.rows, draw.cols, device=draw.device)
     for row in range(min(3, draw.short)):
@@ -95,9 +96,9 @@ def dangerous_values(table: Table) -> list[float]:
     return found or [1.0]
 
 
-def _dangerous(draw: Draw, count: int, table: Table) -> Tensor:
+def _dangerous(draw: Draw, count: int) -> Tensor:
     """Singular values at the dangerous places, and one that brings the norm to 1."""
-    places = torch.tensor(dangerous_values(table[:5]), device=draw.device)
+    places = torch.tensor(dangerous_values(draw.table[:5]), device=draw.device)
     chosen = (draw.uniform(count, draw.short) * len(places)).long().clamp_max(len(places) - 1)
     values = places[chosen] * (0.97 + 0.06 * draw.uniform(count, draw.short))
     values = values * (draw.uniform(count, draw.short) < draw.uniform(count, 1))
@@ -107,28 +108,28 @@ def _dangerous(draw: Draw, count: int, table: Table) -> Tensor:
     return draw.turned(values)
 
 
-def _few_rows(draw: Draw, count: int, table: Table) -> Tensor:
+def _few_rows(draw: Draw, count: int) -> Tensor:
     """Two to four rows of dangerous values, the others zero."""
     rows = min(4, draw.rows)
-    inner = Draw((rows, draw.cols), 0, draw.device)
+    inner = Draw((rows, draw.cols), 0, draw.table, draw.device)
     inner.generator = draw.generator
     blocks = torch.zeros(count, draw.rows, draw.cols, device=draw.device)
-    blocks[:, :rows] = _dangerous(inner, count, table)
+    blocks[:, :rows] = _dangerous(inner, count)
     return blocks
 
 
-KINDS: dict[str, Callable[[Draw, int, Table], Tensor]] = {
-    "gaussian": lambda draw, count, _: draw.normal(count, draw.rows, draw.cols),
-    "power law": lambda draw, count, _: draw.turned(
+KINDS: dict[str, Callable[[Draw, int], Tensor]] = {
+    "gaussian": lambda draw, count: draw.normal(count, draw.rows, draw.cols),
+    "power law": lambda draw, count: draw.turned(
         torch.pow(draw.order(), -0.5 - draw.uniform(count, 1))
     ),
     "steep": _steep,
     "low rank": _low_rank,
     "equilibrated": _equilibrated,
-    "uneven rows": lambda draw, count, _: (
+    "uneven rows": lambda draw, count: (
         draw.normal(count, draw.rows, draw.cols) * 10 ** (-4 * draw.uniform(count, draw.rows, 1))
     ),
-    "rank one": lambda draw, count, _: (
+    "rank one": lambda draw, count: (
         draw.normal(count, draw.rows, 1) @ draw.normal(count, 1, draw.cols)
     ),
     "same rows": _same_rows,
@@ -149,6 +150,6 @@ def blocks_of(
     scaled: bool = True,
 ) -> Tensor:
     """(count, rows, cols) float32; `scaled`: each by a factor of 1e-8 to 1e8."""
-    draw = Draw(shape, seed, device)
-    blocks = KINDS[kind](draw, count, table)
+    draw = Draw(shape, seed, table, device)
+    blocks = KINDS[kind](draw, count)
     return blocks * 10 ** (16 * draw.uniform(count, 1, 1) - 8) if scaled else blocks

@@ -5,9 +5,8 @@ uneven), or because it is on the link or behind others there (exposed communicat
 """
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from benchmarks.modelled_link import Transfer
@@ -51,10 +50,6 @@ def about_blocks(trace: Trace) -> Trace:
     return Trace(trace.marks, [t for t in trace.transfers if t.name.startswith(kinds)])
 
 
-def busy(trace: Trace) -> float:
-    return sum(transfer.seconds for transfer in trace.transfers)
-
-
 def waited(trace: Trace) -> float:
     return sum(stop - start for t in trace.transfers for start, stop in t.waits)
 
@@ -68,14 +63,9 @@ def exposed(trace: Trace) -> float:
     )
 
 
-def whole(trace: Trace) -> float:
-    """From the first operation to the last."""
-    return trace.marks[-1][2] - trace.marks[0][1]
-
-
 def computed(trace: Trace) -> float:
-    """What a step takes without its waits."""
-    return whole(trace) - waited(trace)
+    """What a step takes from its first operation to its last, without its waits."""
+    return trace.marks[-1][2] - trace.marks[0][1] - waited(trace)
 
 
 def measure(traces: Sequence[Trace]) -> Step:
@@ -88,7 +78,7 @@ def measure(traces: Sequence[Trace]) -> Step:
     return Step(
         whole=end - begin,
         compute=statistics.mean(map(computed, traces)),
-        busy=max(map(busy, moves)),
+        busy=max(sum(t.seconds for t in trace.transfers) for trace in moves),
         exposed=statistics.mean(shown),
         most_exposed=max(shown),
         idle=statistics.mean(map(waited, moves)) - statistics.mean(shown),
@@ -102,13 +92,13 @@ class Results:
     def __init__(self, steps: Mapping[tuple[Case, str], Sequence[Step]], free: str) -> None:
         self._steps, self._free = steps, free
 
-    def median(self, case: Case, link: str, of: Callable[[Step], float]) -> float:
-        return 1e3 * statistics.median(map(of, self._steps[case, link]))
+    def median(self, case: Case, link: str, of: str) -> float:
+        """Of a field of steps, in milliseconds."""
+        return 1e3 * float(statistics.median(getattr(s, of) for s in self._steps[case, link]))
 
     def longer(self, case: Case, link: str) -> float:
         """What a step takes more than on a link that costs nothing, in milliseconds."""
-        length = attrgetter("whole")
-        return self.median(case, link, length) - self.median(case, self._free, length)
+        return self.median(case, link, "whole") - self.median(case, self._free, "whole")
 
     def typical(self, case: Case, link: str) -> int:
         """The round whose step is in the middle."""
@@ -118,10 +108,10 @@ class Results:
     def row(self, case: Case, link: str) -> dict[str, Any]:
         """One case on one link, against the same without a pipeline."""
         plain = case.unpipelined
-        medians = {f"{key}_ms": self.median(case, link, attrgetter(key)) for key in Step._fields}
+        medians = {f"{key}_ms": self.median(case, link, key) for key in Step._fields}
         kept: dict[str, Any] = {}
         if case.pipelined:
-            exposed = self.median(plain, link, attrgetter("exposed"))
+            exposed = self.median(plain, link, "exposed")
             kept["exposed_of_unpipelined"] = medians["exposed_ms"] / exposed
             kept["longer_of_unpipelined"] = self.longer(case, link) / self.longer(plain, link)
             pairs = zip(self._steps[case, link], self._steps[plain, link], strict=True)
@@ -130,7 +120,7 @@ class Results:
             **case._asdict(),
             "link": link,
             **medians,
-            "free_ms": self.median(case, self._free, attrgetter("whole")),
+            "free_ms": self.median(case, self._free, "whole"),
             "longer_ms": self.longer(case, link),
             **kept,
         }

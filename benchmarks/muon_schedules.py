@@ -6,6 +6,7 @@ python -m benchmarks.muon_schedules --draw DIR            # pictures of that; ne
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -22,9 +23,9 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
+from benchmarks import VERSIONS, Shape
 from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, Results, computed, measure, pictures, table, verdicts
-from benchmarks.overlap_training import Shape
 from benchmarks.timeline import Trace, chrome_trace
 from examples.gpt import GPT, GPTConfig
 from samestep.comm.executor import Handlers, execute
@@ -37,6 +38,7 @@ from samestep.tooling.output import check_folder, write_files
 SHAPE = Shape(width=256, layers=8, vocabulary=256, sequences=2, tokens=32)
 HEADS, KV_HEADS = 4, 1
 ONE_TURN = 1  # elements of a chunk: as small as can be, one block per owner
+LINKS = ("fast", "middle", "slow")  # by what transfers of a step cost, as a share of its computing
 
 CASES = (
     Case("gather", False),
@@ -46,13 +48,6 @@ CASES = (
     Case("parallel", False, "balanced"),
     Case("parallel", True, "balanced"),
 )
-
-
-class Regime(NamedTuple):
-    """Links by what all transfers of a step cost on them, as a share of its computing."""
-
-    latency: float  # seconds per transfer
-    ratios: dict[str, float]
 
 
 class RankResult(NamedTuple):
@@ -131,48 +126,46 @@ class Training:
         self._link.transfers = transfers
         self._marks.clear()
         self._optimizer.step()
-        self._link.set_speed(0.0, float("inf"))
+        self._link.set_speed(0.0, math.inf)
         self._link.transfers = []  # FSDP2's are not of interest
         return Trace(list(self._marks), transfers)
 
 
-def calibrate(training: Training, regime: Regime) -> dict[str, Speed]:
+def calibrate(training: Training, options: argparse.Namespace) -> dict[str, Speed]:
     """Links on which communication is the wanted share of computing, the same on all ranks."""
-    free = Speed(0.0, float("inf"))
+    free = Speed(0.0, math.inf)
     training.step(free)
     traces = [training.step(free) for _ in range(3)]
     carried = sum(transfer.bytes for transfer in traces[0].transfers)
     least = torch.tensor([statistics.median(map(computed, traces)), -carried], dtype=torch.float64)
     dist.all_reduce(least, dist.ReduceOp.MIN)  # the rank with the least noise, and the most bytes
     computing, most = float(least[0]), -float(least[1])
-    latencies = regime.latency * len(traces[0].transfers)
+    latencies = options.latency * len(traces[0].transfers)
     speeds = {FREE: free}
-    for name, ratio in regime.ratios.items():
-        speeds[name] = Speed(regime.latency, most / max(ratio * computing - latencies, 1e-3))
+    for name, ratio in zip(LINKS, options.ratios, strict=True):
+        speeds[name] = Speed(options.latency, most / max(ratio * computing - latencies, 1e-3))
     return speeds
 
 
-def on_rank(
-    rank: int, shape: Shape, regime: Regime, rounds: int, link: ModelledLink, names: tuple[str, ...]
-) -> RankResult:
+def on_rank(rank: int, options: argparse.Namespace, shape: Shape, link: ModelledLink) -> RankResult:
     link.install()
     marks = Marks(link.now)
     recorder = samestep.FlightRecorder()
     link.take_names(recorder)
     with patch.object(samestep.optimizer.step, "execute", marks.execute), recorder:
         trainings = {case: Training(case, shape, link, marks) for case in CASES}
-        speeds = calibrate(trainings[CASES[-1]], regime)
+        speeds = calibrate(trainings[CASES[-1]], options)
         for training in trainings.values():
             training.step(speeds[FREE])
         traces: dict[tuple[Case, str], list[Trace]] = {
-            (case, name): [] for case in CASES for name in (FREE, *names)
+            (case, name): [] for case in CASES for name in (FREE, *LINKS)
         }
-        for number in range(rounds):
+        for number in range(options.rounds):
             turns = list(traces)
             for case, name in turns if number % 2 else reversed(turns):
                 traces[case, name].append(trainings[case].step(speeds[name]))
             if rank == 0:
-                print(f"round {number + 1} of {rounds}", flush=True)
+                print(f"round {number + 1} of {options.rounds}", flush=True)
     chunks = {case: training.chunks for case, training in trainings.items()}
     return RankResult(speeds, traces, trainings[CASES[0]].parameters, chunks)
 
@@ -180,7 +173,6 @@ def on_rank(
 # The command
 
 RESULT, TRACE = "muon_schedules.json", "muon_schedules_trace.json.gz"
-LINKS = ("fast", "middle", "slow")
 DRAWN = {
     "muon_distributed": ("Distributed: every rank gathers all", Case("gather", False)),
     "muon_parallel": ("Parallel, owners in turn", Case("parallel", False, "cyclic")),
@@ -217,12 +209,10 @@ def run(options: argparse.Namespace) -> None:
     check_folder(options.out)
     load = [os.getloadavg()[0]]
     shape = replace(SHAPE, width=options.width, layers=options.layers)
-    regime = Regime(options.latency, dict(zip(LINKS, options.ratios, strict=True)))
     link = ModelledLink(options.ranks, options.clock)
     ranks: list[RankResult] = run_forked(
-        options.ranks, on_rank, shape, regime, options.rounds, link, LINKS,
-        timeout=float("inf"), collective_timeout=300.0,
-    )  # fmt: skip
+        options.ranks, on_rank, options, shape, link, timeout=math.inf, collective_timeout=300.0
+    )
     load.append(os.getloadavg()[0])
     first = ranks[0]
     steps = {
@@ -248,11 +238,11 @@ def run(options: argparse.Namespace) -> None:
         "shape": asdict(shape),
         "clock": options.clock,
         "latency": options.latency,
-        "ratios": regime.ratios,
+        "ratios": dict(zip(LINKS, options.ratios, strict=True)),
         "megabytes_per_second": bandwidths,
         "parameters": first.parameters,
         "chunks": {case.title: count for case, count in first.chunks.items()},
-        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        "versions": VERSIONS,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -18,21 +18,148 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 import tyro
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import samestep
+from benchmarks import Shape, batch, gpt_config, heading, number_table
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
-from benchmarks.overlap_training import Case, Sample, Shape, Training, slowest
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
+from examples.gpt import GPT, GPTConfig
 from samestep.launch import run_forked
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
 
+# Trainings whose communication may be hidden, run step after step on a modelled link
+
+
+class RecomputedGPT(GPT):
+    """Embedding and head are one weight; every layer runs again inside backward."""
+
+    skipped: int | None = None  # the layer that the next forward leaves out
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config)
+        nn.init.normal_(self.embedding.weight, std=0.1 * config.width**-0.5)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the logits (B, T, V) of the token after each one in ``tokens`` (B, T)."""
+        length = tokens.shape[1]
+        cos, sin = self.cos[:length], self.sin[:length]
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number != self.skipped:
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer and what it overlaps."""
+
+    sharding: str
+    grad: bool
+    gather: bool
+    parts: int = 16  # a bucket has 1/parts of the parameters
+    rule: str = "MuonAdamW"
+
+    @property
+    def overlap(self) -> str:
+        if self.grad:
+            return "both" if self.gather else "gradients"
+        return "parameters" if self.gather else "none"
+
+    @property
+    def without(self) -> "Case":
+        return Case(self.sharding, False, False, self.parts, self.rule)
+
+
+class Sample(NamedTuple):
+    """One step of one rank, in seconds."""
+
+    whole: float  # to the start of the next step
+    forward: float
+    backward: float
+    update: float
+    link: float  # that the modelled link is busy with it
+    waited: float  # that the host was held up by transfers, whatever for
+    skips: bool  # one rank left out a layer
+
+
+class Training:
+    """A model of its own with an optimizer."""
+
+    def __init__(self, case: Case, shape: Shape, link: ModelledLink) -> None:
+        self._shape, self._link = shape, link
+        torch.manual_seed(0)
+        sizes = {"vocab_size": shape.vocabulary, "context": shape.tokens}
+        self.model = RecomputedGPT(gpt_config(shape.width, shape.layers, **sizes))
+        self.parameters = sum(param.numel() for param in self.model.parameters())
+        rule: Any = getattr(samestep, case.rule)
+        self.optimizer = rule(
+            self.model,
+            buffers="flat",
+            sharding=case.sharding,
+            overlap_grad_reduce=case.grad,
+            overlap_param_gather=case.gather,
+            bucket_size=self.parameters // case.parts,
+        )
+
+    def run(self, speed: Speed, steps: int, skip_at: int = -1) -> tuple[list[Sample], Trace]:
+        """Steps on a link, after one that fills the pipeline; `skip_at` leaves a layer out."""
+        batches = [batch(self._shape, step) for step in range(steps + 1)]
+        dist.barrier()
+        self._link.set_speed(*speed)
+        transfers: list[Transfer] = []
+        self._link.transfers = transfers
+        now = self._link.now
+        last = dist.get_rank() == dist.get_world_size() - 1
+        marks: list[tuple[str, float, float]] = []
+        firsts = []  # of each step: how many transfers were launched before it
+        for step, (tokens, targets) in enumerate(batches):
+            firsts.append(len(transfers))
+            self.model.skipped = self._shape.layers // 2 if last and step == skip_at else None
+            times = [now()]
+            loss = self.model.loss(tokens, targets)
+            times.append(now())
+            loss.backward()  # type: ignore[no-untyped-call]
+            times.append(now())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            times.append(now())
+            marks += zip(("forward", "backward", "step"), times, times[1:], strict=False)
+        ended = now()
+        self.optimizer.wait_for_parameters()
+        self._link.set_speed(0.0, float("inf"))
+        samples = []
+        for step in range(1, steps + 1):
+            phases = marks[3 * step : 3 * step + 3]
+            begin = phases[0][1]
+            end = marks[3 * step + 3][1] if step < steps else ended
+            own = transfers[firsts[step] : firsts[step + 1] if step < steps else None]
+            waits = [wait for transfer in transfers for wait in transfer.waits]
+            forward, backward, update = (stop - start for _, start, stop in phases)
+            busy = sum(transfer.seconds for transfer in own)
+            waited = sum(stop - start for start, stop in waits if begin <= start < end)
+            samples.append(
+                Sample(end - begin, forward, backward, update, busy, waited, step == skip_at)
+            )
+        return samples, Trace(marks, transfers)
+
+
+def slowest(per_rank: list[list[Sample]]) -> list[Sample]:
+    """Steps as long as those of the slowest rank."""
+    return [Sample(*map(max, zip(*step, strict=True))) for step in zip(*per_rank, strict=True)]
+
+
 # The picture of a step without and with overlap
 
+DRAWN = 2  # the number of the step
 KINDS = {
     "forward": ("#7fb2e5", "forward"),
     "backward": ("#f2b872", "backward"),
@@ -48,12 +175,12 @@ def kind(transfer: Transfer) -> str:
     return next((k for k in ("reduction", "gather") if transfer.name.startswith(k)), "presence")
 
 
-def picture(title: str, shown: Mapping[str, Sequence[Trace]], step: int = 2) -> bytes:
+def picture(title: str, shown: Mapping[str, Sequence[Trace]]) -> bytes:
     """One configuration above the other on one scale: a whole step and the start of the next."""
     panels = []
     for name, traces in shown.items():
-        begin = min(trace.marks[3 * step][1] for trace in traces)
-        end = max(trace.marks[3 * step + 3][1] for trace in traces)
+        begin = min(trace.marks[3 * DRAWN][1] for trace in traces)
+        end = max(trace.marks[3 * DRAWN + 3][1] for trace in traces)
         waited = statistics.mean(_waited(trace, begin, end) for trace in traces)
         about = f"{1e3 * (end - begin):.0f} ms per step, {1e3 * waited:.0f} of them waiting"
         panels.append(Panel(f"{name}: {about}", traces, begin, end))
@@ -68,35 +195,16 @@ def _waited(trace: Trace, begin: float, end: float) -> float:
     return sum(max(min(stop, end) - max(start, begin), 0.0) for start, stop in waits)
 
 
-# Tables, sentences and JSON
+# Rows of the receipt; tables and sentences from them
 
 BAR = 0.7  # by how much exposed communication shall fall
 
 Samples = dict[tuple[Case, str], list[list[Sample]]]  # steps of each round
+Row = dict[str, Any]
 
 
-class Row(NamedTuple):
-    """One case on one link, in milliseconds, against the same case on a free link."""
-
-    case: Case
-    link: str
-    step: float
-    compute: float  # the step on a free link
-    backward: float  # there
-    skew: float  # inside waits there: for other ranks, since the link costs nothing
-    busy: float  # that the modelled link is
-    exposed: float
-    waited: float  # more than on a free link, inside waits
-    skipping: float  # exposed in steps in which a rank left out a layer
-
-    @property
-    def hidden(self) -> float:
-        """The share of communication that does not show."""
-        return 1 - self.exposed / self.busy
-
-
-def row(samples: Samples, case: Case, link: str, *picked: int) -> Row:
-    """From the samples of some rounds, or of all."""
+def numbers(samples: Samples, case: Case, link: str, *picked: int) -> dict[str, float]:
+    """Milliseconds of one case on one link, from the samples of some rounds, or of all."""
 
     def ms(name: str, of: str, *, only_skips: bool = False) -> float:
         rounds = samples[case, name]
@@ -104,87 +212,66 @@ def row(samples: Samples, case: Case, link: str, *picked: int) -> Row:
         steps = [step for steps in some for step in steps if step.skips or not only_skips]
         return 1e3 * float(statistics.median(getattr(step, of) for step in steps))
 
-    return Row(
-        case=case,
-        link=link,
-        step=ms(link, "whole"),
-        compute=ms(FREE, "whole"),
-        backward=ms(FREE, "backward"),
-        skew=ms(FREE, "waited"),
-        busy=ms(link, "link"),
-        exposed=ms(link, "whole") - ms(FREE, "whole"),
-        waited=ms(link, "waited") - ms(FREE, "waited"),
-        skipping=ms(link, "whole", only_skips=True) - ms(FREE, "whole", only_skips=True),
-    )
+    return {
+        "step": ms(link, "whole"),
+        "compute": ms(FREE, "whole"),
+        "backward": ms(FREE, "backward"),
+        "skew": ms(FREE, "waited"),  # for other ranks, since that link costs nothing
+        "busy": ms(link, "link"),
+        "exposed": ms(link, "whole") - ms(FREE, "whole"),
+        "waited": ms(link, "waited") - ms(FREE, "waited"),
+        "skipping": ms(link, "whole", only_skips=True) - ms(FREE, "whole", only_skips=True),
+    }
 
 
-@dataclass(frozen=True)
-class Results:
-    """All samples of a run."""
+def row(samples: Samples, case: Case, link: str) -> Row:
+    found = numbers(samples, case, link)
 
-    samples: Samples
-
-    def rows(self, keep: Callable[[Case, str], bool]) -> list[Row]:
-        return [
-            row(self.samples, case, link)
-            for case, link in self.samples
-            if link != FREE and keep(case, link)
-        ]
-
-    def fall(self, case: Case, link: str, *picked: int) -> float:
+    def fall(*picked: int) -> float:
         """By which share overlap makes exposed communication fall."""
-        plain = row(self.samples, case.without, link, *picked)
-        return 1 - row(self.samples, case, link, *picked).exposed / plain.exposed
+        plain = numbers(samples, case.without, link, *picked)
+        return 1 - numbers(samples, case, link, *picked)["exposed"] / plain["exposed"]
 
-    def falls(self, case: Case, link: str) -> list[float]:
-        return [self.fall(case, link, i) for i in range(len(self.samples[case, link]))]
+    def whole(name: str) -> list[list[float]]:
+        return [[1e3 * step.whole for step in steps] for steps in samples[case, name]]
 
-    def table(self, title: str, rows: Sequence[Row]) -> Table:
-        table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
-        for column in ("link", "layout", "overlap"):
-            table.add_column(column, no_wrap=True)
-        for column in ("step", "free", "busy", "exposed", "hidden", "wait", "skip", "less"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for r in rows:
-            plain = r.case == r.case.without
-            table.add_row(
-                r.link,
-                f"{r.case.sharding} P/{r.case.parts}",
-                r.case.overlap,
-                *(f"{ms:.0f}" for ms in (r.step, r.compute, r.busy, r.exposed)),
-                f"{r.hidden:.0%}",
-                f"{r.waited:.0f}",
-                f"{r.skipping:.0f}",
-                "" if plain else f"{self.fall(r.case, r.link):.0%}",
-            )
-        return table
+    return {
+        **asdict(case),
+        "overlap": case.overlap,
+        "link": link,
+        **found,
+        "hidden": 1 - found["exposed"] / found["busy"],
+        "falls_by": fall(),
+        "falls_by_in_single_rounds": [fall(i) for i in range(len(samples[case, link]))],
+        "samples_ms": whole(link),
+        "samples_free_ms": whole(FREE),
+    }
 
-    def bar_line(self, case: Case, link: str) -> str:
-        fall, rounds = self.fall(case, link), self.falls(case, link)
-        verdict = "met" if fall >= BAR else "not met"
-        return (
-            f"{case.sharding} on the {link} link: exposed communication falls by {fall:.0%} "
-            f"({min(rounds):.0%} to {max(rounds):.0%} in single rounds); the bar is {BAR:.0%}: "
-            f"{verdict}."
+
+def table(title: str, rows: Sequence[Row]) -> Table:
+    columns = ("step", "free", "busy", "exposed", "hidden", "wait", "skip", "less")
+    table = number_table(title, ("link", "layout", "overlap", *columns), texts=3, narrow=True)
+    for r in rows:
+        table.add_row(
+            r["link"],
+            f"{r['sharding']} P/{r['parts']}",
+            r["overlap"],
+            *(f"{r[key]:.0f}" for key in ("step", "compute", "busy", "exposed")),
+            f"{r['hidden']:.0%}",
+            *(f"{r[key]:.0f}" for key in ("waited", "skipping")),
+            "" if r["overlap"] == "none" else f"{r['falls_by']:.0%}",
         )
+    return table
 
-    def summary(self) -> list[dict[str, Any]]:
-        return [
-            {
-                **asdict(r.case),
-                "overlap": r.case.overlap,
-                **{key: value for key, value in r._asdict().items() if key != "case"},
-                "hidden": r.hidden,
-                "falls_by": self.fall(r.case, r.link),
-                "falls_by_in_single_rounds": self.falls(r.case, r.link),
-                "samples_ms": self._whole(r.case, r.link),
-                "samples_free_ms": self._whole(r.case, FREE),
-            }
-            for r in self.rows(lambda *_: True)
-        ]
 
-    def _whole(self, case: Case, link: str) -> list[list[float]]:
-        return [[1e3 * step.whole for step in steps] for steps in self.samples[case, link]]
+def bar_line(row: Row) -> str:
+    fall, rounds = row["falls_by"], row["falls_by_in_single_rounds"]
+    verdict = "met" if fall >= BAR else "not met"
+    return (
+        f"{row['sharding']} on the {row['link']} link: exposed communication falls by {fall:.0%} "
+        f"({min(rounds):.0%} to {max(rounds):.0%} in single rounds); the bar is {BAR:.0%}: "
+        f"{verdict}."
+    )
 
 
 # The benchmark
@@ -241,11 +328,11 @@ def cases(options: Options) -> dict[Case, tuple[str, ...]]:
     return found
 
 
-def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[str, Speed]:
+def calibrate(training: Training, options: Options) -> dict[str, Speed]:
     """Links whose transfers take so long as the ratio says."""
     free = Speed(0.0, float("inf"))
-    training.run(free, 2, -1)
-    samples, trace = training.run(free, 7, -1)
+    training.run(free, 2)
+    samples, trace = training.run(free, 7)
     steps = 1 + len(samples)
     backward = torch.tensor(statistics.median(sample.backward for sample in samples))
     dist.all_reduce(backward, dist.ReduceOp.MIN)  # the same on all ranks, with the least noise
@@ -265,9 +352,9 @@ def calibrate(training: Training, options: Options, link: ModelledLink) -> dict[
 def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
     link.install()
     trainings = {case: Training(case, options.shape, link) for case in cases(options)}
-    speeds = calibrate(trainings[Case("zero2", True, True)], options, link)
+    speeds = calibrate(trainings[Case("zero2", True, True)], options)
     for training in trainings.values():
-        training.run(speeds[FREE], 1, -1)
+        training.run(speeds[FREE], 1)
     samples: Samples = {
         (case, name): [] for case, names in cases(options).items() for name in names
     }
@@ -287,7 +374,7 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
         for attempt in range(ATTEMPTS):
             for overlap in (False, True):
                 case = Case("zero2", overlap, overlap)
-                traces[case, attempt] = trainings[case].run(speeds[MIDDLE], 3, -1)
+                traces[case, attempt] = trainings[case].run(speeds[MIDDLE], 3)
     return RankResult(trainings[case].parameters, speeds, samples, traces)
 
 
@@ -316,28 +403,27 @@ def main(options: Options) -> None:
         ]
         for key in first.samples
     }
-    results = Results(merged)
-    main_rows = results.rows(lambda case, _: case.parts == 16 and case.rule == "MuonAdamW")
-    main_rows.sort(key=lambda r: (options.links.index(r.link), r.case.sharding))
-    console.print(results.table(f"{first.parameters / 1e6:.1f} M parameters", main_rows))
+    rows = [row(merged, case, name) for case, name in merged if name != FREE]
+    muon = [r for r in rows if r["rule"] == "MuonAdamW"]
+    main_rows = [r for r in muon if r["parts"] == 16]
+    main_rows.sort(key=lambda r: (options.links.index(r["link"]), r["sharding"]))
+    console.print(table(f"{first.parameters / 1e6:.1f} M parameters", main_rows))
     for r in main_rows:
-        if r.case.overlap == "none":
+        if r["overlap"] == "none":
+            speed = first.speeds[r["link"]].bandwidth / 1e6
             console.print(
-                f"{r.case.sharding}, {r.link} link ({first.speeds[r.link].bandwidth / 1e6:.1f} "
-                f"MB/s): communication is {r.busy / r.backward:.0%} of backward"
+                f"{r['sharding']}, {r['link']} link ({speed:.1f} MB/s): communication is "
+                f"{r['busy'] / r['backward']:.0%} of backward"
             )
     for r in main_rows:
-        if r.case.overlap == "both":
-            console.print(results.bar_line(r.case, r.link))
+        if r["overlap"] == "both":
+            console.print(bar_line(r))
     if not options.only_main:
-        for title, keep in {
-            "bucket sizes": lambda case, name: (
-                name == MIDDLE and case.rule == "MuonAdamW" and case.overlap in ("none", "both")
-            ),
-            "AdamW alone: equal segments": lambda case, name: case.rule == "AdamW",
-        }.items():
-            found = sorted(results.rows(keep), key=lambda r: (r.case.sharding, r.case.parts))
-            console.print(results.table(title, found))
+        of_sizes = [r for r in muon if r["link"] == MIDDLE and r["overlap"] in ("none", "both")]
+        of_adamw = [r for r in rows if r["rule"] == "AdamW"]
+        for title, found in ("bucket sizes", of_sizes), ("AdamW alone: equal segments", of_adamw):
+            found.sort(key=lambda r: (r["sharding"], r["parts"]))
+            console.print(table(title, found))
     load = [load_before, os.getloadavg()[0]]
     console.print(
         "ms: medians of steps as long as the slower rank's. free: on a link that costs nothing. "
@@ -352,18 +438,15 @@ def main(options: Options) -> None:
         "overlap_grad_reduce, overlap_param_gather": typical(ranks, Case("zero2", True, True)),
     }
     receipt = {
-        "command": "python -m benchmarks.overlap",
-        "options": {**asdict(options), "out": str(options.out)},
-        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
+        **heading("overlap", options),
         "python": platform.python_version(),
-        "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "load": load,
         "ranks": RANKS,
         "threads_per_rank": 1,
         "parameters": first.parameters,
         "links": {n: s._asdict() for n, s in first.speeds.items() if n != FREE},
-        "rows": results.summary(),
+        "rows": rows,
     }
     files = {
         "overlap.json": json.dumps(receipt, indent=2).encode() + b"\n",

@@ -121,7 +121,6 @@ def timelines(files: dict[str, bytes]) -> Iterator[str]:
 def overlap() -> Iterator[str]:
     """Megatron: Llama-7B on 64 A100, data parallel alone, AdamW."""
     model = load_model("llama-7b", torch.bfloat16)
-    base = None
     yield "| tokens per rank | overlap | iteration, ms | exposed, ms | hidden | speedup |"
     yield "|---|---|---|---|---|---|"
     for tokens in (2048, 8192):

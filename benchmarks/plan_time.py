@@ -10,7 +10,7 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 import samestep
-from benchmarks import write_json
+from benchmarks import number_table, write_json
 from benchmarks.modelled_link import Clock, ModelledLink
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.calibration import Measured, hardware, measure
@@ -109,36 +108,28 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
 
 def mean_of(found: Found, ranks: int) -> Hardware:
     """The rates between both calibrations."""
-    both = [hardware(each, ranks) for each in (found.before, found.after)]
-    if not both[0].measured:
-        modelled = {kind: {ranks: Link(LATENCY, BANDWIDTH)} for kind in KINDS}
-        both = [replace(each, measured=modelled) for each in both]
-    links = {
-        kind: {
-            ranks: Link(
-                statistics.mean(h.measured[kind][ranks].latency for h in both),
-                statistics.harmonic_mean([h.measured[kind][ranks].bandwidth for h in both]),
-            )
-        }
-        for kind in both[0].measured
-    }
-    return Hardware(
-        name="this machine",
-        source=both[0].source,
-        device_memory=both[0].device_memory,
-        ranks_per_host=ranks,
+    one, other = found.before, found.after
+
+    def rate(*values: float) -> float:
+        return statistics.harmonic_mean(values)
+
+    modelled = {kind: {ranks: Link(LATENCY, BANDWIDTH)} for kind in KINDS}
+    links = {} if one.links else modelled
+    for kind in one.links:
+        first, second = one.links[kind][ranks], other.links[kind][ranks]
+        latency = statistics.mean((first.latency, second.latency))
+        links[kind] = {ranks: Link(latency, rate(first.bandwidth, second.bandwidth))}
+    between = Measured(
         product_rates={
-            side: statistics.harmonic_mean([h.product_rates[side] for h in both])
-            for side in both[0].product_rates
+            side: rate(one.product_rates[side], other.product_rates[side])
+            for side in one.product_rates
         },
-        bytes_rate=statistics.harmonic_mean([h.bytes_rate for h in both]),
-        call=statistics.mean(h.call for h in both),
-        model_rate=statistics.harmonic_mean([h.model_rate for h in both]),
-        inside=links["all_to_all"][ranks],
-        between=links["all_to_all"][ranks],
-        on_cpu=True,
-        measured=links,
+        bytes_rate=rate(one.bytes_rate, other.bytes_rate),
+        call=statistics.mean((one.call, other.call)),
+        model_rate=rate(one.model_rate, other.model_rate),
+        links=links,
     )
+    return hardware(between, ranks)
 
 
 def main(options: Options) -> None:
@@ -181,11 +172,10 @@ def main(options: Options) -> None:
                     "parts_ms": {k: 1e3 * v for k, v in timeline.by_operation.items()},
                 }
             )
-    table = Table(
-        title=f"step, predicted and measured; load {load[0]:.1f} -> {os.getloadavg()[0]:.1f}"
+    table = number_table(
+        f"step, predicted and measured; load {load[0]:.1f} -> {os.getloadavg()[0]:.1f}",
+        ("ranks", "model", "layout", "predicted ms", "measured ms", "range", "error"),
     )
-    for column in ("ranks", "model", "layout", "predicted ms", "measured ms", "range", "error"):
-        table.add_column(column, justify="right")
     for row in rows:
         table.add_row(
             str(row["ranks"]), row["model"], row["layout"], f"{row['predicted_ms']:.1f}",

@@ -1,19 +1,16 @@
 """What it costs to find out which gradients exist: one small all-reduce per step, on gloo ranks."""
 
-import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import tyro
 from rich.console import Console
-from rich.table import Table
 
-import samestep
-from benchmarks import write_json
+from benchmarks import heading, number_table, write_json
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
 from samestep.launch import run_forked
@@ -47,9 +44,8 @@ def measure(rank: int, options: Options) -> list[float]:
 
 def main(options: Options) -> None:
     check_folder(options.out)
-    table = Table(title=f"presence of {options.parameters} parameters, ms per step")
-    for column in ("ranks", "median", "least", "most"):
-        table.add_column(column, justify="right")
+    title = f"presence of {options.parameters} parameters, ms per step"
+    table = number_table(title, ("ranks", "median", "least", "most"))
     console, results = Console(), {}
     for ranks in options.ranks:
         with console.status(f"{ranks} ranks ..."):
@@ -59,13 +55,7 @@ def main(options: Options) -> None:
         numbers = (statistics.median(slowest), min(slowest), max(slowest))
         table.add_row(str(ranks), *(f"{number:.2f}" for number in numbers))
     console.print(table)
-    receipt = {
-        "command": "python -m benchmarks.presence",
-        "options": {**asdict(options), "out": str(options.out)},
-        "versions": {"samestep": samestep.__version__, "torch": torch.__version__},
-        "machine": platform.machine(),
-        "milliseconds": results,
-    }
+    receipt = {**heading("presence", options), "milliseconds": results}
     write_json(options.out, "presence.json", receipt)
 
 

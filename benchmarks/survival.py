@@ -10,7 +10,6 @@ On a GPU the kernels run; on a CPU their arithmetic is emulated. Needs torch alo
 
 import argparse
 import itertools
-import platform
 import random
 import sys
 import time
@@ -27,6 +26,7 @@ from torch import Tensor
 from benchmarks import write_json
 from benchmarks.hard_blocks import KINDS, Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
+from samestep.bench.gpu.report import describe
 from samestep.rules.basin import FEW_ROWS, TOLERANCE, Coefficients, as_table, basin_of
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
@@ -327,17 +327,13 @@ def main(given: Sequence[str] | None = None) -> int:
         "command": "python -m benchmarks.survival",
         "options": {**vars(options), "out": str(options.out)},
         "torch": torch.__version__,
-        "machine": device_name(options.device),
+        "machine": describe(torch.device(options.device))["name"],
         "tolerance": TOLERANCE,
         "few_rows": FEW_ROWS,
         "results": [asdict(result) for result in results],
     }
     write_json(options.out, "survival.json", receipt)
     return 1 if failed or not results else 0
-
-
-def device_name(device: str) -> str:
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ Needs Linux and root (`ip netns`, `unshare`).
 """
 
 import json
+import math
 import os
 import platform
 import signal
@@ -60,9 +61,10 @@ class Ended(NamedTuple):
     """What came of a run."""
 
     statuses: list[int]  # of the torchruns
-    told: dict[int, Told]  # by rank
+    told: dict[int, Told]  # by rank, in their order
     output: list[str]
     seconds: float
+    cut: float = math.inf  # when the link was, if so
 
 
 def refused() -> str | None:
@@ -137,20 +139,18 @@ def start(options: Options, hosts: int, marks: Path) -> list[subprocess.Popen[by
     return started
 
 
-def run(options: Options, hosts: int, *, cut: bool = False) -> tuple[Ended, float | None]:
-    """Train on so many hosts; gives also when the link was cut."""
+def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
+    """Train on so many hosts."""
     since = time.time()
     with two_hosts(), tempfile.TemporaryDirectory(prefix="two_hosts_") as folder:
         marks = Path(folder)
         agents = start(options, hosts, marks)
-        when = None
+        when, deadline = math.inf, since + options.limit
         try:
             if cut:
-                _wait_for_step(options, marks, agents, since + options.limit)
+                _wait_for_step(options, marks, agents, deadline)
                 cut_the_link()
                 when = time.time()
-            deadline = since + options.limit
-            if when is not None:
                 deadline = when + options.timeout + options.grace
             output = _outputs(agents, marks, deadline)
         finally:
@@ -158,8 +158,11 @@ def run(options: Options, hosts: int, *, cut: bool = False) -> tuple[Ended, floa
                 with suppress(ProcessLookupError):
                     os.killpg(agent.pid, signal.SIGKILL)
                 agent.wait()
-    told = {each["rank"]: each for text in output for each in _told(text) if "rank" in each}
-    return Ended([agent.returncode for agent in agents], told, output, time.time() - since), when
+    lines = (line.partition("TOLD ")[2] for text in output for line in text.splitlines())
+    all_told = [json.loads(line) for line in lines if line]
+    told = {each["rank"]: each for each in all_told if "rank" in each}
+    statuses = [agent.returncode for agent in agents]
+    return Ended(statuses, dict(sorted(told.items())), output, time.time() - since, when)
 
 
 def _wait_for_step(
@@ -186,13 +189,6 @@ def _outputs(agents: Sequence[subprocess.Popen[bytes]], marks: Path, deadline: f
             ending = "\nKILLED at the deadline\n"
         found.append((marks / f"host{number}.log").read_text(errors="replace") + ending)
     return found
-
-
-def _told(text: str) -> Iterator[Told]:
-    for line in text.splitlines():
-        _, found, told = line.partition("TOLD ")
-        if found:
-            yield json.loads(told)
 
 
 def same_run(one: Ended, two: Ended, ranks: int) -> list[str]:
@@ -233,16 +229,17 @@ def main(options: Options) -> int:
         raise BadRequestError(f"two hosts cannot be made here: {reason}")
     check_folder(options.out)
     ranks = 2 * options.ranks_per_host
-    one, _ = run(options, 1)
+    one = run(options, 1)
     print(f"one host: {one.seconds:.0f} s, {len(one.told)} of {ranks} ranks", flush=True)
-    two, _ = run(options, 2)
+    two = run(options, 2)
     print(f"two hosts: {two.seconds:.0f} s, {len(two.told)} of {ranks} ranks", flush=True)
     problems = same_run(one, two, ranks)
-    cut, when = run(options, 2, cut=True)
-    assert when is not None
-    problems += clear_end(options, cut, when)
-    ends = {rank: round(told["ended"] - when, 2) for rank, told in sorted(cut.told.items())}
-    for rank, told in sorted(cut.told.items()):
+    same_bits = not problems
+    cut = run(options, 2, cut=True)
+    problems += clear_end(options, cut, cut.cut)
+    ends = {rank: round(told["ended"] - cut.cut, 2) for rank, told in cut.told.items()}
+    first = two.told.get(0, {})
+    for rank, told in cut.told.items():
         print(f"rank {rank} on {told['host']}: {ends[rank]} s after the cut: {told.get('error')}")
     print(
         "\n".join(problems) or "the same bits on one and two hosts; a clear end when one is cut off"
@@ -252,16 +249,16 @@ def main(options: Options) -> int:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-        "hosts": two.told[0]["hosts"] if 0 in two.told else None,
-        "losses": two.told[0]["losses"] if 0 in two.told else None,
-        "same_bits_as_on_one_host": not same_run(one, two, ranks),
-        "copies_compared": {rank: told.get("copies") for rank, told in sorted(two.told.items())},
-        "trace": [told.get("trace") for _, told in sorted(two.told.items())],
-        "groups_of_rank_0": two.told[0]["groups"] if 0 in two.told else None,
+        "hosts": first.get("hosts"),
+        "losses": first.get("losses"),
+        "same_bits_as_on_one_host": same_bits,
+        "copies_compared": {rank: told.get("copies") for rank, told in two.told.items()},
+        "trace": [told.get("trace") for told in two.told.values()],
+        "groups_of_rank_0": first.get("groups"),
         "seconds": {"one host": round(one.seconds, 1), "two hosts": round(two.seconds, 1)},
         "cut": {
             "ended_after_s": ends,
-            "errors": {rank: told.get("error") for rank, told in sorted(cut.told.items())},
+            "errors": {rank: told.get("error") for rank, told in cut.told.items()},
             "torchrun_statuses": cut.statuses,
         },
         "problems": problems,

@@ -16,14 +16,12 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
 from samestep.mesh import build
-from samestep.models.gpt import GPTConfig
+from samestep.models.gpt import GPTConfig, mean_loss
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.stress.scenarios.hybrid import HybridGPT
@@ -64,10 +62,6 @@ def train(layers: int, steps: int, told: dict[str, Any], marks: Path | None) -> 
     told["copies"] = check_replicas(model)
     held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
     told["checksum"] = checksums(held).tolist()
-
-
-def mean_loss(logits: Any, targets: Tensor) -> Tensor:
-    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

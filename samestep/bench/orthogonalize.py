@@ -7,9 +7,10 @@ import gc
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -22,32 +23,15 @@ from samestep.bench.gpu.measure import (
     Shown,
     Turn,
     accuracy_of,
-    measure_ceilings,
     our_reference,
     power_law,
     take_turn,
 )
-from samestep.bench.gpu.options import (
-    SharedOptions,
-    device_of,
-    make_importable,
-    parser_for,
-    peer,
-    shared,
-)
-from samestep.bench.gpu.report import (
-    Panel,
-    Screen,
-    accuracy_cells,
-    draw,
-    heading,
-    leave,
-    number,
-)
+from samestep.bench.gpu.options import Contestant, SharedOptions, parser_for, peer, read
+from samestep.bench.gpu.report import Panel, Screen, accuracy_cells, begin, draw, leave, number
 from samestep.estimate.floors import least_flops
 from samestep.kernels.choice import missing_products
 from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
-from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
 # Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'
@@ -61,17 +45,6 @@ class Function(NamedTuple):
 
     call: Callable[[Tensor], Tensor]
     reference: Reference | None
-
-
-class Contestant(NamedTuple):
-    """Who takes part."""
-
-    name: str
-    what: str
-    build: Callable[[], Function]
-    ours: bool = False
-    kernels: bool = True
-    default: bool = True
 
 
 def _ours(method: str = "polar-express", **options: Any) -> Function:
@@ -147,11 +120,10 @@ SHAPES = (
 MOST_ON_CPU = 1 << 16  # elements
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
     """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
 
-    shapes: tuple[Shape, ...]
+    shapes: Sequence[Shape]
     rounds: int
 
 
@@ -159,15 +131,15 @@ def parse(words: Sequence[str], prog: str) -> Options:
     out = "out/bench-orthogonalize"
     parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=10, out=out)
     parser.add_argument(
-        "--shape", nargs="+", default=SHAPES, metavar="BxMxN",
-        help=f"batches to orthogonalize ({' '.join(SHAPES)})",
+        "--shape", dest="shapes", nargs="+", type=shape_of, default=[*map(shape_of, SHAPES)],
+        metavar="BxMxN", help=f"batches to orthogonalize ({' '.join(SHAPES)})",
     )  # fmt: skip
-    given = parser.parse_args(words)
-    common = shared(Options, given, CONTESTANTS, prog, words)
-    shapes = tuple(dict.fromkeys(map(shape_of, given.shape)))
-    if given.device == "cpu" and any(b * m * n > MOST_ON_CPU for b, m, n in shapes):
+    options = Options()
+    read(parser, options, CONTESTANTS, words)
+    options.shapes = tuple(dict.fromkeys(options.shapes))
+    if options.device == "cpu" and any(prod(shape) > MOST_ON_CPU for shape in options.shapes):
         raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
-    return Options(shapes=shapes, **common)
+    return options
 
 
 def shape_of(text: str) -> Shape:
@@ -176,6 +148,10 @@ def shape_of(text: str) -> Shape:
         raise BadRequestError(f"--shape must be like 12x768x3072, got {text!r}")
     count, rows, cols = map(int, text.split("x"))
     return count, rows, cols
+
+
+def name_of(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 # All contestants in turns on one batch
@@ -191,25 +167,6 @@ class Result(Shown):
 
     calls: int = 1  # per turn
 
-    def tflops(self, shape: Shape) -> float | None:
-        """Of the least work, whatever was done beyond it."""
-        if not self.ms:
-            return None
-        return shape[0] * least_flops(*shape[1:]) / (self.ms * 1e-3) / 1e12
-
-    def as_json(self, shape: Shape) -> dict[str, Any]:
-        return {
-            "name": self.contestant.name,
-            "what": self.contestant.what,
-            "ours": self.contestant.ours,
-            "failed": self.failed,
-            "ms": None if self.times is None else self.times._asdict(),
-            "turns_ms": self.turns,
-            "calls_per_turn": self.calls,
-            "tflops": self.tflops(shape),
-            **self.accuracy_as_json(),
-        }
-
 
 def make_batch(shape: Shape, device: torch.device) -> Tensor:
     """Gaussian matrices; the second has singular values 1, 1/2, 1/3, ..."""
@@ -223,14 +180,13 @@ def make_batch(shape: Shape, device: torch.device) -> Tensor:
 class Measurement(Contest[Result]):
     """One shape."""
 
+    shown = Result
+
     def __init__(self, shape: Shape, device: torch.device) -> None:
         super().__init__(device)
         self.shape = shape
         self._batch = make_batch(shape, device)
         self._sum = self._batch.sum(dtype=torch.float64)
-
-    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
-        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
 
     @torch.no_grad()
     def _prepare(self, result: Result, warmup: int) -> None:
@@ -304,10 +260,9 @@ def lines(leads: Sequence[Lead], shapes: int) -> list[str]:
     if mean is None or len(leads) < shapes:
         return [f"not measured  the lead on {shapes - len(leads)} of {shapes} shapes"]
     least = min(leads, key=lambda each: each.ratio)
-    where = "x".join(map(str, least.shape))
     return [
         f"{_state(least.ratio >= EVERY_SHAPE):12} at least as fast as the best peer on every "
-        f"shape: least {least.ratio:.2f} x {least.best_peer} on {where}",
+        f"shape: least {least.ratio:.2f} x {least.best_peer} on {name_of(least.shape)}",
         f"{_state(mean >= MEAN):12} geometric mean: {mean:.2f}, bar >= {MEAN:g}",
     ]
 
@@ -319,106 +274,84 @@ def _state(met: bool) -> str:
 # The command
 
 
-class Outcome(NamedTuple):
-    """Of one shape."""
-
-    shape: Shape
-    results: list[Result]
-    lead: Lead | None
-
-    @property
-    def name(self) -> str:
-        return "x".join(map(str, self.shape))
-
-
 def run(options: Options) -> int:
-    check_folder(options.out)
     screen = Screen()
-    device = device_of(options.device)
-    make_importable(options.peer_path)
-    ceilings = measure_ceilings(device)
+    device, ceilings, content = begin("samestep orthogonalize", options)
     screen.progress(f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product")
     contestants = [c for c in CONTESTANTS if c.name in options.variants]
-    content = heading(
-        "samestep orthogonalize", options.command, device, ceilings, options.peer_path
-    )
     if content["kernels_missing"] is not None:
         screen.say(f"ours runs without kernels: {content['kernels_missing']}")
-    outcomes: list[Outcome] = []
+    content["shapes"] = []
+    panels: list[Panel] = []
+    leads: list[Lead] = []
     for shape in options.shapes:
         measurement = Measurement(shape, device)
         results = measurement.run(contestants, options.rounds, options.warmup)
         del measurement
         gc.collect()
-        outcomes.append(Outcome(shape, results, lead(shape, results)))
-        screen.progress(_line(outcomes[-1]))
-        content.update(as_json(outcomes, ceilings))
+        ahead = lead(shape, results)
+        leads += [] if ahead is None else [ahead]
+        told = as_json(shape, results, ahead, ceilings)
+        panels.append(Panel(name_of(shape), results, told["floor_ms"]))
+        times = [f"{r.contestant.name} {'out' if r.ms is None else f'{r.ms:.3g}'}" for r in results]
+        screen.progress(f"{name_of(shape)} ms: {', '.join(times)}")
+        content["shapes"].append(told)
+        content["geometric_mean_of_leads"] = geometric_mean(leads)
+        content["bars"] = lines(leads, len(panels))
         leave(options.out, "orthogonalize", content, None)  # what ends the run leaves this
-    show(outcomes, contestants, screen)
-    panels = [Panel(o.name, o.results, _floor(o.shape, ceilings)) for o in outcomes]
+    show(content, [contestant.name for contestant in contestants], screen)
     picture = draw("Orthogonalization", panels)
     files = leave(options.out, "orthogonalize", content, picture)
     screen.wrote(files, options.out)
     return 0
 
 
-def _line(outcome: Outcome) -> str:
-    times = [
-        f"{r.contestant.name} {'out' if r.ms is None else f'{r.ms:.3g}'}" for r in outcome.results
-    ]
-    return f"{outcome.name} ms: {', '.join(times)}"
-
-
-def show(outcomes: Sequence[Outcome], contestants: Sequence[Contestant], screen: Screen) -> None:
-    names = [contestant.name for contestant in contestants]
-    rows = []
-    for outcome in outcomes:
-        ahead = outcome.lead
-        cells = ["-", "-"] if ahead is None else [f"{ahead.ratio:.2f}", ahead.best_peer]
-        rows.append([outcome.name, *(number(r.ms, 3) for r in outcome.results), *cells])
-    screen.table("Milliseconds (median)", ["", *names, "x best peer", "which is"], rows)
-    rates = [[o.name, *(number(r.tflops(o.shape), 0) for r in o.results)] for o in outcomes]
-    screen.table("TFLOP/s of the least work", ["", *names], rates)
-    rows = [
-        [f"{outcome.name} {result.contestant.name}", *accuracy_cells(result)]
-        for outcome in outcomes
-        for result in outcome.results
-        if result.accuracy
-    ]
-    columns = ["", "Gaussian", "distance", "power law", "distance"]
-    screen.table("Singular values", columns, rows)
-    results = [result for outcome in outcomes for result in outcome.results]
-    for name in names:
-        failures = dict.fromkeys(
-            r.failed for r in results if r.contestant.name == name and r.failed
-        )
-        if failures:
-            screen.say(f"{name} is out: {'; '.join(failures)}")
-    for line in lines([o.lead for o in outcomes if o.lead is not None], len(outcomes)):
-        screen.say(line)
-
-
-def as_json(outcomes: Sequence[Outcome], ceilings: Ceilings) -> dict[str, Any]:
-    leads = [outcome.lead for outcome in outcomes if outcome.lead is not None]
+def as_json(
+    shape: Shape, results: Sequence[Result], ahead: Lead | None, ceilings: Ceilings
+) -> dict[str, Any]:
+    flops = shape[0] * least_flops(*shape[1:])  # whatever was done beyond that
     return {
-        "shapes": [
+        "shape": list(shape),
+        "floor_ms": 1e3 * flops / ceilings.flops,  # of the products alone
+        "best_peer": None if ahead is None else ahead.best_peer,
+        "lead": None if ahead is None else ahead.ratio,
+        "contestants": [
             {
-                "shape": list(outcome.shape),
-                "floor_ms": _floor(outcome.shape, ceilings),
-                "best_peer": None if outcome.lead is None else outcome.lead.best_peer,
-                "lead": None if outcome.lead is None else outcome.lead.ratio,
-                "contestants": [result.as_json(outcome.shape) for result in outcome.results],
+                **result.as_json(),
+                "calls_per_turn": result.calls,
+                "tflops": flops / (result.ms * 1e-3) / 1e12 if result.ms else None,
             }
-            for outcome in outcomes
+            for result in results
         ],
-        "geometric_mean_of_leads": geometric_mean(leads),
-        "bars": lines(leads, len(outcomes)),
     }
 
 
-def _floor(shape: Shape, ceilings: Ceilings) -> float:
-    """Milliseconds of the products alone."""
-    return 1e3 * shape[0] * least_flops(*shape[1:]) / ceilings.flops
+def show(content: Mapping[str, Any], names: Sequence[str], screen: Screen) -> None:
+    """What the receipt says."""
+    times, rates, accuracy = [], [], []
+    for told in content["shapes"]:
+        shape, everybody = name_of(told["shape"]), told["contestants"]
+        medians = [None if each["failed"] else each["ms"]["median"] for each in everybody]
+        ahead = [number(told["lead"]), told["best_peer"] or "-"]
+        times.append([shape, *(number(ms, 3) for ms in medians), *ahead])
+        rates.append([shape, *(number(each["tflops"], 0) for each in everybody)])
+        accuracy += [
+            [f"{shape} {each['name']}", *accuracy_cells(each)]
+            for each in everybody
+            if each["gaussian"]
+        ]
+    screen.table("Milliseconds (median)", ["", *names, "x best peer", "which is"], times)
+    screen.table("TFLOP/s of the least work", ["", *names], rates)
+    columns = ["", "Gaussian", "distance", "power law", "distance"]
+    screen.table("Singular values", columns, accuracy)
+    everywhere = [each for told in content["shapes"] for each in told["contestants"]]
+    for name in names:
+        found = (each["failed"] for each in everywhere if each["name"] == name)
+        failures = dict.fromkeys(filter(None, found))
+        if failures:
+            screen.say(f"{name} is out: {'; '.join(failures)}")
+    for line in content["bars"]:
+        screen.say(line)
 
 
 if __name__ == "__main__":

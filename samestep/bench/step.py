@@ -6,9 +6,9 @@ As a plain script, with torch alone: `python -m samestep.bench.step`.
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,47 +20,30 @@ from samestep.bench.gpu.measure import (
     Shown,
     Turn,
     accuracy_of,
-    measure_ceilings,
     settle,
     take_turn,
 )
-from samestep.bench.gpu.options import (
-    SharedOptions,
-    chosen,
-    device_of,
-    forget_compiled,
-    make_importable,
-    parser_for,
-    shared,
-)
+from samestep.bench.gpu.options import SharedOptions, chosen, forget_compiled, parser_for, read
 from samestep.bench.gpu.report import (
     Panel,
     Screen,
     Verdict,
     accuracy_cells,
+    begin,
     draw,
-    heading,
     leave,
     number,
 )
-from samestep.bench.step_contestants import (
-    CONTESTANTS,
-    Contestant,
-    Entry,
-    Parameters,
-    make_parameters,
-)
-from samestep.estimate.floors import Floor, step_floor
+from samestep.bench.step_contestants import CONTESTANTS, Entry, Parameters, make_parameters
+from samestep.estimate.floors import step_floor
 from samestep.models.parameter_sets import SETS, Shapes, count
-from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(SharedOptions):
     """Time one optimizer step on this GPU: ours, in several forms, and peers in the same rounds."""
 
-    sets: tuple[str, ...]
+    sets: Sequence[str]
     rounds: int
 
 
@@ -69,12 +52,12 @@ def parse(words: Sequence[str], prog: str) -> Options:
         prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=20, out="out/bench-step"
     )
     parser.add_argument(
-        "--set", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
+        "--set", dest="sets", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
         help=f"parameters to step: {', '.join(SETS)} (gpt-1280 gpt-2048)",
     )  # fmt: skip
-    given = parser.parse_args(words)
-    common = shared(Options, given, CONTESTANTS, prog, words)
-    options = Options(sets=chosen("--set", given.set, list(SETS)), **common)
+    options = Options()
+    read(parser, options, CONTESTANTS, words)
+    options.sets = chosen("--set", options.sets, list(SETS))
     if options.device == "cpu" and options.sets != ("tiny",):
         raise BadRequestError("--device cpu is slow, and only for --set tiny")
     return options
@@ -98,24 +81,19 @@ class Result(Shown):
     extra_bytes: int | None = None  # at the peak of a step, beyond what was there before
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "name": self.contestant.name,
-            "what": self.contestant.what,
+        return super().as_json() | {
             "field": self.contestant.field,
-            "ours": self.contestant.ours,
-            "failed": self.failed,
             "first_step_s": self.first_s,
-            "ms": None if self.times is None else self.times._asdict(),
             "host_ms": None if self.host is None else self.host._asdict(),
-            "turns_ms": self.turns,
             "state_bytes": self.state_bytes,
             "extra_bytes": self.extra_bytes,
-            **self.accuracy_as_json(),
         }
 
 
 class Field(Contest[Result]):
     """Contestants that are compared with each other."""
+
+    shown = Result
 
     def __init__(
         self, parameters: Parameters, device: torch.device, say: Callable[[str], None]
@@ -123,9 +101,6 @@ class Field(Contest[Result]):
         super().__init__(device)
         self._parameters = parameters
         self._tell = say
-
-    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[Result]:
-        return self._run([Result(contestant) for contestant in contestants], rounds, warmup)
 
     def _say(self, result: Result) -> None:
         outcome = result.failed or f"ready, first step {result.first_s:.1f} s"
@@ -236,56 +211,33 @@ SPEED = (
 ACCURACY = ("", "Gaussian", "distance", "power law", "distance")
 
 
-class Outcome(NamedTuple):
-    """Of one set."""
-
-    name: str
-    shapes: Shapes
-    results: list[Result]
-    verdicts: list[Verdict]
-
-    @property
-    def floor(self) -> Floor:
-        """The least work of a step with clipping."""
-        return step_floor(*self.shapes, clips=True)
-
-    def floor_of(self, result: Result) -> Floor:
-        """The least work of what a contestant does."""
-        contestant = result.contestant
-        if contestant.field == "adamw":
-            return step_floor((), self.shapes.matrices + self.shapes.others, clips=contestant.clips)
-        return step_floor(*self.shapes, clips=contestant.clips)
-
-
 def run(options: Options) -> int:
-    check_folder(options.out)
     screen = Screen()
-    device = device_of(options.device)
-    make_importable(options.peer_path)
-    ceilings = measure_ceilings(device)
+    device, ceilings, content = begin("samestep step", options)
     screen.progress(
         f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
         f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
         f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
     )
-    content = heading("samestep step", options.command, device, ceilings, options.peer_path)
     if content["kernels_missing"] is not None:
         screen.say(f"ours runs without kernels: {content['kernels_missing']}")
     content["sets"] = []
-    outcomes: list[Outcome] = []
+    panels: list[Panel] = []
     for name in options.sets:
-        outcomes.append(_measure_set(name, options, device, screen))
-        show(outcomes[-1], ceilings, screen)
-        content["sets"].append(as_json(outcomes[-1], ceilings))
+        results = _measure_set(name, options, device, screen)
+        judged = verdicts(name, results) if device.type == "cuda" else []
+        told = as_json(name, results, judged, ceilings)
+        show(told, judged, screen)
+        content["sets"].append(told)
+        panels.append(Panel(name, results, told["floor"]["ms"]))
         # After every set: what ends the run later leaves what was measured.
-        panels = [Panel(o.name, o.results, o.floor.ms(ceilings)) for o in outcomes]
         picture = draw("A step of the optimizer", panels)
         files = leave(options.out, "step", content, picture)
     screen.wrote(files, options.out)
     return 0
 
 
-def _measure_set(name: str, options: Options, device: torch.device, screen: Screen) -> Outcome:
+def _measure_set(name: str, options: Options, device: torch.device, screen: Screen) -> list[Result]:
     shapes = SETS[name]
     total = count(shapes.matrices + shapes.others)
     screen.progress(f"{name}: {total / 1e6:,.0f} million parameters")
@@ -304,58 +256,40 @@ def _measure_set(name: str, options: Options, device: torch.device, screen: Scre
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    judged = verdicts(name, results) if device.type == "cuda" else []
-    return Outcome(name, shapes, results, judged)
+    return results
 
 
-def show(outcome: Outcome, ceilings: Ceilings, screen: Screen) -> None:
-    shown = [result for result in outcome.results if result.ms is not None]
-    title = f"{outcome.name}: floor {outcome.floor.ms(ceilings):.3g} ms with clipping"
-    screen.table(title, SPEED, [_speed(outcome, result, ceilings) for result in shown])
-    rows = [[r.contestant.name, *accuracy_cells(r)] for r in shown if r.accuracy]
-    screen.table("Singular values of an update, relative to their root mean square", ACCURACY, rows)
-    for result in outcome.results:
-        if result.failed is not None:
-            screen.say(f"{result.contestant.name} is out: {result.failed}")
-    for verdict in outcome.verdicts:
-        screen.say(verdict.line())
-    if not outcome.verdicts:
-        screen.say("No bars: they are for CUDA.")
-
-
-def _speed(outcome: Outcome, result: Result, ceilings: Ceilings) -> list[str]:
-    times, host = result.times, result.host
-    assert times is not None
-    assert host is not None
-    derived = numbers(outcome, result, ceilings)
-    sizes = [None if b is None else b / 1e9 for b in (result.extra_bytes, result.state_bytes)]
-    return [
-        result.contestant.name,
-        f"{times.median:.2f}",
-        f"{times.low:.2f}..{times.high:.2f}",
-        f"{times.middle_half:.2f}",
-        f"{host.median:.2f}",
-        number(derived["times_floor"]),
-        number(derived["tflops"], 0),
-        number(derived["percent_of_product"], 0),
-        number(derived["percent_of_copy"], 0),
-        number(derived["times_ours"]),
-        *(number(size) for size in sizes),
-    ]
+def as_json(
+    name: str, results: Sequence[Result], judged: Sequence[Verdict], ceilings: Ceilings
+) -> dict[str, Any]:
+    shapes = SETS[name]
+    floor = step_floor(*shapes, clips=True)
+    return {
+        "set": name,
+        "matrix_parameters": count(shapes.matrices),
+        "other_parameters": count(shapes.others),
+        "floor": {**floor._asdict(), "ms": floor.ms(ceilings)},
+        "contestants": [r.as_json() | numbers(r, shapes, results, ceilings) for r in results],
+        "bars": [verdict._asdict() | {"met": verdict.met} for verdict in judged],
+    }
 
 
 DERIVED = ("times_floor", "tflops", "percent_of_product", "percent_of_copy", "times_ours")
 
 
-def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, float | None]:
+def numbers(
+    result: Result, shapes: Shapes, results: Sequence[Result], ceilings: Ceilings
+) -> dict[str, float | None]:
     """What follows from a median; TFLOP/s count the least work, not what was done beyond it."""
-    ms = result.ms
+    ms, contestant = result.ms, result.contestant
     if not ms:
         return dict.fromkeys(DERIVED)
-    floor = outcome.floor_of(result)
+    muon = contestant.field == "muon"
+    work = shapes if muon else Shapes((), shapes.matrices + shapes.others)
+    floor = step_floor(*work, clips=contestant.clips)
     per_second = 1e3 / ms
-    rival = "ours" if result.contestant.field == "muon" else "ours-adamw"
-    ours = next((r.ms for r in outcome.results if r.contestant.name == rival), None)
+    rival = "ours" if muon else "ours-adamw"
+    ours = next((r.ms for r in results if r.contestant.name == rival), None)
     products = floor.flops > 0
     return {
         "times_floor": ms / floor.ms(ceilings),
@@ -366,17 +300,36 @@ def numbers(outcome: Outcome, result: Result, ceilings: Ceilings) -> dict[str, f
     }
 
 
-def as_json(outcome: Outcome, ceilings: Ceilings) -> dict[str, Any]:
-    return {
-        "set": outcome.name,
-        "matrix_parameters": count(outcome.shapes.matrices),
-        "other_parameters": count(outcome.shapes.others),
-        "floor": {**outcome.floor._asdict(), "ms": outcome.floor.ms(ceilings)},
-        "contestants": [
-            result.as_json() | numbers(outcome, result, ceilings) for result in outcome.results
-        ],
-        "bars": [verdict._asdict() | {"met": verdict.met} for verdict in outcome.verdicts],
-    }
+def show(told: Mapping[str, Any], judged: Sequence[Verdict], screen: Screen) -> None:
+    """What the receipt says of a set."""
+    shown = [each for each in told["contestants"] if each["ms"] and not each["failed"]]
+    title = f"{told['set']}: floor {told['floor']['ms']:.3g} ms with clipping"
+    screen.table(title, SPEED, [_speed(each) for each in shown])
+    rows = [[each["name"], *accuracy_cells(each)] for each in shown if each["gaussian"]]
+    screen.table("Singular values of an update, relative to their root mean square", ACCURACY, rows)
+    for each in told["contestants"]:
+        if each["failed"] is not None:
+            screen.say(f"{each['name']} is out: {each['failed']}")
+    for verdict in judged:
+        screen.say(verdict.line())
+    if not judged:
+        screen.say("No bars: they are for CUDA.")
+
+
+def _speed(told: Mapping[str, Any]) -> list[str]:
+    times = told["ms"]
+    sizes = [None if b is None else b / 1e9 for b in (told["extra_bytes"], told["state_bytes"])]
+    return [
+        told["name"],
+        f"{times['median']:.2f}",
+        f"{times['low']:.2f}..{times['high']:.2f}",
+        f"{times['middle_half']:.2f}",
+        f"{told['host_ms']['median']:.2f}",
+        number(told["times_floor"]),
+        *(number(told[key], 0) for key in ("tflops", "percent_of_product", "percent_of_copy")),
+        number(told["times_ours"]),
+        *(number(size) for size in sizes),
+    ]
 
 
 if __name__ == "__main__":

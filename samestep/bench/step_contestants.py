@@ -1,8 +1,8 @@
 """Who takes part in `samestep bench step`: ours in several forms, peers at their best settings."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 import samestep
 from samestep.bench.gpu.measure import Reference, our_reference, power_law
-from samestep.bench.gpu.options import peer
+from samestep.bench.gpu.options import Contestant, peer
 from samestep.models.parameter_sets import Shape, Shapes
 
 # Parameters with gradients, for a measurement
@@ -30,9 +30,9 @@ class Parameters(NamedTuple):
         return [*self.matrices, *self.others]
 
 
-def make_parameters(shapes: Shapes, device: torch.device, seed: int = 0) -> Parameters:
+def make_parameters(shapes: Shapes, device: torch.device) -> Parameters:
     """Random parameters and gradients in fp32, the same for every contestant."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     matrices = [_parameter(shape, device) for shape in shapes.matrices]
     others = [_parameter(shape, device) for shape in shapes.others]
     probes = [p for p in matrices if p.ndim == 2 and p.shape[0] == p.shape[1]][:2]
@@ -89,19 +89,6 @@ class Entry(NamedTuple):
         return sum(t.numel() * t.element_size() for o in self.optimizers for t in _tensors(o.state))
 
 
-class Contestant(NamedTuple):
-    """Who takes part."""
-
-    name: str
-    what: str
-    build: Callable[[Parameters], Entry]
-    field: Literal["muon", "adamw"] = "muon"  # measured in turns with those of its field
-    ours: bool = False
-    kernels: bool = True
-    clips: bool = False
-    default: bool = True
-
-
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -127,12 +114,8 @@ def _our_adamw(parameters: Parameters, **options: Any) -> Entry:
     )
 
 
-def _torch_adamw(parameters: Parameters) -> Entry:
-    return Entry([_fused_adamw(parameters.all)])
-
-
-def _fused_adamw(parameters: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+def fused_adamw(parameters: Sequence[Tensor], lr: float = LR) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
 
 
 def _torch_muon(parameters: Parameters) -> Entry:
@@ -143,7 +126,7 @@ def _torch_muon(parameters: Parameters) -> Entry:
         momentum=MOMENTUM,
         adjust_lr_fn="match_rms_adamw",
     )
-    return Entry([muon, _fused_adamw(parameters.others)], our_reference("newton-schulz"))
+    return Entry([muon, fused_adamw(parameters.others)], our_reference("newton-schulz"))
 
 
 def _nanochat(parameters: Parameters) -> Entry:
@@ -168,16 +151,19 @@ def _nanochat(parameters: Parameters) -> Entry:
 
 
 def _dion(parameters: Parameters, **options: Any) -> Entry:
-    """Its Muon on one device, AdamW for the rest inside the same optimizer."""
-    groups = [
-        {"params": parameters.matrices},
-        {"params": parameters.others, "algorithm": "adamw"},
-    ]
-    optimizer = peer("dion").Muon(
-        groups, lr=LR, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
+    optimizer = dion_muon(parameters.matrices, parameters.others, **options)
+    return Entry([optimizer], _dion_reference(options))
+
+
+def dion_muon(
+    matrices: Sequence[Tensor], others: Sequence[Tensor], lr: float = LR, **options: Any
+) -> Any:
+    """dion's Muon on one device, AdamW for the rest inside the same optimizer."""
+    groups = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
+    return peer("dion").Muon(
+        groups, lr=lr, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
         adjust_lr="rms_norm", **options,
     )  # fmt: skip
-    return Entry([optimizer], _dion_reference(options))
 
 
 def _dion_reference(options: dict[str, Any]) -> Reference | None:
@@ -233,5 +219,8 @@ CONTESTANTS = (
         "ours-adamw-graph", "the same replayed as a CUDA graph (cuda_graph=True)",
         partial(_our_adamw, cuda_graph=True), "adamw", ours=True,
     ),
-    Contestant("torch-adamw", "torch's fused AdamW on everything", _torch_adamw, "adamw"),
+    Contestant(
+        "torch-adamw", "torch's fused AdamW on everything",
+        lambda parameters: Entry([fused_adamw(parameters.all)]), "adamw",
+    ),
 )  # fmt: skip

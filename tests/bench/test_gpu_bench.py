@@ -233,7 +233,7 @@ def test_peers_step_or_say_why_not(fakes, monkeypatch):
 
 def test_peers_are_compiled_afresh_for_every_set(tmp_path, monkeypatch):
     forgotten = []
-    monkeypatch.setattr(step, "make_importable", lambda paths: None)
+    monkeypatch.setattr(report, "make_importable", lambda paths: None)
     monkeypatch.setattr(step, "forget_compiled", lambda: forgotten.append(1))
     words = ["--variants", "torch-adamw", "--peer-path", str(tmp_path), "--out", str(tmp_path)]
     assert cli.main([*STEP, *words]) == 0

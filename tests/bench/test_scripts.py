@@ -11,6 +11,7 @@ import torch
 
 import benchmarks
 from benchmarks import (
+    Shape,
     accuracy,
     check,
     check_cost,
@@ -26,7 +27,6 @@ from benchmarks import (
     two_hosts_rank,
     two_ranks,
 )
-from benchmarks.overlap_training import Shape
 from tests.ranks import run_forked
 
 FOLDER = Path(benchmarks.__file__).parent

@@ -12,21 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import scaled_dot_product_attention, silu
 
 import samestep
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import (
-    DTYPES,
-    Client,
-    ClientOptions,
-    Contestant,
-    client_options,
-    client_parser,
-)
+from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
 from samestep.bench.gpu.measure import reason
-from samestep.bench.gpu.options import at_least, device_of, make_importable, peer
-from samestep.models.gpt import rotate
+from samestep.bench.gpu.options import Contestant, at_least, device_of, make_importable, peer
+from samestep.bench.step_contestants import BETAS, DECAY, dion_muon, fused_adamw
+from samestep.models.gpt import mean_loss, rotate
 from samestep.tooling.request import BadRequestError
 
 # The twin: B sequences, T tokens, C channels, H query heads, G key/value heads, D channels of one
@@ -144,15 +138,10 @@ def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> 
     """The same model of transformers, weights drawn in `dtype`; ImportError where it is missing."""
     # Not a package of ours: without its types here, and not there everywhere.
     transformers: Any = import_module("transformers")
+    sizes = {name: value for name, value in asdict(shape).items() if name != "rope_theta"}
     config = transformers.LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_hidden_layers,
-        num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads,
+        **sizes,
         max_position_embeddings=positions,
-        rms_norm_eps=shape.rms_norm_eps,
         initializer_range=STD,
         tie_word_embeddings=False,
         use_cache=False,
@@ -170,17 +159,14 @@ def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> 
 
 VOCABULARY = 256  # bytes
 HEAD_WIDTH = 64
-BETAS = (0.9, 0.95)
-DECAY = 0.1
-MOMENTUM = 0.95
 RISE, END = 0.1, 0.1  # of the steps until the learning rate is there; of it, what is left at last
 MODELS = ("transformers", "builtin")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(ClientOptions):
     """Train a Llama with main weights: ours, torch's AdamW, and dion's Muon."""
 
+    cpu_dtype = "bfloat16"
     model: str
     width: int
     lr: float
@@ -226,8 +212,7 @@ def transformers_version(options: Options) -> str | None:
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     found = model(inputs)
-    logits: Tensor = getattr(found, "logits", found)
-    return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return mean_loss(getattr(found, "logits", found), targets)
 
 
 # The optimizers
@@ -263,24 +248,15 @@ def is_hidden(name: str, param: Tensor) -> bool:
 
 
 def torch_adamw(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
-    params = [param for _, param in named]
-    return torch.optim.AdamW(params, lr=lr, betas=BETAS, weight_decay=DECAY, fused=True)
+    return fused_adamw([param for _, param in named], lr)
 
 
-def dion_muon(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
-    """dion's Muon at its best documented settings, AdamW for the rest inside it."""
-    groups = [
-        {"params": [param for name, param in named if is_hidden(name, param)]},
-        {
-            "params": [param for name, param in named if not is_hidden(name, param)],
-            "algorithm": "adamw",
-        },
-    ]
+def dion(named: Sequence[tuple[str, Tensor]], lr: float) -> Any:
+    """At its best documented settings."""
+    hidden = [param for name, param in named if is_hidden(name, param)]
+    others = [param for name, param in named if not is_hidden(name, param)]
     on_gpu = named[0][1].device.type == "cuda"
-    return peer("dion").Muon(
-        groups, lr=lr, mu=MOMENTUM, betas=BETAS, weight_decay=DECAY, nesterov=True,
-        adjust_lr="rms_norm", use_triton=on_gpu, use_polar_express=False,
-    )  # fmt: skip
+    return dion_muon(hidden, others, lr, use_triton=on_gpu, use_polar_express=False)
 
 
 def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
@@ -302,8 +278,8 @@ def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
         Contestant(
             "ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **muon, default=False
         ),
-        Contestant("dion", "dion's Muon, main weights by hand", with_main(dion_muon)),
-        Contestant("dion-16bit", "dion's Muon, no main weights", alone(dion_muon), default=False),
+        Contestant("dion", "dion's Muon, main weights by hand", with_main(dion)),
+        Contestant("dion-16bit", "dion's Muon, no main weights", alone(dion), default=False),
         Contestant(
             "ours-adamw", "samestep.AdamW, master_weights=True", our_adamw, ours=True,
             rival="torch-adamw",
@@ -327,23 +303,21 @@ def set_rate(optimizer: Any, step: int, steps: int) -> None:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    known = contestants()
-    parser = client_parser(
-        prog, Options.__doc__, known, layers=12, out="out/bench-llama", cpu_dtype="bfloat16"
-    )
+    options, known = Options(), contestants()
+    parser = client_parser(prog, options, known, "out/bench-llama")
     parser.add_argument(
         "--model", choices=MODELS, default=MODELS[0],
         help=f"whose: {' or '.join(MODELS)}, the same shapes written out here ({MODELS[0]})",
     )  # fmt: skip
     parser.add_argument("--width", type=int, default=768, help="channels (768)")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of all (0.001)")
-    given = parser.parse_args(words)
-    at_least(HEAD_WIDTH, given, "width")
-    if given.width % HEAD_WIDTH:
-        raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {given.width}")
-    if not 0 < given.lr < float("inf"):
-        raise BadRequestError(f"--lr must be above 0, got {given.lr}")
-    return Options(**client_options(Options, given, known, prog, words))
+    read_client(parser, options, known, words)
+    at_least(HEAD_WIDTH, options, "width")
+    if options.width % HEAD_WIDTH:
+        raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {options.width}")
+    if not 0 < options.lr < float("inf"):
+        raise BadRequestError(f"--lr must be above 0, got {options.lr}")
+    return options
 
 
 def run(options: Options) -> int:

@@ -8,7 +8,6 @@ step is written out below.
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
 
@@ -17,16 +16,9 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import (
-    DTYPES,
-    Client,
-    ClientOptions,
-    Contestant,
-    client_options,
-    client_parser,
-)
+from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
 from samestep.bench.gpu.measure import environment, reason
-from samestep.bench.gpu.options import device_of, make_importable, peer
+from samestep.bench.gpu.options import Contestant, device_of, make_importable, peer
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
 
@@ -37,27 +29,22 @@ WEIGHT_DECAY = 0.28  # of its training script, for matrices
 SPEED = {12: 0.67, 20: 0.62}  # the most of nanochat's time that ours may take, by layers
 
 
-@dataclass(frozen=True, kw_only=True)
 class Options(ClientOptions):
     """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
 
+    cpu_dtype = "float32"
     lr_scale: float
 
 
 # Groups
 
 
-# Its keys, by the kind of a group, and what ours are called.
+# Its keys, by the kind of a group; ours are called the same, but for one.
 KEYS = {
-    "adamw": {"lr": "lr", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"},
-    "muon": {
-        "lr": "lr",
-        "momentum": "momentum",
-        "ns_steps": "ns_steps",
-        "beta2": "variance_beta2",
-        "weight_decay": "weight_decay",
-    },
+    "adamw": ("lr", "betas", "eps", "weight_decay"),
+    "muon": ("lr", "momentum", "ns_steps", "beta2", "weight_decay"),
 }
+RENAMED = {"beta2": "variance_beta2"}
 KEPT = ("params", "initial_lr")  # as they are: ours leaves keys alone that it does not know
 
 
@@ -66,19 +53,18 @@ def our_group(group: Mapping[str, Any]) -> dict[str, Any]:
     kind = group["kind"]
     if kind not in KEYS:
         raise ValueError(f"a group of kind {kind!r}, and only {' and '.join(KEYS)} are known here")
-    spelled = KEYS[kind]
-    unknown = [key for key in group if key not in ("kind", *spelled, *KEPT)]
-    missing = [key for key in spelled if key not in group]
+    keys = KEYS[kind]
+    unknown = [key for key in group if key not in ("kind", *keys, *KEPT)]
+    missing = [key for key in keys if key not in group]
     if unknown or missing:
         raise ValueError(
             f"this nanochat's {kind} groups differ from those known here: "
             f"unknown {unknown}, missing {missing}"
         )
-    own = {ours: group[theirs] for theirs, ours in spelled.items()}
     return {
         "rule": kind,
         **preset_options("nanochat", kind),
-        **own,
+        **{RENAMED.get(key, key): group[key] for key in keys},
         **{key: group[key] for key in KEPT if key in group},
     }
 
@@ -209,20 +195,17 @@ def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    known = contestants()
-    parser = client_parser(
-        prog, Options.__doc__, known, layers=12, out="out/bench-nanochat", cpu_dtype="float32"
-    )
+    options, known = Options(), contestants()
+    parser = client_parser(prog, options, known, "out/bench-nanochat")
     parser.add_argument(
         "--lr-scale", type=float, default=1.0,
         help="times every learning rate; its training script would take sqrt(bytes of a step / "
         "524288) (1)",
     )  # fmt: skip
-    given = parser.parse_args(words)
-    common = client_options(Options, given, known, prog, words)
-    if not 0 < given.lr_scale < float("inf"):
-        raise BadRequestError(f"--lr-scale must be above 0, got {given.lr_scale}")
-    return Options(**common)
+    read_client(parser, options, known, words)
+    if not 0 < options.lr_scale < float("inf"):
+        raise BadRequestError(f"--lr-scale must be above 0, got {options.lr_scale}")
+    return options
 
 
 def run(options: Options) -> int:

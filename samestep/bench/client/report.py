@@ -1,11 +1,11 @@
 """What a client's trainings come to: lines as they go, tables, bars, JSON and a picture."""
 
-import io
 import statistics
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 from samestep.bench.client.training import (
     LAST,
@@ -14,16 +14,13 @@ from samestep.bench.client.training import (
     Batches,
     Client,
     ClientOptions,
-    Contestant,
     Race,
     Training,
     as_times,
     median_of,
 )
-from samestep.bench.gpu.measure import measure_ceilings
-from samestep.bench.gpu.options import device_of
-from samestep.bench.gpu.report import Screen, Verdict, heading, leave, number
-from samestep.tooling.output import check_folder
+from samestep.bench.gpu.options import Contestant
+from samestep.bench.gpu.report import Screen, Verdict, begin, leave, number, png_of
 
 SETTINGS = ("layers", "steps", "seeds", "batch", "sequence", "warmup")  # in the receipt
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
@@ -33,11 +30,7 @@ TIMES = (
 )  # fmt: skip
 
 
-class Seed(NamedTuple):
-    """The trainings of one seed."""
-
-    seed: int
-    trainings: list[Training]
+Seeds = dict[int, list[Training]]
 
 
 def run_client(
@@ -50,33 +43,32 @@ def run_client(
 
     `fastest` is the most of the rival's time that our optimizer may take, where there is a bar.
     """
-    check_folder(options.out)
     corpus = options.corpus()
     screen = Screen(progress_to=sys.stderr)
-    device = device_of(options.device)
+    device, _, content = begin(f"samestep client {client.name}", options)
     taking_part = [each for each in contestants if each.name in options.variants]
-    kind = f"samestep client {client.name}"
-    content = heading(kind, options.command, device, measure_ceilings(device), options.peer_path)
     content |= settings(client, options, len(corpus.train), corpus.sha256)
-    seeds: list[Seed] = []
+    seeds: Seeds = {}
+
+    def keep(picture: bytes | None = None) -> list[str]:
+        """Write what there is: what ends the run leaves this."""
+        return leave(options.out, client.name, content | as_json(seeds, fastest), picture)
+
     for seed in options.seeds:
         batches = Batches(corpus, options, device, seed)
         race = Race(client, taking_part, options, device, batches, seed)
-        seeds.append(Seed(seed, race.trainings))
+        seeds[seed] = race.trainings
 
         def report(done: int, seed: int = seed, race: Race = race) -> None:
             screen.progress(f"seed {seed}, step {done}: {_losses(race.trainings)}")
-            # What ends the run leaves this.
-            leave(options.out, client.name, content | as_json(seeds, fastest), None)
+            keep()
 
         race.run(report)
         screen.say(f"seed {seed}: {'; '.join(map(outcome, race.trainings))}")
-        leave(options.out, client.name, content | as_json(seeds, fastest), None)
+        keep()
     show(seeds, fastest, screen)
-    picture = draw(client.name, seeds)
-    files = leave(options.out, client.name, content | as_json(seeds, fastest), picture)
-    screen.wrote(files, options.out)
-    every = [training for seed in seeds for training in seed.trainings]
+    screen.wrote(keep(draw(client.name, seeds)), options.out)
+    every = chain.from_iterable(seeds.values())
     return int(any(each.contestant.ours and not each.running for each in every))
 
 
@@ -104,9 +96,9 @@ def spread(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def of_contestants(seeds: Sequence[Seed]) -> list[list[Training]]:
+def of_contestants(seeds: Seeds) -> list[list[Training]]:
     """All trainings of each contestant."""
-    return [list(each) for each in zip(*(seed.trainings for seed in seeds), strict=True)]
+    return [list(each) for each in zip(*seeds.values(), strict=True)]
 
 
 def final_losses(trainings: Sequence[Training]) -> list[float]:
@@ -114,7 +106,7 @@ def final_losses(trainings: Sequence[Training]) -> list[float]:
     return [each.final_loss for each in trainings if each.final_loss is not None]
 
 
-def verdicts(seeds: Sequence[Seed], fastest: float | None) -> list[Verdict]:
+def verdicts(seeds: Seeds, fastest: float | None) -> list[Verdict]:
     """Ours against its rival: is the loss as good, within what seeds do? And the time?"""
     everybody = of_contestants(seeds)
     found = []
@@ -156,13 +148,13 @@ def _ratio(ours: Sequence[Training], rival: Sequence[Training], which: str) -> f
     return None if times is None or others is None else times.median / others.median
 
 
-def as_json(seeds: Sequence[Seed], fastest: float | None) -> dict[str, Any]:
+def as_json(seeds: Seeds, fastest: float | None) -> dict[str, Any]:
     return {
         "contestants": [_summary(trainings) for trainings in of_contestants(seeds)],
         "bars": [each._asdict() | {"met": each.met} for each in verdicts(seeds, fastest)],
         "seeds": [
-            {"seed": seed.seed, "trainings": [each.as_json() for each in seed.trainings]}
-            for seed in seeds
+            {"seed": seed, "trainings": [each.as_json() for each in trainings]}
+            for seed, trainings in seeds.items()
         ],
     }
 
@@ -216,9 +208,10 @@ def _where(training: Training) -> str:
     return f"at step {found.step}: {found.parameters[0]}" + (f" and {more} more" if more else "")
 
 
-def show(seeds: Sequence[Seed], fastest: float | None, screen: Screen) -> None:
+def show(seeds: Seeds, fastest: float | None, screen: Screen) -> None:
     everybody = of_contestants(seeds)
-    steps = sorted({round(part * len(_longest(seeds)) / 10) for part in range(1, 11)} - {0})
+    longest = max(len(each.losses) for each in chain.from_iterable(everybody))
+    steps = sorted({round(part * longest / 10) for part in range(1, 11)} - {0})
     screen.table(
         "Training loss, mean over seeds",
         ["after step", *map(str, steps)],
@@ -228,16 +221,12 @@ def show(seeds: Sequence[Seed], fastest: float | None, screen: Screen) -> None:
     screen.table("Final loss", LOSSES, [_loss_row(each) for each in everybody])
     rows = [_time_row(each, _rival(each[0].contestant, everybody)) for each in everybody]
     screen.table("Time by the wall clock", TIMES, rows)
-    for seed in seeds:
-        for training in seed.trainings:
+    for seed, trainings in seeds.items():
+        for training in trainings:
             if not training.running:
-                screen.say(f"seed {seed.seed}: {outcome(training)}")
+                screen.say(f"seed {seed}: {outcome(training)}")
     for verdict in verdicts(seeds, fastest):
         screen.say(verdict.line())
-
-
-def _longest(seeds: Sequence[Seed]) -> list[float]:
-    return max((each.losses for seed in seeds for each in seed.trainings), key=len)
 
 
 def _mean_at(trainings: Sequence[Training], step: int) -> float | None:
@@ -278,7 +267,7 @@ def _time_row(trainings: Sequence[Training], rival: Sequence[Training] | None) -
 # The picture
 
 
-def draw(name: str, seeds: Sequence[Seed]) -> bytes | None:
+def draw(name: str, seeds: Seeds) -> bytes | None:
     """Loss curves, and times as bars: a PNG; None without matplotlib."""
     if find_spec("matplotlib") is None:
         return None
@@ -317,6 +306,4 @@ def draw(name: str, seeds: Sequence[Seed]) -> bytes | None:
     bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_of(figure)

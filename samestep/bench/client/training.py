@@ -33,7 +33,7 @@ from samestep.bench.gpu.measure import (
     settle,
     times_of,
 )
-from samestep.bench.gpu.options import Named, SharedOptions, at_least, parser_for, shared
+from samestep.bench.gpu.options import Contestant, SharedOptions, at_least, parser_for, read
 from samestep.tooling.flags import Parser
 from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
@@ -43,13 +43,13 @@ from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validat
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@dataclass(frozen=True, kw_only=True)
 class ClientOptions(SharedOptions):
     """How a client is trained."""
 
+    cpu_dtype: str  # of the passes on a CPU, unless --dtype names one
     layers: int
     steps: int
-    seeds: tuple[int, ...]
+    seeds: Sequence[int]
     batch: int
     sequence: int
     dtype: str
@@ -73,17 +73,11 @@ class ClientOptions(SharedOptions):
 
 
 def client_parser(
-    prog: str,
-    description: str | None,
-    contestants: Sequence[Named],
-    *,
-    layers: int,
-    out: str,
-    cpu_dtype: str,
+    prog: str, options: ClientOptions, contestants: Sequence[Contestant], out: str
 ) -> Parser:
-    parser = parser_for(prog, description, contestants, warmup=10, out=out)
+    parser = parser_for(prog, options.__doc__, contestants, warmup=10, out=out)
     for name, default, text in (
-        ("--layers", layers, "of the model; the width follows"),
+        ("--layers", 12, "of the model; the width follows"),
         ("--steps", 500, "of each training"),
         ("--batch", 16, "sequences of a step"),
         ("--sequence", 1024, "bytes of a sequence"),
@@ -96,9 +90,8 @@ def client_parser(
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default=None,
-        help=f"of the passes (bfloat16; {cpu_dtype} on a CPU)",
+        help=f"of the passes (bfloat16; {options.cpu_dtype} on a CPU)",
     )  # fmt: skip
-    parser.set_defaults(cpu_dtype=cpu_dtype)
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=None,
         help="compile the model (on CUDA; not on a CPU)",
@@ -110,33 +103,30 @@ def client_parser(
     return parser
 
 
-def client_options(
-    options: type[ClientOptions],
-    given: argparse.Namespace,
-    contestants: Sequence[Named],
-    prog: str,
+def read_client(
+    parser: Parser,
+    options: ClientOptions,
+    contestants: Sequence[Contestant],
     words: Sequence[str],
-) -> dict[str, Any]:
-    """The fields that were given; refuses values that cannot run, before anything is made."""
-    at_least(1, given, "layers", "steps", "batch", "every")
-    at_least(2, given, "sequence")
-    common = shared(options, given, contestants, prog, words)
-    if given.warmup > given.steps - 2:
+) -> None:
+    """Fill in the options; refuses values that cannot run, before anything is made."""
+    read(parser, options, contestants, words)
+    at_least(1, options, "layers", "steps", "batch", "every")
+    at_least(2, options, "sequence")
+    if options.warmup > options.steps - 2:
         raise BadRequestError(
-            f"--warmup {given.warmup} leaves fewer than two of --steps {given.steps} to be timed"
+            f"--warmup {options.warmup} leaves fewer than two of --steps {options.steps} to be "
+            "timed"
         )
-    for seed in given.seeds:
+    for seed in options.seeds:
         if seed < 0:
             raise BadRequestError(f"--seeds must be at least 0, got {seed}")
-    if given.data is not None and not given.data.is_file():
-        raise BadRequestError(f"--data {str(given.data)!r} is not a file")
-    on_gpu = given.device == "cuda"
-    return {
-        **common,
-        "seeds": tuple(dict.fromkeys(given.seeds)),
-        "dtype": given.dtype or ("bfloat16" if on_gpu else given.cpu_dtype),
-        "compile": on_gpu if given.compile is None else given.compile,
-    }
+    if options.data is not None and not options.data.is_file():
+        raise BadRequestError(f"--data {str(options.data)!r} is not a file")
+    options.seeds = tuple(dict.fromkeys(options.seeds))
+    on_gpu = options.device == "cuda"
+    options.dtype = options.dtype or ("bfloat16" if on_gpu else options.cpu_dtype)
+    options.compile = on_gpu if options.compile is None else options.compile
 
 
 # The trainings
@@ -147,18 +137,6 @@ VALIDATION_BATCHES = 8
 
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]  # of a model, bytes and the bytes after them
 Schedule = Callable[[Any, int], None]  # sets what changes, in the optimizer's groups
-
-
-class Contestant(NamedTuple):
-    """An optimizer that takes part; `build` makes it for a model of its own."""
-
-    name: str
-    what: str
-    build: Callable[[nn.Module], Any]
-    ours: bool = False
-    rival: str = ""  # of ours: whom its loss and times are compared with
-    kernels: bool = True
-    default: bool = True
 
 
 class Client(NamedTuple):

@@ -1,6 +1,5 @@
 """`samestep bench crossover`: run the ranks, show the table, write the receipt and a picture."""
 
-import io
 import json
 import math
 import os
@@ -19,6 +18,7 @@ from rich.table import Table
 from tyro.conf import arg
 
 from samestep.bench.crossover.measure import Job, Measured, Report, measure
+from samestep.bench.gpu.report import png_of
 from samestep.groups.crossover import Measurement, receipt
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank, run_forked, torchrun_rank
@@ -113,9 +113,7 @@ def draw(measurements: Sequence[Measurement], crossover: int, conditions: str) -
     axes.legend(frameon=False)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_of(figure)
 
 
 COLLECTIVE_TIMEOUT = 60.0  # seconds; ends every hang but one that all ranks share

@@ -16,6 +16,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from samestep.bench.gpu.options import Contestant
 from samestep.kernels import choice
 from samestep.rules.orthogonalize import POLYNOMIALS, step_coefficients
 
@@ -249,7 +250,7 @@ def accuracy_of(result: Tensor, exact: Tensor | None, *, scaled: bool = False) -
 class Shown:
     """What one contestant has shown; `failed` says why there is nothing, or no more."""
 
-    contestant: Any
+    contestant: Contestant
     failed: str | None = None
     times: Times | None = None
     accuracy: list[Accuracy] = field(default_factory=list)  # Gaussian, power law
@@ -262,11 +263,17 @@ class Shown:
         """The median, of those that came through."""
         return self.times.median if self.times is not None and self.failed is None else None
 
-    def accuracy_as_json(self) -> dict[str, Any]:
-        names = ("gaussian", "power_law")
-        if not self.accuracy:
-            return dict.fromkeys(names)
-        return {name: found._asdict() for name, found in zip(names, self.accuracy, strict=True)}
+    def as_json(self) -> dict[str, Any]:
+        accuracy = [found._asdict() for found in self.accuracy] or (None, None)
+        return {
+            "name": self.contestant.name,
+            "what": self.contestant.what,
+            "ours": self.contestant.ours,
+            "failed": self.failed,
+            "ms": None if self.times is None else self.times._asdict(),
+            "turns_ms": self.turns,
+            **dict(zip(("gaussian", "power_law"), accuracy, strict=True)),
+        }
 
 
 ShownT = TypeVar("ShownT", bound=Shown)
@@ -274,6 +281,8 @@ ShownT = TypeVar("ShownT", bound=Shown)
 
 class Contest(Generic[ShownT]):
     """Contestants that take turns on one device."""
+
+    shown: type[ShownT]
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -290,8 +299,9 @@ class Contest(Generic[ShownT]):
     def _say(self, result: ShownT) -> None:
         """Of one that is prepared, or failed."""
 
-    def _run(self, results: list[ShownT], rounds: int, warmup: int) -> list[ShownT]:
+    def run(self, contestants: Sequence[Contestant], rounds: int, warmup: int) -> list[ShownT]:
         """Prepare one after the other, then measure in turns."""
+        results = [self.shown(contestant) for contestant in contestants]
         for result in results:
             self._guarded(result, lambda result: self._prepare(result, warmup))
             self._say(result)

@@ -3,11 +3,10 @@
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -15,32 +14,35 @@ from samestep.tooling.flags import Parser
 from samestep.tooling.request import BadRequestError
 
 
-@dataclass(frozen=True, kw_only=True)
-class SharedOptions:
-    """What every benchmark here can be asked."""
+class SharedOptions(argparse.Namespace):
+    """What every benchmark here can be asked; a parser fills it in."""
 
-    variants: tuple[str, ...]
+    variants: Sequence[str]
     warmup: int
-    peer_path: tuple[Path, ...]
+    peer_path: Sequence[Path]
     out: Path
     device: str
     command: str  # as it was given
 
 
-class Named(Protocol):
-    """Somebody who can take part: what `--variants` calls it, and whether it does unless named."""
+class Contestant(NamedTuple):
+    """Who can take part; `build` makes what is measured."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def default(self) -> bool: ...
+    name: str
+    what: str
+    build: Callable[..., Any]
+    field: Literal["muon", "adamw"] = "muon"  # measured in turns with those of its field
+    ours: bool = False
+    kernels: bool = True
+    clips: bool = False
+    default: bool = True  # takes part unless others are named
+    rival: str = ""  # of ours: whom its loss and times are compared with
 
 
 def parser_for(
     prog: str,
     description: str | None,
-    contestants: Sequence[Named],
+    contestants: Sequence[Contestant],
     *,
     warmup: int,
     out: str,
@@ -83,28 +85,23 @@ def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
             raise BadRequestError(f"--{name} must be at least {least}, got {value}")
 
 
-def shared(
-    options: type[SharedOptions],
-    given: argparse.Namespace,
-    contestants: Sequence[Named],
-    prog: str,
+def read(
+    parser: Parser,
+    options: SharedOptions,
+    contestants: Sequence[Contestant],
     words: Sequence[str],
-) -> dict[str, Any]:
-    """The fields that were given; refuses values that cannot run, before anything is made."""
-    at_least(1, given, *(name for name in ("rounds", "warmup") if hasattr(given, name)))
-    for path in given.peer_path:
+) -> None:
+    """Fill in the options; refuses values that cannot run, before anything is made."""
+    parser.parse_args(words, options)
+    at_least(1, options, *(name for name in ("rounds", "warmup") if hasattr(options, name)))
+    for path in options.peer_path:
         if not path.is_dir():
             raise BadRequestError(f"--peer-path {str(path)!r} is not a folder")
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         raise BadRequestError("--device cuda needs a CUDA device, and there is none here")
     names = [contestant.name for contestant in contestants]
-    known = {field.name for field in fields(options)}
-    return {
-        **{name: value for name, value in vars(given).items() if name in known},
-        "variants": chosen("--variants", given.variants, names),
-        "peer_path": tuple(given.peer_path),
-        "command": shlex.join([*prog.split(), *words]),
-    }
+    options.variants = chosen("--variants", options.variants, names)
+    options.command = shlex.join([*parser.prog.split(), *words])
 
 
 def device_of(name: str) -> torch.device:

@@ -5,7 +5,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from samestep.bench.gpu.measure import Ceilings, Shown
-from samestep.bench.gpu.options import revisions
+from samestep.bench.gpu.measure import Ceilings, Shown, measure_ceilings
+from samestep.bench.gpu.options import SharedOptions, device_of, make_importable, revisions
 from samestep.kernels.choice import missing_products
-from samestep.tooling.output import write_files
+from samestep.tooling.output import check_folder, write_files
 from samestep.version import __version__
 
 # The screen: with rich where it is installed, else plain text
@@ -84,18 +84,14 @@ def number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def digits(value: float | None) -> str:
-    """Two digits of a small number, or a dash where there is none."""
-    return "-" if value is None else f"{value:.2g}"
-
-
-def band(low: float, high: float) -> str:
-    return f"{low:.3g}..{high:.3g}"
-
-
-def accuracy_cells(result: Shown) -> list[str]:
-    """Singular values and distance, of each probe."""
-    return [cell for a in result.accuracy for cell in (band(a.low, a.high), digits(a.distance))]
+def accuracy_cells(told: Mapping[str, Any]) -> list[str]:
+    """Singular values and distance of each probe, from what the receipt has of a contestant."""
+    cells = []
+    for probe in (told["gaussian"], told["power_law"]):
+        distance = probe["distance"]
+        cells.append(f"{probe['low']:.3g}..{probe['high']:.3g}")
+        cells.append("-" if distance is None else f"{distance:.2g}")
+    return cells
 
 
 class Verdict(NamedTuple):
@@ -155,6 +151,10 @@ def draw(title: str, panels: Sequence[Panel]) -> bytes | None:
         axes.set_xlabel("ms (median)", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
+    return png_of(figure)
+
+
+def png_of(figure: Any) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png")
     return png.getvalue()
@@ -189,6 +189,15 @@ def heading(
             "terabytes_per_second": ceilings.bytes / 1e12,
         },
     }
+
+
+def begin(kind: str, options: SharedOptions) -> tuple[torch.device, Ceilings, dict[str, Any]]:
+    """The device that was asked for, what it reaches, and how the receipt begins."""
+    check_folder(options.out)
+    make_importable(options.peer_path)
+    device = device_of(options.device)
+    ceilings = measure_ceilings(device)
+    return device, ceilings, heading(kind, options.command, device, ceilings, options.peer_path)
 
 
 def describe(device: torch.device) -> dict[str, Any]:

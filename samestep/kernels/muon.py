@@ -20,18 +20,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samestep.kernels import muon_tiles
-from samestep.kernels.call import FUSION, Gradients, Step
+from samestep.kernels import call, muon_tiles
+from samestep.kernels.call import FUSION, Gradients, Step, tiled, tiles
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import orthogonalize_wide
 from samestep.kernels.tables import Table
 from samestep.kernels.ways import padded
-from samestep.rules.muon import largest_singular_value, lr_factor
-from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
+from samestep.rules.muon import largest_singular_value, lr_factor, table_of
+from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution
 from samestep.rules.rule import Options
 from samestep.rules.state import MASTER, State
 
-TILE = 64  # rows and columns of a block that one program works on
 AGAIN = 32  # programs per block that look whether a direction is to be written once more
 STRIP, LONG = 16, 256  # rows and columns that are looked at together, where rows are summed
 
@@ -98,14 +97,8 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
     options, first = step.options, parts[0][0]
     short, long = sorted((padded(first.rows), padded(first.cols)))
     counts = [blocks.count for blocks, _ in parts]
-    X = torch.empty(
-        (sum(counts), short, long),
-        dtype=torch.float16,
-        device=_device(first),
-    )
-    table = step_coefficients(
-        options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
-    )
+    X = torch.empty((sum(counts), short, long), dtype=torch.float16, device=_device(first))
+    table = table_of(options)
     split = (lambda X: (X,)) if len(parts) == 1 else (lambda X: torch.split(X, counts))
     scales = [_directions(*pair, step) for pair in zip(parts, split(X), strict=True)]
     X = orthogonalize_wide(
@@ -148,18 +141,18 @@ def _step_along(
     """Decay and step; the squares of the directions, (count,), if they came up."""
     scalars, options = step.scalars, step.options
     factors, kind, squares = _factors(blocks, directions, step, grads.writes)
-    muon_tiles.step_along[(_tiles(blocks.rows) * _tiles(blocks.cols), blocks.count)](
+    muon_tiles.step_along[(tiles(blocks.rows) * tiles(blocks.cols), blocks.count)](
         blocks.targets.addresses,
         blocks.count,
         directions,
-        directions if factors is None else factors,
-        directions if step.only_if is None else step.only_if,
-        directions if grads.writes is None else grads.writes,
+        factors,
+        step.only_if,
+        grads.writes,
         scalars["lr"],
         scalars["weight_decay"],
         _float32(lr_factor(blocks.rows, blocks.cols, options["adjust_lr"])),
         blocks.outliers,
-        min(TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
+        min(call.TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
         blocks.rows,
         blocks.cols,
         *directions.shape[1:],
@@ -170,13 +163,8 @@ def _step_along(
         TALL=blocks.tall,
         BFLOAT16=_in_bfloat16(options),
         HAS_MASTER=len(blocks.targets.tensors) == 2,
-        HAS_ONLY_IF=step.only_if is not None,
-        HAS_WRITES=grads.writes is not None,
         ALIGNED=blocks.targets.aligned,
-        ROWS=TILE,
-        COLS=TILE,
-        num_warps=4,
-        enable_fp_fusion=FUSION,
+        **tiled(),
     )
     return squares
 
@@ -214,8 +202,8 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
 def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Callable[..., Tensor]:
     """The pass over gradients and momenta: called with powers, it gives sums of squares."""
     options, (count, short, long) = step.options, directions.shape
-    tiles = _tiles(short) * _tiles(long)
-    sums = torch.empty(count, tiles, dtype=torch.float64, device=directions.device)
+    programs = tiles(short) * tiles(long)
+    sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
     blocks, grads = source
     if isinstance(blocks, GivenBlocks):
         given, momenta, aligned, writes = blocks.values, blocks.values, False, None
@@ -227,16 +215,16 @@ def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Cal
         dtypes = grads.dtype, blocks.state_dtype
 
     def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
-        muon_tiles.momentum[(tiles, count)](
+        muon_tiles.momentum[(programs, count)](
             given,
             momenta,
             directions,
-            sums if powers is None else powers,
+            powers,
             sums,
-            sums if step.only_if is None else step.only_if,
-            sums if writes is None else writes,
+            step.only_if,
+            writes,
             step.scalars["momentum"],
-            sums if step.factor is None else step.factor,
+            step.factor,
             blocks.rows,
             blocks.cols,
             short,
@@ -248,17 +236,10 @@ def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Cal
             NESTEROV=options["nesterov"],
             TALL=blocks.tall,
             BFLOAT16=bfloat16,
-            HAS_POWERS=powers is not None,
-            HAS_FACTOR=step.factor is not None,
-            HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=writes is not None,
             MAXIMIZE=step.maximize,
             ONLY_SUMS=only_sums,
             ALIGNED=aligned,
-            ROWS=TILE,
-            COLS=TILE,
-            num_warps=4,
-            enable_fp_fusion=FUSION,
+            **tiled(),
         )
         return sums
 
@@ -306,32 +287,28 @@ def _write_again(
     """Write the directions whose power has changed."""
     assert grads is not None
     options, (count, short, long) = step.options, directions.shape
-    tiles = _tiles(short) * _tiles(long)
-    muon_tiles.direction_again[(min(AGAIN, tiles), count)](
+    in_block = tiles(short) * tiles(long)
+    muon_tiles.direction_again[(min(AGAIN, in_block), count)](
         grads.addresses,
         blocks.momenta.addresses,
         directions,
         numbers.powers,
         numbers.again,
         step.scalars["momentum"],
-        directions if step.factor is None else step.factor,
+        step.factor,
         blocks.rows,
         blocks.cols,
         short,
         long,
-        tiles,
+        in_block,
         grad_dtype=grads.dtype,
         EMA=options["momentum_form"] == "ema",
         NESTEROV=options["nesterov"],
         TALL=blocks.tall,
         BFLOAT16=bfloat16,
-        HAS_FACTOR=step.factor is not None,
         MAXIMIZE=step.maximize,
         ALIGNED=grads.aligned and blocks.momenta.aligned,
-        ROWS=TILE,
-        COLS=TILE,
-        num_warps=4,
-        enable_fp_fusion=FUSION,
+        **tiled(),
     )
 
 
@@ -345,7 +322,7 @@ def _equilibrated(
     """Bring the rows of each block to one norm; what scales the result to norm 1, (count,)."""
     count, short, long = directions.shape
     # Neighbours in memory are those of a row, or those of a column of a tall block.
-    high, wide = (TILE, TILE) if blocks.tall else (STRIP, LONG)
+    high, wide = (call.TILE, call.TILE) if blocks.tall else (STRIP, LONG)
     strips = -(-blocks.rows // high)
     sums = torch.empty(count, strips, dtype=torch.float64, device=directions.device)
     muon_tiles.equilibrate[(strips, count)](
@@ -387,21 +364,18 @@ def _factors(
     kept = [state["variance"] for state in blocks.states] if variance else []
     muon_tiles.direction_factors[(count,)](
         square_sums,
-        Table([kept]).addresses if variance else square_sums,
+        Table([kept]).addresses if variance else None,
         factors,
         squares,
-        squares if step.only_if is None else step.only_if,
-        squares if writes is None else writes,
-        step.scalars["variance_beta2"] if variance else squares,
+        step.only_if,
+        writes,
+        step.scalars["variance_beta2"] if variance else None,
         along,
         min(rows, cols),
         room,
         float(min(rows, cols)),
         variance_dtype=DTYPES[kept[0].dtype] if variance else tl.float32,
         RENORMALIZE=options["renormalize"],
-        VARIANCE=variance,
-        HAS_ONLY_IF=step.only_if is not None,
-        HAS_WRITES=writes is not None,
         SIZE=min(triton.next_power_of_2(max(along, room)), 1024),
         num_warps=4,
         enable_fp_fusion=FUSION,
@@ -413,7 +387,7 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
     """Sums of squares of rows, or of columns, in float32, (count, along)."""
     count, short, long = directions.shape
     sums = torch.empty(count, along, device=directions.device)
-    high, wide = (STRIP, LONG) if along_short else (TILE, TILE)
+    high, wide = (STRIP, LONG) if along_short else (call.TILE, call.TILE)
     size = high if along_short else wide
     muon_tiles.squares_along[(-(-along // size), count)](
         directions,
@@ -439,7 +413,3 @@ def _float32(number: float) -> float:
     """As a GPU is told it; Triton's interpreter would see more digits."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded
-
-
-def _tiles(size: int) -> int:
-    return -(-size // TILE)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton.language as tl
 
-import samestep.kernels.muon
+import samestep.kernels.call
 import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step
@@ -42,7 +42,7 @@ def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
         monkeypatch.setitem(samestep.kernels.symmetric.TILINGS, "small", SMALL)
-        monkeypatch.setattr(samestep.kernels.muon, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import samestep
+import samestep.kernels.call
 import samestep.kernels.muon
-import samestep.kernels.parts
 import samestep.optimizer.step
 import samestep.placements.parts.block_exchange
 import samestep.placements.parts.kernel_stages
@@ -48,8 +48,7 @@ MUON = MuonRule()
 def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
-        for module in (samestep.kernels.muon, samestep.kernels.parts):
-            monkeypatch.setattr(module, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
 
 
 # --- one launch ------------------------------------------------------------------------------
@@ -260,8 +259,7 @@ def kernels(monkeypatch):
             made.append(len(tables.parts))
             super().__init__(tables, step)
 
-    for module in (samestep.kernels.muon, samestep.kernels.parts):
-        monkeypatch.setattr(module, "TILE", 32)
+    monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
     monkeypatch.setattr(samestep.placements.parts.block_exchange, "missing", lambda device: None)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(

@@ -1,5 +1,6 @@
 """Comparing, before FSDP2 communicates, which of its modules ranks are about to call."""
 
+import math
 from collections.abc import Mapping
 from itertools import chain
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from samestep.comm.collectives import gather_segments
-from samestep.comm.groups import RankGroup, registry
+from samestep.comm.groups import RankGroup, ranks_text, registry
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.placements.parts.fsdp_units import called, grid, own_places
 
@@ -48,7 +49,9 @@ class CallComparison:
         sides: dict[int, list[int]] = {}
         for rank, other in zip(group.members, codes, strict=True):
             sides.setdefault(other, []).append(rank)
-        told = "; ".join(f"{_ranks(ranks)}: {self._told(c)}" for c, ranks in sides.items())
+        told = "; ".join(
+            f"{ranks_text(ranks, math.inf)}: {self._told(c)}" for c, ranks in sides.items()
+        )
         raise RanksDisagreeError(
             f"ranks are about to do different things with an FSDP2 model, which would mix up their "
             f"parameters or hang. {told}. A rank that does not use a module calls "
@@ -64,7 +67,3 @@ class CallComparison:
         if not how & 1:
             return f"{what} without gradients"
         return f"{what}, whose input {'requires' if how & 2 else 'does not require'} a gradient"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from samestep.comm.collectives import total
-from samestep.comm.diagnosis.explained import explained
+from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.parallel.batched_sends import batched_sends

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samestep
-from samestep.comm.diagnosis.explained import explained
+from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace

@@ -49,10 +49,11 @@ class MuonBlocks:
         self.targets = Table([params, *masters])
         self.param_dtype = DTYPES[params[0].dtype]
         self.state_dtype = DTYPES[states[0]["momentum_buffer"].dtype]
-        device = params[0].device
-        self.powers = torch.ones(self.count, device=device)  # of the step before
+        self.device = params[0].device
+        self.powers = torch.ones(self.count, device=self.device)  # of the step before
         # In the host's memory, where kernels write in the rare case and nobody waits to read.
-        self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_gpu = self.device.type == "cuda"
+        self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=on_gpu)
 
 
 class GivenBlocks:
@@ -65,6 +66,7 @@ class GivenBlocks:
         writes: Tensor | None,  # (count,) float64: 0 leaves a variance as it is
     ) -> None:
         self.values, self.states, self.writes = values, states, writes
+        self.device = values.device
         self.count, self.rows, self.cols = values.shape
         self.tall = self.rows > self.cols
 
@@ -82,10 +84,8 @@ def muon_(
     squares = []
     for (blocks, grads), directions in zip(parts, orthogonalized(parts, step), strict=True):
         square = _step_along(blocks, grads, directions, step)
-        if measure and square is None:
-            square = _squares(directions)
-        if measure and square is not None:
-            squares.append(square)
+        if measure:
+            squares.append(_squares(directions) if square is None else square)
     return squares
 
 
@@ -97,7 +97,7 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
     options, first = step.options, parts[0][0]
     short, long = sorted((padded(first.rows), padded(first.cols)))
     counts = [blocks.count for blocks, _ in parts]
-    X = torch.empty((sum(counts), short, long), dtype=torch.float16, device=_device(first))
+    X = torch.empty((sum(counts), short, long), dtype=torch.float16, device=first.device)
     table = table_of(options)
     split = (lambda X: (X,)) if len(parts) == 1 else (lambda X: torch.split(X, counts))
     scales = [_directions(*pair, step) for pair in zip(parts, split(X), strict=True)]
@@ -128,11 +128,6 @@ def finished(blocks: GivenBlocks, directions: Tensor, step: Step, dtype: torch.d
 def _in_bfloat16(options: Options) -> bool:
     """Whether directions are rounded to bfloat16 before and after: they travel so, by default."""
     return options["compute_dtype"] is not torch.float16
-
-
-def _device(blocks: MuonBlocks | GivenBlocks) -> torch.device:
-    own = blocks.values if isinstance(blocks, GivenBlocks) else blocks.targets.addresses
-    return own.device
 
 
 def _step_along(
@@ -181,16 +176,15 @@ class _Numbers(NamedTuple):
 def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
     blocks, options = source[0], step.options
-    bfloat16 = _in_bfloat16(options)
-    if options["equilibrate"] and bfloat16:
+    if options["equilibrate"] and _in_bfloat16(options):
         # Rows of any size: their digits are all there, until they have one norm.
         given = directions.view(torch.bfloat16)
-        numbers = _numbers(_pass(source, given, step, bfloat16)(None), step)
+        numbers = _numbers(_pass(source, given, step)(None), step)
         return _equilibrated(blocks, given, directions, numbers, step)
-    run = _pass(source, directions, step, bfloat16)
+    run = _pass(source, directions, step)
     if isinstance(blocks, MuonBlocks) and blocks.state_dtype is tl.float32:
         numbers = _numbers(run(blocks.powers), step, blocks.powers)
-        _write_again(blocks, source[1], directions, numbers, step, bfloat16)
+        _write_again(blocks, source[1], directions, numbers, step)
     else:
         numbers = _numbers(run(None, only_sums=True), step)
         run(numbers.powers)
@@ -199,7 +193,7 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     return numbers.scales
 
 
-def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Callable[..., Tensor]:
+def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tensor]:
     """The pass over gradients and momenta: called with powers, it gives sums of squares."""
     options, (count, short, long) = step.options, directions.shape
     programs = tiles(short) * tiles(long)
@@ -235,7 +229,7 @@ def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Cal
             EMA=options["momentum_form"] == "ema",
             NESTEROV=options["nesterov"],
             TALL=blocks.tall,
-            BFLOAT16=bfloat16,
+            BFLOAT16=_in_bfloat16(options),
             MAXIMIZE=step.maximize,
             ONLY_SUMS=only_sums,
             ALIGNED=aligned,
@@ -282,7 +276,6 @@ def _write_again(
     directions: Tensor,
     numbers: _Numbers,
     step: Step,
-    bfloat16: bool,
 ) -> None:
     """Write the directions whose power has changed."""
     assert grads is not None
@@ -305,7 +298,7 @@ def _write_again(
         EMA=options["momentum_form"] == "ema",
         NESTEROV=options["nesterov"],
         TALL=blocks.tall,
-        BFLOAT16=bfloat16,
+        BFLOAT16=_in_bfloat16(options),
         MAXIMIZE=step.maximize,
         ALIGNED=grads.aligned and blocks.momenta.aligned,
         **tiled(),

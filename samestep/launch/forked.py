@@ -26,15 +26,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.launch.failed import GRACE, RanksFailed
-
 POLL = 0.002
 START = 300.0  # seconds that ranks have to begin: a hang's limit, which a busy machine may need
 LOOK = 0.05  # for ranks whose own children hide that they have ended
+GRACE = 1.0  # seconds for the other ranks to end by themselves after the first failure
 
 # Loaded before forking, since loading takes locks.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
+
+
+class RanksFailed(RuntimeError):  # noqa: N818
+    """Some ranks raised, died or did not finish; ``reports`` says what each of them did."""
+
+    def __init__(self, world_size: int, reports: dict[int, str]) -> None:
+        self.reports = reports  # in the order in which the failures were noticed
+        returned = [rank for rank in range(world_size) if rank not in reports]
+        head = f"{len(reports)} of {world_size} ranks failed; ranks that returned: {returned}"
+        parts = [f"--- rank {rank} {report.rstrip()}" for rank, report in reports.items()]
+        super().__init__("\n".join([head, *parts]))
+
+
+def ends_with(parent: int) -> bool:
+    """Let Linux end this process when its parent dies; False: that is dead already."""
+    if _libc is not None:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
 
 
 @dataclass(frozen=True)
@@ -133,9 +150,7 @@ def _run_rank(job: _Job, rank: int) -> None:
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent may have a handler
         os.setpgid(0, 0)  # so that the rank and its own children can be ended together
-        assert _libc is not None
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != job.parent:
+        if not ends_with(job.parent):
             raise RuntimeError("the parent has died")
         os.close(job.release_write)
         stack_file = job.file("stack", rank).open("w")

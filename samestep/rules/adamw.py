@@ -37,7 +37,6 @@ class AdamWRule:
     schedulable = frozenset({"lr", "betas", "eps", "weight_decay"})
 
     def check(self, options: Options) -> None:
-        """Raise if an option of the group cannot run."""
         checks.learning_rate(options["lr"])
         checks.betas(options["betas"])
         checks.not_negative("eps", options["eps"])
@@ -47,7 +46,6 @@ class AdamWRule:
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
-        """Give the numbers that a schedule may change."""
         beta1, beta2 = options["betas"]
         return {
             "lr": options["lr"],

@@ -68,7 +68,6 @@ class MuonRule:
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
 
     def check(self, options: Options) -> None:
-        """Raise if an option of the group cannot run."""
         checks.learning_rate(options["lr"])
         checks.not_negative("weight_decay", options["weight_decay"])
         checks.fraction("momentum", options["momentum"])
@@ -95,7 +94,6 @@ class MuonRule:
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
-        """Give the numbers that a schedule may change."""
         scalars: dict[str, float | Tensor] = {
             key: options[key] for key in ("lr", "weight_decay", "momentum")
         }

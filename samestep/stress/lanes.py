@@ -4,11 +4,9 @@ Ranks of one case wait for each other most of the time, so that two lanes on two
 than one, and sixteen cores want more.
 """
 
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,14 +19,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from samestep.launch.forked import ends_with
 from samestep.stress.campaign import Campaign, Case, CaseResult, Presence, Progress
 from samestep.tooling.signals import SIGNALS
 
 Hearers = dict[str, Callable[..., Any]]
 PATIENCE = 10.0  # seconds that a lane has to end its ranks
-
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-_PR_SET_PDEATHSIG = 1
 
 
 class LaneDiedError(RuntimeError):
@@ -117,9 +113,7 @@ class Lanes:
         """Be a lane: run what the parent names until it has no more; runs no exit handlers."""
         try:
             os.setpgid(0, 0)  # Ctrl-C is for the parent, which then ends its lanes
-            if _libc is not None:
-                _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent:
+            if not ends_with(parent):
                 os._exit(1)
             torch.set_num_threads(1)
             campaign = self._campaign()

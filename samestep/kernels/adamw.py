@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.call import Gradients, Step
+from samestep.kernels.call import CHUNK, Gradients, Step, Table, chunk_table
 from samestep.kernels.norm import DTYPES
-from samestep.kernels.tables import CHUNK, Table, chunk_table
 from samestep.rules.state import MASTER, State
 
 

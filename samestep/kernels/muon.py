@@ -21,11 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import call, muon_tiles
-from samestep.kernels.call import FUSION, Gradients, Step, tiled, tiles
+from samestep.kernels.call import FUSION, Gradients, Step, Table, tiled, tiles
+from samestep.kernels.choice import padded
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import orthogonalize_wide
-from samestep.kernels.tables import Table
-from samestep.kernels.ways import padded
 from samestep.rules.muon import largest_singular_value, lr_factor, table_of
 from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution
 from samestep.rules.rule import Options

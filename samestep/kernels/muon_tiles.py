@@ -290,15 +290,13 @@ def equilibrate(
     tile, number = tl.program_id(0), tl.program_id(1)
     begin = number.to(tl.int64) * short * long
     row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    row_stride, col_stride = 1 if TALL else long, long if TALL else 1
     power = tl.load(powers + number)
     squares = tl.zeros((ROWS, COLS), tl.float32)
     first = tl.program_id(0) * 0
     while first < cols:
         col = first + tl.arange(0, COLS)[None, :]
-        if TALL:
-            places = col * long + row
-        else:
-            places = row * long + col
+        places = row * row_stride + col * col_stride
         x = tl.load(given + begin + places, (row < rows) & (col < cols), 0.0).to(tl.float32)
         if not MULTIPLIED:
             x = x * power
@@ -312,10 +310,7 @@ def equilibrate(
     first = tl.program_id(0) * 0
     while first < cols:
         col = first + tl.arange(0, COLS)[None, :]
-        if TALL:
-            places = col * long + row
-        else:
-            places = row * long + col
+        places = row * row_stride + col * col_stride
         inside = (row < rows) & (col < cols)
         x = tl.load(given + begin + places, inside, 0.0).to(tl.float32) * factor
         x = x.to(directions.dtype.element_ty)

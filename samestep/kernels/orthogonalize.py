@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.kernels.choice import padded
 from samestep.kernels.symmetric import symmetric_product
-from samestep.kernels.ways import padded
 from samestep.rules.basin import Coefficients, gram_segments
 from samestep.rules.orthogonalize import EpsForm, Execution, block_norm, orthogonalize_flops
 

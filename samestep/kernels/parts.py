@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import part_tiles
-from samestep.kernels.call import Step, tiled, tiles
+from samestep.kernels.call import Step, Table, tiled, tiles
 from samestep.kernels.norm import DTYPES
-from samestep.kernels.tables import Table
 
 
 class Rows(NamedTuple):

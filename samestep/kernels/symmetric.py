@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samestep.kernels.ways import Way, way_of
+from samestep.kernels.choice import Way, way_of
 
 
 class Tiling(NamedTuple):

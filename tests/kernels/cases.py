@@ -14,12 +14,11 @@ import triton.language as tl
 import samestep.kernels.call
 import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
-from samestep.kernels.call import Gradients, Step
+from samestep.kernels.call import Gradients, Step, Table
 from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.kernels.norm import DTYPES, square_sum
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling, symmetric_product
-from samestep.kernels.tables import Table
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients

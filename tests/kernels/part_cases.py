@@ -20,7 +20,7 @@ import samestep.optimizer.step
 import samestep.placements.parts.block_exchange
 import samestep.placements.parts.kernel_stages
 import samestep.update.triton
-from samestep.kernels.call import Step
+from samestep.kernels.call import Step, Table
 from samestep.kernels.parts import (
     GradientTable,
     MomentumOfParts,
@@ -33,7 +33,6 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.kernels.tables import Table
 from samestep.placements.parts.kernel_stages import KernelStages
 from samestep.placements.parts.sharded import local_part
 from samestep.rules.muon import MuonRule, lr_factor

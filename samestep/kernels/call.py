@@ -41,6 +41,17 @@ class Step(NamedTuple):
     maximize: bool
     only_if: Tensor | None  # (): 0 leaves all as it is
 
+    @property
+    def momentum(self) -> dict[str, Any]:
+        """What kernels that compute directions are told of momentum."""
+        return {
+            "mu": self.scalars["momentum"],
+            "factor": self.factor,
+            "EMA": self.options["momentum_form"] == "ema",
+            "NESTEROV": self.options["nesterov"],
+            "MAXIMIZE": self.maximize,
+        }
+
 
 class Gradients(NamedTuple):
     """The gradients of the tensors that one launch works on."""

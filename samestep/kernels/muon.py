@@ -147,14 +147,11 @@ def _step_along(
         _float32(lr_factor(blocks.rows, blocks.cols, options["adjust_lr"])),
         blocks.outliers,
         min(call.TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
-        blocks.rows,
-        blocks.cols,
-        *directions.shape[1:],
+        **_sizes(blocks, directions),
         param_dtype=blocks.param_dtype,
         FACTORS=kind,
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
-        TALL=blocks.tall,
         BFLOAT16=_in_bfloat16(options),
         HAS_MASTER=len(blocks.targets.tensors) == 2,
         ALIGNED=blocks.targets.aligned,
@@ -194,7 +191,7 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
 
 def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tensor]:
     """The pass over gradients and momenta: called with powers, it gives sums of squares."""
-    options, (count, short, long) = step.options, directions.shape
+    count, short, long = directions.shape
     programs = tiles(short) * tiles(long)
     sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
     blocks, grads = source
@@ -216,20 +213,12 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
             sums,
             step.only_if,
             writes,
-            step.scalars["momentum"],
-            step.factor,
-            blocks.rows,
-            blocks.cols,
-            short,
-            long,
+            **step.momentum,
+            **_sizes(blocks, directions),
             grad_dtype=dtypes[0],
             state_dtype=dtypes[1],
             GIVEN=grads is None,
-            EMA=options["momentum_form"] == "ema",
-            NESTEROV=options["nesterov"],
-            TALL=blocks.tall,
-            BFLOAT16=_in_bfloat16(options),
-            MAXIMIZE=step.maximize,
+            BFLOAT16=_in_bfloat16(step.options),
             ONLY_SUMS=only_sums,
             ALIGNED=aligned,
             **tiled(),
@@ -278,7 +267,7 @@ def _write_again(
 ) -> None:
     """Write the directions whose power has changed."""
     assert grads is not None
-    options, (count, short, long) = step.options, directions.shape
+    count, short, long = directions.shape
     in_block = tiles(short) * tiles(long)
     muon_tiles.direction_again[(min(AGAIN, in_block), count)](
         grads.addresses,
@@ -286,19 +275,11 @@ def _write_again(
         directions,
         numbers.powers,
         numbers.again,
-        step.scalars["momentum"],
-        step.factor,
-        blocks.rows,
-        blocks.cols,
-        short,
-        long,
-        in_block,
+        tiles=in_block,
         grad_dtype=grads.dtype,
-        EMA=options["momentum_form"] == "ema",
-        NESTEROV=options["nesterov"],
-        TALL=blocks.tall,
-        BFLOAT16=_in_bfloat16(options),
-        MAXIMIZE=step.maximize,
+        BFLOAT16=_in_bfloat16(step.options),
+        **step.momentum,
+        **_sizes(blocks, directions),
         ALIGNED=grads.aligned and blocks.momenta.aligned,
         **tiled(),
     )
@@ -312,7 +293,7 @@ def _equilibrated(
     step: Step,
 ) -> Tensor:
     """Bring the rows of each block to one norm; what scales the result to norm 1, (count,)."""
-    count, short, long = directions.shape
+    count = len(directions)
     # Neighbours in memory are those of a row, or those of a column of a tall block.
     high, wide = (call.TILE, call.TILE) if blocks.tall else (STRIP, LONG)
     strips = -(-blocks.rows // high)
@@ -323,12 +304,8 @@ def _equilibrated(
         numbers.norms,
         numbers.powers,
         sums,
-        blocks.rows,
-        blocks.cols,
-        short,
-        long,
-        _float32(blocks.rows**0.5),
-        TALL=blocks.tall,
+        root_rows=_float32(blocks.rows**0.5),
+        **_sizes(blocks, directions),
         MULTIPLIED=given is directions,
         ROWS=high,
         COLS=wide,
@@ -393,6 +370,13 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
         num_warps=4,
     )
     return sums
+
+
+def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, int]:
+    """Those of a block and of its direction, which is the padded transpose of a tall one."""
+    _, short, long = directions.shape
+    sizes = {"rows": blocks.rows, "cols": blocks.cols, "short": short, "long": long}
+    return {**sizes, "TALL": blocks.tall}
 
 
 def _squares(directions: Tensor) -> Tensor:

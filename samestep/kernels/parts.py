@@ -98,7 +98,6 @@ class MomentumOfParts:
 
     def run_(self, grads: GradientTable, out: Tensor, step: Step) -> None:
         """Update momenta, and write directions into a buffer."""
-        options = step.options
         part_tiles.momentum_of_parts[(len(self.programs),)](
             grads.addresses,
             self.table,
@@ -106,13 +105,9 @@ class MomentumOfParts:
             out,
             step.only_if,
             grads.writes,
-            step.scalars["momentum"],
-            step.factor,
             grad_dtype=self.grad_dtype,
             state_dtype=self.state_dtype,
-            EMA=options["momentum_form"] == "ema",
-            NESTEROV=options["nesterov"],
-            MAXIMIZE=step.maximize,
+            **step.momentum,
             ALIGNED=self.aligned,
             GRADS_ALIGNED=grads.aligned and self.aligned,
             **tiled(),

@@ -101,12 +101,10 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage."""
         return self._ranks.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage."""
         return self._ranks.rank == self._ranks.size - 1
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:

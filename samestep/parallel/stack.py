@@ -13,11 +13,9 @@ from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import Applied, apply
-from samestep.parallel.pipeline import GPT_STAGES, Pipeline
+from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline
 from samestep.parallel.plan import Plan
 from samestep.parallel.stages import StagePlan
-
-Loss = Callable[[Any, Tensor], Tensor]
 
 
 class Stack:

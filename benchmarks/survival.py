@@ -275,9 +275,9 @@ def _no_graphs(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    from samestep.kernels import replay
+    from samestep.kernels import orthogonalize
 
-    with patch.object(replay, "SMALL", 0.0):
+    with patch.object(orthogonalize, "SMALL", 0.0):
         yield
 
 

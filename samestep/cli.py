@@ -73,13 +73,8 @@ COMMANDS = {
         "samestep.checkpoint.convert_command",
     ),
 }
-EXTRAS = (
-    "jinja2",
-    "jsonschema",
-    "matplotlib",
-    "rich",
-    "tyro",
-)  # what samestep[cli] brings and a command may import
+# What samestep[cli] brings and a command may import.
+EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich", "tyro")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from samestep.launch.failed import RanksFailed
+from samestep.launch.forked import RanksFailed
 from tests.limits import HANG, limit
 
 LOOK = 0.05  # seconds between questions for a limit that may change

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.diagnosis.flight import attempt
+from samestep.comm.diagnosis.roll_call import ranks_text as ranks_text
 
 _log = logging.getLogger("samestep")
 
@@ -203,16 +204,6 @@ def default_timeout() -> timedelta | None:
         return handle._get_backend(torch.device(device)).options._timeout  # type: ignore[union-attr]
     except (AttributeError, RuntimeError):  # ranks that are threads, or none at all
         return None
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks in words, shortened where there are many."""
-    numbers = list(ranks)
-    if len(numbers) == 1:
-        return f"rank {numbers[0]}"
-    if len(numbers) > 16:
-        return f"{len(numbers)} ranks from {numbers[0]} to {numbers[-1]}"
-    return f"ranks {', '.join(map(str, numbers))}"
 
 
 registry = GroupRegistry()

@@ -26,14 +26,19 @@ class RankProblemError(RuntimeError):
     """Another rank could not take the step, so no rank takes it."""
 
 
+def _problem_of(rank: int, about: str = "") -> RankProblemError:
+    return RankProblemError(
+        f"rank {rank} could not take the step{about}, so no rank took it; its own error says why"
+    )
+
+
 def any_problem(problem: Problem | None, group: RankGroup) -> Problem | None:
     """This rank's problem, or that another rank of the group has one; waits for them."""
     rank = group.members[group.rank]
     code = torch.tensor([0 if problem is None else rank + 1], dtype=torch.int64)
     found = int(maximum("problems", code, group).wait())
     if problem is None and found:
-        text = f"rank {found - 1} could not take the step, so no rank took it; its own error says"
-        return Problem(RankProblemError(f"{text} why"))
+        return Problem(_problem_of(found - 1))
     return problem
 
 
@@ -95,8 +100,6 @@ class PresenceAgreement:
         if not code:
             return
         rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
-        about = f" because of parameter {self._names[param - 1]!r}" if param else ""
-        raise RankProblemError(
-            f"rank {rank} could not take the step{about}, so no rank took it; its own error says "
-            "why"
+        raise _problem_of(
+            rank, f" because of parameter {self._names[param - 1]!r}" if param else ""
         )

@@ -16,9 +16,13 @@ All private parts of torch that are in use here:
     FSDPModule._get_fsdp_state                  which modules are one unit: fully_shard([a, b])
 """
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass, replace
+from itertools import chain
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -29,10 +33,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from samestep.fsdp.module_calls import CallComparison
-from samestep.fsdp.nested_tensors import requiring_gradients, with_others
-from samestep.placements.parts.fsdp_units import fsdp_modules, own_places
+from samestep.comm.groups import RankGroup, ranks_text, registry
+from samestep.comm.integrity.agreement import RanksDisagreeError, gather_rows
+from samestep.placements.parts.fsdp_units import called, fsdp_modules, grid, own_places
 from samestep.placements.parts.gradients import Mark
+
+BACKWARD = -1  # what a rank is about to do, in place of the number of a call
 
 
 def take_part(model: nn.Module, check: bool = False) -> None:
@@ -109,7 +115,7 @@ class Participation:
 
     def _watch(self, module: nn.Module, unit: "Unit") -> None:
         def before_gather(_: nn.Module, args: Any, kwargs: Any) -> None:
-            sends = any(True for _ in requiring_gradients((args, kwargs)))
+            sends = any(True for _ in _requiring_gradients((args, kwargs)))
             if self._calls is not None and _backward_pass() < 0:
                 self._calls.compare(module, input_requires_grad=sends)
             if torch.is_grad_enabled() and not self._skipping:
@@ -121,7 +127,7 @@ class Participation:
             # Its backward has begun: this only computes activations again, with hooks in place.
             again = unit.waits and _backward_pass() == self._pass
             if torch.is_grad_enabled() and not again:
-                for node in {t.grad_fn or t for t in requiring_gradients((args, kwargs))}:
+                for node in {t.grad_fn or t for t in _requiring_gradients((args, kwargs))}:
                     _before_backward_of(node, unit.fill)
 
         def after_forward(_: nn.Module, args: Any, output: Any) -> Any:
@@ -135,7 +141,7 @@ class Participation:
                 own.register_hook(begin)  # type: ignore[no-untyped-call]
                 return own
 
-            return with_others(output, hooked) if torch.is_grad_enabled() else output
+            return _with_others(output, hooked) if torch.is_grad_enabled() else output
 
         self._handles += [
             module.register_forward_pre_hook(before_gather, prepend=True, with_kwargs=True),
@@ -225,6 +231,62 @@ class Unit:
             handle.remove()
 
 
+class CallComparison:
+    """Compares, before FSDP2 communicates, which of its modules ranks are about to call.
+
+    One integer of every rank, before each call of a module and each backward pass.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._names = list(modules)
+        self._numbers = {id(module): number for number, module in enumerate(modules.values())}
+        self._groups: list[RankGroup | None] = []
+        for module in modules.values():  # groups are made by all ranks, in this order
+            ranks = sorted(chain.from_iterable(grid(module)))
+            self._groups.append(registry.of_members(ranks) if len(ranks) > 1 else None)
+        places = chain.from_iterable(own_places(module) for module in modules.values())
+        self._device = next(place.now.device for place in places)
+
+    def compare(self, module: nn.Module | None, *, input_requires_grad: bool = False) -> None:
+        """Raise on every rank unless all are about to call this module; None: to go backward."""
+        if module is None:
+            for group in dict.fromkeys(self._groups):
+                self._compare(BACKWARD, group)
+            return
+        number = self._numbers[id(module)]
+        code = 4 * number + 2 * input_requires_grad + torch.is_grad_enabled()
+        self._compare(code, self._groups[number])
+
+    def _compare(self, code: int, group: RankGroup | None) -> None:
+        if group is None:
+            return
+        mine = torch.tensor([code], dtype=torch.int64, device=self._device)
+        codes = [int(code) for code in gather_rows("comparison of calls", mine, group)]
+        if len(set(codes)) == 1:
+            return
+        sides: dict[int, list[int]] = {}
+        for rank, other in zip(group.members, codes, strict=True):
+            sides.setdefault(other, []).append(rank)
+        told = "; ".join(
+            f"{ranks_text(ranks, math.inf)}: {self._told(c)}" for c, ranks in sides.items()
+        )
+        raise RanksDisagreeError(
+            f"ranks are about to do different things with an FSDP2 model, which would mix up their "
+            f"parameters or hang. {told}. A rank that does not use a module calls "
+            "samestep.fsdp.skip(module, x) in its place; one without a loss skips the model and "
+            "goes backward from there"
+        )
+
+    def _told(self, code: int) -> str:
+        if code == BACKWARD:
+            return "go backward"
+        number, how = divmod(code, 4)
+        what = f"call {called(self._names[number])}"
+        if not how & 1:
+            return f"{what} without gradients"
+        return f"{what}, whose input {'requires' if how & 2 else 'does not require'} a gradient"
+
+
 def _is_shard(found: Tensor, known: Tensor) -> bool:
     """Whether it is sharded as the known one is. Tensor parallel parameters are whole DTensors."""
     if not isinstance(found, DTensor) or not isinstance(known, DTensor):
@@ -264,3 +326,39 @@ class _Alias(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         return grads[0]
+
+
+# --- tensors in what modules are called with and give: tuples, lists, dicts, dataclasses, nested -
+
+
+def _requiring_gradients(values: Any) -> Iterator[Tensor]:
+    """The tensors in nested containers that require a gradient."""
+    if isinstance(values, Tensor):
+        if values.requires_grad:
+            yield values
+    elif isinstance(values, Mapping):
+        for value in values.values():
+            yield from _requiring_gradients(value)
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _requiring_gradients(value)
+    elif is_dataclass(values) and not isinstance(values, type):
+        for field in fields(values):
+            yield from _requiring_gradients(getattr(values, field.name))
+
+
+def _with_others(values: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """The same containers, with others for the tensors that require a gradient."""
+    if isinstance(values, Tensor):
+        return new(values) if values.requires_grad else values
+    if isinstance(values, MutableMapping):
+        made = copy(values)
+        made.update({key: _with_others(value, new) for key, value in values.items()})
+        return made
+    if isinstance(values, (tuple, list)):
+        parts = [_with_others(value, new) for value in values]
+        return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
+    if is_dataclass(values) and not isinstance(values, type):
+        held = {field.name: getattr(values, field.name) for field in fields(values) if field.init}
+        return replace(values, **{name: _with_others(value, new) for name, value in held.items()})
+    return values

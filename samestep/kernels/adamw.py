@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.call import Gradients, Step
+from samestep.kernels.call import CHUNK, Gradients, Step, Table, chunk_table
 from samestep.kernels.norm import DTYPES
-from samestep.kernels.tables import CHUNK, Table, chunk_table
 from samestep.rules.state import MASTER, State
 
 
@@ -31,20 +30,16 @@ class AdamWTensors:
         step_sizes, root_corrections = torch.empty(
             2, self.count, dtype=torch.float64, device=grads.addresses.device
         )
-        only_if = step_sizes if step.only_if is None else step.only_if
-        writes = step_sizes if grads.writes is None else grads.writes
         elementwise.advance[(self.count,)](
             self.steps.addresses,
             step_sizes,
             root_corrections,
-            only_if,
-            writes,
+            step.only_if,
+            grads.writes,
             scalars["lr"],
             scalars["beta1"],
             scalars["beta2"],
             step_dtype=self.step_dtype,
-            HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=grads.writes is not None,
             num_warps=1,
         )
         elementwise.adamw[(len(self.chunks),)](
@@ -54,22 +49,19 @@ class AdamWTensors:
             self.chunks,
             step_sizes,
             root_corrections,
-            only_if,
-            writes,
+            step.only_if,
+            grads.writes,
             scalars["lr"],
             scalars["beta1"],
             scalars["beta2"],
             scalars["eps"],
             scalars["weight_decay"],
-            step_sizes if step.factor is None else step.factor,
+            step.factor,
             param_dtype=self.param_dtype,
             grad_dtype=grads.dtype,
             first_dtype=self.first_dtype,
             second_dtype=self.second_dtype,
             HAS_MASTER=self.has_master,
-            HAS_FACTOR=step.factor is not None,
-            HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=grads.writes is not None,
             MAXIMIZE=step.maximize,
             ALIGNED=self.table.aligned and grads.aligned,
             BLOCK=CHUNK,

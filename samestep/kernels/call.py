@@ -1,8 +1,16 @@
-"""What every update by kernels is told of a step."""
+"""What launches are told: tables of addresses, the step, and how tiles are cut.
 
-from collections.abc import Mapping
-from typing import NamedTuple
+With a table of addresses one launch works on many tensors where they lie.
+"""
 
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache, reduce
+from operator import or_
+from typing import Any, NamedTuple, Protocol
+
+import torch
 from torch import Tensor
 
 from samestep.rules.rule import Options
@@ -10,6 +18,18 @@ from samestep.rules.rule import Options
 # Compilers that may fuse a product and a sum choose which, here and there another: then an element
 # would be rounded by its place in a tile, which is not the same in a part and in a whole block.
 FUSION = False
+CHUNK = 4096  # elements of one tensor that one program works on
+TILE = 64  # rows and columns of a block or part that one program works on
+
+
+def tiled() -> dict[str, Any]:
+    """The constants of a launch on tiles."""
+    return {"ROWS": TILE, "COLS": TILE, "num_warps": 4, "enable_fp_fusion": FUSION}
+
+
+def tiles(size: int) -> int:
+    """How many of them are beside each other."""
+    return -(-size // TILE)
 
 
 class Step(NamedTuple):
@@ -21,6 +41,17 @@ class Step(NamedTuple):
     maximize: bool
     only_if: Tensor | None  # (): 0 leaves all as it is
 
+    @property
+    def momentum(self) -> dict[str, Any]:
+        """What kernels that compute directions are told of momentum."""
+        return {
+            "mu": self.scalars["momentum"],
+            "factor": self.factor,
+            "EMA": self.options["momentum_form"] == "ema",
+            "NESTEROV": self.options["nesterov"],
+            "MAXIMIZE": self.maximize,
+        }
+
 
 class Gradients(NamedTuple):
     """The gradients of the tensors that one launch works on."""
@@ -29,3 +60,73 @@ class Gradients(NamedTuple):
     aligned: bool
     dtype: object  # Triton's
     writes: Tensor | None  # (count,) float64: 0 leaves a tensor as it is
+
+
+class AddressSource(Protocol):
+    """Where tables on the device get their addresses from while a graph is recorded."""
+
+    def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
+        """(rows, columns), filled before the graph runs."""
+        ...
+
+
+_source: ContextVar[AddressSource | None] = ContextVar("addresses", default=None)
+
+
+@contextmanager
+def addresses_from(source: AddressSource) -> Iterator[None]:
+    """Tables made inside have their addresses from a source."""
+    token = _source.set(source)
+    try:
+        yield
+    finally:
+        _source.reset(token)
+
+
+class Table:
+    """Where tensors begin: rows of addresses on their device, (rows, tensors)."""
+
+    def __init__(self, rows: Sequence[Sequence[Tensor]]) -> None:
+        self.tensors = rows
+        found = tuple(tuple(map(Tensor.data_ptr, row)) for row in rows)
+        # Of 16 bytes each: what lets a program read as much at once.
+        self.aligned = not any(
+            reduce(or_, of_row) % 16 or reduce(or_, map(Tensor.numel, row)) % 8
+            for row, of_row in zip(rows, found, strict=True)
+        )
+        device = rows[0][0].device
+        source = _source.get()
+        if source is not None:
+            self.addresses = source.take(found)
+            return
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "step() is being captured by torch.cuda.graph, which would keep today's learning "
+                "rates and gradients for good: give the optimizer cuda_graph=True instead"
+            )
+        # Tensors come back to where they were, step after step: most tables are known.
+        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        self.addresses = _known_table(found, device, stream)
+
+
+@lru_cache(maxsize=256)
+def chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """(chunks, 3): tensor, first element, size of the tensor; `CHUNK` elements or fewer each."""
+    rows = [
+        (number, first, size)
+        for number, size in enumerate(sizes)
+        for first in range(0, size, CHUNK)
+    ]
+    return _on_device(rows or [(0, 0, 0)], device)
+
+
+@lru_cache(maxsize=256)
+def _known_table(rows: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """By the stream too: another one would have to wait for the copy."""
+    return _on_device(rows, device)
+
+
+def _on_device(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Whole numbers; nobody waits for them."""
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)

@@ -3,6 +3,9 @@
 Each works on many tensors in one launch, through tables of their addresses, and reads and writes
 every value once. Numbers that change from step to step are read from the device, so nothing waits
 and nothing is compiled anew. Arithmetic is in float32, sums in float64.
+
+An argument that may be None is left out of the compiled code where it is: `only_if` (0: nothing is
+changed), `writes` ((count,): 0 leaves a tensor as it is), `factor` (of gradients).
 """
 
 import triton
@@ -19,14 +22,49 @@ def pointer_in(table, number, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def is_written(only_if, write, HAS_ONLY_IF: tl.constexpr, HAS_WRITES: tl.constexpr):
+def is_written(only_if, writes, number):
     """Whether a tensor is changed at all."""
     result = tl.full((), True, tl.int1)
-    if HAS_ONLY_IF:
+    if only_if is not None:
         result = result & (tl.load(only_if) != 0)
-    if HAS_WRITES:
-        result = result & (tl.load(write) != 0)
+    if writes is not None:
+        result = result & (tl.load(writes + number) != 0)
     return result
+
+
+@triton.jit
+def seen_gradient(values, factor, MAXIMIZE: tl.constexpr):
+    """A gradient as moments see it."""
+    g = values.to(tl.float32)
+    if factor is not None:
+        g = g * tl.load(factor).to(tl.float32)
+    if MAXIMIZE:
+        g = -g
+    return g
+
+
+@triton.jit
+def main_value(p, master, inside):
+    """The value of a parameter: its master's, unless somebody has changed the parameter since."""
+    value = p.to(tl.float32)
+    if master is not None:
+        kept = tl.load(master, inside, 0.0)
+        value = tl.where(kept.to(p.dtype) == p, kept, value)
+    return value
+
+
+@triton.jit
+def elements_of(chunks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """The tensor of this program's chunk, the places of its elements, and which of them there are.
+
+    `chunks` is what `tables.chunk_table` makes.
+    """
+    own = chunks + 3 * tl.program_id(0)
+    number, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    if ALIGNED:
+        size = tl.multiple_of(size, 8)
+    offsets = tl.multiple_of(first, BLOCK) + tl.arange(0, BLOCK)
+    return number, offsets, offsets < size
 
 
 @triton.jit
@@ -34,15 +72,10 @@ def square_sums(
     table, chunks, sums, dtype: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The sum of squares of one chunk of one tensor."""
-    chunk = tl.program_id(0)
-    number, first = tl.load(chunks + 3 * chunk), tl.load(chunks + 3 * chunk + 1)
-    size = tl.load(chunks + 3 * chunk + 2)
-    if ALIGNED:
-        size = tl.multiple_of(size, 8)
-    offsets = tl.multiple_of(first, BLOCK) + tl.arange(0, BLOCK)
-    values = tl.load(pointer_in(table, number, dtype, ALIGNED) + offsets, offsets < size, 0.0)
+    number, offsets, inside = elements_of(chunks, ALIGNED, BLOCK)
+    values = tl.load(pointer_in(table, number, dtype, ALIGNED) + offsets, inside, 0.0)
     wide = values.to(tl.float64)
-    tl.store(sums + chunk, tl.sum(wide * wide))
+    tl.store(sums + tl.program_id(0), tl.sum(wide * wide))
 
 
 @triton.jit
@@ -56,14 +89,12 @@ def advance(
     beta1,
     beta2,
     step_dtype: tl.constexpr,
-    HAS_ONLY_IF: tl.constexpr,
-    HAS_WRITES: tl.constexpr,
 ):
     """Count AdamW's step of one tensor, and correct its moments for having begun at zero."""
     number = tl.program_id(0)
     place = pointer_in(steps, number, step_dtype, False)
     count = tl.load(place).to(tl.float64)
-    if is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES):
+    if is_written(only_if, writes, number):
         count += 1
         tl.store(place, count.to(step_dtype))
     b1, b2 = tl.load(beta1), tl.load(beta2)
@@ -79,8 +110,8 @@ def adamw(
     chunks,
     step_sizes,  # (count,): lr / (1 - beta1^t)
     root_corrections,  # (count,): sqrt(1 - beta2^t)
-    only_if,  # 0: nothing is changed
-    writes,  # (count,): 0 leaves a tensor as it is
+    only_if,
+    writes,
     lr,
     beta1,
     beta2,
@@ -92,39 +123,25 @@ def adamw(
     first_dtype: tl.constexpr,
     second_dtype: tl.constexpr,
     HAS_MASTER: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_ONLY_IF: tl.constexpr,
-    HAS_WRITES: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One AdamW step on one chunk of one tensor."""
-    chunk = tl.program_id(0)
-    number, begin = tl.load(chunks + 3 * chunk), tl.load(chunks + 3 * chunk + 1)
-    size = tl.load(chunks + 3 * chunk + 2)
-    if ALIGNED:
-        size = tl.multiple_of(size, 8)
-    if not is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES):
+    number, offsets, inside = elements_of(chunks, ALIGNED, BLOCK)
+    if not is_written(only_if, writes, number):
         return
-    offsets = tl.multiple_of(begin, BLOCK) + tl.arange(0, BLOCK)
-    inside = offsets < size
     param = pointer_in(tensors, number, param_dtype, ALIGNED) + offsets
     grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
     first = pointer_in(tensors + count, number, first_dtype, ALIGNED) + offsets
     second = pointer_in(tensors + 2 * count, number, second_dtype, ALIGNED) + offsets
-    p, g = tl.load(param, inside, 0.0), tl.load(grad, inside, 0.0).to(tl.float32)
-    m = tl.load(first, inside, 0.0).to(tl.float32)
-    v = tl.load(second, inside, 0.0).to(tl.float32)
-    value = p.to(tl.float32)
+    master = None
     if HAS_MASTER:
         master = pointer_in(tensors + 3 * count, number, tl.float32, ALIGNED) + offsets
-        kept = tl.load(master, inside, 0.0)
-        value = tl.where(kept.to(param_dtype) == p, kept, value)
-    if HAS_FACTOR:
-        g = g * tl.load(factor).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
+    value = main_value(tl.load(param, inside, 0.0), master, inside)
+    g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
+    m = tl.load(first, inside, 0.0).to(tl.float32)
+    v = tl.load(second, inside, 0.0).to(tl.float32)
     b1, b2 = tl.load(beta1), tl.load(beta2)
     m += (1 - b1).to(tl.float32) * (g - m)
     v = v * b2.to(tl.float32) + (1 - b2).to(tl.float32) * g * g

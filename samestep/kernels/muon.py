@@ -20,18 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from samestep.kernels import muon_tiles
-from samestep.kernels.call import FUSION, Gradients, Step
+from samestep.kernels import call, muon_tiles
+from samestep.kernels.call import FUSION, Gradients, Step, Table, tiled, tiles
+from samestep.kernels.choice import padded
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import orthogonalize_wide
-from samestep.kernels.tables import Table
-from samestep.kernels.ways import padded
-from samestep.rules.muon import largest_singular_value, lr_factor
-from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution, step_coefficients
+from samestep.rules.muon import largest_singular_value, lr_factor, table_of
+from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution
 from samestep.rules.rule import Options
 from samestep.rules.state import MASTER, State
 
-TILE = 64  # rows and columns of a block that one program works on
 AGAIN = 32  # programs per block that look whether a direction is to be written once more
 STRIP, LONG = 16, 256  # rows and columns that are looked at together, where rows are summed
 
@@ -50,10 +48,11 @@ class MuonBlocks:
         self.targets = Table([params, *masters])
         self.param_dtype = DTYPES[params[0].dtype]
         self.state_dtype = DTYPES[states[0]["momentum_buffer"].dtype]
-        device = params[0].device
-        self.powers = torch.ones(self.count, device=device)  # of the step before
+        self.device = params[0].device
+        self.powers = torch.ones(self.count, device=self.device)  # of the step before
         # In the host's memory, where kernels write in the rare case and nobody waits to read.
-        self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=device.type == "cuda")
+        on_gpu = self.device.type == "cuda"
+        self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=on_gpu)
 
 
 class GivenBlocks:
@@ -66,6 +65,7 @@ class GivenBlocks:
         writes: Tensor | None,  # (count,) float64: 0 leaves a variance as it is
     ) -> None:
         self.values, self.states, self.writes = values, states, writes
+        self.device = values.device
         self.count, self.rows, self.cols = values.shape
         self.tall = self.rows > self.cols
 
@@ -83,10 +83,8 @@ def muon_(
     squares = []
     for (blocks, grads), directions in zip(parts, orthogonalized(parts, step), strict=True):
         square = _step_along(blocks, grads, directions, step)
-        if measure and square is None:
-            square = _squares(directions)
-        if measure and square is not None:
-            squares.append(square)
+        if measure:
+            squares.append(_squares(directions) if square is None else square)
     return squares
 
 
@@ -98,14 +96,8 @@ def orthogonalized(parts: Sequence[Source], step: Step) -> tuple[Tensor, ...]:
     options, first = step.options, parts[0][0]
     short, long = sorted((padded(first.rows), padded(first.cols)))
     counts = [blocks.count for blocks, _ in parts]
-    X = torch.empty(
-        (sum(counts), short, long),
-        dtype=torch.float16,
-        device=_device(first),
-    )
-    table = step_coefficients(
-        options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
-    )
+    X = torch.empty((sum(counts), short, long), dtype=torch.float16, device=first.device)
+    table = table_of(options)
     split = (lambda X: (X,)) if len(parts) == 1 else (lambda X: torch.split(X, counts))
     scales = [_directions(*pair, step) for pair in zip(parts, split(X), strict=True)]
     X = orthogonalize_wide(
@@ -137,46 +129,33 @@ def _in_bfloat16(options: Options) -> bool:
     return options["compute_dtype"] is not torch.float16
 
 
-def _device(blocks: MuonBlocks | GivenBlocks) -> torch.device:
-    own = blocks.values if isinstance(blocks, GivenBlocks) else blocks.targets.addresses
-    return own.device
-
-
 def _step_along(
     blocks: MuonBlocks, grads: Gradients, directions: Tensor, step: Step
 ) -> Tensor | None:
     """Decay and step; the squares of the directions, (count,), if they came up."""
     scalars, options = step.scalars, step.options
     factors, kind, squares = _factors(blocks, directions, step, grads.writes)
-    muon_tiles.step_along[(_tiles(blocks.rows) * _tiles(blocks.cols), blocks.count)](
+    muon_tiles.step_along[(tiles(blocks.rows) * tiles(blocks.cols), blocks.count)](
         blocks.targets.addresses,
         blocks.count,
         directions,
-        directions if factors is None else factors,
-        directions if step.only_if is None else step.only_if,
-        directions if grads.writes is None else grads.writes,
+        factors,
+        step.only_if,
+        grads.writes,
         scalars["lr"],
         scalars["weight_decay"],
         _float32(lr_factor(blocks.rows, blocks.cols, options["adjust_lr"])),
         blocks.outliers,
-        min(TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
-        blocks.rows,
-        blocks.cols,
-        *directions.shape[1:],
+        min(call.TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
+        **_sizes(blocks, directions),
         param_dtype=blocks.param_dtype,
         FACTORS=kind,
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
-        TALL=blocks.tall,
         BFLOAT16=_in_bfloat16(options),
         HAS_MASTER=len(blocks.targets.tensors) == 2,
-        HAS_ONLY_IF=step.only_if is not None,
-        HAS_WRITES=grads.writes is not None,
         ALIGNED=blocks.targets.aligned,
-        ROWS=TILE,
-        COLS=TILE,
-        num_warps=4,
-        enable_fp_fusion=FUSION,
+        **tiled(),
     )
     return squares
 
@@ -193,16 +172,15 @@ class _Numbers(NamedTuple):
 def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
     blocks, options = source[0], step.options
-    bfloat16 = _in_bfloat16(options)
-    if options["equilibrate"] and bfloat16:
+    if options["equilibrate"] and _in_bfloat16(options):
         # Rows of any size: their digits are all there, until they have one norm.
         given = directions.view(torch.bfloat16)
-        numbers = _numbers(_pass(source, given, step, bfloat16)(None), step)
+        numbers = _numbers(_pass(source, given, step)(None), step)
         return _equilibrated(blocks, given, directions, numbers, step)
-    run = _pass(source, directions, step, bfloat16)
+    run = _pass(source, directions, step)
     if isinstance(blocks, MuonBlocks) and blocks.state_dtype is tl.float32:
         numbers = _numbers(run(blocks.powers), step, blocks.powers)
-        _write_again(blocks, source[1], directions, numbers, step, bfloat16)
+        _write_again(blocks, source[1], directions, numbers, step)
     else:
         numbers = _numbers(run(None, only_sums=True), step)
         run(numbers.powers)
@@ -211,11 +189,11 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     return numbers.scales
 
 
-def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Callable[..., Tensor]:
+def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tensor]:
     """The pass over gradients and momenta: called with powers, it gives sums of squares."""
-    options, (count, short, long) = step.options, directions.shape
-    tiles = _tiles(short) * _tiles(long)
-    sums = torch.empty(count, tiles, dtype=torch.float64, device=directions.device)
+    count, short, long = directions.shape
+    programs = tiles(short) * tiles(long)
+    sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
     blocks, grads = source
     if isinstance(blocks, GivenBlocks):
         given, momenta, aligned, writes = blocks.values, blocks.values, False, None
@@ -227,38 +205,23 @@ def _pass(source: Source, directions: Tensor, step: Step, bfloat16: bool) -> Cal
         dtypes = grads.dtype, blocks.state_dtype
 
     def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
-        muon_tiles.momentum[(tiles, count)](
+        muon_tiles.momentum[(programs, count)](
             given,
             momenta,
             directions,
-            sums if powers is None else powers,
+            powers,
             sums,
-            sums if step.only_if is None else step.only_if,
-            sums if writes is None else writes,
-            step.scalars["momentum"],
-            sums if step.factor is None else step.factor,
-            blocks.rows,
-            blocks.cols,
-            short,
-            long,
+            step.only_if,
+            writes,
+            **step.momentum,
+            **_sizes(blocks, directions),
             grad_dtype=dtypes[0],
             state_dtype=dtypes[1],
             GIVEN=grads is None,
-            EMA=options["momentum_form"] == "ema",
-            NESTEROV=options["nesterov"],
-            TALL=blocks.tall,
-            BFLOAT16=bfloat16,
-            HAS_POWERS=powers is not None,
-            HAS_FACTOR=step.factor is not None,
-            HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=writes is not None,
-            MAXIMIZE=step.maximize,
+            BFLOAT16=_in_bfloat16(step.options),
             ONLY_SUMS=only_sums,
             ALIGNED=aligned,
-            ROWS=TILE,
-            COLS=TILE,
-            num_warps=4,
-            enable_fp_fusion=FUSION,
+            **tiled(),
         )
         return sums
 
@@ -301,37 +264,24 @@ def _write_again(
     directions: Tensor,
     numbers: _Numbers,
     step: Step,
-    bfloat16: bool,
 ) -> None:
     """Write the directions whose power has changed."""
     assert grads is not None
-    options, (count, short, long) = step.options, directions.shape
-    tiles = _tiles(short) * _tiles(long)
-    muon_tiles.direction_again[(min(AGAIN, tiles), count)](
+    count, short, long = directions.shape
+    in_block = tiles(short) * tiles(long)
+    muon_tiles.direction_again[(min(AGAIN, in_block), count)](
         grads.addresses,
         blocks.momenta.addresses,
         directions,
         numbers.powers,
         numbers.again,
-        step.scalars["momentum"],
-        directions if step.factor is None else step.factor,
-        blocks.rows,
-        blocks.cols,
-        short,
-        long,
-        tiles,
+        tiles=in_block,
         grad_dtype=grads.dtype,
-        EMA=options["momentum_form"] == "ema",
-        NESTEROV=options["nesterov"],
-        TALL=blocks.tall,
-        BFLOAT16=bfloat16,
-        HAS_FACTOR=step.factor is not None,
-        MAXIMIZE=step.maximize,
+        BFLOAT16=_in_bfloat16(step.options),
+        **step.momentum,
+        **_sizes(blocks, directions),
         ALIGNED=grads.aligned and blocks.momenta.aligned,
-        ROWS=TILE,
-        COLS=TILE,
-        num_warps=4,
-        enable_fp_fusion=FUSION,
+        **tiled(),
     )
 
 
@@ -343,9 +293,9 @@ def _equilibrated(
     step: Step,
 ) -> Tensor:
     """Bring the rows of each block to one norm; what scales the result to norm 1, (count,)."""
-    count, short, long = directions.shape
+    count = len(directions)
     # Neighbours in memory are those of a row, or those of a column of a tall block.
-    high, wide = (TILE, TILE) if blocks.tall else (STRIP, LONG)
+    high, wide = (call.TILE, call.TILE) if blocks.tall else (STRIP, LONG)
     strips = -(-blocks.rows // high)
     sums = torch.empty(count, strips, dtype=torch.float64, device=directions.device)
     muon_tiles.equilibrate[(strips, count)](
@@ -354,12 +304,8 @@ def _equilibrated(
         numbers.norms,
         numbers.powers,
         sums,
-        blocks.rows,
-        blocks.cols,
-        short,
-        long,
-        _float32(blocks.rows**0.5),
-        TALL=blocks.tall,
+        root_rows=_float32(blocks.rows**0.5),
+        **_sizes(blocks, directions),
         MULTIPLIED=given is directions,
         ROWS=high,
         COLS=wide,
@@ -387,21 +333,18 @@ def _factors(
     kept = [state["variance"] for state in blocks.states] if variance else []
     muon_tiles.direction_factors[(count,)](
         square_sums,
-        Table([kept]).addresses if variance else square_sums,
+        Table([kept]).addresses if variance else None,
         factors,
         squares,
-        squares if step.only_if is None else step.only_if,
-        squares if writes is None else writes,
-        step.scalars["variance_beta2"] if variance else squares,
+        step.only_if,
+        writes,
+        step.scalars["variance_beta2"] if variance else None,
         along,
         min(rows, cols),
         room,
         float(min(rows, cols)),
         variance_dtype=DTYPES[kept[0].dtype] if variance else tl.float32,
         RENORMALIZE=options["renormalize"],
-        VARIANCE=variance,
-        HAS_ONLY_IF=step.only_if is not None,
-        HAS_WRITES=writes is not None,
         SIZE=min(triton.next_power_of_2(max(along, room)), 1024),
         num_warps=4,
         enable_fp_fusion=FUSION,
@@ -413,7 +356,7 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
     """Sums of squares of rows, or of columns, in float32, (count, along)."""
     count, short, long = directions.shape
     sums = torch.empty(count, along, device=directions.device)
-    high, wide = (STRIP, LONG) if along_short else (TILE, TILE)
+    high, wide = (STRIP, LONG) if along_short else (call.TILE, call.TILE)
     size = high if along_short else wide
     muon_tiles.squares_along[(-(-along // size), count)](
         directions,
@@ -429,6 +372,13 @@ def _sums_along(directions: Tensor, along: int, along_short: bool) -> Tensor:
     return sums
 
 
+def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, int]:
+    """Those of a block and of its direction, which is the padded transpose of a tall one."""
+    _, short, long = directions.shape
+    sizes = {"rows": blocks.rows, "cols": blocks.cols, "short": short, "long": long}
+    return {**sizes, "TALL": blocks.tall}
+
+
 def _squares(directions: Tensor) -> Tensor:
     """Sums of squares of 16-bit values in float32, (count,)."""
     norms: Tensor = torch.linalg.vector_norm(directions, dim=(1, 2), dtype=torch.float32)
@@ -439,7 +389,3 @@ def _float32(number: float) -> float:
     """As a GPU is told it; Triton's interpreter would see more digits."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded
-
-
-def _tiles(size: int) -> int:
-    return -(-size // TILE)

@@ -1,7 +1,8 @@
 """Triton kernels for both ends of Muon, on tiles of blocks: `samestep.rules.muon` has the formulas.
 
 Arithmetic is in float32, sums are in float64. The formulas are functions of their own, which
-`part_tiles` calls too: so parts of a block get the bits that the whole gets. Loops over sizes that
+`part_tiles` calls too: so parts of a block get the bits that the whole gets. What may be None is as
+in `elementwise`. Loops over sizes that
 the compiler does not know are `while`s whose counter begins as a tensor (`tl.program_id(0) * 0`):
 Triton's interpreter, through which tests run these kernels, takes no such size in `range`.
 """
@@ -9,28 +10,7 @@ Triton's interpreter, through which tests run these kernels, takes no such size 
 import triton
 import triton.language as tl
 
-from samestep.kernels.elementwise import is_written, pointer_in
-
-
-@triton.jit
-def seen_gradient(values, factor, HAS_FACTOR: tl.constexpr, MAXIMIZE: tl.constexpr):
-    """A gradient as momentum sees it."""
-    g = values.to(tl.float32)
-    if HAS_FACTOR:
-        g = g * tl.load(factor).to(tl.float32)
-    if MAXIMIZE:
-        g = -g
-    return g
-
-
-@triton.jit
-def new_momentum(m, g, mu, EMA: tl.constexpr):
-    """ema: m + (1 - mu) (g - m).  sum: mu m + g."""
-    if EMA:
-        m += (1 - mu).to(tl.float32) * (g - m)
-    else:
-        m = m * mu.to(tl.float32) + g
-    return m
+from samestep.kernels.elementwise import is_written, main_value, pointer_in, seen_gradient
 
 
 @triton.jit
@@ -46,10 +26,31 @@ def direction_of(m, g, mu, EMA: tl.constexpr, NESTEROV: tl.constexpr):
 
 
 @triton.jit
-def stepped(
-    value, u, lr, weight_decay, lr_factor, SCALE_DECAY: tl.constexpr, CAUTIOUS: tl.constexpr
-):
-    """A parameter after weight decay and the step along u."""
+def new_momentum(
+    grad, momentum, inside, mu, factor,
+    EMA: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+):  # fmt: skip
+    """The new momentum of the elements that pointers point to, and their direction.
+
+    ema: m + (1 - mu) (g - m).  sum: mu m + g.
+    """
+    g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
+    m = tl.load(momentum, inside, 0.0).to(tl.float32)
+    mu_ = tl.load(mu)
+    if EMA:
+        m += (1 - mu_).to(tl.float32) * (g - m)
+    else:
+        m = m * mu_.to(tl.float32) + g
+    return m, direction_of(m, g, mu_, EMA, NESTEROV)
+
+
+@triton.jit
+def step_to(
+    param, master, u, inside, lr, weight_decay, lr_factor,
+    SCALE_DECAY: tl.constexpr, CAUTIOUS: tl.constexpr,
+):  # fmt: skip
+    """Weight decay and the step along u, of the elements that pointers point to."""
+    value = main_value(tl.load(param, inside, 0.0), master, inside)
     rate = tl.load(lr)
     adjusted = rate * lr_factor
     decay = (adjusted if SCALE_DECAY else rate) * tl.load(weight_decay)
@@ -58,7 +59,36 @@ def stepped(
     else:
         value *= (1 - decay).to(tl.float32)
     value -= adjusted.to(tl.float32) * u
-    return value
+    tl.store(param, value.to(param.dtype.element_ty), inside)
+    if master is not None:
+        tl.store(master, value, inside)
+
+
+@triton.jit
+def tile_of(tile, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """First row and column of a tile of a region so many columns wide; all its rows and columns."""
+    across = tl.cdiv(cols, COLS)
+    first_row, first_col = (tile // across) * ROWS, (tile % across) * COLS
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    col = first_col + tl.arange(0, COLS)[None, :]
+    return first_row, first_col, row, col
+
+
+@triton.jit
+def read_tile(
+    begin, stride, turned, first_row, first_col, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr
+):
+    """A tile of a region; `turned`: the region is the transpose, its rows lie as columns."""
+    if turned != 0:
+        # so that neighbours in memory are read by neighbours
+        col_ = first_col + tl.arange(0, COLS)[:, None]
+        row_ = first_row + tl.arange(0, ROWS)[None, :]
+        values = tl.load(begin + col_ * stride + row_, (col_ < cols) & (row_ < rows), 0.0).T
+    else:
+        row = first_row + tl.arange(0, ROWS)[:, None]
+        col = first_col + tl.arange(0, COLS)[None, :]
+        values = tl.load(begin + row * stride + col, (row < rows) & (col < cols), 0.0)
+    return values
 
 
 @triton.jit
@@ -94,7 +124,7 @@ def momentum(
     grads,  # (count,) addresses of (rows, cols); GIVEN: directions, (count, rows, cols)
     momenta,  # (count,) addresses
     directions,  # (count, short, long), padded; the transpose of a tall block
-    powers,  # (count,): the direction is multiplied with it; unless HAS_POWERS: not
+    powers,  # (count,): the direction is multiplied with it; None: not
     sums,  # (count, tiles): the squares of the direction, not multiplied
     only_if,
     writes,  # (count,): 0 leaves a momentum as it is
@@ -111,10 +141,6 @@ def momentum(
     NESTEROV: tl.constexpr,
     TALL: tl.constexpr,
     BFLOAT16: tl.constexpr,
-    HAS_POWERS: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_ONLY_IF: tl.constexpr,
-    HAS_WRITES: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ONLY_SUMS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -123,34 +149,25 @@ def momentum(
 ):
     """Momentum and the direction that is orthogonalized, of one tile of one block."""
     tile, number = tl.program_id(0), tl.program_id(1)
-    if TALL:  # tiles of the padded block, in its own orientation
-        across = tl.cdiv(short, COLS)
-    else:
-        across = tl.cdiv(long, COLS)
-    first_row, first_col = (tile // across) * ROWS, (tile % across) * COLS
-    row = first_row + tl.arange(0, ROWS)[:, None]
-    col = first_col + tl.arange(0, COLS)[None, :]
+    # tiles of the padded block, in its own orientation
+    first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
     inside = (row < rows) & (col < cols)
     offsets = row * cols + col
     if GIVEN:
         begin = number.to(tl.int64) * rows * cols
         u = tl.load(grads + begin + offsets, inside, 0.0).to(tl.float32)
     else:
-        values = tl.load(pointer_in(grads, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
+        grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
         state = pointer_in(momenta, number, state_dtype, ALIGNED) + offsets
-        m = tl.load(state, inside, 0.0).to(tl.float32)
-        g = seen_gradient(values, factor, HAS_FACTOR, MAXIMIZE)
-        mu_ = tl.load(mu)
-        m = new_momentum(m, g, mu_, EMA)
-        u = direction_of(m, g, mu_, EMA, NESTEROV)
+        m, u = new_momentum(grad, state, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
     u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
     wide = u.to(tl.float64)
     tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
     if not ONLY_SUMS:
         if not GIVEN:
-            written = is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
+            written = is_written(only_if, writes, number)
             tl.store(state, m.to(state_dtype), inside & written)
-        if HAS_POWERS:
+        if powers is not None:
             u = u * tl.load(powers + number)
         x = u.to(directions.dtype.element_ty)
         own = directions + number.to(tl.int64) * short * long
@@ -176,7 +193,6 @@ def direction_again(
     NESTEROV: tl.constexpr,
     TALL: tl.constexpr,
     BFLOAT16: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -188,21 +204,15 @@ def direction_again(
     """
     number = tl.program_id(1)
     if tl.load(again + number) != 0:
-        if TALL:
-            across = tl.cdiv(short, COLS)
-        else:
-            across = tl.cdiv(long, COLS)
         power, mu_ = tl.load(powers + number), tl.load(mu)
         tile = tl.program_id(0)
         while tile < tiles:
-            first_row, first_col = (tile // across) * ROWS, (tile % across) * COLS
-            row = first_row + tl.arange(0, ROWS)[:, None]
-            col = first_col + tl.arange(0, COLS)[None, :]
+            first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
             inside = (row < rows) & (col < cols)
             offsets = row * cols + col
             values = tl.load(pointer_in(grads, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
             m = tl.load(pointer_in(momenta, number, tl.float32, ALIGNED) + offsets, inside, 0.0)
-            g = seen_gradient(values, factor, HAS_FACTOR, MAXIMIZE)
+            g = seen_gradient(values, factor, MAXIMIZE)
             u = direction_of(m, g, mu_, EMA, NESTEROV)
             u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16) * power
             x = u.to(directions.dtype.element_ty)
@@ -280,15 +290,13 @@ def equilibrate(
     tile, number = tl.program_id(0), tl.program_id(1)
     begin = number.to(tl.int64) * short * long
     row = tile * ROWS + tl.arange(0, ROWS)[:, None]
+    row_stride, col_stride = 1 if TALL else long, long if TALL else 1
     power = tl.load(powers + number)
     squares = tl.zeros((ROWS, COLS), tl.float32)
     first = tl.program_id(0) * 0
     while first < cols:
         col = first + tl.arange(0, COLS)[None, :]
-        if TALL:
-            places = col * long + row
-        else:
-            places = row * long + col
+        places = row * row_stride + col * col_stride
         x = tl.load(given + begin + places, (row < rows) & (col < cols), 0.0).to(tl.float32)
         if not MULTIPLIED:
             x = x * power
@@ -302,10 +310,7 @@ def equilibrate(
     first = tl.program_id(0) * 0
     while first < cols:
         col = first + tl.arange(0, COLS)[None, :]
-        if TALL:
-            places = col * long + row
-        else:
-            places = row * long + col
+        places = row * row_stride + col * col_stride
         inside = (row < rows) & (col < cols)
         x = tl.load(given + begin + places, inside, 0.0).to(tl.float32) * factor
         x = x.to(directions.dtype.element_ty)
@@ -331,38 +336,28 @@ def squares_along(
     tile, number = tl.program_id(0), tl.program_id(1)
     begin = number.to(tl.int64) * short * long
     squares = tl.zeros((ROWS, COLS), tl.float32)
-    if SHORT:
-        row = tile * ROWS + tl.arange(0, ROWS)
-        first = tl.program_id(0) * 0
-        while first < long:
-            col = first + tl.arange(0, COLS)
-            inside = (row[:, None] < short) & (col[None, :] < long)
-            places = row[:, None] * long + col[None, :]
-            u = tl.load(directions + begin + places, inside, 0.0).to(tl.float32)
-            squares += u * u
-            first += COLS
-        tl.store(sums + number * along + row, tl.sum(squares, 1), row < along)
-    else:
-        col = tile * COLS + tl.arange(0, COLS)
-        first = tl.program_id(0) * 0
-        while first < short:
-            row = first + tl.arange(0, ROWS)
-            inside = (row[:, None] < short) & (col[None, :] < long)
-            places = row[:, None] * long + col[None, :]
-            u = tl.load(directions + begin + places, inside, 0.0).to(tl.float32)
-            squares += u * u
-            first += ROWS
-        tl.store(sums + number * along + col, tl.sum(squares, 0), col < along)
+    own = tile * (ROWS if SHORT else COLS) + tl.arange(0, ROWS if SHORT else COLS)
+    first = tl.program_id(0) * 0
+    while first < (long if SHORT else short):
+        if SHORT:
+            row, col = own[:, None], first + tl.arange(0, COLS)[None, :]
+        else:
+            row, col = first + tl.arange(0, ROWS)[:, None], own[None, :]
+        inside = (row < short) & (col < long)
+        u = tl.load(directions + begin + row * long + col, inside, 0.0).to(tl.float32)
+        squares += u * u
+        first += COLS if SHORT else ROWS
+    tl.store(sums + number * along + own, tl.sum(squares, 1 if SHORT else 0), own < along)
 
 
 @triton.jit
 def direction_factors(
     square_sums,  # (count, along): of rows or columns of directions
-    variances,  # (count,) addresses of (along,)
+    variances,  # (count,) addresses of (along,); None: no variance is reduced
     factors,  # (count, room): with variance one per row or column, else the first counts
     squares,  # (count,): of whole directions, times the factor of renormalization
     only_if,
-    writes,  # (count,)
+    writes,
     beta2,
     along,
     across,  # elements of a row or column
@@ -370,9 +365,6 @@ def direction_factors(
     least,  # the shorter side: the square of the norm of an orthogonal block
     variance_dtype: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    VARIANCE: tl.constexpr,
-    HAS_ONLY_IF: tl.constexpr,
-    HAS_WRITES: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     """What one direction is multiplied with: `renormalize`, then `reduce_variance`."""
@@ -389,10 +381,10 @@ def direction_factors(
         scale = tl.sqrt(least) / tl.maximum(tl.sqrt(square), 1e-6)
     square = square * scale * scale
     tl.store(squares + number, square)
-    if not VARIANCE:
+    if variances is None:
         tl.store(factors + number * room, scale)
     else:
-        written = is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
+        written = is_written(only_if, writes, number)
         kept = pointer_in(variances, number, variance_dtype, False)
         weight = (1 - tl.load(beta2)).to(tl.float32)
         new_squares = tl.zeros((SIZE,), tl.float32)
@@ -442,26 +434,16 @@ def step_along(
     TALL: tl.constexpr,
     BFLOAT16: tl.constexpr,
     HAS_MASTER: tl.constexpr,
-    HAS_ONLY_IF: tl.constexpr,
-    HAS_WRITES: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     """Weight decay and the step, of one tile of one block."""
     tile, number = tl.program_id(0), tl.program_id(1)
-    across = tl.cdiv(cols, COLS)
-    row = (tile // across) * ROWS + tl.arange(0, ROWS)[:, None]
-    col = (tile % across) * COLS + tl.arange(0, COLS)[None, :]
-    inside = (row < rows) & (col < cols)
-    inside = inside & is_written(only_if, writes + number, HAS_ONLY_IF, HAS_WRITES)
+    first_row, first_col, row, col = tile_of(tile, cols, ROWS, COLS)
+    inside = (row < rows) & (col < cols) & is_written(only_if, writes, number)
     own = directions + number.to(tl.int64) * short * long
-    if TALL:
-        col_ = (tile % across) * COLS + tl.arange(0, COLS)[:, None]
-        row_ = (tile // across) * ROWS + tl.arange(0, ROWS)[None, :]
-        u = tl.load(own + col_ * long + row_, (col_ < cols) & (row_ < rows), 0.0).T
-    else:
-        u = tl.load(own + row * long + col, inside, 0.0)
+    u = read_tile(own, long, TALL, first_row, first_col, rows, cols, ROWS, COLS)
     u = rounded_direction(u.to(tl.float32), BFLOAT16)
     fits = tl.sum(tl.where(inside, u * u, 0.0)) <= limit
     if fits == 0:  # also if it is NaN
@@ -476,13 +458,7 @@ def step_along(
         u *= tl.load(factors + number * long + along, along < long, 0.0)
     offsets = row * cols + col
     param = pointer_in(tensors, number, param_dtype, ALIGNED) + offsets
-    p = tl.load(param, inside, 0.0)
-    value = p.to(tl.float32)
+    master = None
     if HAS_MASTER:
         master = pointer_in(tensors + count, number, tl.float32, ALIGNED) + offsets
-        kept = tl.load(master, inside, 0.0)
-        value = tl.where(kept.to(param_dtype) == p, kept, value)
-    value = stepped(value, u, lr, weight_decay, lr_factor, SCALE_DECAY, CAUTIOUS)
-    tl.store(param, value.to(param_dtype), inside)
-    if HAS_MASTER:
-        tl.store(master, value, inside)
+    step_to(param, master, u, inside, lr, weight_decay, lr_factor, SCALE_DECAY, CAUTIOUS)

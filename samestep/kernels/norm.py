@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.tables import CHUNK, Table, chunk_table
+from samestep.kernels.call import CHUNK, Table, chunk_table
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 

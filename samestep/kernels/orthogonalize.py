@@ -5,19 +5,27 @@ matrices and polynomials are float16, sums float32: in bfloat16 a polynomial of 
 is as large as 33, would be rounded by more than singular values may move (docs/rules.md). The first
 Gram matrix and polynomial carry the scale that brings a block to unit norm, so that scaling costs
 no pass over memory.
+
+Small orthogonalizations run as CUDA graphs: their launches take longer than their arithmetic.
 """
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.kernels.replay import can_replay, replayed
+from samestep.kernels.choice import padded
 from samestep.kernels.symmetric import symmetric_product
-from samestep.kernels.ways import padded
 from samestep.rules.basin import Coefficients, gram_segments
 from samestep.rules.orthogonalize import EpsForm, Execution, block_norm, orthogonalize_flops
+
+SMALL = 5e11  # floating-point operations: what a GPU does while the host launches all of it
+KEPT = 64  # graphs
+
+Function = Callable[[Tensor, Tensor], Tensor]
 
 
 def orthogonalize_blocks(
@@ -151,3 +159,57 @@ def _shift(coefficients: Coefficients) -> float:
     """h with  b A + c A A = c (A + h I)(A + h I) - c h h I;  0 where h would drown A in float16."""
     _, b, c = coefficients
     return b / (2 * c) if c and abs(b) <= 8 * abs(c) else 0.0
+
+
+# --- as CUDA graphs ---------------------------------------------------------------------------
+
+
+class _Recorded(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    X: Tensor
+    scales: Tensor
+    result: Tensor
+
+
+_recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+
+
+def can_replay(X: Tensor, flops: float) -> bool:
+    """Whether it is small, and nobody else is recording."""
+    return flops < SMALL and X.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+
+def replayed(function: Function, key: Hashable, X: Tensor, scales: Tensor) -> Tensor:
+    """`function(X, scales)` through a graph, which is recorded at the first call with a key.
+
+    A graph has tensors of its own: a block is copied into them and the result out, which is little
+    against fifteen launches.
+    """
+    key = (key, X.shape, X.dtype, X.device)
+    found = _recorded.get(key)
+    if found is None:
+        function(X.clone(), scales)  # compiles what a graph cannot
+        found = _recorded[key] = _record(function, X, scales)
+        if len(_recorded) > KEPT:
+            _recorded.popitem(last=False)
+    _recorded.move_to_end(key)
+    found.X.copy_(X)
+    found.scales.copy_(scales)
+    found.graph.replay()
+    return found.result.clone()
+
+
+def _record(function: Function, X: Tensor, scales: Tensor) -> _Recorded:
+    own_X, own_scales = torch.zeros_like(X), torch.zeros_like(scales)
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(X.device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(X.device))
+    with torch.cuda.stream(stream):
+        # Other threads (gloo's, NCCL's, a data loader's) allocate and wait as they like.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = function(own_X, own_scales)
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(X.device).wait_stream(stream)
+    return _Recorded(graph, own_X, own_scales, result)

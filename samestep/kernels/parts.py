@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import part_tiles
-from samestep.kernels.call import FUSION, Step
+from samestep.kernels.call import Step, Table, tiled, tiles
 from samestep.kernels.norm import DTYPES
-from samestep.kernels.tables import Table
-
-TILE = 64  # rows and columns of a part that one program works on
 
 
 class Rows(NamedTuple):
@@ -101,30 +98,19 @@ class MomentumOfParts:
 
     def run_(self, grads: GradientTable, out: Tensor, step: Step) -> None:
         """Update momenta, and write directions into a buffer."""
-        options = step.options
         part_tiles.momentum_of_parts[(len(self.programs),)](
             grads.addresses,
             self.table,
             self.programs,
             out,
-            out if step.only_if is None else step.only_if,
-            out if grads.writes is None else grads.writes,
-            step.scalars["momentum"],
-            out if step.factor is None else step.factor,
+            step.only_if,
+            grads.writes,
             grad_dtype=self.grad_dtype,
             state_dtype=self.state_dtype,
-            EMA=options["momentum_form"] == "ema",
-            NESTEROV=options["nesterov"],
-            HAS_FACTOR=step.factor is not None,
-            HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=grads.writes is not None,
-            MAXIMIZE=step.maximize,
+            **step.momentum,
             ALIGNED=self.aligned,
             GRADS_ALIGNED=grads.aligned and self.aligned,
-            ROWS=TILE,
-            COLS=TILE,
-            num_warps=4,
-            enable_fp_fusion=FUSION,
+            **tiled(),
         )
 
 
@@ -149,9 +135,7 @@ class Moves:
             dtype=DTYPES[out.dtype],
             ALIGNED=self.aligned and all(map(_is_aligned, sources)),
             TURNED_ALIGNED=self.turned_aligned,
-            ROWS=TILE,
-            COLS=TILE,
-            num_warps=4,
+            **tiled(),
         )
 
 
@@ -206,8 +190,8 @@ class StepOfParts:
             self.table,
             self.lr_factors(options["adjust_lr"]),
             self.programs,
-            self.table if step.only_if is None else step.only_if,
-            self.table if writes is None else writes,
+            step.only_if,
+            writes,
             scalars["lr"],
             scalars["weight_decay"],
             param_dtype=self.param_dtype,
@@ -215,28 +199,19 @@ class StepOfParts:
             SCALE_DECAY=options["scale_decay"],
             CAUTIOUS=options["cautious"],
             HAS_MASTER=self.has_master,
-            HAS_ONLY_IF=step.only_if is not None,
-            HAS_WRITES=writes is not None,
             ALIGNED=self.aligned and all(map(_is_aligned, sources)),
             TURNED_ALIGNED=self.turned_aligned,
-            ROWS=TILE,
-            COLS=TILE,
-            num_warps=4,
-            enable_fp_fusion=FUSION,
+            **tiled(),
         )
 
 
 def programs(sizes: Sequence[Size], device: torch.device) -> Tensor:
     """(programs, 2) int32: part, and tile of it."""
-    counts = torch.tensor([_tiles(size.rows) * _tiles(size.cols) for size in sizes])
+    counts = torch.tensor([tiles(size.rows) * tiles(size.cols) for size in sizes])
     parts = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    tiles = torch.arange(len(parts)) - firsts
-    return torch.stack([parts, tiles], dim=1).int().to(device)
-
-
-def _tiles(size: int) -> int:
-    return -(-size // TILE)
+    within = torch.arange(len(parts)) - firsts
+    return torch.stack([parts, within], dim=1).int().to(device)
 
 
 def _lying(matrix: Tensor) -> tuple[int, int]:

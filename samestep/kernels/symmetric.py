@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from samestep.kernels.ways import Way, way_of
+from samestep.kernels.choice import Way, way_of
 
 
 class Tiling(NamedTuple):
@@ -89,8 +89,6 @@ def symmetric_product(
         ROWS=rows,
         COLS=cols,
         DEPTH=tiling.depth,
-        HAS_ADDEND=addend is not None,
-        HAS_SCALES=scales is not None,
         HAS_GAMMA=gamma != 0.0,
         HAS_SHIFT=shift != 0.0,
         num_warps=tiling.warps,
@@ -144,8 +142,6 @@ def _symmetric_kernel(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
 ):
@@ -159,19 +155,19 @@ def _symmetric_kernel(
     place = tile - IN_BAND * band * (band + 1) // 2
     row, col = (band * IN_BAND + place // (band + 1)) * ROWS, place % (band + 1) * COLS
     scale = 1.0
-    if HAS_SCALES:
+    if scales is not None:
         scale = tl.load(scales + batch)
     if IN_BAND == 2 and row == col:  # the right half of this tile is above the diagonal
         _tile(
             left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
-            shift, batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_ADDEND, HAS_GAMMA,
-            HAS_SHIFT, WHOLE=False,
+            shift, batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_GAMMA, HAS_SHIFT,
+            WHOLE=False,
         )  # fmt: skip
     else:
         _tile(
             left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
-            shift, batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_ADDEND, HAS_GAMMA,
-            HAS_SHIFT, WHOLE=True,
+            shift, batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_GAMMA, HAS_SHIFT,
+            WHOLE=True,
         )  # fmt: skip
 
 
@@ -196,7 +192,6 @@ def _tile(
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
-    HAS_ADDEND: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
     HAS_SHIFT: tl.constexpr,
     WHOLE: tl.constexpr,  # whether it is a tile as the copy engine knows them
@@ -205,7 +200,7 @@ def _tile(
     rows, cols = row + tl.arange(0, ROWS)[:, None], col + tl.arange(0, COLS)[None, :]
     inside = (rows < size) & (cols < size)
     begin = batch.to(tl.int64) * size * size
-    if HAS_ADDEND:  # the first value of the sum: it comes while the first tiles do
+    if addend is not None:  # the first value of the sum: it comes while the first tiles do
         if WHOLE:
             added = addend_tiles.load([batch, row, col]).reshape(ROWS, COLS)
         else:
@@ -224,7 +219,7 @@ def _tile(
     if HAS_SHIFT:
         total = tl.where(rows == cols, total + shift, total)
     result = total.to(out.dtype.element_ty)
-    if HAS_ADDEND and WHOLE:  # which way is faster was measured
+    if addend is not None and WHOLE:  # which way is faster was measured
         out_tiles.store([batch, row, col], result.reshape(1, ROWS, COLS))
     else:
         tl.store(out + begin + rows * size + cols, result, inside)

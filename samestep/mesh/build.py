@@ -1,6 +1,11 @@
-"""From degrees to torch's DeviceMesh, on groups of the registry."""
+"""From degrees to torch's DeviceMesh, on groups of the registry.
 
-from collections.abc import Sequence
+All groups that parameters will need are compared before one is made, and kept inside hosts.
+"""
+
+import socket
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from math import prod
@@ -9,13 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from samestep.comm.groups import registry
-from samestep.comm.integrity.agreement import require_same_lines
-from samestep.mesh.degrees import Degrees
-from samestep.mesh.groups import axes_with_groups, make_groups, require_single_groups
-from samestep.mesh.hosts import hosts_of, require_local_groups
+from samestep.comm.collectives import maximum
+from samestep.comm.groups import RankGroup, ranks_text, registry
+from samestep.comm.integrity.agreement import gather_texts, require_same_lines
+from samestep.mesh.degrees import Degrees, DegreesError
 
 DENSE = "dense"  # data and expert as one axis
+LOCAL_AXES = {"model": "tp", "expert": "ep"}  # they talk inside every layer
+
+
+class DuplicateGroupError(RuntimeError):
+    """The same ranks have several groups. One that is made twice has hung NCCL."""
 
 
 @dataclass(frozen=True)
@@ -131,3 +140,93 @@ def _device_mesh(
         mesh=torch.arange(degrees.world).view(shape),
         mesh_dim_names=tuple(names),
     )
+
+
+def require_single_groups() -> None:
+    """Raise if the registry has made a group of the same ranks twice."""
+    made = Counter(creation.members for creation in registry.creations)
+    twice = [f"{n} groups of {ranks_text(members)}" for members, n in made.items() if n > 1]
+    if twice:
+        raise DuplicateGroupError(
+            f"there are {', '.join(twice)}: take groups from samestep.comm.groups.registry, which "
+            "makes one"
+        )
+
+
+def axes_with_groups(degrees: Degrees) -> list[tuple[str, ...]]:
+    """The axes along which there are groups, in the order of their creation.
+
+    One for each axis; then those of several axes together that parameters are spread over: the
+    optimizer gathers norms and matrices among all ranks that hold a part.
+    """
+    copies = ("replicate",) if degrees.replicate > 1 else ()
+    shard = ("data", "expert") if degrees.ep_carries_data else ("data",)
+    expert = (*copies, "data", "expert")
+    together = [shard, (*copies, *shard), (*copies, *shard, "model"), expert, (*expert, "model")]
+    single = [(axis,) for axis in degrees.axes]
+    return list(dict.fromkeys([*single, *together]))
+
+
+def make_groups(
+    groups: Iterable[Sequence[int]], timeout: timedelta | None, device: torch.device | None
+) -> None:
+    """Make process groups in one order. All ranks of the default group call it with the same ones.
+
+    Ranks compare first, so that none waits for a group that others do not make. `device` is None
+    where there are no other ranks to ask.
+    """
+    whole = registry.of()
+    wanted = list(dict.fromkeys(tuple(sorted(set(group))) for group in groups))
+    if device is not None:
+        lines = [f"group {number}: ranks {group}" for number, group in enumerate(wanted)]
+        lines.append(f"timeout: {timeout}")
+        require_same_lines("list of groups to make", lines, whole, device)
+        known = torch.tensor([registry.known_among_members(group) for group in wanted])
+        known = known.to(device, torch.int32)
+        anywhere = maximum("groups that members know", known, whole).wait().tolist()
+        for group, found in zip(wanted, anywhere, strict=True):
+            if found:
+                registry.tell_everyone(group)
+    for group in wanted:
+        registry.of_ranks(group, timeout)
+
+
+def hosts_of(world: RankGroup, device: torch.device) -> tuple[str, ...]:
+    """The name of each rank's host. All ranks call it."""
+    return tuple(gather_texts("names of hosts", socket.gethostname(), world, device))
+
+
+def require_local_groups(degrees: Degrees, hosts: Sequence[str]) -> None:
+    """Raise, naming ranks and hosts, if a group of the model or expert axis spans hosts."""
+    problems = []
+    for axis, degree in LOCAL_AXES.items():
+        spanning = [group for group in degrees.groups(axis) if len({hosts[r] for r in group}) > 1]
+        if spanning:
+            first = spanning[0]
+            where = " and ".join(
+                f"{host} ({ranks_text(r for r in first if hosts[r] == host)})"
+                for host in dict.fromkeys(hosts[rank] for rank in first)
+            )
+            more = f", and {len(spanning) - 1} more groups do" if len(spanning) > 1 else ""
+            problems.append(
+                f"{degree} {degrees.sizes[axis]}: {ranks_text(first)} span {where}{more}"
+            )
+    if not problems:
+        return
+    fewest = min(_runs(hosts))
+    fits = [size for size in range(1, fewest + 1) if all(run % size == 0 for run in _runs(hosts))]
+    raise DegreesError(
+        f"groups of the model and expert axes must stay inside a host. {'; '.join(problems)}. "
+        f"Choose ep x tp from {', '.join(map(str, fits))}, or allow it with across_hosts=True"
+    )
+
+
+def _runs(hosts: Sequence[str]) -> list[int]:
+    """How many neighbouring ranks share a host, stretch by stretch."""
+    runs: list[int] = []
+    for rank, host in enumerate(hosts):
+        if rank and hosts[rank - 1] == host:
+            runs[-1] += 1
+        else:
+            runs.append(1)
+    return runs

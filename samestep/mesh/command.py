@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
 from samestep.mesh import map as mesh_map
+from samestep.mesh.build import require_local_groups
 from samestep.mesh.contract import ContractError, ModelSizes, Term, terms
 from samestep.mesh.degrees import Degrees, DegreesError
-from samestep.mesh.hosts import require_local_groups
 from samestep.mesh.predicates import predicates
 from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import check_folder, write_files
@@ -47,32 +47,14 @@ class Options:
 
     @property
     def sizes(self) -> ModelSizes:
-        return ModelSizes(
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            fused_qkv=self.fused_qkv,
-            indexer_heads=self.indexer_heads,
-            mlp_width=self.mlp_width,
-            experts=self.experts,
-            expert_width=self.expert_width,
-            layers=self.layers,
-            stages_per_rank=self.stages_per_rank,
-            sequence=self.sequence,
-            batch=self.batch,
-        )
+        return ModelSizes(**{size.name: getattr(self, size.name) for size in fields(ModelSizes)})
 
     @property
     def degrees(self) -> Degrees:
         return Degrees(
-            self.world_size,
-            self.pp,
-            self.replicate,
-            self.ep,
-            self.tp,
-            self.sp,
-            self.expert_tensor_parallel,
-            self.ep_carries_data,
-        )
+            self.world_size, self.pp, self.replicate, self.ep, self.tp, self.sp,
+            self.expert_tensor_parallel, self.ep_carries_data,
+        )  # fmt: skip
 
 
 def parse(words: Sequence[str], prog: str) -> Options:

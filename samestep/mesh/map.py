@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TextIO
 
 from samestep.mesh.degrees import Degrees
@@ -11,7 +11,8 @@ SHOWN = 64  # rows; more are counted
 
 
 def header(degrees: Degrees, hosts: Sequence[str] = ()) -> list[str]:
-    return ["rank", *(["host"] if any(hosts) else []), *degrees.axes, *_peers_of(degrees)]
+    peers = [f"{axis} peers" for axis, size in degrees.axes.items() if size > 1]
+    return ["rank", *(["host"] if any(hosts) else []), *degrees.axes, *peers]
 
 
 def rows(degrees: Degrees, hosts: Sequence[str] = ()) -> Iterator[list[str]]:
@@ -28,7 +29,7 @@ def rows(degrees: Degrees, hosts: Sequence[str] = ()) -> Iterator[list[str]]:
 
 
 def text(degrees: Degrees, hosts: Sequence[str] = ()) -> str:
-    table = [header(degrees, hosts), *_shown(degrees, hosts)]
+    table = [header(degrees, hosts), *islice(rows(degrees, hosts), SHOWN)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -48,7 +49,7 @@ def show(degrees: Degrees, stream: TextIO, hosts: Sequence[str] = ()) -> None:
     table = Table(title=degrees.name, caption="\n".join(_rest(degrees)) or None)
     for column in header(degrees, hosts):
         table.add_column(column, justify="left" if column == "host" else "right")
-    for row in _shown(degrees, hosts):
+    for row in islice(rows(degrees, hosts), SHOWN):
         table.add_row(*row)
     Console(file=stream).print(table)
 
@@ -61,14 +62,6 @@ def shortened(ranks: Sequence[int]) -> str:
     if any(b - a != step for a, b in pairwise(ranks)):
         return " ".join(map(str, ranks))
     return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
-
-
-def _peers_of(degrees: Degrees) -> list[str]:
-    return [f"{axis} peers" for axis, size in degrees.axes.items() if size > 1]
-
-
-def _shown(degrees: Degrees, hosts: Sequence[str]) -> list[list[str]]:
-    return [row for row, _ in zip(rows(degrees, hosts), range(SHOWN), strict=False)]
 
 
 def _rest(degrees: Degrees) -> list[str]:

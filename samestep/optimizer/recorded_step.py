@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.kernels.call import addresses_from
 from samestep.kernels.choice import missing
-from samestep.kernels.tables import addresses_from
 from samestep.placements.local import KnownGroup
 from samestep.update.metrics import StepNumbers
 from samestep.update.plain import GroupMath

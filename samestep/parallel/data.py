@@ -55,7 +55,8 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool) -> None:
     fully_shard(model, mesh=mesh.dense, ignored_params=factors)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            _divide_by(module, divisor, alone=_shards(module) == 1)
+            ranks = grid(module)  # none if it has no parameters of its own
+            _divide_by(module, divisor, alone=bool(ranks) and len(ranks[0]) == 1)
     if ordered:
         use_ordered_reduction(model)
 
@@ -72,12 +73,6 @@ def _divide_by(module: FSDPModule, divisor: int, *, alone: bool) -> None:
 
 def _divide(summed: Tensor, *, divisor: int) -> None:
     summed.div_(divisor)
-
-
-def _shards(module: nn.Module) -> int:
-    """How many ranks share a unit's parameters; 0 if it has none of its own."""
-    ranks = grid(module)
-    return len(ranks[0]) if ranks else 0
 
 
 def _check_alone(name: str, module: nn.Module) -> None:

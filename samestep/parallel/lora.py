@@ -250,9 +250,7 @@ def _spread(
     placements: list[Placement] = []
     grads: list[Placement] = []
     for axis in ranks.mesh_dim_names or ("data",) * ranks.ndim:
-        own: Placement = Replicate()
-        if axis == MODEL and cut is not None:
-            own = Shard(cut)
+        own = Shard(cut) if axis == MODEL and cut is not None else Replicate()
         placements.append(own)
         if axis == MODEL:
             grads.append(own if cut is not None else Partial())

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from samestep.comm.collectives import total
-from samestep.comm.diagnosis.explained import explained
+from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.parallel.batched_sends import batched_sends
@@ -101,12 +101,10 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank has the first stage."""
         return self._ranks.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank has the last stage."""
         return self._ranks.rank == self._ranks.size - 1
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:

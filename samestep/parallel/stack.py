@@ -8,16 +8,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import samestep
-from samestep.comm.diagnosis.explained import explained
+from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import Applied, apply
-from samestep.parallel.pipeline import GPT_STAGES, Pipeline
+from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline
 from samestep.parallel.plan import Plan
 from samestep.parallel.stages import StagePlan
-
-Loss = Callable[[Any, Tensor], Tensor]
 
 
 class Stack:

@@ -92,21 +92,19 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, int]:
 def _styles(model: nn.Module, plan: Plan, mesh: Mesh) -> Iterator[tuple[str, ParallelStyle]]:
     shared = mesh.degrees.sequence_parallel
     stream: Placement = SEQUENCE if shared else Replicate()
-    for name, _ in plan.named(model, "embedding"):
+    styles = {
         # By channels: cut by vocabulary, every rank would make the whole gradient.
-        yield name, ColwiseParallel(output_layouts=stream)
-    for name, _ in plan.named(model, "branches"):
-        yield name, WholeInput(stream)
-    for name, _ in plan.named(model, "column"):
-        yield name, ColwiseParallel()
-    for name, _ in plan.named(model, "row"):
-        yield name, RowwiseParallel(output_layouts=stream)
-    for name, _ in plan.named(model, "on_stream"):
-        yield name, Copies(own_part=shared)
-    for name, _ in plan.named(model, "on_heads"):
-        yield name, Copies(own_part=True)
-    for name, _ in plan.named(model, "head"):
-        yield name, Vocabulary(input_layouts=stream)
+        "embedding": ColwiseParallel(output_layouts=stream),
+        "branches": WholeInput(stream),
+        "column": ColwiseParallel(),
+        "row": RowwiseParallel(output_layouts=stream),
+        "on_stream": Copies(own_part=shared),
+        "on_heads": Copies(own_part=True),
+        "head": Vocabulary(input_layouts=stream),
+    }
+    for part, style in styles.items():
+        for name, _ in plan.named(model, part):
+            yield name, style
 
 
 def check_all_named(model: nn.Module) -> None:

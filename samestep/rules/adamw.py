@@ -1,6 +1,6 @@
 """AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from samestep.rules import checks
 from samestep.rules.fused_adamw import fused_adamw_
-from samestep.rules.rule import Options, Shape, Update, in_dtype, on_host
+from samestep.rules.rule import Options, Shape, Tensors, Update, in_dtype, on_host
 
 
 class AdamWRule:
@@ -37,7 +37,6 @@ class AdamWRule:
     schedulable = frozenset({"lr", "betas", "eps", "weight_decay"})
 
     def check(self, options: Options) -> None:
-        """Raise if an option of the group cannot run."""
         checks.learning_rate(options["lr"])
         checks.betas(options["betas"])
         checks.not_negative("eps", options["eps"])
@@ -47,7 +46,6 @@ class AdamWRule:
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
-        """Give the numbers that a schedule may change."""
         beta1, beta2 = options["betas"]
         return {
             "lr": options["lr"],
@@ -63,23 +61,13 @@ class AdamWRule:
         return {**shapes, "max_exp_avg_sq": shape} if options["amsgrad"] else shapes
 
     def update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Update:
         """One AdamW step on tensors of any shape."""
         return _step(param, grad, state, scalars, options, in_place=False)
 
     def update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> None:
         """The same into `param` and `state`."""
         _step(param, grad, state, scalars, options, in_place=True)
@@ -92,8 +80,8 @@ class AdamWRule:
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
-        scalars: Mapping[str, Tensor],
+        states: Sequence[Tensors],
+        scalars: Tensors,
         options: Options,
     ) -> None:
         """One AdamW step on many tensors."""
@@ -106,8 +94,8 @@ class AdamWRule:
 def _step(
     param: Tensor,
     grad: Tensor,
-    state: Mapping[str, Tensor],
-    scalars: Mapping[str, Tensor],
+    state: Tensors,
+    scalars: Tensors,
     options: Options,
     *,
     in_place: bool,
@@ -146,12 +134,7 @@ def _step(
 
 
 def _fused_step(
-    param: Tensor,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
-    numbers: dict[str, Any],
-    *,
-    in_place: bool,
+    param: Tensor, grad: Tensor, state: Tensors, numbers: dict[str, Any], *, in_place: bool
 ) -> Update:
     if not in_place:
         param = param.clone()

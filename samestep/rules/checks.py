@@ -30,16 +30,15 @@ def _number(name: str, value: Any) -> float:
 
 def learning_rate(value: Any) -> None:
     """A finite number that is not negative, or a one-element tensor."""
-    number = _number("lr", value)
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"Invalid learning rate: {value}; give a finite number >= 0")
+    not_negative("lr", value, called="learning rate")
 
 
-def not_negative(name: str, value: Any) -> None:
+def not_negative(name: str, value: Any, called: str | None = None) -> None:
     """A finite number that is not negative."""
     number = _number(name, value)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"Invalid {name} value: {value}; give a finite number >= 0")
+        what = called or f"{name} value"
+        raise ValueError(f"Invalid {what}: {value}; give a finite number >= 0")
 
 
 def positive(name: str, value: Any) -> None:

@@ -7,7 +7,6 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 """
 
 import math
-from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -22,7 +21,16 @@ from samestep.rules.orthogonalize import (
     orthogonalize,
     step_coefficients,
 )
-from samestep.rules.rule import Direction, Options, Shape, Update, in_dtype, number, on_host
+from samestep.rules.rule import (
+    Direction,
+    Options,
+    Shape,
+    Tensors,
+    Update,
+    in_dtype,
+    number,
+    on_host,
+)
 
 MomentumForm = Literal["ema", "sum"]
 
@@ -60,7 +68,6 @@ class MuonRule:
     schedulable = frozenset({"lr", "weight_decay", "momentum", "variance_beta2"})
 
     def check(self, options: Options) -> None:
-        """Raise if an option of the group cannot run."""
         checks.learning_rate(options["lr"])
         checks.not_negative("weight_decay", options["weight_decay"])
         checks.fraction("momentum", options["momentum"])
@@ -80,14 +87,13 @@ class MuonRule:
         if options["ns_coefficients"] is not None:
             checks.own_table(
                 "ns_coefficients",
-                _table(options),
+                table_of(options),
                 POLYNOMIALS[options["orthogonalize"]].norm_factor,
                 options["compute_dtype"],
             )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
-        """Give the numbers that a schedule may change."""
         scalars: dict[str, float | Tensor] = {
             key: options[key] for key in ("lr", "weight_decay", "momentum")
         }
@@ -107,12 +113,7 @@ class MuonRule:
         return float(min(shape[0], math.prod(shape[1:])) ** 0.5 * largest_singular_value(options))
 
     def update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Update:
         """One Muon step on a stack of blocks. All tensors (B, rows, cols) but the variance."""
         prepared, kept = self.prepare(grad, state, scalars, options)
@@ -121,11 +122,7 @@ class MuonRule:
         return Update(new_param, {**kept, **of_blocks}, lambda: direction)
 
     def prepare(
-        self,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
         """Momentum, of any part of a block."""
         mu, form = number(scalars["momentum"], grad), options["momentum_form"]
@@ -134,11 +131,7 @@ class MuonRule:
         return Direction(direction, {"momentum_buffer": momentum})
 
     def transform(
-        self,
-        prepared: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
         """Orthogonalization and what else needs whole blocks: (B, rows, cols)."""
         if len(prepared) > 1 and _depends_on_company(prepared, options):
@@ -179,7 +172,7 @@ class MuonRule:
         param: Tensor,
         direction: Tensor,
         block_shape: Shape,
-        scalars: Mapping[str, Tensor],
+        scalars: Tensors,
         options: Options,
     ) -> Tensor:
         """Weight decay and the step, of any part of a block of `block_shape` (rows, cols)."""
@@ -202,7 +195,7 @@ def _depends_on_company(blocks: Tensor, options: Options) -> bool:
     """
     if not blocks.is_cuda:
         return False
-    dtype = options["compute_dtype"] or default_compute_dtype(blocks, _table(options))
+    dtype = options["compute_dtype"] or default_compute_dtype(blocks, table_of(options))
     return dtype.itemsize > 2 and not torch.compiler.is_compiling()
 
 
@@ -278,10 +271,11 @@ def lr_factor(rows: int, cols: int, adjust_lr: str | None) -> float:
 def largest_singular_value(options: Options) -> float:
     """More than any singular value that the orthogonalization of a group can give."""
     norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
-    return basin_of(as_table(_table(options)), norm_factor).largest[-1] + TOLERANCE
+    return basin_of(as_table(table_of(options)), norm_factor).largest[-1] + TOLERANCE
 
 
-def _table(options: Options) -> list[Coefficients]:
+def table_of(options: Options) -> list[Coefficients]:
+    """The coefficients of the steps that a group asks for."""
     return step_coefficients(
         options["orthogonalize"], options["ns_steps"], options["ns_coefficients"]
     )

@@ -14,7 +14,6 @@ Two executions of the same polynomial:
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -163,12 +162,7 @@ def default_compute_dtype(
 @constant_for_compilers
 def has_room(table: Sequence[Coefficients]) -> bool:
     """Whether singular values stay in the basin when all is rounded to float16."""
-    return _has_room(as_table(table))
-
-
-@lru_cache(maxsize=256)
-def _has_room(table: tuple[Coefficients, ...]) -> bool:
-    return unsafe_step(table, 1.0, torch.float16) is None
+    return unsafe_step(as_table(table), 1.0, torch.float16) is None
 
 
 def step_coefficients(

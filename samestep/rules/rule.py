@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple[int, ...]
+Tensors = Mapping[str, Tensor]  # state or scalars, by name
 Options = Mapping[str, Any]  # the keys of a parameter group
 
 
@@ -30,12 +31,7 @@ class InPlaceRule(Protocol):
     """A rule that can also write its result where its arguments are, which saves memory traffic."""
 
     def update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> None:
         """Do what `Rule.update` computes to `param` and `state`, to the same bits."""
         ...
@@ -53,8 +49,8 @@ class TogetherRule(Protocol):
         self,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
-        states: Sequence[Mapping[str, Tensor]],
-        scalars: Mapping[str, Tensor],
+        states: Sequence[Tensors],
+        scalars: Tensors,
         options: Options,
     ) -> None:
         """Do what `update_` does to each of them, to the same bits."""
@@ -77,21 +73,13 @@ class StagedRule(Protocol):
     """
 
     def prepare(
-        self,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
         """Of any part of a block: what `transform` is given, and new state of the block's shape."""
         ...
 
     def transform(
-        self,
-        prepared: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Direction:
         """Of whole blocks (B, rows, cols): the direction, and new state of any other shape."""
         ...
@@ -101,7 +89,7 @@ class StagedRule(Protocol):
         param: Tensor,
         direction: Tensor,
         block_shape: Shape,
-        scalars: Mapping[str, Tensor],
+        scalars: Tensors,
         options: Options,
     ) -> Tensor:
         """Of any part of a block of `block_shape`: the new parameter."""
@@ -153,12 +141,7 @@ class Rule(Protocol):
         ...
 
     def update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: Mapping[str, Tensor],
-        scalars: Mapping[str, Tensor],
-        options: Options,
+        self, param: Tensor, grad: Tensor, state: Tensors, scalars: Tensors, options: Options
     ) -> Update:
         """Compute new values and leave the arguments as they are.
 

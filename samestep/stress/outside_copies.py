@@ -18,7 +18,7 @@ from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
 from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
-from samestep.comm.integrity.differences import compared, of_tensors
+from samestep.comm.integrity.differences import compared, difference_of
 from samestep.stress.check import Drift, Kind
 
 NAME = "check of copies on other meshes"
@@ -124,7 +124,7 @@ class OutsideCopies:
         first, *others = [parts[place].view(dtype) for place in places]
         members = [self._ranks.members[place] for place in places]
         told = [compared(first, own, shape) for own in (first, *others)]
-        difference = of_tensors(told, members)
+        difference = difference_of(told, members)
         if difference is None:
             return []
         return [Drift(name, kind, **vars(difference), first_rank=members[0])]

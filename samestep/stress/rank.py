@@ -16,7 +16,7 @@ from samestep.comm.collectives import CollectiveError
 from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.comm.messages import gather_everywhere
-from samestep.mesh.groups import DuplicateGroupError
+from samestep.mesh.build import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
 from samestep.placements.whole.piece_state import PiecesDisagreeError

@@ -19,7 +19,7 @@ import torch
 
 from samestep.comm.groups import RankGroup
 from samestep.comm.integrity.agreement import gather_texts
-from samestep.kernels.ways import WAYS, Shape, Way, products_of, settled, way_of
+from samestep.kernels.choice import WAYS, Shape, Way, products_of, settled, way_of
 from samestep.version import __version__
 
 BATCH_ELEMENTS = 1 << 27  # of all operands that are measured at once

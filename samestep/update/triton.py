@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.adamw import AdamWTensors
-from samestep.kernels.call import Gradients, Step
+from samestep.kernels.call import Gradients, Step, Table
 from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.kernels.norm import DTYPES
-from samestep.kernels.tables import Table
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.orthogonalize import kernels_run, step_coefficients

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.collectives import CollectiveError
-from samestep.comm.diagnosis.explained import explained
+from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from tests.limits import limit
 from tests.ranks import run_forked, run_threaded

@@ -11,15 +11,14 @@ import pytest
 import torch
 import triton.language as tl
 
-import samestep.kernels.muon
+import samestep.kernels.call
 import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
-from samestep.kernels.call import Gradients, Step
+from samestep.kernels.call import Gradients, Step, Table
 from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.kernels.norm import DTYPES, square_sum
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling, symmetric_product
-from samestep.kernels.tables import Table
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients
@@ -42,7 +41,7 @@ def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
         monkeypatch.setitem(samestep.kernels.symmetric.TILINGS, "small", SMALL)
-        monkeypatch.setattr(samestep.kernels.muon, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import samestep
+import samestep.kernels.call
 import samestep.kernels.muon
-import samestep.kernels.parts
 import samestep.optimizer.step
 import samestep.placements.parts.block_exchange
 import samestep.placements.parts.kernel_stages
 import samestep.update.triton
-from samestep.kernels.call import Step
+from samestep.kernels.call import Step, Table
 from samestep.kernels.parts import (
     GradientTable,
     MomentumOfParts,
@@ -33,7 +33,6 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.kernels.tables import Table
 from samestep.placements.parts.held_parts import local_part
 from samestep.placements.parts.kernel_stages import KernelStages
 from samestep.rules.muon import MuonRule, lr_factor
@@ -48,8 +47,7 @@ MUON = MuonRule()
 def small_tiles(monkeypatch):
     torch.manual_seed(0)
     if INTERPRETED:
-        for module in (samestep.kernels.muon, samestep.kernels.parts):
-            monkeypatch.setattr(module, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
 
 
 # --- one launch ------------------------------------------------------------------------------
@@ -260,8 +258,7 @@ def kernels(monkeypatch):
             made.append(len(tables.parts))
             super().__init__(tables, step)
 
-    for module in (samestep.kernels.muon, samestep.kernels.parts):
-        monkeypatch.setattr(module, "TILE", 32)
+    monkeypatch.setattr(samestep.kernels.call, "TILE", 32)
     monkeypatch.setattr(samestep.placements.parts.block_exchange, "missing", lambda device: None)
     monkeypatch.setattr(samestep.optimizer.step, "missing_kernels", lambda device: None)
     monkeypatch.setattr(

@@ -13,7 +13,7 @@ import samestep
 from samestep.comm.groups import rank_group
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.groups.param_groups import LAYOUT_KEYS
-from samestep.kernels import choice, ways
+from samestep.kernels import choice
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.update import measure
@@ -58,7 +58,7 @@ def test_a_graph_of_the_step_is_refused_where_there_cannot_be_one():
 def _unsettled(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(measure, "settled", {})
-    monkeypatch.setattr(ways, "settled", measure.settled)
+    monkeypatch.setattr(choice, "settled", measure.settled)
 
 
 CPU = torch.device("cpu")
@@ -79,20 +79,20 @@ def test_the_fastest_way_is_taken_measured_once_and_kept(tmp_path):
 
     def milliseconds(shape, device):
         asked.append(shape)
-        return dict(zip(ways.WAYS, times[shape], strict=True))
+        return dict(zip(choice.WAYS, times[shape], strict=True))
 
     measure.settle([(60, 64), (128, 64), (2048, 2048)], CPU, None, milliseconds)
     # What is hardly faster than the usual could be noise.
-    assert ways.settled == {(64, 64): "torch", (64, 128): "small", (2048, 2048): "large"}
-    assert ways.way_of(64, 64) == "torch"
-    assert ways.settled_line() == "products 64x64 torch, 64x128 small, 2048x2048 large"
+    assert choice.settled == {(64, 64): "torch", (64, 128): "small", (2048, 2048): "large"}
+    assert choice.way_of(64, 64) == "torch"
+    assert choice.settled_line() == "products 64x64 torch, 64x128 small, 2048x2048 large"
     assert len(asked) == 3
-    ways.settled.clear()
+    choice.settled.clear()
     measure.settle([(64, 128)], CPU, None, milliseconds)  # another process
     assert len(asked) == 3
-    assert ways.settled == {(64, 64): "torch", (64, 128): "small"}
+    assert choice.settled == {(64, 64): "torch", (64, 128): "small"}
     (tmp_path / "samestep" / "products.json").write_text("{")  # cut short
-    ways.settled.clear()
+    choice.settled.clear()
     measure.settle([(64, 128)], CPU, None, milliseconds)
     assert len(asked) == 5
 
@@ -105,7 +105,7 @@ def test_ranks_take_the_way_of_the_first():
             return {"large": 1.0, "small": 5.0, "torch": 6.0}
 
         measure.settle([(64, 64)], CPU, rank_group(), milliseconds)
-        return dict(ways.settled)
+        return dict(choice.settled)
 
     assert run_forked(3, job) == [{(64, 64): "large"}] * 3
 

@@ -28,7 +28,7 @@ TYPES = {
     **dict.fromkeys(["lr_factor", "limit", "norm_factor", "eps", "root_rows", "least"], "fp32"),
 }
 TILE = {"ROWS": 64, "COLS": 64}
-ON = dict.fromkeys(["HAS_FACTOR", "HAS_ONLY_IF", "HAS_WRITES", "HAS_MASTER", "BFLOAT16"], True)
+ON = dict.fromkeys(["HAS_MASTER", "BFLOAT16"], True)
 DTYPES = {
     "grad_dtype": tl.float32,
     "state_dtype": tl.float32,
@@ -39,10 +39,10 @@ DTYPES = {
 
 
 def compiled(kernel, types=(), **constants):
-    """The PTX of a kernel for pointers and sizes that are multiples of 16."""
+    """The PTX of a kernel for pointers and sizes that are multiples of 16; None: not given."""
     given = {**TILE, **ON, **DTYPES, **constants}
     names = kernel.arg_names
-    types = {**TYPES, **dict(types)}
+    types = {n: kind for n, kind in {**TYPES, **dict(types)}.items() if n not in constants}
     source = ASTSource(
         kernel,
         {name: types.get(name, "constexpr") for name in names},
@@ -74,11 +74,11 @@ def _own_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("form", [{"EMA": True}, {"EMA": False}], ids=["ema", "sum"])
 def test_momentum_of_a_part_is_that_of_a_block(form):
     """The same arithmetic, as it is written: or layouts would differ in last bits."""
-    options = {**form, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True, "HAS_WRITES": False}
+    options = {**form, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True, "writes": None}
     of_part = compiled(part_tiles.momentum_of_parts, GRADS_ALIGNED=True, **options)
     of_block = compiled(
-        muon_tiles.momentum, GIVEN=False, TALL=False, ONLY_SUMS=False,
-        HAS_POWERS=False, **options,
+        muon_tiles.momentum, GIVEN=False, TALL=False, ONLY_SUMS=False, powers=None,
+        **options,
     )  # fmt: skip
     assert operations(of_part) == operations(of_block)
     assert "ld.global.v4.b32" in of_part  # 16 bytes at once
@@ -104,8 +104,7 @@ def test_others_compile(aligned):
     values = {"grads": "*bf16", "momenta": "*bf16"}
     for tall in (False, True):
         compiled(
-            muon_tiles.momentum, values, GIVEN=True, TALL=tall, ALIGNED=False, HAS_POWERS=True,
-            **given,
+            muon_tiles.momentum, values, GIVEN=True, TALL=tall, ALIGNED=False, **given,
         )  # fmt: skip
         halves = {"directions": "*fp16"}
         compiled(muon_tiles.direction_again, halves, TALL=tall, **flags, **given)
@@ -119,5 +118,5 @@ def test_numbers_of_blocks_compile(known):
     compiled(
         muon_tiles.direction_factors,
         {"square_sums": "*fp32", "variances": "*i64", "beta2": "*fp64"},
-        RENORMALIZE=known, VARIANCE=True, SIZE=1024, variance_dtype=tl.float32,
+        RENORMALIZE=known, SIZE=1024, variance_dtype=tl.float32,
     )  # fmt: skip

@@ -18,13 +18,13 @@ import samestep
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.mesh import AXES, Degrees, DegreesError, build
-from samestep.mesh.groups import (
+from samestep.mesh.build import (
     DuplicateGroupError,
     axes_with_groups,
     make_groups,
+    require_local_groups,
     require_single_groups,
 )
-from samestep.mesh.hosts import require_local_groups
 from tests.limits import limit
 from tests.mesh.fake import fake_world
 from tests.mesh.strategies import degrees

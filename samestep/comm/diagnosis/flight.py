@@ -1,4 +1,4 @@
-"""A collective with a name, launched, waited for, and explained when it fails."""
+"""A collective with a name, launched, waited for, and explained when it fails; also others'."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -77,18 +77,45 @@ class Flight:
 
 
 def attempt(
-    name: str, group: "RankGroup", call: Callable[[], T], expected: Sequence[int] | None = None
+    name: str,
+    group: "RankGroup",
+    call: Callable[[], T],
+    expected: Sequence[int] | None = None,
+    *,
+    of_others: Callable[[RuntimeError], bool] = lambda error: True,
 ) -> T:
     """What `call` gives; a CollectiveError that names who is missing if it raises.
 
-    `expected` are the places in the group that take part, if not all do.
+    `expected` are the places in the group that take part, if not all do. An error that is not
+    `of_others` comes through as it is.
     """
     since = time.monotonic()
     _roll_call(group)
     try:
         return call()
     except RuntimeError as error:
+        if not of_others(error):
+            raise
         _fail(name, group, error, since, expected)
+
+
+def explained(name: str, group: "RankGroup", call: Callable[[], T]) -> T:
+    """What `call` gives; a CollectiveError that names who is missing if other ranks are the reason.
+
+    FSDP2, DTensors and pipelines launch collectives of their own, whose errors are the backend's.
+    An error of the model comes through as it is.
+    """
+    return attempt(name, group, call, of_others=_is_of_communication)
+
+
+def _is_of_communication(error: RuntimeError) -> bool:
+    """Whether another rank is the reason, and nobody has said so yet.
+
+    Gloo raises plain errors, known by their text.
+    """
+    if isinstance(error, CollectiveError):
+        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _roll_call(group: "RankGroup") -> RollCall | None:

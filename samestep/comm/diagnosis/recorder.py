@@ -1,6 +1,8 @@
-"""The last collectives of this rank."""
+"""The last collectives of this rank, and a watchdog that tells of those that do not arrive."""
 
 import hashlib
+import json
+import logging
 import os
 import threading
 import time
@@ -16,10 +18,15 @@ import torch
 import torch.distributed as dist
 
 from samestep.comm.diagnosis.flight import Flight
-from samestep.comm.diagnosis.watchdog import Watchdog
 from samestep.comm.events import has_passed, recorded_event
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import RankGroup, ranks_text
 from samestep.plan.transfers import Transfer
+
+LOOKS = 4  # of the watchdog, per period
+PATIENCE_S = 5.0  # for one that is writing when it is stopped
+
+# Not a warning: those are often silenced, an error under -W error, and not made for threads.
+_log = logging.getLogger("samestep")
 
 
 @dataclass(slots=True)
@@ -80,7 +87,7 @@ class FlightRecorder:
         self.count = 0
         self._limit = watchdog
         self._folder = None if folder is None else Path(folder)
-        self._watchdog: Watchdog | None = None
+        self._watchdog: _Watchdog | None = None
         self._rank: int | None = None
         self._ring: deque[Record] = deque(maxlen=last)
         self._hash = hashlib.blake2b(digest_size=16)
@@ -103,7 +110,7 @@ class FlightRecorder:
             self._folder.mkdir(parents=True, exist_ok=True)
         current = self
         if self._limit is not None:
-            self._watchdog = Watchdog(self, self._limit, self._folder)
+            self._watchdog = _Watchdog(self, self._limit, self._folder)
 
     def stop(self) -> None:
         """Record no more, and end the watchdog; does nothing when off."""
@@ -289,6 +296,62 @@ class _RecordedFlight(Flight):
         finally:
             self._record.waited += time.monotonic() - start
         self._recorder.land(self._record, recorded_event(self._device))
+
+
+class _Watchdog:
+    """A thread that looks for operations that do not arrive, and keeps no process from ending."""
+
+    def __init__(self, recorder: FlightRecorder, limit: float, folder: Path | None) -> None:
+        self._recorder = recorder
+        self._limit = limit
+        self._folder = folder
+        self._reported: set[int] = set()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what it is writing is written first."""
+        self._stopping.set()
+        self._thread.join(PATIENCE_S)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(self._limit / LOOKS):
+            overdue = self._recorder.overdue(self._limit)
+            new = [record for record in overdue if record.number not in self._reported]
+            if new:
+                self._reported.update(record.number for record in new)
+                self._report(new)
+
+    def _report(self, records: list[Record]) -> None:
+        """One warning, of the oldest: those after it often wait for it alone."""
+        dump = self._recorder.dump()
+        first = records[0]
+        _log.warning(
+            "rank %s: %s has been in flight for %.3g s%s: operation %d, %s of %d %s among %s%s",
+            dump["rank"],
+            first.name,
+            time.monotonic() - first.launched,
+            f", with {len(records) - 1} after it" if len(records) > 1 else "",
+            first.number,
+            first.kind,
+            first.elements,
+            first.dtype,
+            ranks_text(first.ranks, most=8),
+            "" if self._folder is None else f". {_written(dump, self._folder)}",
+        )
+
+
+def _written(dump: dict[str, Any], folder: Path) -> str:
+    """Write a dump, whole or not at all, and say where it is."""
+    path = folder / f"rank_{dump['rank']}.json"
+    beside = path.with_suffix(".partial")
+    try:
+        beside.write_text(json.dumps(dump, indent=1))
+        os.replace(beside, path)
+    except OSError as error:
+        return f"Its last operations could not be written: {error}"
+    return f"Its last operations are in {path}"
 
 
 current: FlightRecorder | None = None

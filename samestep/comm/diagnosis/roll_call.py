@@ -6,6 +6,7 @@ words what was found out.
 """
 
 import json
+import math
 import os
 import threading
 import time
@@ -250,5 +251,14 @@ def _error(attendance: Attendance, mine: int) -> list[str]:
 
 
 def _ranks(places: Iterable[int], members: Sequence[int]) -> str:
-    ranks = sorted(members[place] for place in places)
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return ranks_text(sorted(members[place] for place in places), most=math.inf)
+
+
+def ranks_text(ranks: Iterable[int], most: float = 16) -> str:
+    """Ranks in words, shortened where there are more than so many."""
+    numbers = list(ranks)
+    if len(numbers) == 1:
+        return f"rank {numbers[0]}"
+    if len(numbers) > most:
+        return f"{len(numbers)} ranks from {numbers[0]} to {numbers[-1]}"
+    return f"ranks {', '.join(map(str, numbers))}"

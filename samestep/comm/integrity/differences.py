@@ -46,7 +46,12 @@ def locate(
     texts = gather_texts(name, json.dumps(mine), group, device)
     by_value = zip(values, zip(*map(json.loads, texts), strict=True), strict=True)
     return [
-        _of_texts(found, group) if isinstance(value, str) else of_tensors(found, group.members)
+        difference_of(
+            [_compared_texts(found[0], text) for text in found]
+            if isinstance(value, str)
+            else found,
+            group.members,
+        )
         for value, found in by_value
     ]
 
@@ -100,7 +105,7 @@ def _value(element: Tensor) -> Value:
     return str(value) if isinstance(value, complex) else value
 
 
-def of_tensors(found: Sequence[Any], members: Sequence[int]) -> Difference | None:
+def difference_of(found: Sequence[Any], members: Sequence[int]) -> Difference | None:
     """From what `compared` gave on each of some ranks."""
     places = [place for place, (count, *_) in enumerate(found) if count]
     if not places:
@@ -116,31 +121,17 @@ def of_tensors(found: Sequence[Any], members: Sequence[int]) -> Difference | Non
     )
 
 
-def _of_texts(found: Sequence[str], group: RankGroup) -> Difference | None:
-    places = [place for place, text in enumerate(found) if text != found[0]]
-    if not places:
-        return None
-    by_place = [_of_two_texts(found[0], found[place]) for place in places]
-    number, first, other = by_place[0][2:]
-    return Difference(
-        ranks=tuple(group.members[place] for place in places),
-        max_abs_diff=max(distance for distance, *_ in by_place),
-        count=max(count for _, count, *_ in by_place),
-        index=(number,) if "\n" in found[0] or "\n" in found[places[0]] else (),
-        first=first,
-        other=other,
-    )
-
-
-def _of_two_texts(one: str, two: str) -> tuple[float, int, int, Value, Value]:
-    """How far, in how many lines; the first of these, and its values."""
+def _compared_texts(one: str, two: str) -> list[Any]:
+    """What `compared` gives, of lines; the index of a text of one line is empty."""
     pairs = list(zip_longest(one.split("\n"), two.split("\n"), fillvalue=""))
     lines = [number for number, (first, other) in enumerate(pairs) if first != other]
+    if not lines:
+        return [0, 0.0, [], None, None]
     first, other = (_number(line) for line in pairs[lines[0]])
     distance = float("inf")
     if not isinstance(first, str) and not isinstance(other, str):
         distance = _distance(*torch.tensor([[first], [other]], dtype=torch.float64))
-    return distance, len(lines), lines[0], first, other
+    return [len(lines), distance, lines[:1] if len(pairs) > 1 else [], first, other]
 
 
 def _number(text: str) -> Value:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from samestep.kernels.choice import padded
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.parts import (
     MomentumOfParts,
@@ -24,7 +25,6 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.kernels.ways import padded
 from samestep.layout.blocks import Shape
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts

@@ -12,10 +12,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
-from samestep.kernels.call import Step
+from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
-from samestep.kernels.tables import Table
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError
 from samestep.placements.parts.held_parts import HeldPart, HeldParts

@@ -3,8 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
+from tests.ranks import run_forked
 
 KINDS = [samestep.Muon, samestep.AdamW]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -42,6 +46,103 @@ def test_a_changed_precision_is_refused_before_anything_moves(kind):
     with pytest.raises(RuntimeError, match=r"'1\.weight' is torch.float64.*build the optimizer"):
         opt.step()
     assert torch.equal(model[0].weight, before)
+
+
+# --- parameters that a wrapper puts in the places of others ------------------------------------
+
+
+def swap(model, opt, new_of):
+    """What accelerate does to the groups when it has sharded a model."""
+    for group in opt.param_groups:
+        group["params"] = [new_of[param] for param in group["params"]]
+
+
+def random_gradients(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator)
+        param.grad = distribute(grad, param)
+
+
+def distribute(tensor, like):
+    """As the parameter is placed."""
+    if not isinstance(like, DTensor):
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements)
+
+
+def steps(model, opt, seeds):
+    for seed in seeds:
+        random_gradients(model, seed)
+        opt.step()
+
+
+def test_swapped_parameters_go_on_with_their_state():
+    model, plain = two_layers(), two_layers()
+    opt, expected = (samestep.MuonAdamW(m, lr=0.1) for m in (model, plain))
+    steps(model, opt, [1, 2])
+    steps(plain, expected, [1, 2, 3])
+    new_of = {}
+    for layer in model:
+        old, layer.weight = layer.weight, nn.Parameter(layer.weight.detach().clone())
+        new_of[old] = layer.weight
+    swap(model, opt, new_of)
+    steps(model, opt, [3])
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    found, wanted = opt.whole_state(), expected.whole_state()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[n][k], wanted[n][k]) for n in wanted for k in wanted[n])
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_model_that_is_sharded_after_its_optimizer_was_built(first):
+    """As if it had been built afterwards; state so far is brought over."""
+    options = {"lr": 0.1, "crossover": 1, "reduction": "ordered"}
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        model, other = two_layers(), two_layers()
+        opt = samestep.MuonAdamW(model, **options)
+        steps(model, opt, range(first))
+        state = opt.whole_state()
+        old = list(model.parameters())
+        fully_shard(model, mesh=mesh)
+        swap(model, opt, dict(zip(old, model.parameters(), strict=True)))
+        saved = opt.state_dict()  # whoever asks first finds what is there now
+        assert "part" not in saved
+        brought = opt.whole_state()
+        assert all(torch.equal(brought[n][k], state[n][k]) for n in state for k in state[n])
+        steps(model, opt, [7, 8, 9])
+
+        steady = samestep.MuonAdamW(other, **options)
+        steps(other, steady, range(first))
+        part = steady.whole_state()
+        fully_shard(other, mesh=mesh)
+        steady = samestep.MuonAdamW(other, **options)
+        for name, entries in part.items():
+            for key, value in entries.items():
+                steady.set_full_state(name, key, value)
+        steps(other, steady, [7, 8, 9])
+        pairs = zip(model.parameters(), other.parameters(), strict=True)
+        assert all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs)
+        return True
+
+    assert run_forked(2, job) == [True, True]
+
+
+def test_another_parameter_is_no_swap():
+    model = two_layers()
+    opt = samestep.MuonAdamW(list(model.named_parameters()), lr=0.1)
+    set_gradients(model)
+    params = opt.param_groups[0]["params"]
+    own = params[0]
+    params[0] = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(RuntimeError, match=r"'0\.weight'.*shape \(3, 3\).*of shape \(4, 6\)"):
+        opt.step()
+    params[0] = own
+    params.append(nn.Parameter(torch.ones(3, 3)))
+    with pytest.raises(RuntimeError, match=r"built with 2 parameters and has 3 now"):
+        opt.step()
 
 
 @kinds

@@ -58,13 +58,8 @@ class GroupChecks:
         """
         found = {}
         for index, group in enumerate(groups):
-            before = self._params[index]
+            before = self._counted(index, group)
             names = parameter_names(group, index)
-            if len(before) != len(group["params"]) or len(names) != len(before):
-                raise UnknownParameterError(
-                    f"param_groups[{index}] was built with {len(before)} parameters and has "
-                    f"{len(group['params'])} now: add parameters through add_param_group"
-                )
             for name, old, new in zip(names, before, group["params"], strict=True):
                 if new is not old and new.shape != old.shape:
                     raise UnknownParameterError(
@@ -74,6 +69,16 @@ class GroupChecks:
                     )
                 found[old] = new
         return None if all(old is new for old, new in found.items()) else found
+
+    def _counted(self, index: int, group: Group) -> list[Tensor]:
+        """The parameters that a group was built with; raises if it has more or fewer now."""
+        before = self._params[index]
+        if len(before) != len(group["params"]):
+            raise UnknownParameterError(
+                f"param_groups[{index}] was built with {len(before)} parameters and has "
+                f"{len(group['params'])} now: add parameters through add_param_group"
+            )
+        return before
 
     def check(self, index: int, group: Group) -> None:
         """Raise if a group or a gradient cannot be used; quick where nothing was set since."""
@@ -101,6 +106,7 @@ class GroupChecks:
             )
 
     def _check_parameters(self, index: int, group: Group) -> None:
+        self._counted(index, group)
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             made_for = self._made_for.get(param)
             if made_for is None:

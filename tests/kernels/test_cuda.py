@@ -146,7 +146,7 @@ def test_a_recorded_step_is_the_same_step(options):
         [t for entry in optimizer.state.values() for t in entry.values()] for optimizer in pair
     ]
     assert all(map(torch.equal, *states))
-    assert pair[1]._recorded._graph is not None
+    assert pair[1]._runner._recorded._graph is not None
 
 
 def test_a_recorded_step_measures_muon():
@@ -208,8 +208,8 @@ def test_a_recorded_step_takes_gradients_that_come_and_go(graph):
                     param.grad = None
             optimizer.step()
         assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters())), step
-    assert pair[1]._recorded is not None
-    assert pair[1]._recorded._recordings >= 2  # also of the step with fewer gradients
+    assert pair[1]._runner._recorded is not None
+    assert pair[1]._runner._recorded._recordings >= 2  # also of the step with fewer gradients
 
 
 def test_a_graph_that_nobody_asked_for_keeps_little_memory(monkeypatch):

@@ -175,7 +175,7 @@ def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
             _run_rules(blueprint, operands, ledger)
             for walk, number in wave:
                 walk.updated(number)
-        elif isinstance(operation, OfBucket) and blueprint.has(operation.bucket):
+        elif isinstance(operation, OfBucket) and operation.bucket.placement < len(walks):
             walk = walks[operation.bucket.placement]
             getattr(walk, f"on_{type(operation).__name__.lower()}")(operation.bucket.bucket)
     return Passing(gradients, ledger.most)

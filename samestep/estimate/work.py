@@ -1,7 +1,6 @@
 """What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates."""
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from torch import Tensor
@@ -29,12 +28,14 @@ class Work:
 Cost = tuple[float, float, float, int]  # of one piece, in the order of `Work`
 
 
-def _work(ranks: int, of_ranks: Iterable[tuple[int, Sequence[Cost]]]) -> Work:
-    columns = [[0.0] * ranks for _ in fields(Work)]
-    for rank, costs in of_ranks:
-        for cost in costs:
-            for column, value in zip(columns, cost, strict=True):
-                column[rank] += value
+def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
+    """Costs of pieces, each with the rank that has it."""
+    product_seconds, flops, moved, pieces = columns = [[0.0] * ranks for _ in fields(Work)]
+    for rank, cost in costs:
+        product_seconds[rank] += cost[0]
+        flops[rank] += cost[1]
+        moved[rank] += cost[2]
+        pieces[rank] += cost[3]
     return Work(*map(per_peer, columns))
 
 
@@ -83,7 +84,8 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
         everywhere = placement.distribution.muon_schedule == "gather"
     else:
         for bucket in placement.plan.buckets:
-            for rank, segment in bucket.filled:
+            has_blocks = any(placement.specs[param].blocks for param in bucket.params)
+            for rank, segment in bucket.filled if has_blocks else ():
                 own = [piece.block for piece in segment.pieces if piece.block is not None]
                 cost = sum(orthogonalize_flops(*block.shape) for block in own)
                 for each in range(ranks) if bucket.replicated else (rank,):
@@ -100,11 +102,12 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
     bucket = sharing.plan.buckets[number]
     width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
-    of_ranks = (
-        (place, [_cost(p.block and p.block.shape, p.size, width, hardware) for p in segment.pieces])
+    costs = (
+        (place, _cost(piece.block and piece.block.shape, piece.size, width, hardware))
         for place, segment in bucket.filled
+        for piece in segment.pieces
     )
-    found = _work(len(bucket.segments), of_ranks)
+    found = _work(len(bucket.segments), costs)
     if bucket.replicated:
         return Work(*(own.expand(sharing.peers.size) for own in vars(found).values()))
     return found
@@ -112,7 +115,7 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
 
 def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
     """Of one process that has everything."""
-    costs = []
+    costs: list[Cost] = []
     for param in (param for group in blueprint.groups for param in group["params"]):
         blocks, width = blueprint.optimizer._blocks[param], param.dtype.itemsize
         if blocks is None:
@@ -121,29 +124,25 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
             costs.append(_cost(block.shape, block.rows * block.cols, width, hardware))
         if blueprint.clips:
             costs.append((0.0, 0.0, param.numel() * 4, 0))
-    return _work(1, [(0, costs)])
+    return _work(1, ((0, cost) for cost in costs))
 
 
 def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
-    slices = [
-        (param.dtype.itemsize, held.boxes)
+    costs = (
+        (place, _cost(None, box.numel, param.dtype.itemsize, hardware))
         for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True)
-        if spec.blocks is None
-    ]
-    of_ranks = (
-        (place, [_cost(None, boxes[place].numel, width, hardware) for width, boxes in slices])
-        for place in range(spreading.peers.size)
+        for place, box in enumerate(held.boxes if spec.blocks is None else ())
     )
-    return _work(spreading.peers.size, of_ranks)
+    return _work(spreading.peers.size, costs)
 
 
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
-    owned: dict[int, list[Cost]] = defaultdict(list)
-    for route in spreading.plan.chunks[number]:
-        put_together = 8 * route.box.numel
-        owned[route.owner].append(_product(route.block.shape, put_together, hardware))
-    return _work(spreading.peers.size, owned.items())
+    costs = (  # bytes: it is put together
+        (route.owner, _product(route.block.shape, 8 * route.box.numel, hardware))
+        for route in spreading.plan.chunks[number]
+    )
+    return _work(spreading.peers.size, costs)
 
 
 def chunk_parts(spreading: Spreading, number: int) -> Tensor:

@@ -8,9 +8,9 @@ is part of a plan.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -276,7 +276,7 @@ def blueprint(
     """
     everyone = everyone or grid.peers(*grid.sizes)
     device = device or torch.device("cpu")
-    known: dict[tuple[tuple[int, ...], SpreadOver], _Held] = {}  # layers are alike
+    held_as = cache(partial(_held, grid))  # layers are alike
     lie: dict[Tensor, SpreadOver] = {}
     groups = optimizer.param_groups
     for group in groups:
@@ -284,16 +284,17 @@ def blueprint(
             found = spread(name, param) if spread else None
             if found is not None:
                 lie[param] = found
-                if (tuple(param.shape), found) not in known:
-                    known[tuple(param.shape), found] = _held(tuple(param.shape), found, grid)
     distribution = optimizer._distribution
     clips, measures = optimizer._max_grad_norm is not None, optimizer._update_rms
     beside = distribution.beside_dtensors() if lie else distribution
-    plain = list(_plain(optimizer, lie, everyone, own_peers or {}))
+    plain: dict[Peers, list[int]] = {everyone: []}  # groups reduced over the same ranks
+    for index, group in enumerate(groups):
+        if any(param not in lie for param in group["params"]):
+            plain.setdefault((own_peers or {}).get(index, everyone), []).append(index)
     shared = []
-    for peers, indices in plain:
-        if everyone.size * (1 if outer is None else outer.size) == 1:
-            break  # one process: nothing is shared
+    for peers, indices in plain.items():
+        if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
+            continue  # one process: nothing is shared
         members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
         plan = _shared_plan(members.specs, peers.size, beside)
         own_outer = outer if peers == everyone else None
@@ -312,7 +313,7 @@ def blueprint(
                 f"muon_schedule='gather' has every rank compute every block: it is planned for up "
                 f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
             )
-        lying = [known[spec.shape, lie[p]] for p, spec in zip(params, specs, strict=True)]
+        lying = [held_as(spec.shape, lie[p]) for p, spec in zip(params, specs, strict=True)]
         held = tuple(
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
             for spec, found in zip(specs, lying, strict=True)
@@ -327,20 +328,6 @@ def blueprint(
     return Blueprint(
         optimizer, grid, everyone, tuple(shared), tuple(spreads), device, clips, measures
     )
-
-
-def _plain(
-    optimizer: RuleOptimizer,
-    lie: Mapping[Tensor, SpreadOver],
-    everyone: Peers,
-    own_peers: Mapping[int, Peers],
-) -> Iterator[tuple[Peers, list[int]]]:
-    """Groups with plain parameters that are reduced over the same ranks, those of all first."""
-    together: dict[Peers, list[int]] = {everyone: []}
-    for index, group in enumerate(optimizer.param_groups):
-        if any(param not in lie for param in group["params"]):
-            together.setdefault(own_peers.get(index, everyone), []).append(index)
-    yield from ((peers, indices) for peers, indices in together.items() if indices)
 
 
 def _sums(
@@ -382,7 +369,7 @@ class _Held(NamedTuple):
     room: int | None  # as `Spreading.room` has it
 
 
-def _held(shape: tuple[int, ...], over: SpreadOver, grid: Grid) -> _Held:
+def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> _Held:
     sizes = [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)

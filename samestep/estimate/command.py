@@ -218,9 +218,8 @@ def _files(
             table.pictures.append(tables.Picture.of("timeline of a step", drawn))
     if options.scaling:
         model = load_model(options.model, getattr(torch, options.dtype))
-        curves = scaling(model, settings_of(options), hardware, options.tokens)
-        content["scaling"] = curves.content
-        shown.append(curves.table)
+        content["scaling"], table = scaling(model, settings_of(options), hardware, options.tokens)
+        shown.append(table)
     page = _page(content, shown, figures)
     return {
         "plan.json": json.dumps(content, indent=1).encode() + b"\n",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from itertools import chain
 
 from torch import Tensor
 
@@ -78,9 +79,8 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
         return None
     count = len(blocks)
     if isinstance(placement, Spreading):
-        for chunk in placement.plan.chunks:
-            for route in chunk:
-                flops[route.owner] += orthogonalize_flops(*route.block.shape)
+        for route in chain.from_iterable(placement.plan.chunks):
+            flops[route.owner] += orthogonalize_flops(*route.block.shape)
         everywhere = placement.distribution.muon_schedule == "gather"
     else:
         for bucket in placement.plan.buckets:

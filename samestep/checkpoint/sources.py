@@ -11,6 +11,7 @@ or there is one rank, and else a slice of dim 0. The files have no names, so the
 import json
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -111,8 +112,10 @@ def read_file(path: Path, optimizer: Path | None = None, names: Path | None = No
         path = optimizer
     if opt is not None and is_nanochat(opt):
         return _read_nanochat(path, model, names)
+    known: dict[Any, str] = {}
     if opt is not None:
-        values |= _state(path, opt, model, source)
+        known = _names(path, opt, model)
+        values |= _state(opt, known, source)
     elif not model:
         raise CheckpointError(
             f"{path} has the keys {sorted(map(str, content))[:8]}, and none is the state dict "
@@ -121,11 +124,10 @@ def read_file(path: Path, optimizer: Path | None = None, names: Path | None = No
     values |= {model_name(name): tensor for name, tensor in model.items()}
     for name, tensor in values.items():
         source.add_whole(name, tensor)
-    if opt is not None:
-        source.add_groups(_named_groups(opt, _names(path, opt, model)))
-    known = {*MODELS, *OPTIMIZERS}
+    for group in () if opt is None else opt["param_groups"]:
+        source.add_groups([{**group, "params": [known[number] for number in group["params"]]}])
     if not _is_optimizer(content) and not _all_tensors(content):
-        source.left_out = [str(key) for key in content if key not in known]
+        source.left_out = [str(key) for key in content if key not in (*MODELS, *OPTIMIZERS)]
     return source
 
 
@@ -178,8 +180,7 @@ def _model_in(content: Content) -> Values:
     return {without_wrappers(name): value for name, value in tensors.items()}
 
 
-def _state(path: Path, opt: Content, model: Values, source: Source) -> Values:
-    names = _names(path, opt, model)
+def _state(opt: Content, names: Mapping[Any, str], source: Source) -> Values:
     values: Values = {}
     for number, state in opt["state"].items():
         for key, value in state.items():
@@ -189,13 +190,6 @@ def _state(path: Path, opt: Content, model: Values, source: Source) -> Values:
             elif f"state {key}" not in source.left_out:
                 source.left_out.append(f"state {key}")
     return values
-
-
-def _named_groups(opt: Content, names: Mapping[Any, str]) -> list[Content]:
-    return [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in opt["param_groups"]
-    ]
 
 
 def _names(path: Path, opt: Content, model: Values) -> dict[Any, str]:
@@ -272,8 +266,15 @@ def add_nanochat(
             own["variance_beta2"] = group["beta2"]
         options = {"rule": group["kind"], **preset_options("nanochat", group["kind"]), **own}
         source.groups.append({"params": of_group, "options": plain_options(options)})
-    for name in dict.fromkeys(name for name, _ in boxes):
-        _add(source, name, {at: value for (own, at), value in boxes.items() if own == name})
+    together: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
+    for (name, at), value in boxes.items():
+        together[name][at] = value
+    for name, parts in together.items():
+        shape = list(next(iter(parts.values())).shape)
+        if shape:
+            shape[0] = sum(part.shape[0] for part in parts.values())
+        held = [HeldBox(Box(at, tuple(part.shape)), part.to(META)) for at, part in parts.items()]
+        source.add(name, torch.Size(shape), held[0].tensor.dtype, held)
     return boxes
 
 
@@ -296,11 +297,7 @@ def _nanochat_names(path: Path, groups: Sequence[Content], model: Values) -> lis
 
 
 def _add_stack(
-    path: Path,
-    boxes: Boxes,
-    names: list[str],
-    of_ranks: list[Content],
-    model: Values,
+    path: Path, boxes: Boxes, names: list[str], of_ranks: list[Content], model: Values
 ) -> None:
     if not any(of_ranks):  # before the first step
         return
@@ -342,12 +339,3 @@ def _incomplete(
         f"{path}: the state of {name!r} has shape {shape} in files of {ranks} ranks, and "
         f"{expected} was expected: are all files of ranks there, and the names in their order?"
     )
-
-
-def _add(source: Source, name: str, boxes: Mapping[tuple[int, ...], Tensor]) -> None:
-    first = next(iter(boxes.values()))
-    shape = list(first.shape)
-    if shape:
-        shape[0] = sum(value.shape[0] for value in boxes.values())
-    held = [HeldBox(Box(at, tuple(value.shape)), value.to("meta")) for at, value in boxes.items()]
-    source.add(name, torch.Size(shape), first.dtype, held)

@@ -12,7 +12,7 @@ import json
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,23 +62,24 @@ class Source:
         """A tensor in boxes that are without values."""
         self.tensors[name] = Pieces(shape, dtype, META, boxes)
 
-    def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Options of torch's optimizers; "params" are names."""
-        for group in groups:
-            by_rule: dict[str, list[str]] = {}
-            for name in group["params"]:
-                rule = next(
-                    (LEAVES[key] for key in LEAVES if state_key(name, key) in self.tensors), None
-                )
-                if rule is not None:
-                    by_rule.setdefault(rule, []).append(name)
-            for rule, names in by_rule.items():
-                options = {"rule": rule, **own_spelling(dict(group))}
-                if rule == "muon" and "rule" not in group:  # from torch.optim.Muon
-                    options.setdefault("orthogonalize", "newton-schulz")
-                known = ("rule", "maximize", "initial_lr", *RULES[rule].defaults)
-                kept = {key: options[key] for key in known if key in options}
-                self.groups.append({"params": names, "options": plain_options(kept)})
+
+def groups_of_torch(groups: Iterable[Content], tensors: Mapping[str, Any]) -> list[GroupFacts]:
+    """Groups of torch's optimizers, "params" are names; rules are known by what is in `tensors`."""
+    found = []
+    for group in groups:
+        by_rule: dict[str, list[str]] = defaultdict(list)
+        for name in group["params"]:
+            left = next((key for key in LEAVES if state_key(name, key) in tensors), None)
+            if left is not None:
+                by_rule[LEAVES[left]].append(name)
+        for rule, names in by_rule.items():
+            options = {"rule": rule, **own_spelling(dict(group))}
+            if rule == "muon" and "rule" not in group:  # from torch.optim.Muon
+                options.setdefault("orthogonalize", "newton-schulz")
+            known = ("rule", "maximize", "initial_lr", *RULES[rule].defaults)
+            kept = {key: options[key] for key in known if key in options}
+            found.append({"params": names, "options": plain_options(kept)})
+    return found
 
 
 def model_name(name: str) -> str:
@@ -124,8 +125,9 @@ def read_file(path: Path, optimizer: Path | None = None, names: Path | None = No
     values |= {model_name(name): tensor for name, tensor in model.items()}
     for name, tensor in values.items():
         source.add_whole(name, tensor)
-    for group in () if opt is None else opt["param_groups"]:
-        source.add_groups([{**group, "params": [known[number] for number in group["params"]]}])
+    groups = [] if opt is None else opt["param_groups"]
+    named = [{**group, "params": [known[each] for each in group["params"]]} for group in groups]
+    source.groups = groups_of_torch(named, values)
     if not _is_optimizer(content) and not _all_tensors(content):
         source.left_out = [str(key) for key in content if key not in (*MODELS, *OPTIMIZERS)]
     return source

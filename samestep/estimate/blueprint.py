@@ -105,8 +105,8 @@ class Grid:
         return torch.zeros(self.shape, dtype=torch.float64)
 
 
-def one_axis(ranks: int, name: str = "data") -> Grid:
-    return Grid({name: ranks})
+def one_axis(ranks: int) -> Grid:
+    return Grid({"data": ranks})
 
 
 def per_peer(numbers: Sequence[float]) -> Tensor:

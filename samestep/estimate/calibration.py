@@ -206,15 +206,15 @@ def one_process(name: str, *, muon: bool = True) -> Blueprint:
     return blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
 
 
-def hardware_of(receipt: Mapping[str, Any], like: str = "h200x8") -> Hardware:
-    """The device that a receipt is of; links are a preset's.
+def hardware_of(receipt: Mapping[str, Any]) -> Hardware:
+    """The device that a receipt is of; links are those of the preset h200x8.
 
     Bytes travel at the measured speed of a copy. What AdamW alone takes beyond that is time per
     call; what Muon takes beyond both is time of products.
     """
     name = receipt["sets"][0]["set"]
     found = replace(
-        PRESETS[like],
+        PRESETS["h200x8"],
         name=f"{receipt['device']['name']}, from {name}",
         source=f"samestep bench step, {receipt['date']}",
         bytes_rate=1e12 * receipt["ceilings"]["terabytes_per_second"],

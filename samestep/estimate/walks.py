@@ -48,14 +48,15 @@ class Ledger:
         self._alive: dict[object, tuple[str, int]] = {}
         self.now = dict.fromkeys(Then._fields, 0)
         self.most = Then(0, 0, 0)
+        self._total = 0  # of the most
 
     def add(self, key: object, size: int, kind: str = BUFFERS) -> None:
         self.drop(key)
         self._alive[key] = kind, size
         self.now[kind] += size
-        then = Then(*self.now.values())
-        if then.total > self.most.total:
-            self.most = then
+        total = sum(self.now.values())
+        if total > self._total:
+            self._total, self.most = total, Then(**self.now)
 
     def drop(self, key: object) -> None:
         """It is let go of; nothing, if it was not there."""

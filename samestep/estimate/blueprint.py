@@ -9,7 +9,7 @@ is part of a plan.
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from math import prod
 from typing import NamedTuple
@@ -202,7 +202,6 @@ class Blueprint:
     device: torch.device
     clips: bool = False
     measures: bool = False
-    _schedules: dict[int, Schedule] = field(default_factory=dict, compare=False)
 
     @property
     def groups(self) -> list[Group]:
@@ -228,19 +227,17 @@ class Blueprint:
         return self.shared[bucket.placement] if bucket.placement < len(self.shared) else None
 
     def schedule(self, rank: int = 0) -> Schedule:
-        if rank not in self._schedules:
-            shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
-            shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
-            if not self.shared and (self.everyone.size == 1 or not shapes):
-                shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
-            self._schedules[rank] = _schedule(
-                tuple(shapes),
-                waves=self.distribution.waves,
-                clip=self.clips,
-                measure=self.measures,
-                chunks_ahead=self.distribution.chunks_ahead,
-            )
-        return self._schedules[rank]
+        shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
+        shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
+        if not self.shared and (self.everyone.size == 1 or not shapes):
+            shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
+        return _schedule(
+            tuple(shapes),
+            waves=self.distribution.waves,
+            clip=self.clips,
+            measure=self.measures,
+            chunks_ahead=self.distribution.chunks_ahead,
+        )
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)

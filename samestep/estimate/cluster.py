@@ -35,7 +35,6 @@ from samestep.groups.routing import EMBEDDING_NAME
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.optimizer.step import RuleOptimizer
-from samestep.parallel.apply import shard_rules
 from samestep.parallel.lora import FACTORS
 from samestep.parallel.plan import Plan
 from samestep.tooling.request import BadRequestError
@@ -69,6 +68,8 @@ ShareOf = Callable[[str, Tensor], Share]  # by name
 
 def plan_shares(model: nn.Module, plan: Plan, degrees: Degrees) -> ShareOf:
     """What a plan says of the parameters of a model, or of one stage of it."""
+    from samestep.parallel.apply import shard_rules  # with all of FSDP2, which no guess needs
+
     rules = shard_rules(model, plan)
     stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
     dims = {rule.pattern: rule.dim for rule in rules if rule.axis == "model"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
 from samestep.estimate import tables
@@ -229,8 +230,6 @@ def _files(
 
 
 def _page(content: dict[str, Any], shown: list[tables.Table], figures: list[StageFigures]) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined  # for a page alone
-
     environment = Environment(
         loader=PackageLoader("samestep.estimate", ""), autoescape=True, undefined=StrictUndefined
     )

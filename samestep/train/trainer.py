@@ -111,8 +111,7 @@ class Trainer:
             loss += part_loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        copies = 1 if stack is None else stack.token_copies
-        balance_experts(self.model, options.layers, copies)
+        self._balance_experts()
         self.step += 1
         self.sequences += options.batch_size
         self._losses.append(loss)
@@ -152,6 +151,11 @@ class Trainer:
     def _autocast(self) -> torch.autocast:
         enabled = self.options.dtype == "bf16"
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
+
+    def _balance_experts(self) -> None:
+        stack = self.placed.stack
+        copies = 1 if stack is None else stack.token_copies
+        balance_experts(self.model, self.options.layers, copies)
 
     @torch.no_grad()
     def _evaluate(self) -> None:

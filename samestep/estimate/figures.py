@@ -69,6 +69,11 @@ class StageNeeds:
     def peak(self) -> int:
         return self.memory.peak
 
+    @property
+    def sent(self) -> float:
+        """Bytes per rank, on the average."""
+        return sum(each.mean_sent for each in self.traffic)
+
 
 @dataclass(frozen=True)
 class StageFigures(StageNeeds):

@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from samestep.estimate.cluster import Settings, stage_blueprint
-from samestep.estimate.figures import device_of, training_of
+from samestep.estimate.cluster import Settings, Stage, stage_blueprint
+from samestep.estimate.figures import StageNeeds, device_of, training_of
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.model import Model
 from samestep.estimate.tables import Picture, Table
@@ -77,18 +77,19 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
     ax.broken_barh(places, (y - height / 2, height), facecolors=list(colours), linewidth=0)
 
 
-def memory_bars(by_stage: Mapping[str, Mapping[str, int]], device_memory: int) -> bytes:
+def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
     """What the worst rank holds at its peak, per stage, against the device's memory."""
-    figure = Figure(figsize=(8, 0.6 + 0.55 * len(by_stage)))
+    figure = Figure(figsize=(8, 0.6 + 0.55 * len(every)))
     ax = figure.subplots()
-    for row, parts in enumerate(by_stage.values()):
+    for row, needs in enumerate(every.values()):
         left = 0.0
         for part, colour in MEMORY.items():
-            ax.barh(-row, parts[part] / 1e9, left=left, color=colour, height=0.7)
-            left += parts[part] / 1e9
+            width = getattr(needs.memory, part) / 1e9
+            ax.barh(-row, width, left=left, color=colour, height=0.7)
+            left += width
         ax.text(left, -row, f" {left:.4g} GB", va="center", fontsize=8)
     ax.axvline(device_memory / 1e9, color="#c8243b", linestyle="--", linewidth=1)
-    ax.set_yticks([-row for row in range(len(by_stage))], list(by_stage))
+    ax.set_yticks([-row for row in range(len(every))], list(every))
     ax.set_xlabel("GB of the worst rank at its peak, activations apart (dashed: the device)")
     ax.margins(x=0.12)
     ax.spines[["top", "right"]].set_visible(False)

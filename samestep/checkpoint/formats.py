@@ -7,7 +7,7 @@ rank_0/, rank_1/, ...            of each rank a folder like one of `fully_reshar
 index.json, index.json.sha256    the layout, the only one that loads it; sizes and checksums
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -93,11 +93,20 @@ def _name(rank: int) -> str:
 
 
 class LocalFiles:
-    """What some ranks have written, each by itself: one who loads takes its own, others all."""
+    """What some ranks have written, each by itself: who loads takes its own, others all.
 
-    def __init__(self, folder: Path, content: dict[str, Any], ranks: Sequence[int]) -> None:
+    Raises unless as many ranks are here, in the layout that it was saved in.
+    """
+
+    def __init__(self, folder: Path, content: dict[str, Any], here: Here | None) -> None:
         self.folder, self.content = folder, content
+        self._here = here or Here(0, content["world_size"], [])
+        if content["world_size"] != self._here.size:
+            raise self._elsewhere("the number of ranks differs")
+        if content["layout"] and self._here.layout and content["layout"] != self._here.layout:
+            raise self._elsewhere("the layout differs")
         check_sizes(folder, content["files"])
+        ranks = range(content["world_size"]) if here is None else [here.rank]
         self._parts = [self._part(rank) for rank in ranks]
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self._holder: dict[MetadataIndex, Index] = {}  # of what several have, the first
@@ -129,35 +138,24 @@ class LocalFiles:
             reads = {id(part): opened.enter_context(part.reading()) for part in self._parts}
             yield lambda box: reads[id(self._holder[box])](box)
 
-    def refuse_other_boxes(self, wanted: Tensors, here: Here) -> None:
+    def refuse_other_boxes(self, wanted: Tensors) -> None:
         """Raise if this rank holds anything else now: its part says nothing of the rest."""
         for name, tensor in wanted.items():
-            if set(map(repr, tensor.__create_chunk_list__())) != set(
-                map(repr, self.tensors[name].chunks)
-            ):
-                raise _elsewhere(
-                    self.folder, self.content, here, f"rank {here.rank} holds other parts of {name}"
-                )
+            held, saved = tensor.__create_chunk_list__(), self.tensors[name].chunks
+            if set(map(repr, held)) != set(map(repr, saved)):
+                raise self._elsewhere(f"rank {self._here.rank} holds other parts of {name}")
 
-
-def refuse_elsewhere(folder: Path, content: Mapping[str, Any], here: Here) -> None:
-    """Raise unless as many ranks are here, in the layout that it was saved in."""
-    if content["world_size"] != here.size:
-        raise _elsewhere(folder, content, here, "the number of ranks differs")
-    if content["layout"] and here.layout and content["layout"] != here.layout:
-        raise _elsewhere(folder, content, here, "the layout differs")
-
-
-def _elsewhere(folder: Path, content: Mapping[str, Any], here: Here, why: str) -> CheckpointError:
-    there, now = set(content["layout"]), set(here.layout)
-    saved = [f"{content['world_size']} ranks", *sorted(there - now if now else there)]
-    found = [f"{here.size} ranks", *sorted(now - there if there else now)]
-    return CheckpointError(
-        f"{folder} has format dp_local, which loads only where it was saved, and {why}: saved on "
-        f"{', '.join(saved)}; here are {', '.join(found)}. Convert it with `samestep convert "
-        f"{folder} NEW --to fully_reshardable`, or load it in its own layout and save it with "
-        'format="fully_reshardable"'
-    )
+    def _elsewhere(self, why: str) -> CheckpointError:
+        folder, content, here = self.folder, self.content, self._here
+        there, now = set(content["layout"]), set(here.layout)
+        saved = [f"{content['world_size']} ranks", *sorted(there - now if now else there)]
+        found = [f"{here.size} ranks", *sorted(now - there if there else now)]
+        return CheckpointError(
+            f"{folder} has format dp_local, which loads only where it was saved, and {why}: saved "
+            f"on {', '.join(saved)}; here are {', '.join(found)}. Convert it with `samestep "
+            f"convert {folder} NEW --to fully_reshardable`, or load it in its own layout and save "
+            'it with format="fully_reshardable"'
+        )
 
 
 # --- all formats ---------------------------------------------------------------------------
@@ -235,7 +233,4 @@ def open_checkpoint(folder: Path, here: Here | None = None) -> Stored:
             f"{folder / INDEX} has format {written_as}, which this version of samestep does not "
             "know: load it with the version that wrote it"
         )
-    if here is None:
-        return LocalFiles(folder, content, range(content["world_size"]))
-    refuse_elsewhere(folder, content, here)
-    return LocalFiles(folder, content, [here.rank])
+    return LocalFiles(folder, content, here)

@@ -79,7 +79,7 @@ def load(
         names = names_that_fit(tensors, stored.tensors, partial, elsewhere)
         chosen = {name: tensors[name] for name in names}
         if isinstance(stored, LocalFiles):
-            stored.refuse_other_boxes(chosen, here)
+            stored.refuse_other_boxes(chosen)
         if verify:
             stored.verify(ranks.rank, ranks.size)
         return chosen

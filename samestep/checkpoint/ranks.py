@@ -5,8 +5,10 @@ as torch plans it.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
@@ -58,25 +60,20 @@ class Ranks(NamedTuple):
 
     def all_of(self, value: T) -> list[T]:
         """What every rank gives, on every rank; for small things."""
-        group = self.group
-        if group is None:
-            return [value]
-        return attempt(self.task, group, lambda: gather_everywhere(value, group.handle))
+        return self._told([value], partial(gather_everywhere, value))
 
     def to_first(self, value: T) -> list[T]:
         """What every rank gives, on the first; nothing elsewhere."""
-        group = self.group
-        if group is None:
-            return [value]
-        return attempt(self.task, group, lambda: gather_on_first(value, group.handle)) or []
+        return self._told([value], lambda group: gather_on_first(value, group) or [])
 
     def from_first(self, values: list[T]) -> T:
         """One of the values that the first rank gives."""
+        return self._told(values[0], partial(scatter_from_first, values))
+
+    def _told(self, alone: T, tell: Callable[[dist.ProcessGroup], T]) -> T:
+        """What ranks tell each other, or `alone` where there is one."""
         group = self.group
-        if group is None:
-            return values[0]
-        found: T = attempt(self.task, group, lambda: scatter_from_first(values, group.handle))
-        return found
+        return alone if group is None else attempt(self.task, group, lambda: tell(group.handle))
 
 
 def all_ranks(task: str) -> Ranks:

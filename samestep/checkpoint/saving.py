@@ -7,6 +7,7 @@ not for the disk or for others; at most one save is in the background, which lat
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from samestep.checkpoint.folder import Unfinished, partial_of
 from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named
 from samestep.checkpoint.logical import GroupFacts, Pieces, group_facts, of_all_stages, tensors_of
-from samestep.checkpoint.ranks import Owners, Ranks, WritePlan, all_ranks, plan_locally
+from samestep.checkpoint.ranks import Ranks, WritePlan, all_ranks, plan_locally
 from samestep.checkpoint.storage import CheckpointError, Values
 from samestep.comm.groups import RankGroup
 from samestep.optimizer.rule_optimizer import RuleOptimizer
@@ -118,10 +119,14 @@ def look(request: Request, ranks: int) -> Seen:
             "and ranks of a pipeline know those of their stage: save as fully_reshardable, which "
             f"`samestep convert PATH NEW --to {request.format}` then converts"
         )
-    facts = _facts(request, ranks)
-    state_dict = wanted.state_dict(tensors_of(request.model, request.optimizer), facts)
+    opt = request.optimizer
+    groups = [] if opt is None else group_facts(opt)
+    facts = facts_of(request.format, ranks, groups, request.extra)
+    if opt is not None:
+        facts |= {"fingerprint": opt.fingerprint(), "layout": opt.layout_lines()}
+    state_dict = wanted.state_dict(tensors_of(request.model, opt), facts)
     planner = plan_locally(state_dict, wanted.is_nested)
-    told = facts["groups"] if request.optimizer and request.optimizer.leads_stage else []
+    told = groups if opt and opt.leads_stage else []
     return Seen(planner, planner.state_dict, planner.plan.items, facts, told)
 
 
@@ -151,7 +156,8 @@ def prepare(
             plan = before
         else:
             assert seen.planner is not None
-            owners = _owners(request.optimizer, ranks.size)
+            everyones = {} if request.optimizer is None else request.optimizer.owners()
+            owners = {name: own for name, own in everyones.items() if len(own) < ranks.size}
             plan = format_named(request.format).plan(seen.planner, owners, ranks)
     except BaseException as error:
         give_up(unfinished, ranks, error)
@@ -161,14 +167,13 @@ def prepare(
 
 def write(prepared: Prepared, values: Values) -> None:
     """Write the files and move them to their place. Collective, on the group it was prepared on."""
-    request, ranks, unfinished = prepared.request, prepared.ranks, prepared.unfinished
-
-    chosen, objects = format_named(request.format), objects_in(prepared.seen.state_dict)
+    request, ranks, unfinished, seen, plan = prepared
+    chosen, objects = format_named(request.format), objects_in(seen.state_dict)
 
     def write_mine() -> Any:
         try:
             folder = partial_of(request.path)
-            return chosen.write(folder, ranks.rank, prepared.plan, values, objects)
+            return chosen.write(folder, ranks.rank, plan, values, objects)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{error.filename} is not there: do all ranks see the same disk?"
@@ -176,17 +181,15 @@ def write(prepared: Prepared, values: Values) -> None:
 
     def finish() -> None:
         if unfinished is not None:
-            groups = of_all_stages(
-                [prepared.seen.facts["groups"], *(told for _, told in everyones)]
-            )
-            facts = {**prepared.seen.facts, "groups": groups}
+            groups = of_all_stages([seen.facts["groups"], *(told for _, told in everyones)])
             mine = [files for files, _ in everyones]
-            chosen.finish(unfinished.folder, prepared.plan.metadata, mine, facts)
+            facts = {**seen.facts, "groups": groups}
+            chosen.finish(unfinished.folder, plan.metadata, mine, facts)
             unfinished.commit(request.keep)
 
     try:
         mine = ranks.everywhere(write_mine)
-        everyones = ranks.to_first((mine, prepared.seen.groups))
+        everyones = ranks.to_first((mine, seen.groups))
         ranks.everywhere(finish)
     except BaseException as error:
         give_up(unfinished, ranks, error)
@@ -201,15 +204,6 @@ def give_up(unfinished: Unfinished | None, ranks: Ranks, error: BaseException) -
         ranks.all_of(None)
 
 
-def _facts(request: Request, ranks: int) -> dict[str, Any]:
-    opt = request.optimizer
-    groups = [] if opt is None else group_facts(opt)
-    facts = facts_of(request.format, ranks, groups, request.extra)
-    if opt is not None:
-        facts |= {"fingerprint": opt.fingerprint(), "layout": opt.layout_lines()}
-    return facts
-
-
 def facts_of(name: str, ranks: int, groups: list[GroupFacts], extra: Any) -> dict[str, Any]:
     """What the index says beside the tensors, in this order."""
     return {
@@ -222,10 +216,6 @@ def facts_of(name: str, ranks: int, groups: list[GroupFacts], extra: Any) -> dic
         "groups": groups,
         "extra": extra,
     }
-
-
-def _owners(opt: RuleOptimizer | None, ranks: int) -> Owners:
-    return {} if opt is None else {n: m for n, m in opt.owners().items() if len(m) < ranks}
 
 
 def _check_json(what: str, value: Any) -> None:
@@ -285,13 +275,6 @@ class SaveHandle:
 _running: SaveHandle | None = None
 
 
-def start_background(path: Path, work: Callable[[], None]) -> SaveHandle:
-    """Start a save; the one before must have ended."""
-    global _running
-    _running = SaveHandle(path, work)
-    return _running
-
-
 def finish_background() -> None:
     """Wait for the save that is running; raises if it failed and nobody has been told yet."""
     global _running
@@ -318,13 +301,16 @@ def async_save(
     is raised by `wait()` of the handle, or else by the next save or load. Call `wait()` before
     `torch.distributed.destroy_process_group()`.
     """
+    global _running
     finish_background()
     request = Request(Path(path), model, optimizer, extra, keep, format)
     ranks = _own_group(f"save of {path}")
     staging = _staging_of(optimizer if optimizer is not None else model)
-    seen, plan = _see_again(request, ranks, staging)
-    planned = None
-    if seen is None or plan is None:
+    plan = planned = None
+    with suppress(Exception):  # raised once more where other ranks hear of it
+        seen = look(request, ranks.size)
+        plan = staging.plan_for(request.format, seen.held)
+    if plan is None:
         planned = prepare(request, ranks, partial(look, request, ranks.size))
         seen, plan = planned.seen, planned.plan
     values = staging.copy(plan, request.format, seen.state_dict)
@@ -341,18 +327,8 @@ def async_save(
             staging.forget()
             raise
 
-    return start_background(request.path, work)
-
-
-def _see_again(
-    request: Request, ranks: Ranks, staging: "Staging"
-) -> tuple[Seen | None, WritePlan | None]:
-    """What is to be saved, and the plan of the last save if it holds for that."""
-    try:
-        seen = look(request, ranks.size)
-    except Exception:  # raised once more where other ranks hear of it
-        return None, None
-    return seen, staging.plan_for(request.format, seen.held)
+    _running = SaveHandle(request.path, work)
+    return _running
 
 
 class Staging:

@@ -11,7 +11,8 @@ or there is one rank, and else a slice of dim 0. The files have no names, so the
 import json
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,23 +62,24 @@ class Source:
         """A tensor in boxes that are without values."""
         self.tensors[name] = Pieces(shape, dtype, META, boxes)
 
-    def add_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Options of torch's optimizers; "params" are names."""
-        for group in groups:
-            by_rule: dict[str, list[str]] = {}
-            for name in group["params"]:
-                rule = next(
-                    (LEAVES[key] for key in LEAVES if state_key(name, key) in self.tensors), None
-                )
-                if rule is not None:
-                    by_rule.setdefault(rule, []).append(name)
-            for rule, names in by_rule.items():
-                options = {"rule": rule, **own_spelling(dict(group))}
-                if rule == "muon" and "rule" not in group:  # from torch.optim.Muon
-                    options.setdefault("orthogonalize", "newton-schulz")
-                known = ("rule", "maximize", "initial_lr", *RULES[rule].defaults)
-                kept = {key: options[key] for key in known if key in options}
-                self.groups.append({"params": names, "options": plain_options(kept)})
+
+def groups_of_torch(groups: Iterable[Content], tensors: Mapping[str, Any]) -> list[GroupFacts]:
+    """Groups of torch's optimizers, "params" are names; rules are known by what is in `tensors`."""
+    found = []
+    for group in groups:
+        by_rule: dict[str, list[str]] = defaultdict(list)
+        for name in group["params"]:
+            left = next((key for key in LEAVES if state_key(name, key) in tensors), None)
+            if left is not None:
+                by_rule[LEAVES[left]].append(name)
+        for rule, names in by_rule.items():
+            options = {"rule": rule, **own_spelling(dict(group))}
+            if rule == "muon" and "rule" not in group:  # from torch.optim.Muon
+                options.setdefault("orthogonalize", "newton-schulz")
+            known = ("rule", "maximize", "initial_lr", *RULES[rule].defaults)
+            kept = {key: options[key] for key in known if key in options}
+            found.append({"params": names, "options": plain_options(kept)})
+    return found
 
 
 def model_name(name: str) -> str:
@@ -111,8 +113,10 @@ def read_file(path: Path, optimizer: Path | None = None, names: Path | None = No
         path = optimizer
     if opt is not None and is_nanochat(opt):
         return _read_nanochat(path, model, names)
+    known: dict[Any, str] = {}
     if opt is not None:
-        values |= _state(path, opt, model, source)
+        known = _names(path, opt, model)
+        values |= _state(opt, known, source)
     elif not model:
         raise CheckpointError(
             f"{path} has the keys {sorted(map(str, content))[:8]}, and none is the state dict "
@@ -121,11 +125,11 @@ def read_file(path: Path, optimizer: Path | None = None, names: Path | None = No
     values |= {model_name(name): tensor for name, tensor in model.items()}
     for name, tensor in values.items():
         source.add_whole(name, tensor)
-    if opt is not None:
-        source.add_groups(_named_groups(opt, _names(path, opt, model)))
-    known = {*MODELS, *OPTIMIZERS}
+    groups = [] if opt is None else opt["param_groups"]
+    named = [{**group, "params": [known[each] for each in group["params"]]} for group in groups]
+    source.groups = groups_of_torch(named, values)
     if not _is_optimizer(content) and not _all_tensors(content):
-        source.left_out = [str(key) for key in content if key not in known]
+        source.left_out = [str(key) for key in content if key not in (*MODELS, *OPTIMIZERS)]
     return source
 
 
@@ -178,8 +182,7 @@ def _model_in(content: Content) -> Values:
     return {without_wrappers(name): value for name, value in tensors.items()}
 
 
-def _state(path: Path, opt: Content, model: Values, source: Source) -> Values:
-    names = _names(path, opt, model)
+def _state(opt: Content, names: Mapping[Any, str], source: Source) -> Values:
     values: Values = {}
     for number, state in opt["state"].items():
         for key, value in state.items():
@@ -189,13 +192,6 @@ def _state(path: Path, opt: Content, model: Values, source: Source) -> Values:
             elif f"state {key}" not in source.left_out:
                 source.left_out.append(f"state {key}")
     return values
-
-
-def _named_groups(opt: Content, names: Mapping[Any, str]) -> list[Content]:
-    return [
-        {**group, "params": [names[number] for number in group["params"]]}
-        for group in opt["param_groups"]
-    ]
 
 
 def _names(path: Path, opt: Content, model: Values) -> dict[Any, str]:
@@ -272,8 +268,15 @@ def add_nanochat(
             own["variance_beta2"] = group["beta2"]
         options = {"rule": group["kind"], **preset_options("nanochat", group["kind"]), **own}
         source.groups.append({"params": of_group, "options": plain_options(options)})
-    for name in dict.fromkeys(name for name, _ in boxes):
-        _add(source, name, {at: value for (own, at), value in boxes.items() if own == name})
+    together: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
+    for (name, at), value in boxes.items():
+        together[name][at] = value
+    for name, parts in together.items():
+        shape = list(next(iter(parts.values())).shape)
+        if shape:
+            shape[0] = sum(part.shape[0] for part in parts.values())
+        held = [HeldBox(Box(at, tuple(part.shape)), part.to(META)) for at, part in parts.items()]
+        source.add(name, torch.Size(shape), held[0].tensor.dtype, held)
     return boxes
 
 
@@ -296,11 +299,7 @@ def _nanochat_names(path: Path, groups: Sequence[Content], model: Values) -> lis
 
 
 def _add_stack(
-    path: Path,
-    boxes: Boxes,
-    names: list[str],
-    of_ranks: list[Content],
-    model: Values,
+    path: Path, boxes: Boxes, names: list[str], of_ranks: list[Content], model: Values
 ) -> None:
     if not any(of_ranks):  # before the first step
         return
@@ -342,12 +341,3 @@ def _incomplete(
         f"{path}: the state of {name!r} has shape {shape} in files of {ranks} ranks, and "
         f"{expected} was expected: are all files of ranks there, and the names in their order?"
     )
-
-
-def _add(source: Source, name: str, boxes: Mapping[tuple[int, ...], Tensor]) -> None:
-    first = next(iter(boxes.values()))
-    shape = list(first.shape)
-    if shape:
-        shape[0] = sum(value.shape[0] for value in boxes.values())
-    held = [HeldBox(Box(at, tuple(value.shape)), value.to("meta")) for at, value in boxes.items()]
-    source.add(name, torch.Size(shape), first.dtype, held)

@@ -131,8 +131,7 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     for file_path, data in ((path, text), (_beside(path), _sha256_line(path, text))):
         with file_path.open("xb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        sync(file_path)
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.logical import MODEL, Tensors, options_from, state_key
 from samestep.checkpoint.ranks import WritePlan
-from samestep.checkpoint.sources import Source, boxes_of, model_name
+from samestep.checkpoint.sources import groups_of_torch, model_name
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
@@ -158,21 +158,26 @@ class TorchFiles:
             check_sizes(folder, content["files"])
             self._sums = content["checksums"]
             self._compare([METADATA])  # before it is looked into
-        source = read_dcp(folder, with_groups=content is None)
-        self._read, self.left_out = source.read, source.left_out
-        self.content: dict[str, Any] = {
-            "world_size": source.world_size,
-            "layout": [],
-            "groups": source.groups,
-            "extra": source.extra,
-            **(content or {}),
-        }
-        self.tensors = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=tensor.dtype), tensor.shape, tensor.__create_chunk_list__()
-            )
-            for name, tensor in source.tensors.items()
-        }
+        self._metadata = _metadata(folder / METADATA)
+        self.tensors: dict[str, TensorStorageMetadata] = {}
+        self._keys: dict[str, str] = {}  # ours: theirs
+        self.left_out: list[str] = []
+        with_prefix = any(key.startswith("model.") for key in self._metadata.state_dict_metadata)
+        for key, entry in self._metadata.state_dict_metadata.items():
+            state = STATE_KEY.fullmatch(key)
+            of_model = key.startswith("model.") or not with_prefix
+            if isinstance(entry, TensorStorageMetadata) and (state or of_model):
+                own = model_name(key.removeprefix("model."))
+                name = state_key(state["name"], state["key"]) if state else own
+                self._keys[name], self.tensors[name] = key, _without_nothing(entry)
+            elif GROUP_KEY.fullmatch(key) is None:
+                self.left_out.append(key)
+        self.content: dict[str, Any] = dict(
+            content or {"world_size": 1, "layout": [], "extra": None}
+        )
+        if content is None:
+            groups = _groups(folder, self._metadata)
+            self.content["groups"] = groups_of_torch(groups, self.tensors)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the files."""
@@ -189,41 +194,19 @@ class TorchFiles:
 
     @contextmanager
     def reading(self) -> Iterator[Read]:
-        yield self._read
+        def read(box: MetadataIndex) -> Tensor:
+            index = MetadataIndex(self._keys[box.fqn], box.offset)
+            found = _load(self.folder, self._metadata, index)
+            assert isinstance(found, Tensor)
+            return found
+
+        yield read
 
 
-# --- folders that torch has written: nothing in them is executed -----------------------------
-
-
-def read_dcp(folder: Path, *, with_groups: bool = True) -> Source:
-    """What a folder has, box by box as it was saved."""
-    metadata = _metadata(folder / METADATA)
-    keys: dict[str, str] = {}  # ours: theirs
-    with_prefix = any(key.startswith("model.") for key in metadata.state_dict_metadata)
-
-    def read(box: MetadataIndex) -> Tensor:
-        found = _load(folder, metadata, MetadataIndex(keys[box.fqn], box.offset))
-        assert isinstance(found, Tensor)
-        return found
-
-    source = Source(read)
-    for key, entry in metadata.state_dict_metadata.items():
-        state = STATE_KEY.fullmatch(key)
-        if isinstance(entry, TensorStorageMetadata) and state is not None:
-            name = state_key(state["name"], state["key"])
-        elif isinstance(entry, TensorStorageMetadata) and (
-            key.startswith("model.") or not with_prefix
-        ):
-            name = model_name(key.removeprefix("model."))
-        else:
-            if GROUP_KEY.fullmatch(key) is None:
-                source.left_out.append(key)
-            continue
-        keys[name] = key
-        source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
-    if with_groups:
-        source.add_groups(_groups(folder, metadata))
-    return source
+def _without_nothing(entry: TensorStorageMetadata) -> TensorStorageMetadata:
+    """An empty stretch is left out, but an empty tensor has one."""
+    chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()] or entry.chunks[:1]
+    return replace(entry, chunks=chunks)
 
 
 def _groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:

@@ -7,9 +7,10 @@ Plans are made by the functions that the optimizer calls, once for all ranks: wh
 is part of a plan.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -104,8 +105,13 @@ class Grid:
         return torch.zeros(self.shape, dtype=torch.float64)
 
 
-def one_axis(ranks: int, name: str = "data") -> Grid:
-    return Grid({name: ranks})
+def one_axis(ranks: int) -> Grid:
+    return Grid({"data": ranks})
+
+
+def per_peer(numbers: Sequence[float]) -> Tensor:
+    """One number of each; in a tenth of the time that `torch.tensor` takes for a thousand."""
+    return torch.frombuffer(array("d", numbers), dtype=torch.float64)
 
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
@@ -196,7 +202,6 @@ class Blueprint:
     device: torch.device
     clips: bool = False
     measures: bool = False
-    _schedules: dict[int, Schedule] = field(default_factory=dict, compare=False)
 
     @property
     def groups(self) -> list[Group]:
@@ -217,24 +222,22 @@ class Blueprint:
         peers = self.grid.peers(*self.grid.beside)
         return peers if peers.size > 1 else None
 
-    def has(self, bucket: BucketId) -> bool:
-        """Whether a bucket is of a placement, and not of the parameters of this process alone."""
-        return bucket.placement < len(self.placements)
+    def shared_by(self, bucket: BucketId) -> Sharing | None:
+        """What a bucket is of; None: of DTensors, or of the parameters of this process alone."""
+        return self.shared[bucket.placement] if bucket.placement < len(self.shared) else None
 
     def schedule(self, rank: int = 0) -> Schedule:
-        if rank not in self._schedules:
-            shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
-            shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
-            if not self.shared and (self.everyone.size == 1 or not shapes):
-                shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
-            self._schedules[rank] = _schedule(
-                tuple(shapes),
-                waves=self.distribution.waves,
-                clip=self.clips,
-                measure=self.measures,
-                chunks_ahead=self.distribution.chunks_ahead,
-            )
-        return self._schedules[rank]
+        shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
+        shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
+        if not self.shared and (self.everyone.size == 1 or not shapes):
+            shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
+        return _schedule(
+            tuple(shapes),
+            waves=self.distribution.waves,
+            clip=self.clips,
+            measure=self.measures,
+            chunks_ahead=self.distribution.chunks_ahead,
+        )
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)
@@ -270,7 +273,7 @@ def blueprint(
     """
     everyone = everyone or grid.peers(*grid.sizes)
     device = device or torch.device("cpu")
-    known: dict[tuple[tuple[int, ...], SpreadOver], _Held] = {}  # layers are alike
+    held_as = cache(partial(_held, grid))  # layers are alike
     lie: dict[Tensor, SpreadOver] = {}
     groups = optimizer.param_groups
     for group in groups:
@@ -278,16 +281,17 @@ def blueprint(
             found = spread(name, param) if spread else None
             if found is not None:
                 lie[param] = found
-                if (tuple(param.shape), found) not in known:
-                    known[tuple(param.shape), found] = _held(tuple(param.shape), found, grid)
     distribution = optimizer._distribution
     clips, measures = optimizer._steps.max_grad_norm is not None, optimizer._steps.update_rms
     beside = distribution.beside_dtensors() if lie else distribution
-    plain = list(_plain(optimizer, lie, everyone, own_peers or {}))
+    plain: dict[Peers, list[int]] = {everyone: []}  # groups reduced over the same ranks
+    for index, group in enumerate(groups):
+        if any(param not in lie for param in group["params"]):
+            plain.setdefault((own_peers or {}).get(index, everyone), []).append(index)
     shared = []
-    for peers, indices in plain:
-        if everyone.size * (1 if outer is None else outer.size) == 1:
-            break  # one process: nothing is shared
+    for peers, indices in plain.items():
+        if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
+            continue  # one process: nothing is shared
         members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
         plan = _shared_plan(members.specs, peers.size, beside)
         own_outer = outer if peers == everyone else None
@@ -306,7 +310,7 @@ def blueprint(
                 f"muon_schedule='gather' has every rank compute every block: it is planned for up "
                 f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
             )
-        lying = [known[spec.shape, lie[p]] for p, spec in zip(params, specs, strict=True)]
+        lying = [held_as(spec.shape, lie[p]) for p, spec in zip(params, specs, strict=True)]
         held = tuple(
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
             for spec, found in zip(specs, lying, strict=True)
@@ -321,20 +325,6 @@ def blueprint(
     return Blueprint(
         optimizer, grid, everyone, tuple(shared), tuple(spreads), device, clips, measures
     )
-
-
-def _plain(
-    optimizer: RuleOptimizer,
-    lie: Mapping[Tensor, SpreadOver],
-    everyone: Peers,
-    own_peers: Mapping[int, Peers],
-) -> Iterator[tuple[Peers, list[int]]]:
-    """Groups with plain parameters that are reduced over the same ranks, those of all first."""
-    together: dict[Peers, list[int]] = {everyone: []}
-    for index, group in enumerate(optimizer.param_groups):
-        if any(param not in lie for param in group["params"]):
-            together.setdefault(own_peers.get(index, everyone), []).append(index)
-    yield from ((peers, indices) for peers, indices in together.items() if indices)
 
 
 def _sums(
@@ -376,7 +366,7 @@ class _Held(NamedTuple):
     room: int | None  # as `Spreading.room` has it
 
 
-def _held(shape: tuple[int, ...], over: SpreadOver, grid: Grid) -> _Held:
+def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> _Held:
     sizes = [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)

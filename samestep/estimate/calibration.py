@@ -147,29 +147,21 @@ def _model_rate(clock: Clock) -> float:
 def _collectives(group: RankGroup) -> dict[str, Callable[[int], object]]:
     """By kind: launched with so many bytes in the busier direction, and waited for."""
 
-    def even(carried: int) -> list[int]:
+    def even(carried: int, launch: Callable[..., Any], parts: int) -> object:
         count = carried // 4 * group.size // (group.size - 1)
-        return [max(count // group.size, 1)] * group.size
+        own = max(count // group.size, 1)
+        return launch("calibration", torch.ones(parts * own), [own] * group.size, group).wait()
 
-    def exchange(carried: int) -> object:
-        sizes = even(carried)
-        return exchange_segments("calibration", torch.ones(sum(sizes)), sizes, group).wait()
-
-    def gather(carried: int) -> object:
-        sizes = even(carried)
-        return gather_segments("calibration", torch.ones(sizes[0]), sizes, group).wait()
-
-    def scatter(carried: int) -> object:
-        sizes = even(carried)
-        return reduce_segments("calibration", torch.ones(sum(sizes)), sizes, group).wait()
+    def both(carried: int) -> object:
+        return even(carried, exchange_segments, group.size), even(carried, gather_segments, 1)
 
     def reduce(carried: int) -> object:
         count = carried // 4 * group.size // (2 * (group.size - 1))
         return total("calibration", torch.ones(max(count, group.size)), group).wait()
 
     return {
-        "all_to_all": lambda carried: (exchange(carried), gather(carried)),
-        "reduce_scatter": scatter,
+        "all_to_all": both,
+        "reduce_scatter": lambda carried: even(carried, reduce_segments, group.size),
         "all_reduce": reduce,
     }
 
@@ -214,15 +206,15 @@ def one_process(name: str, *, muon: bool = True) -> Blueprint:
     return blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
 
 
-def hardware_of(receipt: Mapping[str, Any], like: str = "h200x8") -> Hardware:
-    """The device that a receipt is of; links are a preset's.
+def hardware_of(receipt: Mapping[str, Any]) -> Hardware:
+    """The device that a receipt is of; links are those of the preset h200x8.
 
     Bytes travel at the measured speed of a copy. What AdamW alone takes beyond that is time per
     call; what Muon takes beyond both is time of products.
     """
     name = receipt["sets"][0]["set"]
     found = replace(
-        PRESETS[like],
+        PRESETS["h200x8"],
         name=f"{receipt['device']['name']}, from {name}",
         source=f"samestep bench step, {receipt['date']}",
         bytes_rate=1e12 * receipt["ceilings"]["terabytes_per_second"],

@@ -11,6 +11,7 @@ model without a plan of its own, shares are guessed from the names that models u
 
 import re
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -34,7 +35,6 @@ from samestep.groups.routing import EMBEDDING_NAME
 from samestep.layout.dtensor_shards import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.parallel.apply import shard_rules
 from samestep.parallel.lora import FACTORS
 from samestep.parallel.plan import Plan
 from samestep.tooling.request import BadRequestError
@@ -68,6 +68,8 @@ ShareOf = Callable[[str, Tensor], Share]  # by name
 
 def plan_shares(model: nn.Module, plan: Plan, degrees: Degrees) -> ShareOf:
     """What a plan says of the parameters of a model, or of one stage of it."""
+    from samestep.parallel.apply import shard_rules  # with all of FSDP2, which no guess needs
+
     rules = shard_rules(model, plan)
     stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
     dims = {rule.pattern: rule.dim for rule in rules if rule.axis == "model"}
@@ -120,7 +122,7 @@ def stack_spread(degrees: Degrees, share_of: ShareOf, *, shards: bool = True) ->
         share = share_of(name, param)
         inner = axes.inner(share)
         if share.is_factor:
-            return _factor(axes, share, degrees)
+            return _factor(axes, share)
         after = tuple((axis,) for axis in inner)
         if not axes.has_fsdp:
             sums = share.own_positions and "model" in inner
@@ -136,20 +138,18 @@ def stack_spread(degrees: Degrees, share_of: ShareOf, *, shards: bool = True) ->
     return spread
 
 
-def _factor(axes: _Axes, share: Share, degrees: Degrees) -> SpreadOver:
+def _factor(axes: _Axes, share: Share) -> SpreadOver:
     """Of LoRA: whole on all ranks but those of tensor parallel, with a summand on each."""
     outer = [(axis,) for axis in axes.copies] + [axes.dense]
-    alike = []  # axes along which all ranks see the same tokens
-    if not axes.has_fsdp and axes.sizes["expert"] > 1:
-        alike = [("expert",)]
-    model = [("model",)] if axes.sizes["model"] > 1 else []
-    mesh = (*outer, *alike, *model)
-    of_model = [Cut(share.model_dim)] * len(model)
-    cuts = (*(Cut() for _ in (*outer, *alike)), *of_model)
-    summed = tuple(range(len(outer)))
-    if model and share.model_dim is None:
-        summed += (len(mesh) - 1,)
-    return SpreadOver(mesh, cuts, summed)
+    same_tokens = not axes.has_fsdp and axes.sizes["expert"] > 1
+    mesh = [*outer, *([("expert",)] if same_tokens else [])]
+    cuts, summed = [Cut() for _ in mesh], list(range(len(outer)))
+    if axes.sizes["model"] > 1:
+        if share.model_dim is None:
+            summed.append(len(mesh))
+        mesh.append(("model",))
+        cuts.append(Cut(share.model_dim))
+    return SpreadOver(tuple(mesh), tuple(cuts), tuple(summed))
 
 
 def stack_blueprint(
@@ -182,8 +182,8 @@ def stack_units(
     if not axes.has_fsdp:
         return []
     outer = grid.peers(*axes.copies)
-    found: dict[tuple[str, bool], list[Tensor]] = {}
-    summands: dict[tuple[str, bool], list[Tensor]] = {}
+    found: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)
+    summands: dict[tuple[str, bool], list[Tensor]] = defaultdict(list)
     early: list[Tensor] = []  # forward uses them after the blocks
     for name, param in module.named_parameters():
         share = share_of(name, param)
@@ -194,9 +194,9 @@ def stack_units(
         part = _part(param, axes, share)
         if key == ROOT and any(other != ROOT for other in found):
             early.append(part)
-        found.setdefault(key, []).append(part)
+        found[key].append(part)
         if share.own_positions and share.model_dim is None and param.requires_grad:
-            summands.setdefault(key, []).append(part)
+            summands[key].append(part)
     return [
         Unit(
             name or "outermost",
@@ -205,7 +205,7 @@ def stack_units(
             shard=grid.peers("data") if is_expert else grid.peers(*axes.dense),
             replicate=outer,
             model=grid.peers("model"),
-            summands=tuple(summands.get((name, is_expert), ())),
+            summands=tuple(summands[name, is_expert]),
             early=() if name else tuple(early),
             brings_tokens=degrees.ep if is_expert else 1,
         )

@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Peers, Sharing
+from samestep.estimate.blueprint import Blueprint, Peers, Sharing, per_peer
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -52,8 +52,8 @@ class Collective:
     @cached_property
     def _segments(self) -> Tensor:
         """Bytes per peer, where each has a part of its own: (size,)."""
-        sizes = torch.tensor(self.transfers[0].sizes, dtype=torch.float64)
-        return sizes * self.transfers[0].dtype.itemsize
+        assert self.transfers[0].sizes is not None
+        return per_peer(self.transfers[0].sizes) * self.transfers[0].dtype.itemsize
 
     def sent_by_all(self) -> Tensor:
         """Bytes that all peers, or all ranks of `among`, must send at least: (size,)."""
@@ -64,7 +64,7 @@ class Collective:
                 key: max(each.sent(rank, ranks) for rank in range(ranks if each.sizes else 1))
                 for key, each in known.items()
             }
-            return torch.tensor([most[id(each)] for each in self.transfers], dtype=torch.float64)
+            return per_peer([most[id(each)] for each in self.transfers])
         (transfer,) = self.transfers
         if transfer.sizes is None:
             return torch.full((ranks,), float(transfer.sent(0, ranks)), dtype=torch.float64)
@@ -78,7 +78,7 @@ class Collective:
         if transfer.sizes is None or self.among is not None:
             return self.sent_by_all()
         if transfer.incoming is not None:
-            return torch.tensor(transfer.incoming, dtype=torch.float64) * transfer.dtype.itemsize
+            return per_peer(transfer.incoming) * transfer.dtype.itemsize
         mine = self._segments
         if transfer.traffic is Traffic.EXCHANGE:
             return mine * (ranks - 1)

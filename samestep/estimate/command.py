@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -88,14 +88,15 @@ def _plan(options: Options) -> None:
         figures.append(found)
         timelines.append(timeline)
     worst = max(figures, key=lambda each: each.peak)
-    peaks, sent, bars = _every_stage(model, degrees, settings, hardware, worst)
+    every = _every_stage(model, degrees, settings, hardware, worst)
+    peaks = {stage: needs.peak for stage, needs in every.items()}
     verdict = judge(options.sharding, peaks, hardware.device_memory, options.reserve)
     shown = [
         tables.memory_table(figures, degrees.world // degrees.pp),
         tables.traffic_table(worst),
         tables.owner_table(worst),
         tables.time_table(max(figures, key=lambda each: each.step_seconds), options.tokens),
-        tables.stages_table(peaks, sent, hardware.device_memory),
+        tables.stages_table(every, hardware.device_memory),
     ]
     shown = [table for table in shown if table.rows]
     asks, lacks = questions(model, degrees), not_counted(degrees, options.sharding, options.tokens)
@@ -114,7 +115,7 @@ def _plan(options: Options) -> None:
         "questions": asks,
         "not_counted": lacks,
         "stages": [figures_as_json(each) for each in figures],
-        "every_stage": {stage: {"peak": peaks[stage], "sent": sent[stage]} for stage in peaks},
+        "every_stage": {s: {"peak": needs.peak, "sent": needs.sent} for s, needs in every.items()},
         "verdict": asdict(verdict),
     }  # fmt: skip
     gb = f"{hardware.device_memory / 1e9:.0f} GB"
@@ -132,7 +133,7 @@ def _plan(options: Options) -> None:
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
         slowest = max(timelines, key=lambda each: each.seconds)
-        files = _files(options, content, shown, figures, slowest, hardware, bars)
+        files = _files(options, content, shown, figures, slowest, hardware, every)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
 
@@ -175,26 +176,20 @@ def distinct_stages(model: Model, degrees: Degrees) -> Iterator[int]:
 
 def _every_stage(
     model: Model, degrees: Degrees, settings: Settings, hardware: Hardware, worst: StageFigures
-) -> tuple[dict[Stage, int], dict[str, float], dict[str, dict[str, int]]]:
-    """Peak and bytes of all stages that exist on this mesh, and what the peaks are made of."""
-    peaks: dict[Stage, int] = {}
-    sent: dict[str, float] = {}
-    bars: dict[str, dict[str, int]] = {}
+) -> dict[Stage, StageNeeds]:
+    """Of all stages that exist on this mesh."""
+    every: dict[Stage, StageNeeds] = {}
     for stage in STAGES:
-        needs: StageNeeds = worst
-        if stage != settings.sharding:
-            flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
-            buffers = "flat" if flat else "per_parameter"
-            other = replace(settings, sharding=stage, buffers=buffers)
-            try:
-                plan = stage_blueprint(model, degrees, other, device_of(hardware), worst.stage)
-                needs = stage_needs(model, degrees, other, plan, worst.stage)
-            except BadRequestError:
-                continue  # does not exist here
-        peaks[stage] = needs.peak
-        sent[stage] = sum(each.mean_sent for each in needs.traffic)
-        bars[stage] = needs.memory._asdict()
-    return peaks, sent, bars
+        if stage == settings.sharding:
+            every[stage] = worst
+            continue
+        flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
+        buffers = "flat" if flat else "per_parameter"
+        other = replace(settings, sharding=stage, buffers=buffers)
+        with suppress(BadRequestError):  # does not exist here
+            plan = stage_blueprint(model, degrees, other, device_of(hardware), worst.stage)
+            every[stage] = stage_needs(model, degrees, other, plan, worst.stage)
+    return every
 
 
 def _files(
@@ -204,13 +199,13 @@ def _files(
     figures: list[StageFigures],
     timeline: Timeline,
     hardware: Hardware,
-    bars: dict[str, dict[str, int]],
+    every: dict[Stage, StageNeeds],
 ) -> dict[str, bytes]:
     from samestep.estimate.pictures import gantt, memory_bars, scaling
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
     drawn = gantt({"step": timeline}, title)
-    memory = memory_bars(bars, hardware.device_memory)
+    memory = memory_bars(every, hardware.device_memory)
     for table in shown:
         if table.title.startswith("Every stage"):
             table.pictures.append(tables.Picture.of("memory by stage", memory))
@@ -218,9 +213,8 @@ def _files(
             table.pictures.append(tables.Picture.of("timeline of a step", drawn))
     if options.scaling:
         model = load_model(options.model, getattr(torch, options.dtype))
-        curves = scaling(model, settings_of(options), hardware, options.tokens)
-        content["scaling"] = curves.content
-        shown.append(curves.table)
+        content["scaling"], table = scaling(model, settings_of(options), hardware, options.tokens)
+        shown.append(table)
     page = _page(content, shown, figures)
     return {
         "plan.json": json.dumps(content, indent=1).encode() + b"\n",

@@ -6,12 +6,13 @@ And from these: which ZeRO stage to choose, and why.
 import resource
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint, Spreading
 from samestep.estimate.cluster import (
@@ -67,6 +68,11 @@ class StageNeeds:
     @property
     def peak(self) -> int:
         return self.memory.peak
+
+    @property
+    def sent(self) -> float:
+        """Bytes per rank, on the average."""
+        return sum(each.mean_sent for each in self.traffic)
 
 
 @dataclass(frozen=True)
@@ -146,14 +152,13 @@ def sample_ranks(plan: Blueprint) -> list[int]:
     for placement in plan.placements:
         owned = [0] * placement.peers.size
         if isinstance(placement, Spreading):
-            for chunk in placement.plan.chunks:
-                for route in chunk:
-                    owned[route.owner] += route.box.numel
+            for route in chain.from_iterable(placement.plan.chunks):
+                owned[route.owner] += route.box.numel
         else:
-            for bucket in placement.plan.buckets:
-                for rank, segment in () if bucket.replicated else bucket.filled:
-                    owned[rank] += segment.size
-        place = max(range(len(owned)), key=owned.__getitem__)
+            sharded = (bucket.filled for bucket in placement.plan.buckets if not bucket.replicated)
+            for rank, segment in chain.from_iterable(sharded):
+                owned[rank] += segment.size
+        place = owned.index(max(owned))
         found.add(_rank_at(plan, placement.peers.axes, place))
     return sorted(found)
 
@@ -170,17 +175,16 @@ def _rank_at(plan: Blueprint, axes: Sequence[str], place: int) -> int:
 
 
 def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[GroupTraffic]:
-    sums: dict[tuple[str, int, str], Tensor] = {}
-    counts: dict[tuple[str, int, str], int] = {}
+    alike: dict[tuple[str, int, str], list[Collective]] = defaultdict(list)
     for each in launches:
-        key = each.peers.name, each.peers.size, each.traffic.kind
-        sent = plan.grid.spread(each.sent_by_all(), each.among or each.peers)
-        sums[key] = sums[key] + sent if key in sums else sent
-        counts[key] = counts.get(key, 0) + 1
-    return [
-        GroupTraffic(*key, by, counts[key], float(sent.mean()), float(sent.max()))
-        for key, sent in sums.items()
-    ]
+        alike[each.peers.name, each.peers.size, each.traffic.kind].append(each)
+    found = []
+    for key, members in alike.items():
+        sent = plan.grid.zeros()
+        for each in members:
+            sent += plan.grid.spread(each.sent_by_all(), each.among or each.peers)
+        found.append(GroupTraffic(*key, by, len(members), float(sent.mean()), float(sent.max())))
+    return found
 
 
 def figures_as_json(figures: StageFigures) -> dict[str, Any]:

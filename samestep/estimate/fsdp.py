@@ -13,7 +13,6 @@ backward pass on, and reduce when all are over. Activations are not in it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from samestep.estimate.blueprint import Peers
@@ -45,6 +44,10 @@ class Unit(NamedTuple):
     early: tuple[Tensor, ...] = ()
     brings_tokens: int = 1
 
+    @property
+    def trained(self) -> list[Tensor]:
+        return [param for param in self.params if param.requires_grad]
+
 
 def padded_shard(params: Sequence[Tensor], ranks: int) -> int:
     """Elements of a rank's part of all of them, padding included."""
@@ -57,18 +60,12 @@ def passes_1f1b(stage: int, stages: int, micro_batches: int) -> str:
     return "F" * first + "BF" * (micro_batches - first) + "B" * first
 
 
-def fsdp_collectives(
-    units: Sequence[Unit],
-    *,
-    passes: str = "FB",
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-) -> list[Collective]:
+def fsdp_collectives(units: Sequence[Unit], *, passes: str = "FB") -> list[Collective]:
     """Those of the passes of one step, unit by unit; gradients are reduced in the last."""
     found = []
     for unit in units:
-        found += gather_of(unit, param_dtype) * _count_of_gathers(unit, passes)
-        found += reductions_of(unit, reduce_dtype or param_dtype)
+        found += gather_of(unit) * _count_of_gathers(unit, passes)
+        found += reductions_of(unit)
     return found
 
 
@@ -81,25 +78,24 @@ def _count_of_gathers(unit: Unit, passes: str) -> int:
     return count
 
 
-def gather_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collective]:
+def gather_of(unit: Unit) -> list[Collective]:
     """What makes a unit whole; nothing where one rank has it."""
-    size, ranks = padded_shard(unit.params, unit.shard.size), unit.shard.size
+    ranks = unit.shard.size
     if ranks == 1:
         return []
-    dtype = dtype or unit.params[0].dtype
-    name, sizes = f"gather of {unit.name}", (size,) * ranks
-    return [Collective((of_segments(Traffic.ALL_GATHER, name, dtype, sizes),), unit.shard)]
+    name, sizes = f"gather of {unit.name}", (padded_shard(unit.params, ranks),) * ranks
+    gathered = of_segments(Traffic.ALL_GATHER, name, unit.params[0].dtype, sizes)
+    return [Collective((gathered,), unit.shard)]
 
 
-def reductions_of(unit: Unit, dtype: torch.dtype | None = None) -> list[Collective]:
+def reductions_of(unit: Unit) -> list[Collective]:
     """What adds up the gradients of a unit, in order."""
     found = []
-    dtype = dtype or unit.params[0].dtype
+    trained, dtype = unit.trained, unit.params[0].dtype
     for param in unit.summands if unit.model.size > 1 else ():
         name = f"sum of a gradient of {unit.name}"
         summed = Transfer(Traffic.ALL_REDUCE, name, param.dtype, param.numel())
         found.append(Collective((summed,), unit.model))
-    trained = [param for param in unit.params if param.requires_grad]
     size, ranks = padded_shard(trained, unit.shard.size), unit.shard.size
     if trained and ranks > 1:
         name, sizes = f"reduction of {unit.name}", (size,) * ranks
@@ -184,12 +180,11 @@ class _Walk:
         if place and self._left[place - 1] not in self._whole:
             self._gather(self._left[place - 1])
         early = {id(param) for param in unit.early}
-        trained = [param for param in unit.params if param.requires_grad]
-        first = [param for param in trained if id(param) in early]
+        first = [param for param in unit.trained if id(param) in early]
         self._add_gradients(("whole gradients", number, 0), first)
         for inner in reversed(self._inside[number]):
             self._backward_through(inner, reduces)
-        rest = [param for param in trained if id(param) not in early]
+        rest = [param for param in unit.trained if id(param) not in early]
         self._add_gradients(("whole gradients", number, 1), rest)
         if reduces:
             self._free(number)
@@ -222,7 +217,7 @@ class _Walk:
 
     def _reduce(self, number: int) -> None:
         unit = self._units[number]
-        trained = [param for param in unit.params if param.requires_grad]
+        trained = unit.trained
         if not trained:
             return
         shard = padded_shard(trained, unit.shard.size) * trained[0].dtype.itemsize

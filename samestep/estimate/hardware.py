@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -175,16 +175,11 @@ def read_hardware(path: Path) -> Hardware:
             for kind, by_ranks in content.get("measured", {}).items()
         }
         rates = {int(side): float(rate) for side, rate in content["product_rates"].items()}
-        plain = {
-            key: content[key]
-            for key in (
-                "name", "source", "device_memory", "ranks_per_host", "bytes_rate", "call",
-                "model_rate", "on_cpu",
-            )
+        read: dict[str, Any] = {
+            "inside": inside, "between": between, "measured": measured, "product_rates": rates
         }  # fmt: skip
-        found = Hardware(
-            **plain, inside=inside, between=between, measured=measured, product_rates=rates
-        )
+        plain = (own.name for own in fields(Hardware) if own.name not in read)
+        found = Hardware(**read, **{key: content[key] for key in plain})
     except KeyError as error:
         raise HardwareError(f"{str(path)!r} lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError) as error:

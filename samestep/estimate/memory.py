@@ -18,7 +18,6 @@ from samestep.estimate.walks import (
     GRADIENTS,
     Ledger,
     Operand,
-    Passing,
     SharingWalk,
     SpreadingWalk,
     Then,
@@ -79,11 +78,9 @@ class Kept(NamedTuple):
 
 
 def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
-    kept = kept_memory(blueprint, rank)
-    passing = passing_memory(blueprint, rank)
-    return RankMemory(
-        kept.parameters, passing.gradients, kept.main_parameters, kept.state, *passing.then
-    )
+    parameters, main_parameters, state = kept_memory(blueprint, rank)
+    gradients, then = passing_memory(blueprint, rank)
+    return RankMemory(parameters, gradients, main_parameters, state, *then)
 
 
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
@@ -152,7 +149,8 @@ def _spread_state(
             yield key, sum(map(prod, of_blocks)) * width
 
 
-def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
+def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
+    """Gradients when backward is over, and the moment when most is alive."""
     ledger = Ledger()
     walks: list[Walk] = []
     for placement in blueprint.placements:
@@ -175,13 +173,13 @@ def passing_memory(blueprint: Blueprint, rank: int) -> Passing:
             _run_rules(blueprint, operands, ledger)
             for walk, number in wave:
                 walk.updated(number)
-        elif isinstance(operation, OfBucket) and blueprint.has(operation.bucket):
+        elif isinstance(operation, OfBucket) and operation.bucket.placement < len(walks):
             walk = walks[operation.bucket.placement]
             getattr(walk, f"on_{type(operation).__name__.lower()}")(operation.bucket.bucket)
-    return Passing(gradients, ledger.most)
+    return gradients, ledger.most
 
 
-def _alone(blueprint: Blueprint, ledger: Ledger) -> Passing:
+def _alone(blueprint: Blueprint, ledger: Ledger) -> tuple[int, Then]:
     """One process: gradients, and the temporaries of one update of everything."""
     operands = []
     for index, group in enumerate(blueprint.groups):
@@ -191,7 +189,7 @@ def _alone(blueprint: Blueprint, ledger: Ledger) -> Passing:
             shapes = [(param.numel(),)] if blocks is None else [b.shape for b in blocks]
             operands += [Operand(index, param, shape) for shape in shapes]
     _run_rules(blueprint, operands, ledger)
-    return Passing(ledger.now[GRADIENTS], ledger.most)
+    return ledger.now[GRADIENTS], ledger.most
 
 
 def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger) -> None:
@@ -202,7 +200,7 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
     for index, members in by_group.items():
         group = blueprint.groups[index]
         on_cpu = blueprint.device.type == "cpu"
-        sizes = (_count(shape) * math_dtype(param).itemsize for param, shape in members)
+        sizes = (prod(shape) * math_dtype(param).itemsize for param, shape in members)
         clipped = sum(sizes) if blueprint.clips and on_cpu else 0  # all of a group; kernels do not
         most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
@@ -213,7 +211,7 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
             stacked[shape, param.dtype, master] += 1
         for (shape, dtype, master), count in stacked.items():
             if rule_of(group).kind == "elementwise":
-                size = peaks.slice(_count(shape), dtype, master=master)
+                size = peaks.slice(prod(shape), dtype, master=master)
             elif on_cpu:
                 rows, cols = shape
                 count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
@@ -222,7 +220,3 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
                 size = kernel_peak(count, *shape)
             most = max(most, size)
         ledger.passing(clipped + most)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()

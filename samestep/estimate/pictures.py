@@ -11,8 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from samestep.estimate.cluster import Settings, stage_blueprint
-from samestep.estimate.figures import device_of, training_of
+from samestep.estimate.cluster import Settings, Stage, stage_blueprint
+from samestep.estimate.figures import StageNeeds, device_of, training_of
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.model import Model
 from samestep.estimate.tables import Picture, Table
@@ -35,6 +35,11 @@ MEMORY = {
     "parameters": "#4f8fd0", "gradients_then": "#f2b872", "main_parameters": "#9bd19b",
     "state": "#2f7d4f", "buffers": "#7b5ea7", "temporaries": "#c9b6e4",
 }  # fmt: skip
+CURVES = {
+    "busiest owner / mean": {"balanced": "balance", "bound": "bound"},
+    "seconds of a step": {"step": "step", "exposed": "exposed"},
+    "seconds of an iteration": {"weak": "iteration_weak", "strong": "iteration_strong"},
+}  # by panel and label, attributes of a `Point`
 RANKS = (8, 64, 512, 4096)
 SHARED_BY = 64  # ranks that share state; beyond, their groups are copies of each other
 TOKENS = 4096  # of a rank on the fewest ranks
@@ -72,46 +77,25 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
     ax.broken_barh(places, (y - height / 2, height), facecolors=list(colours), linewidth=0)
 
 
-def memory_bars(by_stage: Mapping[str, Mapping[str, int]], device_memory: int) -> bytes:
+def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
     """What the worst rank holds at its peak, per stage, against the device's memory."""
-    figure = Figure(figsize=(8, 0.6 + 0.55 * len(by_stage)))
+    figure = Figure(figsize=(8, 0.6 + 0.55 * len(every)))
     ax = figure.subplots()
-    for row, parts in enumerate(by_stage.values()):
+    for row, needs in enumerate(every.values()):
         left = 0.0
         for part, colour in MEMORY.items():
-            ax.barh(-row, parts[part] / 1e9, left=left, color=colour, height=0.7)
-            left += parts[part] / 1e9
+            width = getattr(needs.memory, part) / 1e9
+            ax.barh(-row, width, left=left, color=colour, height=0.7)
+            left += width
         ax.text(left, -row, f" {left:.4g} GB", va="center", fontsize=8)
     ax.axvline(device_memory / 1e9, color="#c8243b", linestyle="--", linewidth=1)
-    ax.set_yticks([-row for row in range(len(by_stage))], list(by_stage))
+    ax.set_yticks([-row for row in range(len(every))], list(every))
     ax.set_xlabel("GB of the worst rank at its peak, activations apart (dashed: the device)")
     ax.margins(x=0.12)
     ax.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=c, label=part.replace("_", " ")) for part, c in MEMORY.items()]
     ax.legend(handles=handles, fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, 1.45),
               frameon=False)  # fmt: skip
-    figure.tight_layout()
-    return _png(figure)
-
-
-def curves(
-    xs: Sequence[int], panels: Mapping[str, Mapping[str, Sequence[float]]], title: str
-) -> bytes:
-    """Lines over the number of ranks, a panel per quantity."""
-    figure = Figure(figsize=(4.2 * len(panels), 3.4))
-    axes = figure.subplots(1, len(panels), squeeze=False)
-    for ax, (name, lines) in zip(axes.flat, panels.items(), strict=True):
-        for label, ys in lines.items():
-            ax.plot(xs, ys, marker="o", label=label)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(list(xs), [f"{x:,}" for x in xs], fontsize=7)
-        ax.set_title(name, fontsize=9, loc="left")
-        ax.set_xlabel("ranks")
-        if all(y > 0 for ys in lines.values() for y in ys):
-            ax.set_yscale("log")
-        ax.grid(alpha=0.3)
-        ax.legend(fontsize=7, frameon=False)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.tight_layout()
     return _png(figure)
 
@@ -136,16 +120,34 @@ class Point:
     iteration_weak: float  # every rank has as many tokens
 
 
-@dataclass(frozen=True)
-class Scaling:
-    """The curves, as numbers and as a table with a picture."""
+def picture(points: Sequence[Point], title: str) -> bytes:
+    """Lines over the number of ranks, a panel per quantity."""
+    figure = Figure(figsize=(4.2 * len(CURVES), 3.4))
+    axes = figure.subplots(1, len(CURVES), squeeze=False)
+    xs = [p.ranks for p in points]
+    for ax, (name, lines) in zip(axes.flat, CURVES.items(), strict=True):
+        for label, of_point in lines.items():
+            ys = [max(getattr(p, of_point), 1e-9) for p in points]  # a logarithm has no zero
+            ax.plot(xs, ys, marker="o", label=label)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_xticks(xs, [f"{x:,}" for x in xs], fontsize=7)
+        ax.set_title(name, fontsize=9, loc="left")
+        ax.set_xlabel("ranks")
+        ax.grid(alpha=0.3)
+        ax.legend(fontsize=7, frameon=False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
+    figure.tight_layout()
+    return _png(figure)
 
-    content: list[dict[str, Any]]
-    table: Table
 
+def scaling(
+    model: Model, settings: Settings, hardware: Hardware, tokens: int
+) -> tuple[list[dict[str, Any]], Table]:
+    """The curves, as numbers and as a table with a picture; no tokens: as many as are usual.
 
-def scaling(model: Model, settings: Settings, hardware: Hardware, tokens: int) -> Scaling:
-    """Data parallel alone, whatever mesh was asked for; no tokens: as many as are usual."""
+    Of data parallel alone, whatever mesh was asked for.
+    """
     tokens = tokens or TOKENS
     points = [point(model, settings, hardware, ranks, tokens) for ranks in RANKS]
     rows = [
@@ -165,28 +167,7 @@ def scaling(model: Model, settings: Settings, hardware: Hardware, tokens: int) -
         rows,
         [Picture.of("scaling", picture(points, model.name))],
     )
-    return Scaling([vars(p) for p in points], table)
-
-
-def picture(points: Sequence[Point], name: str) -> bytes:
-    return curves(
-        [p.ranks for p in points],
-        {
-            "busiest owner / mean": {
-                "balanced": [p.balance for p in points],
-                "bound": [p.bound for p in points],
-            },
-            "seconds of a step": {
-                "step": [p.step for p in points],
-                "exposed": [max(p.exposed, 1e-9) for p in points],
-            },
-            "seconds of an iteration": {
-                "weak": [p.iteration_weak for p in points],
-                "strong": [p.iteration_strong for p in points],
-            },
-        },
-        name,
-    )
+    return [vars(p) for p in points], table
 
 
 def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, tokens: int) -> Point:

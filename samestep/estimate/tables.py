@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table as ScreenTable
 
 from samestep.estimate.cluster import Stage
-from samestep.estimate.figures import StageFigures
+from samestep.estimate.figures import StageFigures, StageNeeds
 from samestep.stress.report.numbers import duration, size
 
 
@@ -114,12 +114,10 @@ def time_table(figures: StageFigures, tokens: int) -> Table:
     )
 
 
-def stages_table(
-    peaks: Mapping[Stage, int], sent: Mapping[str, float], device_memory: int
-) -> Table:
+def stages_table(every: Mapping[Stage, StageNeeds], device_memory: int) -> Table:
     rows = [
-        [stage, size(peak), f"{peak / device_memory:.0%}", size(sent[stage])]
-        for stage, peak in peaks.items()
+        [stage, size(needs.peak), f"{needs.peak / device_memory:.0%}", size(needs.sent)]
+        for stage, needs in every.items()
     ]
     return Table(
         "Every stage",

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from samestep.groups.param_groups import rule_of
 from samestep.rules.orthogonalize import cheaper_execution
+from samestep.rules.rule import Rule
 from samestep.rules.state import MASTER
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
@@ -82,23 +83,14 @@ class RulePeaks:
 
     def stack(self, count: int, block: tuple[int, int], dtype: torch.dtype, *, master: bool) -> int:
         """Of a matrix rule on so many blocks of one shape that lie in their parameters."""
-
-        def run() -> Callable[[], object]:
-            operands = [self._operand(block, dtype, master) for _ in range(count)]
-            args = operands, self._scalars, self._options, run_rule
-            return partial(update_blocks, self._rule, *args)
-
-        return self._peak(run, "stack", count, block, dtype, master)
+        made = partial(self._operand, block, dtype, master)
+        about = "stack", count, block, dtype, master
+        return self._peak(update_blocks, lambda: [made() for _ in range(count)], about)
 
     def slice(self, elements: int, dtype: torch.dtype, *, master: bool) -> int:
         """Of an elementwise rule on one slice."""
-
-        def run() -> Callable[[], object]:
-            operand = self._operand((elements,), dtype, master)
-            args = operand, self._scalars, self._options, run_rule
-            return partial(update_elementwise, self._rule, *args)
-
-        found = self._peak(run, "slice", elements, dtype, master)
+        made = partial(self._operand, (elements,), dtype, master)
+        found = self._peak(update_elementwise, made, ("slice", elements, dtype, master))
         # On the host AdamW's numbers are Python's, which saves a product; meta is no host.
         saves = self._on_cpu and self._rule.name == "adamw"
         return found - elements * _math(dtype).itemsize if saves else found
@@ -106,14 +98,17 @@ class RulePeaks:
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
         """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
 
-        def run() -> Callable[[], object]:
+        def made() -> tuple[Tensor, dict[str, Tensor]]:
             shapes = self._rule.state_shapes(block, self._group).items()
             state = {key: _meta((count, *own), dtype) for key, own in shapes if own != block}
-            assert is_staged(self._rule)
-            stack = _meta((count, *block), dtype)
-            return partial(self._rule.transform, stack, state, self._scalars, self._options)
+            return _meta((count, *block), dtype), state
 
-        found = self._peak(run, "transform", count, block, dtype)
+        def run(rule: Rule, made: Any, scalars: Any, options: Any, _: object) -> object:
+            assert is_staged(rule)
+            stack, state = made
+            return rule.transform(stack, state, scalars, options)
+
+        found = self._peak(run, made, ("transform", count, block, dtype))
         return found + count * block[0] * block[1] * dtype.itemsize
 
     def _operand(self, shape: tuple[int, ...], dtype: torch.dtype, master: bool) -> Operand:
@@ -123,13 +118,13 @@ class RulePeaks:
         state = {key: _meta(own, math) for key, own in shapes.items()}
         return Operand(_meta(shape, dtype), _meta(shape, math), state)
 
-    def _peak(self, run: Callable[[], Callable[[], object]], *about: object) -> int:
-        """Of what `run` gives, which has its operands; what the call gives counts too."""
-        key = (self._text, self._on_cpu, self._on_cpu and _copies_transposed(), *about)
+    def _peak(self, run: Callable[..., object], made: Callable[[], Any], about: object) -> int:
+        """Of the rule run on what was made for it; what the run gives counts too."""
+        key = self._text, self._on_cpu, self._on_cpu and _copies_transposed(), about
         if key not in _known:
-            call = run()
+            operands = made()
             with LiveBytes(self._on_cpu) as live:
-                kept = call()
+                kept = run(self._rule, operands, self._scalars, self._options, run_rule)
             del kept
             _known[key] = live.peak
         return _known[key]

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Grid, Peers, Sharing, Spreading
+from samestep.estimate.blueprint import Blueprint, Grid, Peers, Sharing, Spreading, per_peer
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.hardware import Hardware
@@ -51,10 +51,9 @@ from samestep.plan.schedule import (
     Update,
     line_of,
 )
-from samestep.plan.transfers import Traffic
+from samestep.plan.transfers import Traffic, Transfer
 
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token
-EXCHANGES = (Traffic.EXCHANGE, Traffic.PARTS, Traffic.COPIES)
 ROWS = {"operations": 0, "waits": 1, "transfers": 2}  # of a trace
 
 
@@ -65,13 +64,6 @@ class Span(NamedTuple):
     start: float
     end: float
     launched: float | None = None  # of a transfer
-
-
-class InFlight(NamedTuple):
-    """A collective in flight: per rank when it may begin and when it is over."""
-
-    ready: Tensor
-    end: Tensor
 
 
 @dataclass
@@ -135,10 +127,10 @@ class _Simulator:
         self._blueprint, self._hardware, self._grid = blueprint, hardware, blueprint.grid
         self._launches = Launches(blueprint)
         self._now, self._link = self._grid.zeros(), self._grid.zeros()
-        self._flying: dict[tuple[str, object], list[InFlight]] = {}
+        # Collectives in flight: per rank when each may begin and when it is over.
+        self._flying: dict[tuple[str, object], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._launched: set[BucketId] = set()
         self._show = list(show)
-        self._sizes: dict[int, Tensor] = {}  # of segments, by bucket
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -149,21 +141,9 @@ class _Simulator:
         self._shown = {rank: Shown() for rank in self._show}
 
     def timeline(self) -> Timeline:
-        begun = float(self._begun.min())
         last = int((self._now - self._begun).flatten().argmax())
-        for shown in self._shown.values():
-            for spans in (shown.operations, shown.waits, shown.transfers):
-                spans[:] = [
-                    Span(
-                        span.name,
-                        span.start - begun,
-                        span.end - begun,
-                        None if span.launched is None else span.launched - begun,
-                    )
-                    for span in spans
-                ]
         return Timeline(
-            float(self._now.max()) - begun,
+            float(self._now.max()) - float(self._begun.min()),
             self._computing,
             self._exposed,
             self._idle,
@@ -176,20 +156,17 @@ class _Simulator:
 
     def iterate(self, training: Training) -> None:
         tokens = training.tokens
-        for sharing_number, sharing in enumerate(self._blueprint.shared):
-            order = range(len(sharing.plan.buckets) - 1, -1, -1)
-            for number in order:
-                self._wait("gather", BucketId(sharing_number, number))
-                self._model(sharing, number, FORWARD * tokens, f"forward {number}")
-        for sharing_number, sharing in enumerate(self._blueprint.shared):
-            overlaps = sharing.distribution.overlap_grad_reduce
-            for number in range(len(sharing.plan.buckets)):
-                self._model(sharing, number, BACKWARD * tokens, f"backward {number}")
-                if overlaps:
-                    bucket = BucketId(sharing_number, number)
-                    if sharing.distribution.one_in_flight and number:
-                        self._wait("reduce", BucketId(sharing_number, number - 1))
-                    self._run(sharing.shape.reduce(bucket))
+        for number, sharing in enumerate(self._blueprint.shared):
+            for place, bucket in reversed([*enumerate(sharing.plan.buckets)]):
+                self._wait("gather", BucketId(number, place))
+                self._compute(f"forward {place}", bucket.size * FORWARD * tokens)
+        for number, sharing in enumerate(self._blueprint.shared):
+            for place, bucket in enumerate(sharing.plan.buckets):
+                self._compute(f"backward {place}", bucket.size * BACKWARD * tokens)
+                if sharing.distribution.overlap_grad_reduce:
+                    if sharing.distribution.one_in_flight and place:
+                        self._wait("reduce", BucketId(number, place - 1))
+                    self._run(sharing.shape.reduce(BucketId(number, place)))
         if training.units:
             before = self._now - self._computing
             self._run_units(training.units, tokens)
@@ -232,9 +209,6 @@ class _Simulator:
         self._spend(flops / self._hardware.model_rate)
         self._tell(name, before)
 
-    def _model(self, sharing: Sharing, number: int, flops: float, name: str) -> None:
-        self._compute(name, sharing.plan.buckets[number].size * flops)
-
     def step(self) -> None:
         before = self._now
         self._send("begin", None, self._launches.of_beginning())
@@ -251,10 +225,10 @@ class _Simulator:
     def _run(self, operation: Operation) -> None:
         before = self._now
         match operation:
-            case Reduce(bucket):
+            case Reduce(bucket, transfer):
                 if bucket not in self._launched:
                     self._launched.add(bucket)
-                    self._pack(bucket)
+                    self._copy_pieces(bucket, transfer)
                     self._launch("reduce", bucket, operation)
             case Agree() | Clip() | Measure():
                 if isinstance(operation, Clip):
@@ -269,12 +243,14 @@ class _Simulator:
                 self._wait("outer", bucket)
             case Update(buckets):
                 self._update(buckets)
-            case Gather(bucket):
-                self._copies(bucket)
+            case Gather(bucket, transfer):
+                self._copies(bucket, transfer)
                 self._launch("gather", bucket, operation)
             case Place(bucket):
                 self._wait("gather", bucket)
-                self._copy_into_place(bucket)
+                sharing = self._blueprint.shared_by(bucket)
+                if sharing is not None and sharing.distribution.buffers != "flat":
+                    self._copy_pieces(bucket, sharing.shape.transfers[bucket.bucket].gather)
             case Collect(chunk):
                 self._elementwise(chunk, 16 + 4)
                 self._launch("collect", chunk, operation)
@@ -292,71 +268,46 @@ class _Simulator:
     def _spreading(self, chunk: BucketId) -> Spreading:
         return self._blueprint.spread[chunk.placement - len(self._blueprint.shared)]
 
-    def _sharing(self, bucket: BucketId) -> Sharing | None:
-        shared = self._blueprint.shared
-        return shared[bucket.placement] if bucket.placement < len(shared) else None
-
-    def _segments(self, sharing: Sharing, number: int) -> Tensor:
-        """Elements of a bucket that each peer has to update: (size,)."""
-        each = sharing.plan.buckets[number]
-        if id(each) not in self._sizes:
-            sizes = [each.size] * sharing.peers.size if each.replicated else each.segment_sizes
-            self._sizes[id(each)] = torch.tensor(sizes, dtype=torch.float64)
-        return self._sizes[id(each)]
-
-    def _pack(self, bucket: BucketId) -> None:
-        """Gradients are copied side by side, where they do not lie so."""
-        sharing = self._sharing(bucket)
-        if sharing is None:
-            return
-        width = sharing.shape.transfers[bucket.bucket].reduce.dtype.itemsize
-        self._copy_pieces(sharing, bucket.bucket, width)
-
-    def _copy_pieces(self, sharing: Sharing, number: int, width: int) -> None:
-        each = sharing.plan.buckets[number]
-        self._spend(2 * each.size * width / self._hardware.bytes_rate)
-        pieces = sum(len(segment.pieces) for _, segment in each.filled)
-        self._spend(pieces * self._hardware.call)
+    def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
+        """What a transfer sends is put side by side, or what it brought into place."""
+        sharing = self._blueprint.shared_by(bucket)
+        if sharing is not None and transfer is not None:
+            moved = 2 * transfer.elements * transfer.dtype.itemsize
+            self._spend(moved / self._hardware.bytes_rate)
+            self._spend(sharing.plan.buckets[bucket.bucket].count * self._hardware.call)
 
     def _add_up(self, bucket: BucketId) -> None:
-        sharing = self._sharing(bucket)
+        sharing = self._blueprint.shared_by(bucket)
         if sharing is None or not sharing.shape.reduces:
             return
-        traffic = sharing.shape.transfers[bucket.bucket].reduce.traffic
-        own = self._segments(sharing, bucket.bucket)
-        summands = sharing.peers.size if traffic is Traffic.EXCHANGE else 1
+        exchanged = sharing.shape.transfers[bucket.bucket].reduce.traffic is Traffic.EXCHANGE
+        summands = sharing.peers.size if exchanged else 1
+        own = _to_update(sharing, bucket.bucket)
         self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
 
     def _update(self, buckets: Sequence[BucketId]) -> None:
         if not self._blueprint.placements:
             work = local_work(self._blueprint, self._hardware)
             self._spend(float(work.seconds(self._hardware)))
+            return
         for bucket in buckets:
-            sharing = self._sharing(bucket)
+            sharing = self._blueprint.shared_by(bucket)
             if sharing is not None:
                 self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers)
-            elif self._blueprint.has(bucket):
+            elif bucket.placement < len(self._blueprint.placements):
                 spreading = self._spreading(bucket)
-                self._do(elementwise_work(spreading), spreading.peers)
+                self._do(elementwise_work(spreading, self._hardware), spreading.peers)
 
-    def _copies(self, bucket: BucketId) -> None:
-        sharing = self._sharing(bucket)
-        transfer = None if sharing is None else sharing.shape.transfers[bucket.bucket].gather
+    def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
+        """Of what this rank has updated, to be sent."""
+        sharing = self._blueprint.shared_by(bucket)
         if sharing is None or transfer is None:
             return
-        ranks, own = sharing.peers.size, self._segments(sharing, bucket.bucket)
+        ranks, own = sharing.peers.size, _to_update(sharing, bucket.bucket)
         copies = 0 if sharing.distribution.buffers == "flat" else 1
         if transfer.traffic is Traffic.COPIES and ranks > 2:
             copies += ranks - 1
         self._bytes(own * 2 * transfer.dtype.itemsize * copies, sharing.peers)
-
-    def _copy_into_place(self, bucket: BucketId) -> None:
-        sharing = self._sharing(bucket)
-        if sharing is None or sharing.distribution.buffers == "flat":
-            return
-        transfer = sharing.shape.transfers[bucket.bucket].gather
-        if transfer is not None:
-            self._copy_pieces(sharing, bucket.bucket, transfer.dtype.itemsize)
 
     def _elementwise(self, chunk: BucketId, per_element: int) -> None:
         spreading = self._spreading(chunk)
@@ -368,7 +319,7 @@ class _Simulator:
     def _read_gradients(self) -> None:
         for sharing in self._blueprint.shared:
             numbers = range(len(sharing.plan.buckets))
-            owned = torch.stack([self._segments(sharing, number) for number in numbers])
+            owned = torch.stack([_to_update(sharing, number) for number in numbers])
             self._bytes(owned.sum(0) * 4, sharing.peers)
 
     # --- time --------------------------------------------------------------------------------
@@ -396,7 +347,7 @@ class _Simulator:
             end = start + seconds
             self._link = end
             self._busy += seconds
-            self._flying.setdefault((kind, about), []).append(InFlight(ready, end))
+            self._flying[kind, about].append((ready, end))
             for shown, times in self._drawn(start, end, self._now):
                 shown.transfers.append(Span(each.name, *times))
 
@@ -405,10 +356,10 @@ class _Simulator:
         among = each.among or each.peers
         carried = torch.maximum(each.sent_by_all(), each.received_by_all())
         spread = self._grid.maximum(self._grid.spread(carried, among), each.peers)
-        kind = "all_to_all" if each.traffic in EXCHANGES else each.traffic.kind
+        kind, ranks = each.traffic.kind, each.peers.size
         inside = spans(self._grid, each.peers) <= self._hardware.ranks_per_host
-        fixed = self._hardware.seconds(kind, each.peers.size, 0.0, inside=inside)
-        per_byte = self._hardware.seconds(kind, each.peers.size, 1e9, inside=inside) - fixed
+        fixed = self._hardware.seconds(kind, ranks, 0.0, inside=inside)
+        per_byte = self._hardware.seconds(kind, ranks, 1e9, inside=inside) - fixed
         return fixed + spread * (per_byte / 1e9)
 
     def _wait(self, kind: str, about: object) -> None:
@@ -430,11 +381,18 @@ class _Simulator:
             shown.operations.append(Span(name, *times))
 
     def _drawn(self, *times: Tensor) -> Iterable[tuple[Shown, list[float]]]:
-        """The ranks that are drawn, and what each has of some times."""
+        """The ranks that are drawn, and what each has of some times, counted from the first."""
         if not self._shown:
             return ()
-        columns = [each.flatten()[self._show].tolist() for each in times]
+        begun = self._begun.min()
+        columns = [(each.flatten()[self._show] - begun).tolist() for each in times]
         return zip(self._shown.values(), map(list, zip(*columns, strict=True)), strict=True)
+
+
+def _to_update(sharing: Sharing, number: int) -> Tensor:
+    """Elements of a bucket that each peer has to update: (size,)."""
+    bucket, ranks = sharing.plan.buckets[number], sharing.peers.size
+    return per_peer([bucket.size] * ranks if bucket.replicated else bucket.segment_sizes)
 
 
 def _elements(unit: Unit) -> int:

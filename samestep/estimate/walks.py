@@ -33,13 +33,6 @@ class Then(NamedTuple):
         return sum(self)
 
 
-class Passing(NamedTuple):
-    """Gradients when backward is over, and the moment when most is alive."""
-
-    gradients: int
-    then: Then
-
-
 class Operand(NamedTuple):
     """What a rule is run on: a block in its shape, or a slice as (elements,)."""
 
@@ -53,16 +46,17 @@ class Ledger:
 
     def __init__(self) -> None:
         self._alive: dict[object, tuple[str, int]] = {}
-        self.now = dict.fromkeys((GRADIENTS, BUFFERS, TEMPORARIES), 0)
+        self.now = dict.fromkeys(Then._fields, 0)
         self.most = Then(0, 0, 0)
+        self._total = 0  # of the most
 
     def add(self, key: object, size: int, kind: str = BUFFERS) -> None:
         self.drop(key)
         self._alive[key] = kind, size
         self.now[kind] += size
-        then = Then(*self.now.values())
-        if then.total > self.most.total:
-            self.most = then
+        total = sum(self.now.values())
+        if total > self._total:
+            self._total, self.most = total, Then(**self.now)
 
     def drop(self, key: object) -> None:
         """It is let go of; nothing, if it was not there."""
@@ -124,10 +118,10 @@ class SharingWalk(Walk):
         self._flying: list[int] = []
         self._launched = 0
         self._members = [bucket.params for bucket in sharing.plan.buckets]
-        self._buckets_of: dict[int, list[int]] = {}  # in launch order
+        self._buckets_of: dict[int, list[int]] = defaultdict(list)  # in launch order
         for bucket, members in enumerate(self._members):
             for index in members:
-                self._buckets_of.setdefault(index, []).append(bucket)
+                self._buckets_of[index].append(bucket)
         self._places = places(sharing.plan) if self._flat else []
         self._spare: list[int] = []  # buckets whose buffer can be used again
         self._rooms: dict[str, int] = {}
@@ -138,15 +132,19 @@ class SharingWalk(Walk):
 
     def backward(self) -> None:
         """Gradients arrive from the last parameter to the first."""
-        overlaps = self._sharing.distribution.overlap_grad_reduce
+        distribution = self._sharing.distribution
         missing = [set(members) for members in self._members]
         for index in range(len(self._sharing.params) - 1, -1, -1):
             self._arrive(index)
-            for bucket in self._buckets_of.get(index, ()):
+            for bucket in self._buckets_of[index]:
                 missing[bucket].discard(index)
-            while overlaps and self._launched < len(missing) and not missing[self._launched]:
-                if self._sharing.distribution.one_in_flight:
-                    self._land_all()
+            while (
+                distribution.overlap_grad_reduce
+                and self._launched < len(missing)
+                and not missing[self._launched]
+            ):
+                for number in [*self._flying] if distribution.one_in_flight else ():
+                    self._land(number)
                 self._launch()
 
     def _arrive(self, index: int) -> None:
@@ -208,10 +206,6 @@ class SharingWalk(Walk):
         exchange = transfer.traffic is Traffic.EXCHANGE
         divided = divides_first(transfer.dtype, self._ranks, exchange=exchange)
         return divided or self._sharing.distribution.reduce_dtype is not None
-
-    def _land_all(self) -> None:
-        for number in list(self._flying):
-            self._land(number)
 
     def _land(self, number: int) -> None:
         """The sum lies in the packed buffer, in the received one, or in one of its own."""
@@ -328,19 +322,16 @@ class SpreadingWalk(Walk):
             if spec.blocks is None
         ]
 
-    def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype]:
-        transfers = self._spreading.transfers[number]
-        return self._spreading.plan.chunks[number], transfers.to.dtype, transfers.wide
-
-    def _parts(self, chunk: tuple[Route, ...]) -> list[int]:
-        """Elements of each block of which this rank holds a part, once."""
+    def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype, list[int]]:
+        """Its blocks, its dtypes, and elements of each block of which this rank holds a part."""
+        chunk, transfers = self._spreading.plan.chunks[number], self._spreading.transfers[number]
         held = {route.key: route.parts.of_rank.get(self._place) for route in chunk}
-        return [part.in_block.numel for part in held.values() if part is not None]
+        parts = [part.in_block.numel for part in held.values() if part is not None]
+        return chunk, transfers.to.dtype, transfers.wide, parts
 
     def on_collect(self, number: int) -> None:
         """Directions of the parts, what is sent and what comes."""
-        chunk, dtype, wide = self._chunk(number)
-        parts = self._parts(chunk)
+        chunk, dtype, wide, parts = self._chunk(number)
         self._add("prepared", number, sum(parts) * wide.itemsize)
         self._ledger.passing(max(parts, default=0) * wide.itemsize)
         out, into = to_owners(chunk, self._place)
@@ -350,13 +341,12 @@ class SpreadingWalk(Walk):
         self._add("coming", number, coming * dtype.itemsize)
 
     def on_transform(self, number: int) -> None:
-        chunk, _, wide = self._chunk(number)
+        chunk, _, wide, _ = self._chunk(number)
         owned = [route for route in chunk if route.owner == self._place]
         self._drop(number, "collected")
         elements = sum(route.box.numel for route in owned)
         self._add("blocks", number, elements * wide.itemsize)
-        self._drop(number, "coming")
-        self._drop(number, "prepared")
+        self._drop(number, "coming", "prepared")
         stacks: dict[object, list[Route]] = defaultdict(list)
         for route in owned:
             spec = self._spreading.specs[route.param]
@@ -376,28 +366,22 @@ class SpreadingWalk(Walk):
         self._drop(number, "blocks")
 
     def on_giveback(self, number: int) -> None:
-        chunk, dtype, wide = self._chunk(number)
-        ranks = self._spreading.peers.size
-        out, into = from_owners(chunk, self._place, ranks, to_all=False)
+        chunk, dtype, wide, _ = self._chunk(number)
+        out, into = from_owners(chunk, self._place, self._spreading.peers.size, to_all=False)
         sent = sum(item.numel for item in out) * dtype.itemsize
         # Rows of a block lie together; of columns a copy is made before all are put side by side.
-        copied = sum(
-            item.numel
-            for item in out
-            if dtype != wide or not _lies_together(item, chunk[item.route])
-        )
-        copied *= dtype.itemsize
+        apart = (o for o in out if dtype != wide or not _lies_together(o, chunk[o.route]))
+        copied = sum(item.numel for item in apart) * dtype.itemsize
         self._add("returned", number, sent if len(out) > 1 else copied)
         self._add("returning", number, sum(item.numel for item in into) * dtype.itemsize)
         self._ledger.passing(copied if len(out) > 1 else 0)
 
     def on_apply(self, number: int) -> None:
         """One part after the other."""
-        chunk, _, wide = self._chunk(number)
+        _, _, wide, parts = self._chunk(number)
         self._drop(number, "returned")
-        self._ledger.passing(max(self._parts(chunk), default=0) * wide.itemsize)
-        self._drop(number, "returning")
-        self._drop(number, "directions")
+        self._ledger.passing(max(parts, default=0) * wide.itemsize)
+        self._drop(number, "returning", "directions")
 
 
 def _lies_together(item: Item, route: Route) -> bool:

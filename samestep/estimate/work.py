@@ -1,12 +1,12 @@
 """What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from itertools import chain
 
-import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.blueprint import Blueprint, Sharing, Spreading, per_peer
 from samestep.estimate.floors import ADAMW_BYTES, MUON_BYTES
 from samestep.estimate.hardware import Hardware
 from samestep.layout.owners import busiest_lower_bound
@@ -26,8 +26,31 @@ class Work:
         return self.product_seconds + self.bytes / hardware.bytes_rate + self.pieces * hardware.call
 
 
-def no_work(ranks: int) -> Work:
-    return Work(*(torch.zeros(ranks, dtype=torch.float64) for _ in range(4)))
+Cost = tuple[float, float, float, int]  # of one piece, in the order of `Work`
+
+
+def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
+    """Costs of pieces, each with the rank that has it."""
+    product_seconds, flops, moved, pieces = columns = [[0.0] * ranks for _ in fields(Work)]
+    for rank, cost in costs:
+        product_seconds[rank] += cost[0]
+        flops[rank] += cost[1]
+        moved[rank] += cost[2]
+        pieces[rank] += cost[3]
+    return Work(*map(per_peer, columns))
+
+
+def _cost(shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware) -> Cost:
+    """Of a block of that shape, or of a slice; the parameter has so many bytes per element."""
+    narrower = 2 * (4 - width)  # than fp32, read and written
+    if shape is None:
+        return 0.0, 0.0, elements * (ADAMW_BYTES - narrower), 1
+    return _product(shape, elements * (MUON_BYTES - narrower), hardware)
+
+
+def _product(shape: tuple[int, int], moved: int, hardware: Hardware) -> Cost:
+    flops = orthogonalize_flops(*shape)
+    return flops / hardware.product_rate(min(shape)), flops, moved, 1
 
 
 @dataclass(frozen=True)
@@ -50,30 +73,26 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
     ranks = placement.peers.size
     flops = [0.0] * ranks
     blocks = [
-        orthogonalize_flops(block.rows, block.cols)
-        for spec in placement.specs
-        for block in spec.blocks or ()
+        orthogonalize_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()
     ]
     if not blocks:
         return None
     count = len(blocks)
     if isinstance(placement, Spreading):
-        for chunk in placement.plan.chunks:
-            for route in chunk:
-                flops[route.owner] += orthogonalize_flops(*route.block.shape)
-        if placement.distribution.muon_schedule == "gather":
-            blocks = blocks * ranks
+        for route in chain.from_iterable(placement.plan.chunks):
+            flops[route.owner] += orthogonalize_flops(*route.block.shape)
+        everywhere = placement.distribution.muon_schedule == "gather"
     else:
         for bucket in placement.plan.buckets:
-            for rank, segment in bucket.filled:
-                pieces = [piece.block for piece in segment.pieces if piece.block is not None]
-                for cost in (orthogonalize_flops(*block.shape) for block in pieces):
-                    if bucket.replicated:
-                        flops = [each + cost for each in flops]
-                    else:
-                        flops[rank] += cost
-        if all(bucket.replicated for bucket in placement.plan.buckets):
-            blocks = blocks * ranks
+            has_blocks = any(placement.specs[param].blocks for param in bucket.params)
+            for rank, segment in bucket.filled if has_blocks else ():
+                own = [piece.block for piece in segment.pieces if piece.block is not None]
+                cost = sum(orthogonalize_flops(*block.shape) for block in own)
+                for each in range(ranks) if bucket.replicated else (rank,):
+                    flops[each] += cost
+        everywhere = all(bucket.replicated for bucket in placement.plan.buckets)
+    if everywhere:
+        blocks = blocks * ranks
     mean = sum(flops) / ranks
     busiest = max(flops), busiest_lower_bound(blocks, ranks)
     ratios = (each / mean if mean else 1.0 for each in busiest)
@@ -82,72 +101,48 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
     bucket = sharing.plan.buckets[number]
-    found = []
-    for _, segment in bucket.filled:
-        seconds = flops = moved = 0.0
-        for piece in segment.pieces:
-            width = sharing.params[piece.param].dtype.itemsize
-            if piece.block is None:
-                moved += piece.size * _adamw_bytes(width)
-            else:
-                cost = orthogonalize_flops(*piece.block.shape)
-                flops += cost
-                seconds += cost / hardware.product_rate(min(piece.block.shape))
-                moved += piece.size * _muon_bytes(width)
-        found.append((seconds, flops, moved, len(segment.pieces)))
-    columns = torch.zeros(4, len(bucket.segments), dtype=torch.float64)
-    columns[:, [place for place, _ in bucket.filled]] = torch.tensor(found, dtype=torch.float64).T
-    return Work(*(columns.expand(4, sharing.peers.size) if bucket.replicated else columns))
+    width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
+    costs = (
+        (place, _cost(piece.block and piece.block.shape, piece.size, width, hardware))
+        for place, segment in bucket.filled
+        for piece in segment.pieces
+    )
+    found = _work(len(bucket.segments), costs)
+    if bucket.replicated:
+        return Work(*(own.expand(sharing.peers.size) for own in vars(found).values()))
+    return found
 
 
 def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
     """Of one process that has everything."""
-    found = no_work(1)
-    for shape, elements, width in _local_pieces(blueprint):
-        found.pieces[0] += 1
-        if shape is None:
-            found.bytes[0] += elements * _adamw_bytes(width)
-        else:
-            cost = orthogonalize_flops(*shape)
-            found.flops[0] += cost
-            found.product_seconds[0] += cost / hardware.product_rate(min(shape))
-            found.bytes[0] += elements * _muon_bytes(width)
-    if blueprint.clips:
-        found.bytes[0] += sum(p.numel() * 4 for group in blueprint.groups for p in group["params"])
-    return found
+    costs: list[Cost] = []
+    for param in (param for group in blueprint.groups for param in group["params"]):
+        blocks, width = blueprint.optimizer._blocks[param], param.dtype.itemsize
+        if blocks is None:
+            costs.append(_cost(None, param.numel(), width, hardware))
+        for block in blocks or ():
+            costs.append(_cost(block.shape, block.rows * block.cols, width, hardware))
+        if blueprint.clips:
+            costs.append((0.0, 0.0, param.numel() * 4, 0))
+    return _work(1, ((0, cost) for cost in costs))
 
 
-def _local_pieces(blueprint: Blueprint) -> Iterator[tuple[tuple[int, int] | None, int, int]]:
-    for group in blueprint.groups:
-        for param in group["params"]:
-            blocks = blueprint.optimizer._blocks[param]
-            width = param.dtype.itemsize
-            if blocks is None:
-                yield None, param.numel(), width
-            for block in blocks or ():
-                yield block.shape, block.rows * block.cols, width
-
-
-def elementwise_work(spreading: Spreading) -> Work:
+def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
-    found = no_work(spreading.peers.size)
-    for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True):
-        if spec.blocks is None:
-            sizes = torch.tensor([box.numel for box in held.boxes], dtype=torch.float64)
-            found.bytes.add_(sizes * _adamw_bytes(param.dtype.itemsize))
-            found.pieces.add_(1)
-    return found
+    costs = (
+        (place, _cost(None, box.numel, param.dtype.itemsize, hardware))
+        for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True)
+        for place, box in enumerate(held.boxes if spec.blocks is None else ())
+    )
+    return _work(spreading.peers.size, costs)
 
 
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
-    found = no_work(spreading.peers.size)
-    for route in spreading.plan.chunks[number]:
-        cost = orthogonalize_flops(*route.block.shape)
-        found.flops[route.owner] += cost
-        found.product_seconds[route.owner] += cost / hardware.product_rate(min(route.block.shape))
-        found.bytes[route.owner] += 8 * route.box.numel  # put together
-        found.pieces[route.owner] += 1
-    return found
+    costs = (  # bytes: it is put together
+        (route.owner, _product(route.block.shape, 8 * route.box.numel, hardware))
+        for route in spreading.plan.chunks[number]
+    )
+    return _work(spreading.peers.size, costs)
 
 
 def chunk_parts(spreading: Spreading, number: int) -> Tensor:
@@ -156,13 +151,4 @@ def chunk_parts(spreading: Spreading, number: int) -> Tensor:
     for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
         for rank, size, _ in route.parts.sizes:
             sizes[rank] += size
-    return torch.tensor(sizes, dtype=torch.float64)
-
-
-def _adamw_bytes(width: int) -> int:
-    """Per element: fp32 gradient and moments, a parameter of that width."""
-    return ADAMW_BYTES - 2 * (4 - width)
-
-
-def _muon_bytes(width: int) -> int:
-    return MUON_BYTES - 2 * (4 - width)
+    return per_peer(sizes)

@@ -7,17 +7,14 @@ from samestep.parallel.plan import Plan
 def gpt_plan(config: GPTConfig) -> Plan:
     """The plan of a model of this shape."""
     experts = bool(config.experts)
+    mlp = () if experts else ("blocks.*.mlp",)
     return Plan(
         blocks=("blocks.*",),
         embedding=("embedding",),
         head=("head",),
-        branches=("blocks.*.attention",) if experts else ("blocks.*.attention", "blocks.*.mlp"),
-        column=("blocks.*.attention.[qkv]",)
-        if experts
-        else ("blocks.*.attention.[qkv]", "blocks.*.mlp.up"),
-        row=("blocks.*.attention.out",)
-        if experts
-        else ("blocks.*.attention.out", "blocks.*.mlp.down"),
+        branches=("blocks.*.attention", *mlp),
+        column=("blocks.*.attention.[qkv]", *(f"{each}.up" for each in mlp)),
+        row=("blocks.*.attention.out", *(f"{each}.down" for each in mlp)),
         on_stream=(
             "norm",
             "blocks.*.attention_norm",

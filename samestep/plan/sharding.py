@@ -117,6 +117,11 @@ class Bucket:
         """Elements in all, gaps included."""
         return sum(self._sizes)
 
+    @cached_property
+    def count(self) -> int:
+        """Pieces in all."""
+        return sum(len(segment.pieces) for _, segment in self.filled)
+
     def places(self) -> Iterator[tuple[Piece, int]]:
         """Every piece, and where it starts in the bucket."""
         base = 0

@@ -160,16 +160,8 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     if options.placed not in ("fsdp2", "hsdp"):
         return Placed(samestep.MuonAdamW(model, **keywords), world)
     degrees = degrees_of(options, world)
-    mesh = build(
-        tp=degrees.tp,
-        ep=degrees.ep,
-        pp=degrees.pp,
-        replicate=degrees.replicate,
-        sequence_parallel=degrees.sequence_parallel,
-        expert_tensor_parallel=degrees.expert_tensor_parallel,
-        ep_carries_data=degrees.ep_carries_data,
-        device_type=world.device.type,
-    )
+    sizes = {name: value for name, value in vars(degrees).items() if name != "world"}
+    mesh = build(**sizes, device_type=world.device.type)
     facts = CompileFacts(bool(options.routed), bool(options.capacity))
     decision = decide(options.compile, degrees, facts)
     stack = Stack(

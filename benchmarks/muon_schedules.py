@@ -28,8 +28,8 @@ from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import Case, Results, computed, measure, pictures, table, verdicts
 from benchmarks.timeline import Trace, chrome_trace
 from examples.gpt import GPT, GPTConfig
-from samestep.comm.executor import Handlers, execute
 from samestep.launch import run_forked
+from samestep.optimizer.step import Handlers, execute
 from samestep.plan.schedule import Operation, Schedule, line_of
 from samestep.tooling.output import check_folder, write_files
 

@@ -24,7 +24,7 @@ from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
 from samestep.estimate.pictures import RANKS, gantt, picture, point
 from samestep.estimate.timeline import Timeline, Training, chrome_trace, simulate
-from samestep.layout.dtensor_shards import Cut
+from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.stress.models import Matrices
 from samestep.tooling.output import write_files

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor
 from samestep.checkpoint.storage import DTYPES, CheckpointError
 from samestep.comm.meshes import held, mesh_group
 from samestep.groups.param_groups import Group, decisive_changes, options_of, parameter_names
-from samestep.layout.dtensor_shards import Box
-from samestep.layout.held_state import HeldBox, whole_box
+from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.in_flight import wait_for_anyone
 

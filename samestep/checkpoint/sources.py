@@ -25,8 +25,7 @@ from samestep.checkpoint.logical import MODEL, GroupFacts, Pieces, Tensors, plai
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.param_groups import own_spelling
 from samestep.groups.routing import without_wrappers
-from samestep.layout.dtensor_shards import Box
-from samestep.layout.held_state import HeldBox, whole_box
+from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.optimizer.loading import PART
 from samestep.presets import preset_options
 from samestep.rules import RULES

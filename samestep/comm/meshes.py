@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from samestep.comm.groups import RankGroup, registry
-from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
+from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 
 
 class Held(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
-from samestep.layout.dtensor_shards import Box, Cut, all_boxes, replicas
+from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import LocalParameters
 from samestep.placements.parts.block_exchange import planned as planned_blocks

@@ -32,7 +32,7 @@ from samestep.estimate.model import (
     stage_of,
 )
 from samestep.groups.routing import EMBEDDING_NAME
-from samestep.layout.dtensor_shards import Cut
+from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.parallel.lora import FACTORS

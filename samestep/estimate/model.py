@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.groups.elsewhere import Elsewhere
+from samestep.groups.routing import Elsewhere
 from samestep.parallel.stages import spread
 from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.request import BadRequestError

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
-from samestep.groups.elsewhere import Elsewhere
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, name_matches
 from samestep.rules import RULES
@@ -351,3 +351,30 @@ def _some(names: Sequence[str], limit: int = 6) -> str:
     """A few names and how many more there are."""
     rest = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
+
+
+class Elsewhere(nn.Module):
+    """Stands where a module of another stage was.
+
+    It has no parameters, but remembers what there were: which rule a parameter follows is decided
+    by the whole model, and a pattern may mean what is not here.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # Not as parameters: nobody here trains, moves or saves them.
+        self.named = [
+            (name, torch.empty_like(param, device="meta"))
+            for name, param in module.named_parameters()
+            if param.requires_grad
+        ]
+        self.linear_layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+        embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+        self.vocabularies = frozenset(tuple(m.weight.shape) for m in embeddings)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Nobody has asked it for anything but where it is."""
+        raise RuntimeError(
+            "this module is in another pipeline stage: call the pipeline, not the model, and let "
+            "the functions of its plan use the modules of their own stage"
+        )

@@ -40,7 +40,7 @@ from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.held_state import HeldState
+from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
 from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.loading import PART, StateDict, check_part, load_state

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn.functional import linear
 
 from samestep.comm.meshes import held, mesh_group
-from samestep.groups.elsewhere import Elsewhere
 from samestep.groups.param_groups import name_matches
+from samestep.groups.routing import Elsewhere
 from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ShardRule
 from samestep.placements.parts.gradients import combine, is_partial

@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from samestep.groups.elsewhere import Elsewhere
+from samestep.groups.routing import Elsewhere
 from samestep.mesh.replicate_list import ShardRule
 
 Patterns = tuple[str, ...]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.groups.elsewhere import Elsewhere
+from samestep.groups.routing import Elsewhere
 
 
 class StagePlanError(ValueError):

@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.param_groups import Group
-from samestep.layout.held_state import HeldState, whole_box
+from samestep.layout.boxes import HeldState, whole_box
 from samestep.plan.schedule import OfBucket, PlacementShape
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State

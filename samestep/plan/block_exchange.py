@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.dtensor_shards import Box
+from samestep.layout.boxes import Box
 from samestep.layout.owners import balanced_owners, cyclic_owners
 from samestep.plan.transfers import Traffic, Transfer
 from samestep.rules.orthogonalize import orthogonalize_flops

@@ -7,7 +7,7 @@ import torch
 
 import samestep
 from samestep.estimate.blueprint import Grid, SpreadOver, blueprint
-from samestep.layout.dtensor_shards import Cut
+from samestep.layout.boxes import Cut
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.models import Matrices, named_params
 from samestep.stress.scenario import RATES, GradientScenario

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
-from samestep.comm.executor import execute
 from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
 from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.hardware import Hardware, Link
 from samestep.estimate.timeline import Training, chrome_trace, simulate, spans
-from samestep.layout.dtensor_shards import Cut
+from samestep.layout.boxes import Cut
+from samestep.optimizer.step import execute
 from samestep.plan.schedule import line_of
 from samestep.stress.models import GPT, Matrices
 from samestep.stress.sharded_training import new_training

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from samestep.layout.dtensor_shards import Box, Cut, all_boxes, local_box, replicas
+from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 from tests.ranks import run_forked
 
 

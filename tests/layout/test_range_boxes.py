@@ -4,9 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.layout.dtensor_shards import Box
-from samestep.layout.held_state import held_range
-from samestep.layout.range_boxes import range_boxes
+from samestep.layout.boxes import Box, held_range, range_boxes
 
 
 @st.composite

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.layout.blocks import blocks_of
-from samestep.layout.dtensor_shards import Cut, all_boxes, replicas
+from samestep.layout.boxes import Cut, all_boxes, replicas
 from samestep.layout.owners import busiest_lower_bound
 from samestep.plan.block_exchange import ShardedSpec, block_box, plan_exchange
 from samestep.rules.orthogonalize import orthogonalize_flops

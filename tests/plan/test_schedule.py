@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.comm.executor import execute
+from samestep.optimizer.step import execute
 from samestep.plan.schedule import (
     Agree,
     Apply,

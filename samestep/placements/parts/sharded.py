@@ -19,7 +19,7 @@ from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
-from samestep.layout.held_state import HeldBox, HeldState, whole_box
+from samestep.layout.boxes import HeldBox, HeldState, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.gradients import combine_gradients, has_gradient
 from samestep.placements.parts.held_parts import HeldParts, local_part

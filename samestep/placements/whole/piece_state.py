@@ -11,7 +11,7 @@ from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.held_state import HeldBox, HeldState, held_range, whole_box
+from samestep.layout.boxes import HeldBox, HeldState, held_range, whole_box
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import MASTER, State, block_states, initial_state, math_dtype
 

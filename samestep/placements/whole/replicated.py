@@ -21,7 +21,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
-from samestep.layout.held_state import HeldState
+from samestep.layout.boxes import HeldState
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.buffers import FlatParameters, gradient_dtype, overlapping

@@ -1,4 +1,4 @@
-"""The box of a tensor that a rank holds, for any way in which a mesh shards it.
+"""Boxes of tensors: what a rank holds, for any way in which a mesh shards a tensor.
 
 Every rank holds one box: a range of each dim. A mesh axis either replicates, or cuts one dim into
 pieces of equal length, rounded up, so that the last ones may be short or empty (as `torch.chunk`
@@ -9,7 +9,10 @@ what an axis to its right (tensor parallel) had cut before it.
 
 from collections.abc import Iterator, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
+
+from torch import Tensor
 
 Shape = tuple[int, ...]
 
@@ -33,10 +36,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.sizes:
-            count *= size
-        return count
+        return prod(self.sizes)
 
     def overlap(self, other: "Box") -> "Box":
         """What both have; empty if that is nothing."""
@@ -108,3 +108,65 @@ def _order(mesh_shape: Sequence[int], cuts: Sequence[Cut]) -> Iterator[int]:
                 f"{cuts[axis].split_factor}, and the axes to its right have cut it into {before}"
             )
         yield axis
+
+
+# --- stretches of contiguous tensors, and state ---------------------------------------------------
+
+
+def range_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
+    """Boxes, in order, that make up elements start..stop-1 of a contiguous tensor.
+
+    At most two per dim but the first, and one more: in (4, 10), 7..32 is 7..9 of row 0, rows 1
+    and 2, and 0..2 of row 3.
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = prod(shape[1:])
+    first, last = -(-start // inner), stop // inner  # whole rows
+    if first > last:  # inside one row
+        yield from _in_row(shape, last, start - last * inner, stop - last * inner)
+        return
+    if start < first * inner:
+        yield from _in_row(shape, first - 1, start - (first - 1) * inner, inner)
+    if first < last:
+        yield Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    if last * inner < stop:
+        yield from _in_row(shape, last, 0, stop - last * inner)
+
+
+def _in_row(shape: Shape, row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in range_boxes(shape[1:], start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+class HeldBox(NamedTuple):
+    """A box of a larger tensor, and where this rank has it: a view of the box's sizes."""
+
+    box: Box
+    tensor: Tensor
+
+
+class HeldState(NamedTuple):
+    """This rank's boxes of one state tensor, which has `shape` in one process."""
+
+    param: Tensor
+    key: str
+    shape: Shape
+    boxes: list[HeldBox]
+
+
+def whole_box(tensor: Tensor) -> HeldBox:
+    """All of a tensor."""
+    shape = tuple(tensor.shape)
+    return HeldBox(Box((0,) * len(shape), shape), tensor)
+
+
+def held_range(shape: Shape, start: int, values: Tensor) -> Iterator[HeldBox]:
+    """The boxes of a stretch of a contiguous tensor that begins at `start`; views of `values`."""
+    flat, done = values.view(-1), 0
+    for box in range_boxes(shape, start, start + flat.numel()):
+        yield HeldBox(box, flat[done : done + box.numel].view(box.sizes))
+        done += box.numel

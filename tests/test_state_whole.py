@@ -180,6 +180,31 @@ def test_whole_state_that_does_not_fit_changes_nothing():
     assert run_forked(2, job) == [True] * 2
 
 
+def test_state_of_ranks_with_parameters_of_their_own_is_a_part():
+    """Experts have the same names everywhere, and are others on every rank."""
+
+    def job(rank):
+        alone = [dist.new_group([member]) for member in range(2)][rank]
+        torch.manual_seed(rank)
+        groups = [
+            {"params": [("shared", nn.Parameter(torch.ones(4, 4)))], "rule": "muon"},
+            {
+                "params": [("expert", nn.Parameter(torch.randn(4, 4)))],
+                "rule": "muon",
+                "process_group": alone,
+            },
+        ]
+        opt = samestep.MuonAdamW(groups, sharding="none")
+        files = [None] * 2
+        dist.all_gather_object(files, opt.state_dict())
+        opt.load_state_dict(files[rank])
+        with pytest.raises(ValueError, match=f"part of rank {1 - rank}, and this is rank {rank}"):
+            opt.load_state_dict(files[1 - rank])
+        return True
+
+    assert run_forked(2, job) == [True] * 2
+
+
 def test_whole_state_loads_into_dtensors():
     """Parts of DTensors are taken out of what one process has; plain parameters beside them."""
     single = Small()

@@ -321,6 +321,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         whole: dict[Tensor, State] = {}
         for shared in self.shared_parameters:
             whole |= shared.gather_state(self.state, self.param_groups)()
+        if not whole:
+            return super().state_dict()
         own = self.state
         self.state = defaultdict(dict, {param: whole.get(param, own[param]) for param in own})
         try:  # so that whoever has hooked into it sees what is saved
@@ -329,10 +331,17 @@ class RuleOptimizer(torch.optim.Optimizer):
             self.state = own
 
     def _part(self) -> dict[str, Any] | None:
-        """Which part of the whole state this rank has; None: all of it."""
-        if self._rank_group is None or all(plan.keeps_all for plan in self.shared_parameters):
+        """Which part of the whole state this rank has; None: all of it, as every other rank."""
+        ranks, shared = self._rank_group, self.shared_parameters
+        if ranks is None or not shared:
             return None
-        ranks = self._rank_group
+        keeps_all = all(plan.keeps_all for plan in shared)
+        # Where a group has ranks of its own, others have other parameters by the same names.
+        alike = self._stage_group is None and all(
+            plan.group.members == ranks.members for plan in shared
+        )
+        if keeps_all and (alike or self.sharded_parameters):
+            return None
         return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
 
     def fingerprint(self) -> str:

@@ -145,6 +145,14 @@ def test_another_parameter_is_no_swap():
         opt.step()
 
 
+def test_one_parameter_in_the_places_of_two():
+    params = [("a", nn.Parameter(torch.ones(4, 4))), ("b", nn.Parameter(torch.ones(4, 4)))]
+    opt = samestep.Muon(params)
+    opt.param_groups[0]["params"] = [nn.Parameter(torch.ones(4, 4))] * 2
+    with pytest.raises(RuntimeError, match="a parameter was put in the places of several"):
+        opt.step()
+
+
 @kinds
 def test_cleared_state_starts_afresh(kind):
     """`opt.state.clear()` is how people reset momentum."""

@@ -124,15 +124,17 @@ def test_whole_state_loads_into_every_layout(world, case):
     single_steps(single, one, world, 3, make=exact_gradient(world))
     expected, saved, weights = one.whole_state(), one.state_dict(), single.state_dict()
 
+    def loaded(state, layout):
+        model = Model().to(dtype)
+        opt = build(model, reduction="ordered", crossover=20, bucket_size=150, **layout, **options)
+        model.load_state_dict(weights)
+        opt.load_state_dict(state)
+        assert_same_bits(opt.whole_state(), expected)
+        return opt
+
     def job(rank):
         for name, layout in LOADING.items():
-            model = Model().to(dtype)
-            opt = build(
-                model, reduction="ordered", crossover=20, bucket_size=150, **layout, **options
-            )
-            model.load_state_dict(weights)
-            opt.load_state_dict(saved)
-            assert_same_bits(opt.whole_state(), expected)
+            opt = loaded(saved, layout)
             if name != "none":
                 assert opt.state_dict()["part"]["rank"] == rank
                 continue
@@ -143,13 +145,7 @@ def test_whole_state_loads_into_every_layout(world, case):
             dist.broadcast_object_list(content)
             again = torch.load(io.BytesIO(content[0]), weights_only=True)
         for layout in LOADING.values():
-            model = Model().to(dtype)
-            opt = build(
-                model, reduction="ordered", crossover=20, bucket_size=150, **layout, **options
-            )
-            model.load_state_dict(weights)
-            opt.load_state_dict(again)
-            assert_same_bits(opt.whole_state(), expected)
+            loaded(again, layout)
         return again
 
     for again in run_forked(world, job):
@@ -200,6 +196,9 @@ def test_state_of_ranks_with_parameters_of_their_own_is_a_part():
         opt.load_state_dict(files[rank])
         with pytest.raises(ValueError, match=f"part of rank {1 - rank}, and this is rank {rank}"):
             opt.load_state_dict(files[1 - rank])
+        whole = {key: value for key, value in files[rank].items() if key != "part"}
+        with pytest.raises(ValueError, match="ranks have parameters of their own"):
+            opt.load_state_dict(whole)
         return True
 
     assert run_forked(2, job) == [True] * 2

@@ -68,6 +68,11 @@ class GroupChecks:
                         f"{tuple(old.shape)}: build the optimizer after changing the model"
                     )
                 found[old] = new
+        if len(set(found.values())) < len(found):
+            raise UnknownParameterError(
+                "a parameter was put in the places of several: build the optimizer after tying "
+                "weights"
+            )
         return None if all(old is new for old, new in found.items()) else found
 
     def _counted(self, index: int, group: Group) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """Loading optimizer state: checked first, kept in its own dtype, by name where names exist."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from samestep.groups.param_groups import (
     decisive_changes,
     own_spelling,
     parameter_names,
+    rule_of,
 )
-from samestep.layout.blocks import Shape
+from samestep.layout.blocks import Block, Shape
 from samestep.placements.registry import mesh_of
-from samestep.rules.state import MASTER, State
+from samestep.rules.state import MASTER, State, initial_state
 
 StateDict = dict[str, Any]
 PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
@@ -75,9 +76,31 @@ def load_state(
         post.remove()
 
 
-def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None) -> None:
-    """Raise unless a state is whole, or is this rank's part of the same plan."""
+def shapes_of_whole_state(
+    groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
+) -> dict[Tensor, dict[str, Shape]]:
+    """What one process keeps of each parameter."""
+    found = {}
+    for group in groups:
+        for param in group["params"]:
+            like = torch.empty(param.shape, dtype=param.dtype, device="meta")
+            state = initial_state(rule_of(group), like, blocks[param], group, master_weights)
+            found[param] = {key: tuple(tensor.shape) for key, tensor in state.items()}
+    return found
+
+
+def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: bool) -> None:
+    """Raise unless a state is whole, or is this rank's part of the same plan.
+
+    `alike`: all ranks have the same parameters; else whole state of one is not that of another.
+    """
     saved = state_dict.get(PART) if isinstance(state_dict, Mapping) else None
+    if saved is None and mine is not None and not alike:
+        raise ValueError(
+            "the loaded state is that of one process, and ranks have parameters of their own by "
+            "the same names here (a process_group of a group, or stages): every rank loads the "
+            "file that it has saved, or take samestep.save and samestep.load"
+        )
     if saved is None or saved == mine:
         return
     way = (

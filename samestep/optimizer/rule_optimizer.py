@@ -43,7 +43,13 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
 from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.loading import PART, StateDict, check_part, load_state
+from samestep.optimizer.loading import (
+    PART,
+    StateDict,
+    check_part,
+    load_state,
+    shapes_of_whole_state,
+)
 from samestep.optimizer.step import StepRunner
 from samestep.placements.local import LocalGroups
 from samestep.placements.placement import Placement
@@ -306,7 +312,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """What torch's optimizers give: all of the state, where this rank has all of it.
 
         Where ranks share the state it is this rank's part, says so, and loads only there. Not
-        collective: whoever saves may call it on one rank.
+        collective, so that whoever saves may call it on one rank; but where a wrapper has just
+        swapped parameters, all ranks take them in together.
         """
         self._adopted()
         part = self._part()
@@ -336,13 +343,22 @@ class RuleOptimizer(torch.optim.Optimizer):
         if ranks is None or not shared:
             return None
         keeps_all = all(plan.keeps_all for plan in shared)
-        # Where a group has ranks of its own, others have other parameters by the same names.
-        alike = self._stage_group is None and all(
-            plan.group.members == ranks.members for plan in shared
-        )
-        if keeps_all and (alike or self.sharded_parameters):
+        if keeps_all and (self._ranks_are_alike() or self.sharded_parameters):
             return None
         return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
+
+    def _ranks_are_alike(self) -> bool:
+        """Whether a name means the same parameter on all ranks; experts are others on each."""
+        members = None if self._rank_group is None else self._rank_group.members
+        shared = self.shared_parameters
+        return self._stage_group is None and all(p.group.members == members for p in shared)
+
+    @torch.no_grad()
+    def _put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
+        """Take out of a parameter's whole state what belongs here."""
+        for key in whole:
+            holder = next(placed for placed in self._all_placements() if placed.holds(param))
+            holder.put_state({param: state}, self.param_groups, param, key, whole)
 
     def fingerprint(self) -> str:
         """A digest of who owns and sends what; equal on ranks that hold the same parameters.
@@ -379,32 +395,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         decide, not the order. On several ranks all of them call it.
         """
         self._adopted()
-        check_part(state_dict, self._part())
+        check_part(state_dict, self._part(), alike=self._ranks_are_alike())
         self.wait_for_parameters()
-        is_part = isinstance(state_dict, Mapping) and PART in state_dict
-        shapes = {} if is_part else self._shapes_of_whole_state()
+        shapes: dict[Tensor, dict[str, Shape]] = {}
+        if self._placed and isinstance(state_dict, Mapping) and PART not in state_dict:
+            shapes = shapes_of_whole_state(self.param_groups, self._blocks, self._masters)
         load_state(self, super().load_state_dict, state_dict, shapes, self._put_whole)
         for placement in self._placed:
             placement.mend_replicas()
-
-    def _shapes_of_whole_state(self) -> dict[Tensor, dict[str, Shape]]:
-        """Of parameters that ranks share, or have parts of: what one process keeps of each."""
-        found = {}
-        for group in self.param_groups if self._placed else ():
-            for param in group["params"]:
-                like = torch.empty(param.shape, dtype=param.dtype, device="meta")
-                state = initial_state(
-                    rule_of(group), like, self._blocks[param], group, self._masters
-                )
-                found[param] = {key: tuple(tensor.shape) for key, tensor in state.items()}
-        return found
-
-    @torch.no_grad()
-    def _put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
-        """Take out of a parameter's whole state what belongs here."""
-        for key in whole:
-            holder = next(placed for placed in self._all_placements() if placed.holds(param))
-            holder.put_state({param: state}, self.param_groups, param, key, whole)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.

@@ -51,6 +51,11 @@ class Box(NamedTuple):
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
+    def shifted(self, outer: "Box") -> "Box":
+        """The same elements, counted from where `outer` is counted from: undoes `within`."""
+        offsets = tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True))
+        return Box(offsets, self.sizes)
+
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))

@@ -327,7 +327,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             return {**super().state_dict(), PART: part}
         whole: dict[Tensor, State] = {}
         for shared in self.shared_parameters:
-            whole |= shared.gather_state(self.state, self.param_groups)()
+            whole |= shared.kept_state(self.state, self.param_groups)
         if not whole:
             return super().state_dict()
         own = self.state
@@ -351,7 +351,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Whether a name means the same parameter on all ranks; experts are others on each."""
         members = None if self._rank_group is None else self._rank_group.members
         shared = self.shared_parameters
-        return self._stage_group is None and all(p.group.members == members for p in shared)
+        return self._stage_group is None and all(
+            p.held_by is not None and p.held_by.members == members for p in shared
+        )
 
     @torch.no_grad()
     def _put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:

@@ -1,31 +1,104 @@
-"""Copies of DTensors on ranks outside of their mesh, and whether anybody averages them.
+"""Copies of DTensors on ranks outside of their mesh: who holds them, and who averages them.
 
 A DTensor's gradient is combined over the ranks of its mesh at most: by FSDP2, or by the
 tensor parallel layers that hold it. Where other ranks hold copies of it on a mesh of their own,
 either all of them see the same data, as ranks along a tensor parallel axis do, and have the same
-gradients anyway; or they see data of their own, and drift apart from the first step on.
+gradients anyway; or they see data of their own, and drift apart from the first step on, unless
+somebody averages.
 
-Ranks that some mesh joins work on one model together: a norm that FSDP2 has sharded over the
-data axis alone has its copies along the model axis, where matrices join the ranks. Ranks that no
-mesh joins, and that hold the same parameters, are replicas that nobody averages. FSDP2 says over
-which axes data differ, so what it does not manage is judged by itself.
+What FSDP2 does not manage is averaged by the optimizer: over the ranks that hold the same part of
+the same parameters, each in a mesh of its own (`find_copies`). FSDP2 itself says over which axes
+data differ. Ranks that some mesh joins work on one model together: a norm that FSDP2 has sharded
+over the data axis alone has its copies along the model axis, where matrices join the ranks. Ranks
+that no mesh joins, and that hold the same parameters, are replicas that nobody averages, which is
+refused.
 """
 
 import hashlib
+import json
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.comm.groups import RankGroup, ranks_text
+from samestep.comm.groups import RankGroup, ranks_text, registry
 from samestep.comm.integrity.agreement import gather_rows, gather_texts
 from samestep.placements.registry import mesh_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 NAME = "comparison of who holds DTensors"
 DIGEST = hashlib.sha256().digest_size
 
 Named = tuple[str, Tensor]
+
+
+class Copies(NamedTuple):
+    """Who holds copies of the DTensors of a mesh that FSDP2 does not manage.
+
+    ranks: those with the same part, this rank among them, each in a mesh of its own.
+    everyone: all ranks of all these meshes.
+    """
+
+    ranks: RankGroup
+    everyone: RankGroup
+
+
+def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, Copies]":
+    """Of every mesh of which other ranks among `ranks` hold copies.
+
+    Collective over all of them, unless each mesh has them all, which costs nothing.
+    """
+    by_mesh: dict[Any, list[Named]] = {}
+    for name, param in unmanaged(named):
+        by_mesh.setdefault(mesh_of(param), []).append((name, param))
+    if all(set(mesh.mesh.flatten().tolist()) >= set(ranks.members) for mesh in by_mesh):
+        return {}
+    own = {_signature(mesh, pairs): mesh for mesh, pairs in by_mesh.items()}
+    device = next(iter(by_mesh.values()))[0][1].to_local().device  # type: ignore[attr-defined]
+    text = json.dumps({key: mesh.mesh.flatten().tolist() for key, mesh in own.items()})
+    told = [json.loads(of_rank) for of_rank in gather_texts(NAME, text, ranks, device)]
+    found = {}
+    for key, mesh in own.items():
+        holders = [
+            rank for rank, of_rank in zip(ranks.members, told, strict=True) if key in of_rank
+        ]
+        meshes = [frozenset(of_rank[key]) for of_rank in told if key in of_rank]
+        everyone = frozenset[int]().union(*meshes)
+        if len(holders) == 1:
+            continue
+        if not everyone <= set(ranks.members):
+            raise ValueError(
+                f"{_some([name for name, _ in by_mesh[mesh]])} lie on meshes of "
+                f"{ranks_text(sorted(everyone))}, and process_group has "
+                f"{ranks_text(ranks.members)} alone: give process_group= all ranks that train "
+                "this model, those with other parts of it too, or leave it out"
+            )
+        found[mesh] = Copies(registry.of_members(holders), registry.of_members(everyone))
+    return found
+
+
+def _signature(mesh: Any, pairs: Sequence[Named]) -> str:
+    """What a rank holds of a mesh: the same on ranks with copies of it, and on no others."""
+    lines = sorted(
+        f"{name}: {tuple(param.shape)} {param.dtype} {param.placements}"  # type: ignore[attr-defined]
+        for name, param in pairs
+    )
+    lines.append(f"{tuple(mesh.shape)} at {mesh.get_coordinate()}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def unmanaged(named: Iterable[Named]) -> list[Named]:
+    """The DTensors that FSDP2 does not manage."""
+    dtensors = [(name, param) for name, param in named if mesh_of(param) is not None]
+    if not dtensors:
+        return []
+    from samestep.placements.parts.fsdp_units import managed_beside  # DTensors take long to import
+
+    managed = set(map(id, managed_beside(param for _, param in dtensors)))
+    return [(name, param) for name, param in dtensors if id(param) not in managed]
 
 
 class _Kind(NamedTuple):
@@ -47,19 +120,21 @@ class _Kind(NamedTuple):
         return (digest if lines else bytes(DIGEST)) + bits.to_bytes(_bytes_of(ranks), "little")
 
 
-def refuse_copies_nobody_averages(named: Iterable[Named], groups: Sequence[RankGroup]) -> None:
+def refuse_copies_nobody_averages(
+    named: Iterable[Named], ranks: RankGroup | None, outer: RankGroup | None
+) -> None:
     """Raise on every rank if ranks that no mesh joins hold the same DTensors.
 
-    Collective over each of the groups of ranks that may hold copies, unless a mesh has all of
-    them, which costs nothing.
+    Among `ranks` only what FSDP2 manages is looked at: copies of others are averaged. Collective
+    over both groups, unless a mesh has all of their ranks, which costs nothing.
     """
     dtensors = [(name, param) for name, param in named if mesh_of(param) is not None]
     if not dtensors:
         return
-    kinds = _kinds(dtensors)
-    for ranks in groups:
-        if any(kind.leaves_out_some(ranks) for kind in kinds):
-            _refuse(kinds, ranks)
+    by_fsdp, others = _kinds(dtensors)
+    for group, kinds in (ranks, [by_fsdp]), (outer, [by_fsdp, others]):
+        if group is not None and any(kind.leaves_out_some(group) for kind in kinds):
+            _refuse(kinds, group)
 
 
 def _kinds(dtensors: Sequence[Named]) -> list[_Kind]:

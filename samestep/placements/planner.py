@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +19,17 @@ from samestep.groups.param_groups import (
 )
 from samestep.kernels.choice import missing_products
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.copies import refuse_copies_nobody_averages
+from samestep.placements.copies import Copies, find_copies, refuse_copies_nobody_averages
 from samestep.placements.placement import Placement, PlanMembers
-from samestep.placements.registry import KINDS, Kind, kind_of
+from samestep.placements.registry import KINDS, Kind, kind_of, mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec
 from samestep.rules import checks
 from samestep.rules.state import is_elementwise, needs_master
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 Blocks = Mapping[Tensor, list[Block] | None]
 
@@ -49,6 +52,8 @@ class Request(NamedTuple):
     reductions: Mapping[int, GroupReduction]
     order: LaunchOrder
     in_flight: ParametersInFlight
+    copies: "Mapping[DeviceMesh, Copies]"  # of DTensors, that are averaged here
+    brings_together: bool  # DTensors are there whose gradients somebody else averages
 
 
 class Planner:
@@ -85,6 +90,10 @@ class Planner:
         """The plans of the groups at `indices`, agreed on by the ranks they live on."""
         self._settle_products([groups[index] for index in indices], blocks)
         found: list[Placement] = []
+        copies: dict[DeviceMesh, Copies] = {}
+        if self._ranks is not None and self._distribution.grads == "local":
+            copies = find_copies(_named(groups, indices), self._ranks)
+        meshes = {mesh_of(param) for group in groups for param in group["params"]}
         kinds = {index: {kind_of(param) for param in groups[index]["params"]} for index in indices}
         for kind in KINDS:
             mine = [index for index in indices if kind in kinds[index]]
@@ -99,11 +108,14 @@ class Planner:
                     reductions,
                     self._launch_order,
                     self._in_flight,
+                    copies,
+                    bool(meshes - {None} - copies.keys()),
                 )
                 found += kind.load().plans(request)
         if self._distribution.grads == "local":  # last, since other comparisons tell more
-            everyone = [group for group in (self._ranks, self._outer) if group is not None]
-            refuse_copies_nobody_averages(_named(groups), everyone)
+            refuse_copies_nobody_averages(
+                _named(groups, range(len(groups))), self._ranks, self._outer
+            )
         return found
 
     def _settle_products(self, groups: Sequence[Group], blocks: Blocks) -> None:
@@ -188,6 +200,7 @@ def _state_of_whole(group: Group, shape: Shape) -> int:
     return sum(prod(shapes[key]) for key in shapes if not is_elementwise(rule, key, group))
 
 
-def _named(groups: Sequence[Group]) -> Iterator[tuple[str, Tensor]]:
-    for index, group in enumerate(groups):
+def _named(groups: Sequence[Group], indices: Iterable[int]) -> Iterator[tuple[str, Tensor]]:
+    for index in indices:
+        group = groups[index]
         yield from zip(parameter_names(group, index), group["params"], strict=True)

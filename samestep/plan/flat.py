@@ -78,7 +78,7 @@ def places(plan: ShardingPlan) -> list[Place | None]:
 def _block_sizes(param: ParamSpec) -> BlockSizes:
     blocks = param.blocks or ()
     return BlockSizes(
-        tuple(block.rows * block.cols for block in blocks),
+        tuple(piece.size for piece in whole_pieces(0, param)),
         tuple(orthogonalize_flops(block.rows, block.cols) for block in blocks),
     )
 

@@ -6,6 +6,13 @@ Reductions are all started first (by backward, where they overlap with it), in t
 which all ranks launch them: from what backward reaches first to what it reaches last. Updates
 go in waves: while a wave is computed, the parameters of the wave before are on their way.
 Where gathers overlap with the next forward, nothing is placed here.
+
+Blocks of DTensors come together in chunks, after the waves:
+
+    Collect   Transform GiveBack Apply   Transform GiveBack Apply ...
+
+Where ranks average copies of DTensors themselves, a block comes together from averaged parts, and
+is gathered when it was applied.
 """
 
 from collections.abc import Sequence
@@ -147,6 +154,11 @@ class PlacementShape(NamedTuple):
     transfers: tuple[BucketTransfers, ...] = ()
     chunk_transfers: tuple[ChunkTransfers, ...] = ()
 
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether buckets have parts of blocks: averaged before chunks, gathered after them."""
+        return bool(self.chunks and self.transfers)
+
     def reduce(self, bucket: BucketId) -> Reduce:
         """The operations about a bucket or a chunk, with what they send."""
         return Reduce(bucket, self.transfers[bucket.bucket].reduce if self.transfers else None)
@@ -213,17 +225,23 @@ def step_schedule(
     if any(placement.defers for placement in placements):
         buckets.reverse()  # what forward uses first is on its way first
     chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
+    with_blocks = [bucket for bucket in buckets if placements[bucket.placement].shares_blocks]
+    if not clip:
+        operations += [placements[bucket.placement].average(bucket) for bucket in with_blocks]
     ahead = chunks[:chunks_ahead]
     operations += [placements[chunk.placement].collect(chunk) for chunk in ahead]
     before: tuple[BucketId, ...] = ()
     for wave in _waves(placements, buckets, waves):
-        operations += [placements[b.placement].average(b) for b in wave if not clip]
+        alone = [bucket for bucket in wave if bucket not in with_blocks]
+        operations += [placements[b.placement].average(b) for b in alone if not clip]
         operations.append(Update(wave))
-        shared = tuple(bucket for bucket in wave if placements[bucket.placement].agrees)
+        shared = tuple(bucket for bucket in alone if placements[bucket.placement].agrees)
         operations += [placements[bucket.placement].gather(bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
         before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
     operations += _chunks(placements, chunks, chunks_ahead)
+    operations += [placements[bucket.placement].gather(bucket) for bucket in with_blocks]
+    before += tuple(b for b in with_blocks if not placements[b.placement].defers)
     if measure:
         operations.append(Measure())
     return (*operations, *(Place(bucket) for bucket in before))

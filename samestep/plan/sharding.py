@@ -24,7 +24,14 @@ OwnerStrategy = Literal["balanced", "cyclic"]
 
 
 class ParamSpec(NamedTuple):
-    """What the plan needs to know of one parameter."""
+    """What the plan needs to know of one parameter.
+
+    Of a DTensor that other ranks have copies of, `plan.narrowed` makes three: as it is (`whole`),
+    the share of it that every rank of its mesh counts with, and what this rank really holds.
+
+    shards: ranks that hold parts of each of the blocks: the plan counts an even share.
+    stacks: a stack of experts that is cut between them: so many ranks hold others in their places.
+    """
 
     name: str
     shape: Shape
@@ -34,10 +41,23 @@ class ParamSpec(NamedTuple):
     blocks: tuple[Block, ...] | None  # None: an elementwise rule
     state_per_element: float = 1.0  # tensors of its shape that the rule keeps
     state_of_blocks: tuple[int, ...] = ()  # elements that the rule keeps of each block as a whole
+    shards: int = 1
+    stacks: int = 1
+    whole: "ParamSpec | None" = None  # None: this is it
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        """Elements that a rank holds."""
+        if self.shards > 1 and self.blocks is not None:
+            return sum(piece.size for piece in whole_pieces(0, self))
+        return -(-prod(self.shape) // self.shards)
+
+    def whole_blocks(self, block: Block) -> tuple[Block, ...]:
+        """The blocks of the whole parameter that one stands for: of every stack one."""
+        if self.whole is None:
+            return (block,)
+        assert self.blocks is not None and self.whole.blocks is not None
+        return self.whole.blocks[self.blocks.index(block) :: len(self.blocks)]
 
 
 class Piece(NamedTuple):
@@ -229,6 +249,13 @@ def whole_pieces(index: int, param: ParamSpec) -> list[Piece]:
     if param.blocks is None:
         return [Piece(index, 0, param.numel)]
     pieces = []
+    if param.shards > 1:  # an even share of each
+        start = 0
+        for block in param.blocks:
+            stop = start - (-block.rows * block.cols // param.shards)
+            pieces.append(Piece(index, start, stop, block))
+            start = stop
+        return pieces
     for block in param.blocks:
         stack_rows = param.shape[-2] if block.matrix is not None else 0
         start = ((block.matrix or 0) * stack_rows + block.row) * block.cols

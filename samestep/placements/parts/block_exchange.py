@@ -63,8 +63,9 @@ class BlockExchange:
         self._held = held
         ranks, device = held.group.size, held.device
         self.plan = planned(specs, ranks, distribution, device)
-        transfers = transfers_of(self.plan, held.params, held.specs, ranks, distribution, device)
-        local = sum(param.to_local().numel() for param in held.params)
+        values = [held.value_of(index) for index in range(len(held.specs))]
+        transfers = transfers_of(self.plan, values, held.specs, ranks, distribution, device)
+        local = sum(value.numel() for value in values)
         self.shape = shape_of(transfers, distribution, local)
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None

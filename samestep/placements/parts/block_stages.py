@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
@@ -31,13 +30,12 @@ class PlainStages:
         for part in self._mine:
             route = part.route
             rule, of_group = held.staged(route, math)
-            param = held.params[route.param]
             state = {
                 key: part.of(tensor)
                 for key, tensor in held.state_of(route.param).items()
-                if isinstance(tensor, DTensor) and key != MASTER
+                if key != MASTER and not held.is_of_whole(route.param, key)
             }
-            dtype = math_dtype(param)
+            dtype = math_dtype(held.value_of(route.param))
             grad = of_group.gradient(held.gradient_of(route.param)[part.here].to(dtype))
             wide = {key: tensor.to(dtype) for key, tensor in state.items()}
             prepared[route.key], new = rule.prepare(grad, wide, of_group.scalars, of_group.options)
@@ -57,7 +55,7 @@ class PlainStages:
         directions: dict[Key, Tensor] = {}
         for routes in stacks.values():
             rule, of_group = held.staged(routes[0], math)
-            dtype = math_dtype(held.params[routes[0].param])
+            dtype = math_dtype(held.value_of(routes[0].param))
             states = [held.whole_state(route) for route in routes]
             found, new = rule.transform(
                 torch.stack(
@@ -99,7 +97,6 @@ class PlainStages:
         for part in self._mine:
             route = part.route
             rule, of_group = held.staged(route, math)
-            param = held.params[route.param]
             if route.key in own:
                 direction: Tensor | None = own[route.key][part.in_block]
             else:
@@ -110,7 +107,7 @@ class PlainStages:
                 for key, tensor in held.state_of(route.param).items()
                 if key == MASTER
             }
-            target = part.of(param)
+            target = part.of(held.value_of(route.param))
             value = exact_value(target, state)
             new = rule.finish(
                 value, direction.to(value.dtype), route.block.shape, of_group.scalars,

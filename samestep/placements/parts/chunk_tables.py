@@ -161,7 +161,7 @@ class ChunkTables:
             if key in self._owned:
                 goes_to.insert(0, self._in_buffer(key, _first(part.route, part.in_block, size)))
             copies += [Move(size, SourceRows(0, *goes_to[0]), other) for other in goes_to[1:]]
-            local = torch.empty(held.params[index].to_local().shape, device="meta")
+            local = torch.empty(held.value_of(index).shape, device="meta")
             grad = _matrix(local[part.here], size)
             found.append(
                 MomentumPart(
@@ -221,7 +221,7 @@ class ChunkTables:
         for part, size, source in self.parts:
             route = part.route
             master = held.state_of(route.param).get(MASTER)
-            target = _known(part.of(held.params[route.param]), size)
+            target = _known(part.of(held.value_of(route.param)), size)
             own = None if master is None else _known(part.of(master), size)
             block, group = Size(*route.block.shape), held.specs[route.param].group
             place = self._places[route.param]

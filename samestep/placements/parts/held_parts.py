@@ -1,6 +1,6 @@
 """What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,7 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State, block_states
+from samestep.rules.state import MASTER, State, block_states, is_elementwise
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
 Slices = tuple[slice, ...]
@@ -34,29 +34,47 @@ class HeldPart(NamedTuple):
 class HeldParts:
     """The parts of one rank; `group` has the others, and `boxes` what each holds of a parameter.
 
+    Whoever has them says what a rank holds: parameters of a mesh, or blocks of which a rank among
+    copies answers for some, each a parameter of its own here.
+
     share: of sums over all ranks that the optimizer has, since other meshes hold copies.
     groups: there from when state is made.
-    state, present: of the step.
+    present: of the step.
     """
 
     groups: Sequence[Group]
-    state: Mapping[Tensor, State]
 
     def __init__(
         self,
-        params: Sequence[DTensor],
         specs: Sequence[ParamSpec],
         boxes: Sequence[Held],
         group: RankGroup,
         share: float,
+        device: torch.device,
     ) -> None:
-        self.params = params
         self.specs = specs
         self.boxes = boxes
         self.group = group
         self.share = share
-        self.device = params[0].to_local().device
+        self.device = device
         self.present: list[bool | Tensor] = []
+
+    def value_of(self, index: int) -> Tensor:
+        """What this rank holds of a parameter, to write into."""
+        raise NotImplementedError
+
+    def gradient_of(self, index: int) -> Tensor:
+        """The gradient of that; zeros if only others have one."""
+        raise NotImplementedError
+
+    def state_of(self, index: int) -> State:
+        """The state of a parameter in this step; the same dict as long as nothing was replaced."""
+        raise NotImplementedError
+
+    def is_of_whole(self, index: int, key: str) -> bool:
+        """Whether state belongs to whole blocks, such as their variance."""
+        group = self.groups[self.specs[index].group]
+        return key != MASTER and not is_elementwise(rule_of(group), key, group)
 
     def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
         """Every block of a chunk of which this rank holds a part, once."""
@@ -71,18 +89,9 @@ class HeldParts:
                     found.append(HeldPart(route, here, part.in_block.slices))
         return found
 
-    def state_of(self, index: int) -> State:
-        """The state of a parameter in this step."""
-        return self.state[self.params[index]]
-
     def presence_of(self, index: int) -> bool | Tensor:
         """Whether a parameter has a gradient on any rank, in this step."""
         return self.present[index]
-
-    def gradient_of(self, index: int) -> Tensor:
-        """The local gradient of a parameter; zeros if only others have one."""
-        param = self.params[index]
-        return torch.zeros_like(param.to_local()) if param.grad is None else local_part(param.grad)
 
     def answers_for(self, index: int) -> bool:
         """Whether this rank's copy is the one that counts in sums over ranks."""
@@ -93,8 +102,8 @@ class HeldParts:
         spec = self.specs[route.param]
         group = self.groups[spec.group]
         state = self.state_of(route.param)
-        plain = {key: tensor for key, tensor in state.items() if not isinstance(tensor, DTensor)}
-        return block_states(rule_of(group), plain, spec.blocks or (), group)[route.number]
+        of_whole = {key: state[key] for key in state if self.is_of_whole(route.param, key)}
+        return block_states(rule_of(group), of_whole, spec.blocks or (), group)[route.number]
 
     def staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         """The rule of a block, and how it is run in this step."""

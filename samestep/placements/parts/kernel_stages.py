@@ -232,4 +232,4 @@ def _tensors(states: Sequence[State]) -> list[Tensor]:
 
 
 def _addresses(held: HeldParts, params: Sequence[int]) -> list[int]:
-    return [held.params[index].to_local().data_ptr() for index in params]
+    return [held.value_of(index).data_ptr() for index in params]

@@ -5,7 +5,7 @@ Elementwise rules run on the local parts; what matrix rules need is in `block_ex
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from samestep.placements.parts.gradients import combine_gradients, has_gradient
 from samestep.placements.parts.held_parts import HeldParts, local_part
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
+from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan.schedule import OfBucket
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import (
@@ -65,8 +66,8 @@ class ShardedParameters(Placement):
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
-        self.parts = HeldParts(
-            self.params, self.specs, self._held, self.group, self.group.size / ranks
+        self.parts = DTensorParts(
+            self.params, self.specs, self._held, self.group, self.group.size / ranks, self.device
         )
         self.exchange = BlockExchange(self.parts, distribution)
         self.shape = self.exchange.shape
@@ -77,20 +78,18 @@ class ShardedParameters(Placement):
         )
 
     @classmethod
-    def plans(cls, request: "Request") -> "list[ShardedParameters]":
-        """One plan for each mesh."""
+    def plans(cls, request: "Request") -> "list[Placement]":
+        """One plan for each mesh; others for those whose copies elsewhere are averaged here."""
         params = [p for index in request.indices for p in request.groups[index]["params"]]
         ranks = 1 if request.ranks is None else request.ranks.size
-        return [
-            cls(
-                request.members(request.indices, partial(_is_on, mesh)),
-                mesh,
-                request.distribution,
-                ranks,
-            )
-            for mesh in dict.fromkeys(map(mesh_of, params))
-            if mesh is not None
-        ]
+        found: list[Placement] = []
+        for mesh in dict.fromkeys(map(mesh_of, params)):
+            if mesh in request.copies:
+                found += ReplicatedParameters.of_mesh(request, mesh)
+            elif mesh is not None:
+                members = request.members(request.indices, partial(_is_on, mesh))
+                found.append(cls(members, mesh, request.distribution, ranks))
+        return found
 
     def lines(self) -> list[str]:
         lines = [f"mesh {tuple(self.mesh.shape)} of ranks {self.mesh.mesh.flatten().tolist()}"]
@@ -272,6 +271,26 @@ class ShardedParameters(Placement):
         for index in range(len(self.params)):
             if self.parts.present[index] is not False and self.parts.answers_for(index):
                 yield self.parts.gradient_of(index)
+
+
+class DTensorParts(HeldParts):
+    """What a rank holds of DTensors; `state`: of the step."""
+
+    state: Mapping[Tensor, State]
+
+    def __init__(self, params: Sequence[DTensor], *args: Any) -> None:
+        self.params = params
+        super().__init__(*args)
+
+    def value_of(self, index: int) -> Tensor:
+        return self.params[index].to_local()
+
+    def gradient_of(self, index: int) -> Tensor:
+        grad = self.params[index].grad
+        return torch.zeros_like(self.value_of(index)) if grad is None else local_part(grad)
+
+    def state_of(self, index: int) -> State:
+        return self.state[self.params[index]]
 
 
 def _is_on(mesh: DeviceMesh, param: Tensor) -> bool:

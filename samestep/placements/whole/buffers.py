@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.plan.flat import Place, places
 from samestep.plan.sharding import ShardingPlan
 
@@ -14,9 +15,10 @@ class PackedGradients:
     """A buffer is made for every reduction, and gradients are copied into it."""
 
     def __init__(
-        self, params: Sequence[Tensor], plan: ShardingPlan, reduce_dtype: torch.dtype | None
+        self, held: HeldTensors, plan: ShardingPlan, reduce_dtype: torch.dtype | None
     ) -> None:
-        self._params = params
+        self._held = held
+        self._params = held.params
         self._plan = plan
         self._reduce_dtype = reduce_dtype
         # What every step asks of the plan.
@@ -34,11 +36,11 @@ class PackedGradients:
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=like.device)
         for piece, start in self._pieces[number]:
             part = buffer[start : start + piece.size]
-            grad = self._params[piece.param].grad
+            grad = self._held.gradient(piece.param)
             if grad is None or zeros:
                 part.zero_()
                 continue
-            flat = grad.detach().reshape(-1)
+            flat = grad.reshape(-1)
             part.copy_(flat if piece.size == len(flat) else flat[piece.start : piece.stop])
         return buffer
 
@@ -68,14 +70,14 @@ class FlatGradients(PackedGradients):
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        held: HeldTensors,
         plan: ShardingPlan,
         reduce_dtype: torch.dtype | None,
         *,
         rank: int,
         keep: bool,
     ) -> None:
-        super().__init__(params, plan, reduce_dtype)
+        super().__init__(held, plan, reduce_dtype)
         self._rank = rank
         self._keep = keep
         self._places = places(plan)
@@ -88,21 +90,20 @@ class FlatGradients(PackedGradients):
 
     def arrived(self, index: int) -> None:
         """Move a gradient into its place."""
-        param, place = self._params[index], self._places[index]
-        grad = param.grad
+        place, grad = self._places[index], self._held.gradient(index)
         if place is None or grad is None or grad.layout != torch.strided:
             return
         view = self._view(index, place)
         if grad.data_ptr() != view.data_ptr() and grad.dtype == view.dtype:
             view.copy_(grad)
-            param.grad = view
+            self._held.put_gradient(index, view)
 
     def packed(self, number: int, *, zeros: bool) -> Tensor:
         """The buffer of a bucket, with the gradients that are not in their places yet."""
         for index in self._members[number]:
             place = self._places[index]
             assert place is not None
-            view, grad = self._view(index, place), self._params[index].grad
+            view, grad = self._view(index, place), self._held.gradient(index)
             if grad is None or zeros:
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr():
@@ -137,21 +138,21 @@ class FlatGradients(PackedGradients):
     def end_step(self) -> None:
         """Gradients that lie here are partly sums by now: nobody shall take them for gradients."""
         for index, place in enumerate(self._places):
-            param = self._params[index]
-            if place is None or param.grad is None:
+            grad = None if place is None else self._held.gradient(index)
+            if place is None or grad is None:
                 continue
             buffer = self._buffers.get(place.bucket)
-            if buffer is not None and _lies_in(param.grad, buffer):
-                param.grad = None
+            if buffer is not None and _lies_in(grad, buffer):
+                self._held.put_gradient(index, None)
 
     def _view(self, index: int, place: Place) -> Tensor:
         """The place of a gradient, in the parameter's shape; its version counts for itself."""
         buffer = self._buffer(place.bucket)
         view = self._views.get((buffer.data_ptr(), index))
         if view is None:
-            param = self._params[index]
-            flat = buffer[place.start : place.start + param.numel()]
-            view = self._views[buffer.data_ptr(), index] = flat.view(param.shape).data
+            spec = self._plan.params[index]
+            flat = buffer[place.start : place.start + spec.numel]
+            view = self._views[buffer.data_ptr(), index] = flat.view(spec.shape).data
         return view
 
     def _buffer(self, number: int) -> Tensor:
@@ -183,25 +184,23 @@ def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:
 class FlatParameters:
     """Parameters as views of one buffer per dtype; `buckets[number]` is (size,), gaps included."""
 
-    def __init__(self, params: Sequence[Tensor], plan: ShardingPlan, *, poison: bool) -> None:
-        self._params = params
+    def __init__(self, held: HeldTensors, plan: ShardingPlan, *, poison: bool) -> None:
+        self._held = held
         self._poison = poison
         self._rooms: dict[int, Tensor] = {}
         self.buckets: list[Tensor] = [torch.empty(0)] * len(plan.buckets)
         for dtype in dict.fromkeys(bucket.dtype for bucket in plan.buckets):
             numbers = [i for i, bucket in enumerate(plan.buckets) if bucket.dtype == dtype]
             sizes = [plan.buckets[number].size for number in numbers]
-            like = params[plan.buckets[numbers[0]].params[0]]
-            buffer = like.detach().new_zeros(sum(sizes))
+            like = held.value(plan.buckets[numbers[0]].params[0])
+            buffer = like.new_zeros(sum(sizes))
             for number, part in zip(numbers, torch.split(buffer, sizes), strict=True):
                 self.buckets[number] = part
         self._views = [
             None
             if place is None
-            else self.buckets[place.bucket][place.start : place.start + param.numel()].view(
-                param.shape
-            )
-            for param, place in zip(params, places(plan), strict=True)
+            else self.buckets[place.bucket][place.start : place.start + spec.numel].view(spec.shape)
+            for spec, place in zip(plan.params, places(plan), strict=True)
         ]
         self.adopt()
 
@@ -211,13 +210,14 @@ class FlatParameters:
 
         Gives the first one that cannot be, since its dtype or device has changed.
         """
-        for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
-            if view is None or (param.data_ptr(), param.stride()) == self._at(view):
+        for index, view in enumerate(self._views):
+            value = self._held.value(index)
+            if view is None or (value.data_ptr(), value.stride()) == self._at(view):
                 continue
-            if (param.dtype, param.device) != (view.dtype, view.device):
+            if (value.dtype, value.device) != (view.dtype, view.device):
                 return index
-            view.copy_(param.clone())  # it may lie across the very same memory
-            param.data = view
+            view.copy_(value.clone())  # it may lie across the very same memory
+            self._held.replace(index, view)
         return None
 
     @staticmethod

@@ -1,4 +1,9 @@
-"""State of pieces: where it lies in the tensors of each rank, and what it is to one process."""
+"""State of pieces: where it lies in the tensors of each rank, and what it is to one process.
+
+Of DTensors a rank has pieces of the part that it holds. State with an element for each of the
+parameter's is that of this part, and called local here; state that belongs to whole blocks is
+there for each block that a piece is a part of, one after the other.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
@@ -11,9 +16,16 @@ from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.boxes import HeldBox, HeldState, held_range, whole_box
+from samestep.layout.boxes import Box, HeldBox, HeldState, held_range, whole_box
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
-from samestep.rules.state import MASTER, State, block_states, initial_state, math_dtype
+from samestep.rules.state import (
+    MASTER,
+    State,
+    block_states,
+    initial_state,
+    is_elementwise,
+    math_dtype,
+)
 
 
 class PiecesDisagreeError(RuntimeError):
@@ -41,6 +53,40 @@ def piece_shape(piece: Piece) -> Shape:
     return (piece.size,) if piece.block is None else piece.block.shape
 
 
+def is_local(key: str, spec: ParamSpec, group: Group) -> bool:
+    """Whether state of a DTensor is laid out as the part that a rank holds."""
+    return spec.whole is not None and (key == MASTER or is_elementwise(rule_of(group), key, group))
+
+
+def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shape]:
+    """Of a piece, by key."""
+    rule, shape = rule_of(group), piece_shape(piece)
+    shapes = {**rule.state_shapes(shape, group), MASTER: shape}
+    if piece.block is None or spec.whole is None:
+        return shapes
+    blocks = spec.whole_blocks(piece.block)
+    of_whole = rule.state_shapes(blocks[0].shape, group)
+    return {
+        key: own if is_local(key, spec, group) else (len(blocks), *of_whole[key])
+        for key, own in shapes.items()
+    }
+
+
+def _of_whole_blocks(
+    piece: Piece, spec: ParamSpec, group: Group, key: str
+) -> tuple[list[int], Shape]:
+    """Where state of the whole blocks of a piece begins, as elements of one process's; and its
+    shape."""
+    assert spec.whole is not None and spec.whole.blocks is not None and piece.block is not None
+    blocks = spec.whole_blocks(piece.block)
+    starts, cursor = {}, 0
+    for block in spec.whole.blocks:
+        starts[block] = cursor
+        cursor += prod(rule_of(group).state_shapes(block.shape, group)[key])
+    shape = rule_of(group).state_shapes(blocks[0].shape, group)[key]
+    return [starts[block] for block in blocks], shape
+
+
 class StateLayout:
     """How a rank keeps state: per parameter and key one 1-D tensor, piece after piece.
 
@@ -58,8 +104,8 @@ class StateLayout:
         self.sizes = [dict.fromkeys(own, 0) for own in keys]
         self.spans: dict[Piece, dict[str, tuple[int, Shape]]] = {}
         for piece in plan.owned(rank):
-            group, shape = groups[plan.params[piece.param].group], piece_shape(piece)
-            shapes = {**rule_of(group).state_shapes(shape, group), MASTER: shape}
+            spec = plan.params[piece.param]
+            shapes = _state_shapes(piece, spec, groups[spec.group])
             sizes = self.sizes[piece.param]
             self.spans[piece] = {key: (start, shapes[key]) for key, start in sizes.items()}
             for key in sizes:
@@ -96,8 +142,9 @@ def state_alike(
             if view.ndim == 0 and len(owners[index]) in (0, group.size):
                 yield StateEntry(name, key, view)
             elif not owners[index]:
-                whole = tensor.numel() == param.numel()
-                yield StateEntry(name, key, tensor.view(param.shape) if whole else tensor)
+                shape = plan.params[index].shape
+                whole = tensor.numel() == prod(shape)
+                yield StateEntry(name, key, tensor.view(shape) if whole else tensor)
 
 
 def gather_whole(
@@ -110,8 +157,9 @@ def gather_whole(
 ) -> Callable[[], dict[Tensor, State]]:
     """Start gathering the state of the wanted parameters' pieces, in one gather per dtype.
 
-    What it gives waits for that, and gives new tensors as one process would have them. What
-    every rank has does not travel: that is this rank's own.
+    What it gives waits for that, and gives new tensors as one process would have them, local ones
+    in the shape of what this rank holds. What every rank has does not travel: that is this rank's
+    own.
     """
     owners, indices = _owners(plan), list(wanted)
     keys = [list(state[param]) for param in params]
@@ -153,47 +201,66 @@ def held_pieces(
     layout: StateLayout,
     state: Mapping[Tensor, State],
     groups: Sequence[Group],
+    boxes: Sequence[Box],
 ) -> Iterator[HeldState]:
-    """A rank's state as boxes of what one process has; a number that each piece has comes often."""
+    """A rank's state as boxes of what one process has; a number that each piece has comes often.
+
+    `boxes`: what it holds of each parameter.
+    """
     pieces: dict[int, list[Piece]] = {}
     for piece in layout.spans:
         pieces.setdefault(piece.param, []).append(piece)
     for index, (param, spec) in enumerate(zip(params, plan.params, strict=True)):
         group = groups[spec.group]
         rule = rule_of(group)
-        like = torch.empty(spec.shape, dtype=param.dtype, device="meta")
-        whole = initial_state(rule, like, spec.blocks, group, master_weights=False)
+        of_process = spec.whole or spec
+        like = torch.empty(of_process.shape, dtype=param.dtype, device="meta")
+        whole = initial_state(rule, like, of_process.blocks, group, master_weights=False)
         if MASTER in state[param]:
             whole[MASTER] = like
-        blocks = spec.blocks or ()
+        blocks = of_process.blocks or ()
         in_whole = dict(zip(blocks, block_states(rule, whole, blocks, group), strict=True))
         parts = [(piece, layout.views(piece, state[param])) for piece in pieces.get(index, ())]
         for key in state[param]:
             shape = tuple(whole[key].shape)
-            boxes: list[HeldBox] = []
+            held: list[HeldBox] = []
             for piece, views in parts:
                 values = views[key]
-                start = piece.start
-                if piece.block is not None:
-                    start = int(in_whole[piece.block][key].storage_offset())
-                elif values.ndim == 0:
-                    boxes.append(whole_box(values))
-                    continue
-                boxes += held_range(shape, start, values)
-            yield HeldState(param, key, shape, boxes)
+                if values.ndim == 0:
+                    held.append(whole_box(values))
+                elif is_local(key, spec, group):
+                    local = held_range(spec.shape, piece.start, values)
+                    held += [HeldBox(box.shifted(boxes[index]), part) for box, part in local]
+                elif spec.whole is not None and piece.block is not None:
+                    starts, _ = _of_whole_blocks(piece, spec, group, key)
+                    for start, of_block in zip(starts, values, strict=True):
+                        held += held_range(shape, start, of_block)
+                else:
+                    start = piece.start
+                    if piece.block is not None:
+                        start = int(in_whole[piece.block][key].storage_offset())
+                    held += held_range(shape, start, values)
+            yield HeldState(param, key, shape, held)
 
 
 def piece_of_state(
     piece: Piece, spec: ParamSpec, group: Group, key: str, whole: Mapping[str, Tensor]
 ) -> Tensor:
-    """A piece's part of a parameter's whole state: the opposite of putting it together."""
-    if piece.block is not None:
+    """A piece's part of a parameter's whole state: the opposite of putting it together.
+
+    Local state is given as what this rank holds of it.
+    """
+    if spec.whole is not None and piece.block is not None and not is_local(key, spec, group):
+        starts, shape = _of_whole_blocks(piece, spec, group, key)
+        flat = whole[key].reshape(-1)
+        return torch.stack([flat[start : start + prod(shape)].view(shape) for start in starts])
+    if piece.block is not None and spec.whole is None:
         assert spec.blocks is not None
         views = block_states(rule_of(group), dict(whole), spec.blocks, group)
         return views[spec.blocks.index(piece.block)][key]
     if whole[key].ndim == 0 and key != MASTER:
         return whole[key]  # a number that every piece has
-    return whole[key].reshape(-1)[piece.start : piece.stop]
+    return whole[key].reshape(-1)[piece.start : piece.stop].view(piece_shape(piece))
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:
@@ -220,26 +287,49 @@ def _put_together(
     for index in wanted:
         param, spec = params[index], specs[index]
         group = groups[spec.group]
-        state = initial_state(rule_of(group), param, spec.blocks, group, master_weights=False)
-        if MASTER in keys[index]:
-            state[MASTER] = torch.zeros(param.shape, dtype=math_dtype(param), device=param.device)
+        state = _empty(param, spec, group, master=MASTER in keys[index])
         whole[index] = state
         blocks = spec.blocks or ()
-        views = block_states(rule_of(group), state, blocks, group)
-        block_views |= {(index, b): view for b, view in zip(blocks, views, strict=True)}
+        if spec.whole is None:
+            views = block_states(rule_of(group), state, blocks, group)
+            block_views |= {(index, b): view for b, view in zip(blocks, views, strict=True)}
     numbers: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
     for rank, piece, state in pieces:
+        spec = specs[piece.param]
         for key, value in state.items():
-            if piece.block is not None:
+            if piece.block is not None and spec.whole is None:
                 block_views[piece.param, piece.block][key].copy_(value)
             elif value.ndim == 0:
                 numbers.setdefault((piece.param, key), []).append((rank, value))
+            elif piece.block is not None and not is_local(key, spec, groups[spec.group]):
+                starts, shape = _of_whole_blocks(piece, spec, groups[spec.group], key)
+                for start, of_block in zip(starts, value, strict=True):
+                    flat = whole[piece.param][key].view(-1)
+                    flat[start : start + prod(shape)].copy_(of_block.reshape(-1))
             else:
-                whole[piece.param][key].view(-1)[piece.start : piece.stop].copy_(value)
+                flat = whole[piece.param][key].view(-1)
+                flat[piece.start : piece.stop].copy_(value.reshape(-1))
     _require_same_numbers(specs, numbers)
     for (index, key), by_piece in numbers.items():
         whole[index][key].copy_(by_piece[0][1])
     return {params[index]: state for index, state in whole.items()}
+
+
+def _empty(param: Tensor, spec: ParamSpec, group: Group, *, master: bool) -> State:
+    """What one process has, with zeros; local state in the shape of what this rank holds."""
+    rule, of_process = rule_of(group), spec.whole or spec
+    like = torch.empty(of_process.shape, dtype=param.dtype, device="meta")
+    wanted = initial_state(rule, like, of_process.blocks, group, master_weights=False)
+    if master:
+        wanted[MASTER] = torch.empty(of_process.shape, dtype=math_dtype(param), device="meta")
+    return {
+        key: torch.zeros(
+            spec.shape if is_local(key, spec, group) else tensor.shape,
+            dtype=tensor.dtype,
+            device=param.device,
+        )
+        for key, tensor in wanted.items()
+    }
 
 
 def _require_same_numbers(

@@ -7,7 +7,7 @@ buckets in the same order, whatever order autograd has and whatever it leaves ou
 """
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.placements.whole.buffers import FlatGradients, PackedGradients
+from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (
@@ -42,7 +43,7 @@ class GradientReducer:
 
     def __init__(
         self,
-        params: Sequence[Tensor],
+        held: HeldTensors,
         plan: ShardingPlan,
         reduction: GroupReduction,
         distribution: Distribution,
@@ -53,7 +54,8 @@ class GradientReducer:
         group, divisor, outer = reduction
         flat = distribution.buffers == "flat"
         self._order = weakref.proxy(order)  # which holds this reducer
-        self._params = list(params)
+        self._held = held
+        self._params = params = held.params
         self._plan = plan
         self._group = group
         self._outer = outer
@@ -64,10 +66,10 @@ class GradientReducer:
         self._frees = distribution.frees_gradients
         if flat:
             self._gradients: PackedGradients = FlatGradients(
-                params, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
+                held, plan, distribution.reduce_dtype, rank=group.rank, keep=not self._frees
             )
         else:
-            self._gradients = PackedGradients(params, plan, distribution.reduce_dtype)
+            self._gradients = PackedGradients(held, plan, distribution.reduce_dtype)
         self._reuses = distribution.sums_in_place(policy)
         self._listens = flat or distribution.overlap_grad_reduce
         self._members = [bucket.params for bucket in plan.buckets]
@@ -85,6 +87,8 @@ class GradientReducer:
         self.paused = False
         self.problem: Problem | None = None
         self.here = [False] * len(params)
+        # Of DTensors: what gradients were along the axes of their mesh, once there was one.
+        self.kinds: list[tuple[int, ...]] = [()] * len(params)
         self._begin_round()
 
     # --- one round ---------------------------------------------------------------------------
@@ -164,6 +168,7 @@ class GradientReducer:
         """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
         number = self.launched
         transfer = self._transfers[number].reduce
+        self._look_at_placements(self._members[number])
         buffer = self._packed(number)
         exchange = transfer.traffic is Traffic.EXCHANGE
         if divides_first(buffer.dtype, self._group.size, exchange=exchange):
@@ -175,13 +180,34 @@ class GradientReducer:
                 self._take(index)
         self._flying[number] = add_up(transfer, buffer, self._group, reuse=self._reuses)
 
+    def _look_at_placements(self, indices: Iterable[int]) -> None:
+        """Remember what gradients of DTensors are, and refuse those that cannot be added up."""
+        for index in indices:
+            if self._plan.params[index].whole is None:
+                return
+            try:
+                kinds = self._held.kinds_along_axes(index)
+                if kinds and self.kinds[index] not in ((), kinds):
+                    raise ValueError(f"is another summand than before ({self.kinds[index]})")
+            except ValueError as error:
+                message = (
+                    f"the gradient of {self._name(index)!r} on rank {self._rank} {error}, and the "
+                    f"parameter {self._params[index].placements}: redistribute it first"  # type: ignore[attr-defined]
+                )
+                self.problem = self.problem or Problem(RuntimeError(message), index)
+            else:
+                self.kinds[index] = kinds or self.kinds[index]
+
     def _take(self, index: int) -> None:
-        param = self._params[index]
-        self.here[index] |= param.grad is not None
+        self.here[index] |= self._params[index].grad is not None
         if self._frees:
-            param.grad = None
-        grad = param.grad
-        self._taken[index] = None if grad is None else (grad.data_ptr(), grad._version)
+            self._params[index].grad = None
+        self._taken[index] = self._seen(index)
+
+    def _seen(self, index: int) -> tuple[int, int] | None:
+        """Where a gradient lies, and how often it was written to."""
+        grad = self._held.gradient(index)
+        return None if grad is None else (grad.data_ptr(), grad._version)
 
     def _packed(self, number: int) -> Tensor:
         buffer = self._gradients.packed(number, zeros=self.problem is not None)
@@ -192,7 +218,7 @@ class GradientReducer:
     def _report_not_finite(self, bucket: Bucket, buffer: Tensor) -> None:
         """Remember the culprit, and send zeros in place of the bucket."""
         for index in bucket.params:
-            grad = self._params[index].grad
+            grad = self._held.gradient(index)
             if grad is not None and not grad.isfinite().all():
                 kind = "NaN" if grad.isnan().any() else "inf"
                 count = int((~grad.isfinite()).sum())
@@ -208,6 +234,7 @@ class GradientReducer:
 
     def end_round(self, problem: Problem | None) -> None:
         """No gradient comes any more: see whether this rank can use those it has."""
+        self._look_at_placements(i for i in range(len(self._params)) if i not in self._taken)
         self.problem = self.problem or problem or self._rival() or self._changed_gradient()
         for index, last in enumerate(self._last_bucket):
             if last < 0:
@@ -235,8 +262,7 @@ class GradientReducer:
         Where full gradients are given back once they are reduced, nobody can drop one.
         """
         for index, taken in self._taken.items():
-            grad = self._params[index].grad
-            found = None if grad is None else (grad.data_ptr(), grad._version)
+            found = self._seen(index)
             if found == taken:
                 continue
             done, way = "changed", "use max_grad_norm to clip, or "
@@ -290,7 +316,7 @@ class GradientReducer:
     def mean_of(self, index: int) -> Tensor:
         """The mean gradient of a parameter over the rounds so far: (numel,). Collective."""
         mean = torch.zeros(
-            self._params[index].numel(),
+            self._plan.params[index].numel,
             dtype=torch.promote_types(self._params[index].dtype, torch.float32),
             device=self._params[index].device,
         )

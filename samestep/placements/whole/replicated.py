@@ -1,7 +1,8 @@
-"""Parameters that every rank holds whole: reduced, updated in parts, and gathered.
+"""Parameters of which several ranks hold copies: reduced, updated in parts, and gathered.
 
-All ranks run the same collectives with the same sizes, whatever gradients they have and
-whatever they own.
+A copy is all of a plain parameter, or the same part of a DTensor; `mesh_parts` has what concerns
+the other parts. All ranks run the same collectives with the same sizes, whatever gradients they
+have and whatever they own.
 """
 
 import operator
@@ -25,6 +26,7 @@ from samestep.layout.boxes import HeldState
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.buffers import FlatParameters, gradient_dtype, overlapping
+from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.piece_state import (
@@ -38,6 +40,7 @@ from samestep.placements.whole.piece_state import (
 )
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.plan.flat import plan_flat
+from samestep.plan.narrowed import narrowed
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, PlacementShape, Reduce
 from samestep.plan.sharding import (
     Bucket,
@@ -53,7 +56,10 @@ from samestep.tooling.warn import warn_user
 from samestep.update.plain import GroupMaths, Operand
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from samestep.placements.planner import Request
+    from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
 
 class ReplicatedParameters(Placement):
@@ -66,27 +72,39 @@ class ReplicatedParameters(Placement):
         distribution: Distribution,
         order: LaunchOrder,
         in_flight: ParametersInFlight,
+        mesh: "MeshParts | None" = None,
+        everyone: RankGroup | None = None,
     ) -> None:
         params, specs = members.params, members.specs
         group, divisor, outer = reduction
         self.params = list(params)
-        self.group = self.held_by = group
+        self.held = HeldTensors(params)
+        self.mesh = mesh  # has the other parts of DTensors
+        self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
-        self.plan = planned(specs, group.size, distribution)
-        self.device = self.params[0].device
-        strided = [s.name for s, p in zip(specs, params, strict=True) if not p.is_contiguous()]
+        self.plan = planned(specs if mesh is None else mesh.shares, group.size, distribution)
+        self._plan_lines = self.plan.lines()
+        if mesh is not None:
+            self._groups.append(mesh.group)
+            self.sums_over = everyone
+            self._plan_lines += mesh.lines()
+            self.plan = narrowed(self.plan, mesh.specs, flat=distribution.buffers == "flat")
+            specs = self.plan.params
+        values = self.held.values()
+        self.device = values[0].device
+        strided = [s.name for s, p in zip(specs, values, strict=True) if not p.is_contiguous()]
         elsewhere = [
             f"{s.name} on {p.device.type}"
-            for s, p in zip(specs, params, strict=True)
+            for s, p in zip(specs, values, strict=True)
             if p.device != self.device
         ]
-        lines = [*distribution.lines(), f"divisor = {divisor}", *self.plan.lines(), *members.lines]
+        lines = [*distribution.lines(), f"divisor = {divisor}", *self._plan_lines, *members.lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
         lines.append(line_of(self.device))
         shared = []
         if distribution.buffers == "flat":
-            shared = [specs[index].name for index in overlapping(self.params)]
+            shared = [specs[index].name for index in overlapping(values)]
             lines.append(f"in the same memory: {shared}")
         for ranks in self._groups:
             require_same_lines("plan", lines, ranks, self.device)
@@ -109,7 +127,7 @@ class ReplicatedParameters(Placement):
         self._flat: FlatParameters | None = None
         if distribution.buffers == "flat":
             self._flat = FlatParameters(
-                self.params, self.plan, poison=distribution.poison_early_reads
+                self.held, self.plan, poison=distribution.poison_early_reads
             )
         self.mend_replicas()
         policy = distribution.bucket_policy(
@@ -117,8 +135,16 @@ class ReplicatedParameters(Placement):
         )
         watched = in_flight.all_watched(self.params)
         self.shape = shape_of(self.plan, members, distribution, policy, watched=watched)
+        if mesh is not None:
+            mesh.plan_blocks(self.plan, group, distribution, self.device)
+            for_blocks = mesh.exchange.shape
+            self.shape = self.shape._replace(
+                chunks=for_blocks.chunks,
+                gives_back=for_blocks.gives_back,
+                chunk_transfers=for_blocks.chunk_transfers,
+            )
         self.reducer = GradientReducer(
-            params, self.plan, reduction, distribution, policy, self.shape.transfers, order
+            self.held, self.plan, reduction, distribution, policy, self.shape.transfers, order
         )
         self._order = order
         self._in_flight = in_flight
@@ -126,19 +152,20 @@ class ReplicatedParameters(Placement):
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
-        if distribution.grads == "local" and not distribution.overlap_grad_reduce:
+        if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
             self._edits = GradientEdits(self.params)
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
         self._gathers: dict[int, Pending[list[Tensor]]] = {}
         self._known_views: dict[Piece, _PieceViews] = {}
+        self._kinds_agreed = False
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedParameters]":
         """One plan for groups that are reduced alike; one process shares nothing."""
         if request.ranks is None:
             return []
-        distribution, groups = request.distribution, request.groups
-        if any(mesh_of(param) is not None for group in groups for param in group["params"]):
+        distribution = request.distribution
+        if request.brings_together:
             # The few plain ones beside DTensors: whole, so that checkpoints have all their state.
             distribution = distribution.beside_dtensors()
         usual = GroupReduction(request.ranks, outer=request.outer)
@@ -157,6 +184,33 @@ class ReplicatedParameters(Placement):
             if alike
         ]
 
+    @classmethod
+    def of_mesh(cls, request: "Request", mesh: "DeviceMesh") -> "list[ReplicatedParameters]":
+        """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
+        from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
+
+        copies, everyone = request.copies[mesh]
+        together: dict[GroupReduction, list[int]] = {}
+        for index in request.indices:
+            if any(mesh_of(param) == mesh for param in request.groups[index]["params"]):
+                reduction = request.reductions.get(index, GroupReduction(copies))
+                together.setdefault(reduction, []).append(index)
+        found = []
+        for reduction, alike in together.items():
+            members = request.members(alike, lambda param: mesh_of(param) == mesh)
+            found.append(
+                cls(
+                    members,
+                    reduction,
+                    request.distribution,
+                    request.order,
+                    request.in_flight,
+                    MeshParts(members.params, members.specs, mesh),
+                    everyone,
+                )
+            )
+        return found
+
     def activate(self) -> None:
         """Put its buckets into the one order of launches."""
         self._order.add(self.reducer, self.shape.places)
@@ -164,7 +218,7 @@ class ReplicatedParameters(Placement):
             self._order.launch_inside_backward(self._names, self.group.members)
 
     def lines(self) -> list[str]:
-        return self.plan.lines()
+        return self._plan_lines
 
     @property
     def keeps_all(self) -> bool:
@@ -173,11 +227,12 @@ class ReplicatedParameters(Placement):
 
     def mend_replicas(self) -> None:
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
-        for group in reversed(self._groups):
+        # Inside a mesh others hold other parts: only copies are compared.
+        for group in reversed(self._groups if self.mesh is None else [self.group]):
             self._mend_replicas(group)
 
     def _mend_replicas(self, group: RankGroup) -> None:
-        different = differing(checksums(self.params), group)
+        different = differing(checksums(self.held.values()), group)
         if not different:
             return
         names = ", ".join(self.plan.params[index].name for index in different[:6])
@@ -193,7 +248,7 @@ class ReplicatedParameters(Placement):
         )
         with torch.no_grad():
             for index in different:
-                broadcast_from_first(self.params[index], group)
+                broadcast_from_first(self.held.value(index), group)
 
     # --- state ---------------------------------------------------------------------------
 
@@ -215,6 +270,8 @@ class ReplicatedParameters(Placement):
                 for key, size in sizes.items()
             }
         self.refresh_masters(state)
+        if self.mesh is not None:
+            self.mesh.prepare(groups)
         return state
 
     def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
@@ -229,13 +286,45 @@ class ReplicatedParameters(Placement):
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
         wanted = range(len(self.params)) if only is None else [self._index(only)]
-        return gather_whole(self.plan, self.params, state, groups, self.group, wanted)
+        gather = gather_whole(self.plan, self.params, state, groups, self.group, wanted)
+        mesh = self.mesh
+        if mesh is None:
+            return gather
+        return lambda: self._placed(gather(), groups, mesh.whole)
+
+    def kept_state(
+        self, state: Mapping[Tensor, State], groups: Sequence[Group]
+    ) -> dict[Tensor, State]:
+        """All state, where every rank keeps all: that of DTensors placed as they are."""
+        assert self.keeps_all
+        gather = gather_whole(
+            self.plan, self.params, state, groups, self.group, range(len(self.params))
+        )
+        return gather() if self.mesh is None else self._placed(gather(), groups, self.mesh.beside)
+
+    def _placed(
+        self,
+        state: dict[Tensor, State],
+        groups: Sequence[Group],
+        put: Callable[[int, Tensor], Tensor],
+    ) -> dict[Tensor, State]:
+        """State with what `put` makes of local ones."""
+        assert self.mesh is not None
+        found = {}
+        for param, own in state.items():
+            index = self._index(param)
+            found[param] = {
+                key: put(index, tensor) if self.mesh.is_local(index, key, groups) else tensor
+                for key, tensor in own.items()
+            }
+        return found
 
     def held_state(
         self, state: Mapping[Tensor, State], groups: Sequence[Group]
     ) -> Iterator[HeldState]:
         """The boxes that the pieces of this rank make up."""
-        return held_pieces(self.plan, self.params, self._layout, state, groups)
+        boxes = () if self.mesh is None else self.mesh.boxes
+        return held_pieces(self.plan, self.params, self._layout, state, groups, boxes)
 
     def put_state(
         self,
@@ -248,10 +337,13 @@ class ReplicatedParameters(Placement):
         """Take this rank's pieces of a parameter's state out of the whole."""
         index = self._index(param)
         spec = self.plan.params[index]
+        if self.mesh is not None and self.mesh.is_local(index, key, groups):
+            whole = {**whole, key: self.mesh.part(index, whole[key])}
         for piece in self._layout.spans:
             if piece.param == index:
                 part = piece_of_state(piece, spec, groups[spec.group], key, whole)
-                self._layout.views(piece, state[param])[key].copy_(part)
+                view = self._layout.views(piece, state[param])[key]
+                view.copy_(part.view(view.shape))
 
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
         for piece in self._layout.spans:
@@ -268,10 +360,28 @@ class ReplicatedParameters(Placement):
             return super().whole_gradient(param)
         index = self._index(param)
         here = torch.tensor([self.reducer.here[index]], dtype=torch.int64, device=self.device)
-        mean = self.reducer.mean_of(index)
+        mean = self.reducer.mean_of(index).view(self.plan.params[index].shape)
         for group in self._groups:
             here = maximum(f"presence of {self._names[index]}", here, group).wait()
-        return mean.view(param.shape) if bool(here) else None
+        if self.mesh is not None:
+            self._agree_on_kinds(self.mesh)
+            all_of_it = [(Piece(index, 0, mean.numel()), mean)]
+            ((_, summed),) = self.mesh.added_up(all_of_it, self.reducer.kinds)
+            mean = self.mesh.whole(index, summed.view(mean.shape))
+        return mean if bool(here) else None
+
+    def whole_value(self, param: Tensor) -> Tensor:
+        if self.mesh is None:
+            return super().whole_value(param)
+        index = self._index(param)
+        return self.mesh.whole(index, self.held.value(index))
+
+    def put_value(self, param: Tensor, whole: Tensor) -> None:
+        if self.mesh is None:
+            super().put_value(param, whole)
+        else:
+            index = self._index(param)
+            self.held.value(index).copy_(self.mesh.part(index, whole))
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""
@@ -279,6 +389,10 @@ class ReplicatedParameters(Placement):
             super().put_gradient(param, whole)
             return
         index = self._index(param)
+        if self.mesh is not None:
+            self._agree_on_kinds(self.mesh)
+            part = self.mesh.part(index, whole)
+            whole = self.mesh.as_summand(index, part, self.reducer.kinds[index])
         self.reducer.set_mean_of(index, whole.reshape(-1))
         self.reducer.here[index] = True
 
@@ -293,6 +407,10 @@ class ReplicatedParameters(Placement):
             self._edits = None
         self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
+        if self.mesh is not None:
+            blocks = self.mesh.blocks
+            blocks.look_at({item.piece: self._views(item.piece) for item in blocks.items})
+            self.mesh.exchange.begin_step()
 
     def expect_edits(self) -> None:
         """Somebody is known to write into gradients after backward."""
@@ -301,7 +419,8 @@ class ReplicatedParameters(Placement):
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""
         if self._flat is None:
-            changed = next((i for i, p in enumerate(self.params) if not p.is_contiguous()), None)
+            values = enumerate(self.held.values())
+            changed = next((i for i, value in values if not value.is_contiguous()), None)
             now = "is not contiguous any more"
         else:
             changed = self._flat.adopt()
@@ -316,12 +435,19 @@ class ReplicatedParameters(Placement):
 
     def finish_step(self) -> None:
         self.reducer.finish_step()
+        self._end_of_blocks()
 
     def abandon_step(self) -> None:
         """The step failed on all ranks: forget its gradients."""
         self._grads.clear()
         self.reducer.abandon()
         self.problem = None
+        self._end_of_blocks()
+
+    def _end_of_blocks(self) -> None:
+        if self.mesh is not None:
+            self.mesh.blocks.drop()
+            self.mesh.exchange.end_step()
 
     def pause(self, paused: bool) -> None:
         self.reducer.paused = paused
@@ -351,6 +477,9 @@ class ReplicatedParameters(Placement):
                 self.gather(number)
             case Place():
                 self.place(number)
+            case _:
+                assert self.mesh is not None
+                self.mesh.exchange.run(operation, maths)
 
     def reduce(self, number: int) -> None:
         """Start a reduction, unless backward has."""
@@ -360,12 +489,26 @@ class ReplicatedParameters(Placement):
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         self._present = self._presence.agree(self.reducer.here, problem)
+        if self.mesh is not None:
+            self._agree_on_kinds(self.mesh)
+            self.mesh.blocks.set_present(self._present)
+
+    def _agree_on_kinds(self, mesh: "MeshParts") -> None:
+        """What gradients are along the mesh, until it is known of all; then nobody waits."""
+        if not self._kinds_agreed:
+            self.reducer.kinds = mesh.agreed_kinds(self.reducer.kinds, self._groups)
+            self._kinds_agreed = not mesh.needs_kinds(self.reducer.kinds)
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
         owned = self._owned(self.plan.buckets[number])
         if self.distribution.grads == "local":
-            self._grads[number] = owned.parts(self.reducer.take(number))
+            grads = owned.parts(self.reducer.take(number))
+            if self.mesh is not None:
+                grads = self.mesh.added_up(grads, self.reducer.kinds)
+                self.mesh.blocks.take(grads)
+                grads = [(piece, grad) for piece, grad in grads if piece.block is None]
+            self._grads[number] = grads
             return
         self._grads[number] = []
         for piece in owned.pieces:
@@ -377,8 +520,9 @@ class ReplicatedParameters(Placement):
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """What this rank updates in a bucket, with the index of its group."""
         bucket = self.plan.buckets[number]
-        counted = not bucket.replicated or self.group.rank == 0
+        of_copies = not bucket.replicated or self.group.rank == 0
         for piece, grad in self._grads[number]:
+            counted = of_copies and (self.mesh is None or self.mesh.answers_for(piece.param))
             present = self._present[piece.param]
             if present is False:
                 continue
@@ -386,6 +530,11 @@ class ReplicatedParameters(Placement):
             flag = present if isinstance(present, Tensor) else None
             operand = Operand(value, grad.view(value.shape), views, flag, counted)
             yield self.plan.params[piece.param].group, operand
+
+    def gradients(self) -> Iterator[Tensor]:
+        yield from super().gradients()
+        if self.mesh is not None:
+            yield from self.mesh.blocks.gradients()
 
     def drop_gradients(self, number: int) -> None:
         del self._grads[number]
@@ -403,7 +552,7 @@ class ReplicatedParameters(Placement):
         else:
             mine = [self._flat_view(piece) for piece in self._owned(bucket).pieces]
             if not mine:
-                mine = [self.params[bucket.params[0]].new_empty(0)]
+                mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
         self._gathers[number] = gather_segments(
             transfer.name, segment, sizes, self.group, into=whole
@@ -435,16 +584,16 @@ class ReplicatedParameters(Placement):
 
     def _views(self, piece: Piece) -> tuple[Tensor, State]:
         """The piece in its parameter, and its state; made once, unless either was replaced."""
-        param = self.params[piece.param]
-        state = self._state[param]
+        address = self.held.value(piece.param).data_ptr()
+        state = self._state[self.params[piece.param]]
         known = self._known_views.get(piece)
         if (
             known is None
-            or known.address != param.data_ptr()
+            or known.address != address
             or not all(map(operator.is_, known.of, state.values()))
         ):
             known = _PieceViews(
-                param.data_ptr(),
+                address,
                 tuple(state.values()),
                 self._view(piece),
                 self._layout.views(piece, state),
@@ -458,7 +607,7 @@ class ReplicatedParameters(Placement):
 
     def _flat_view(self, piece: Piece) -> Tensor:
         """The same as (size,)."""
-        flat = self.params[piece.param].detach().view(-1)
+        flat = self.held.value(piece.param).view(-1)
         return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
 
 

@@ -1,0 +1,102 @@
+"""What a rank holds of each parameter, as plain tensors: all of it, or its part of a DTensor.
+
+Whoever averages over copies works on these, whatever the rest of a parameter is on other ranks.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.placements.registry import mesh_of
+
+REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies
+
+
+class HeldTensors:
+    """The parameters of one plan, by their index in it."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.params = list(params)
+        self._dtensors: list[Any] = [
+            None if mesh_of(param) is None else param for param in self.params
+        ]
+
+    def __len__(self) -> int:
+        return len(self.params)
+
+    @torch.no_grad()
+    def value(self, index: int) -> Tensor:
+        """A view to read from and write to."""
+        dtensor = self._dtensors[index]
+        if dtensor is None:
+            return self.params[index].detach()
+        local: Tensor = dtensor.to_local()
+        return local.detach()
+
+    def values(self) -> list[Tensor]:
+        """Of all of them."""
+        return [self.value(index) for index in range(len(self))]
+
+    @torch.no_grad()
+    def replace(self, index: int, view: Tensor) -> None:
+        """Let a parameter lie elsewhere, with the values that are there."""
+        dtensor = self._dtensors[index]
+        if dtensor is None:
+            self.params[index].data = view
+        else:
+            dtensor._local_tensor = view  # torch has no public way to move what a DTensor holds
+
+    @torch.no_grad()
+    def gradient(self, index: int) -> Tensor | None:
+        """What `.grad` has here, detached; it may be a summand of those of a mesh."""
+        grad = self.params[index].grad
+        if grad is None:
+            return None
+        if self._dtensors[index] is None:
+            return grad.detach()
+        local: Tensor = grad.to_local()  # type: ignore[attr-defined]
+        return local.detach()
+
+    @torch.no_grad()
+    def put_gradient(self, index: int, local: Tensor | None) -> None:
+        """Let `.grad` be a tensor, or nothing; it is then placed as the one before it."""
+        param = self.params[index]
+        if local is None or self._dtensors[index] is None:
+            param.grad = local
+            return
+        from torch.distributed.tensor import DTensor  # which takes long to import
+
+        like: Any = self._dtensors[index] if param.grad is None else param.grad
+        param.grad = DTensor.from_local(
+            local,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )
+
+    def kinds_along_axes(self, index: int) -> tuple[int, ...]:
+        """What a gradient is along each mesh axis; 0 where it is cut. () if there is none.
+
+        Raises:
+            ValueError: It is placed in another way than its parameter.
+        """
+        dtensor, grad = self._dtensors[index], self.params[index].grad
+        if dtensor is None or grad is None:
+            return ()
+        found = getattr(grad, "placements", None)
+        if found is None:
+            raise ValueError("is a plain tensor")
+        kinds = []
+        for own, of_grad in zip(dtensor.placements, found, strict=True):
+            operation = getattr(of_grad, "reduce_op", None)
+            if own == of_grad:
+                kinds.append(REPLICATED if own.is_replicate() else 0)
+            elif own.is_replicate() and of_grad.is_partial() and operation in ("sum", "avg"):
+                kinds.append(SUMMAND if operation == "sum" else MEAN)
+            else:
+                raise ValueError(f"is {tuple(found)}")
+        return tuple(kinds)

@@ -1,0 +1,308 @@
+"""DTensors of which other meshes hold copies: what else than averaging the copies is to do.
+
+A rank averages the part that it holds with the ranks that hold the same part, as it does with
+plain parameters. What concerns the ranks of its own mesh is here: summands of gradients are added
+up, whole values are gathered, and blocks come together. Each rank among the copies answers for
+some blocks; its mesh brings these together, and spreads them over owners.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from samestep.comm.collectives import gather_segments, maximum, total
+from samestep.comm.groups import RankGroup
+from samestep.comm.meshes import Held, axes_group, held, mesh_group
+from samestep.groups.distribution import Distribution
+from samestep.groups.param_groups import Group, rule_of
+from samestep.layout.blocks import Block
+from samestep.layout.boxes import Box
+from samestep.placements.parts.block_exchange import BlockExchange
+from samestep.placements.parts.held_parts import HeldParts
+from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
+from samestep.placements.whole.piece_state import is_local
+from samestep.plan.narrowed import even_share, held_spec, part_of_block
+from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
+from samestep.rules.rule import StagedRule
+from samestep.rules.state import State
+
+Kinds = tuple[int, ...]  # of a gradient, along each axis of its mesh
+
+
+class MeshParts:
+    """The DTensors of one mesh, whose other copies somebody else thinks of."""
+
+    exchange: BlockExchange
+    blocks: "AnsweredBlocks"
+
+    def __init__(
+        self, params: Sequence[Tensor], specs: Sequence[ParamSpec], mesh: DeviceMesh
+    ) -> None:
+        self.mesh = mesh
+        self.group = mesh_group(mesh)
+        self._params = [param for param in params if isinstance(param, DTensor)]
+        self._held: list[Held] = []
+        self.shares: list[ParamSpec] = []
+        self.specs: list[ParamSpec] = []
+        for param, spec in zip(self._params, specs, strict=True):
+            try:
+                of_param = held(param, self.group)
+                self.shares.append(even_share(spec, of_param.boxes))
+                self.specs.append(held_spec(self.shares[-1], of_param.boxes[self.group.rank]))
+            except ValueError as error:
+                raise ValueError(f"parameter {spec.name!r}: {error}") from None
+            self._held.append(of_param)
+        self.boxes = [of_param.boxes[self.group.rank] for of_param in self._held]
+
+    def lines(self) -> list[str]:
+        """How parameters lie, as text: the same on all ranks of a mesh, and of its copies."""
+        placed = zip(self.shares, self._params, strict=True)
+        return [f"mesh {tuple(self.mesh.shape)}"] + [
+            f"{spec.name}: {tuple(param.shape)} as {param.placements}" for spec, param in placed
+        ]
+
+    def answers_for(self, index: int) -> bool:
+        """Whether this rank's copy inside the mesh is the one that counts in sums over ranks."""
+        return self._held[index].replicas[self.group.rank] == 0
+
+    # --- blocks --------------------------------------------------------------------------
+
+    def plan_blocks(
+        self,
+        plan: ShardingPlan,
+        copies: RankGroup,
+        distribution: Distribution,
+        device: torch.device,
+    ) -> None:
+        """Spread the blocks that this rank answers for among the copies over its mesh."""
+        counted = copies.rank == 0
+        items = []
+        for bucket in plan.buckets:
+            for piece in bucket.segments[0 if bucket.replicated else copies.rank].pieces:
+                items += self._items(piece, counted or not bucket.replicated)
+        self.blocks = AnsweredBlocks(items, self.group, device)
+        self.exchange = BlockExchange(self.blocks, distribution)
+
+    def _items(self, piece: Piece, counted: bool) -> "list[_Item]":
+        spec, of_param = self.specs[piece.param], self._held[piece.param]
+        if piece.block is None or spec.whole is None:
+            return []
+        blocks = spec.whole_blocks(piece.block)
+        here = self.boxes[piece.param].offsets[0] * len(blocks) // max(1, spec.whole.shape[0])
+        found = []
+        for stack, block in enumerate(blocks):
+            boxes = tuple(part_of_block(block, spec.whole.shape, box) for box in of_param.boxes)
+            number = (spec.whole.blocks or ()).index(block)
+            item = ParamSpec(
+                f"{spec.name}[{number}]",
+                block.shape,
+                spec.dtype,
+                spec.group,
+                spec.rule,
+                (Block(None, 0, *block.shape),),
+                spec.state_per_element,
+                (spec.whole.state_of_blocks[number],),
+            )
+            mine = stack == here or len(blocks) == 1
+            found.append(_Item(piece, stack, mine, item, Held(boxes, of_param.replicas), counted))
+        return found
+
+    def prepare(self, groups: Sequence[Group]) -> None:
+        """There is state now."""
+        for spec in self.specs:
+            rule = groups[spec.group]["rule"]
+            if spec.blocks is not None and not isinstance(rule_of(groups[spec.group]), StagedRule):
+                raise ValueError(
+                    f"rule {rule!r} has no stages, and {spec.name!r} is a DTensor: give the rule "
+                    "prepare(), transform() and finish(), or use plain parameters"
+                )
+        self.blocks.groups = groups
+        self.exchange.prepare()
+
+    # --- summands ------------------------------------------------------------------------
+
+    def needs_kinds(self, kinds: Sequence[Kinds]) -> bool:
+        """Whether it is open, of any parameter with copies inside the mesh, what gradients are."""
+        return any(
+            not own and any(place.is_replicate() for place in param.placements)
+            for own, param in zip(kinds, self._params, strict=True)
+        )
+
+    def agreed_kinds(self, kinds: Sequence[Kinds], groups: Sequence[RankGroup]) -> list[Kinds]:
+        """What any rank knows of each gradient; waits for all of them."""
+        axes, device = self.mesh.ndim, self._params[0].to_local().device
+        codes = [sum(kind << 2 * axis for axis, kind in enumerate(own)) for own in kinds]
+        known = torch.tensor(codes, dtype=torch.int64, device=device)
+        for group in groups:
+            known = maximum("kinds of gradients", known, group).wait()
+        return [
+            tuple(code >> 2 * axis & 3 for axis in range(axes)) if code else ()
+            for code in known.tolist()
+        ]
+
+    def added_up(
+        self, grads: list[tuple[Piece, Tensor]], kinds: Sequence[Kinds]
+    ) -> list[tuple[Piece, Tensor]]:
+        """Means over copies, of which some are summands still: those are added up over the mesh."""
+        together: dict[Kinds, list[int]] = {}
+        for place, (piece, _) in enumerate(grads):
+            own = kinds[piece.param]
+            if SUMMAND in own or MEAN in own:
+                together.setdefault(own, []).append(place)
+        results = dict(enumerate(grads))
+        for own, places in together.items():
+            axes = [axis for axis, kind in enumerate(own) if kind > REPLICATED]
+            divisor = prod(self.mesh.size(axis) for axis in axes if own[axis] == MEAN)
+            flat = torch.cat([grads[place][1].reshape(-1) for place in places])
+            summed = total("sum of gradients", flat, axes_group(self.mesh, axes)).wait()
+            if divisor > 1:
+                summed = summed.div_(divisor)
+            sizes = [grads[place][1].numel() for place in places]
+            for place, part in zip(places, torch.split(summed, sizes), strict=True):
+                results[place] = grads[place][0], part
+        return [results[place] for place in range(len(grads))]
+
+    def as_summand(self, index: int, local: Tensor, kinds: Kinds) -> Tensor:
+        """What a rank gives to a sum that shall be `local`: all of it, or nothing."""
+        here = self.mesh.get_coordinate()
+        assert here is not None
+        others = any(kind == SUMMAND and here[axis] for axis, kind in enumerate(kinds))
+        return torch.zeros_like(local) if others else local
+
+    # --- whole values --------------------------------------------------------------------
+
+    def part(self, index: int, whole: Tensor) -> Tensor:
+        """What this rank holds of a tensor that is placed as a parameter is."""
+        if isinstance(whole, DTensor):
+            return whole.to_local()
+        return whole[self.boxes[index].slices]
+
+    def whole(self, index: int, local: Tensor) -> Tensor:
+        """All of a tensor that is placed as a parameter is; collective."""
+        boxes = self._held[index].boxes
+        sizes = [box.numel for box in boxes]
+        flat = local.contiguous().view(-1)
+        parts = gather_segments("gather of a DTensor", flat, sizes, self.group).wait()
+        found = local.new_empty(self._params[index].shape)
+        for box, of_rank in zip(boxes, parts, strict=True):
+            found[box.slices] = of_rank.view(box.sizes)
+        return found
+
+    def beside(self, index: int, local: Tensor) -> DTensor:
+        """A DTensor with other values, placed as a parameter is."""
+        param = self._params[index]
+        return DTensor.from_local(
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+    def is_local(self, index: int, key: str, groups: Sequence[Group]) -> bool:
+        """Whether state is placed as its parameter is."""
+        spec = self.specs[index]
+        return is_local(key, spec, groups[spec.group])
+
+
+class _Item(NamedTuple):
+    """A block that this rank among the copies answers for.
+
+    stack: which of the whole blocks that the piece stands for; mine: whether it has parts here.
+    spec: of the block as a parameter of its own; held: who of the mesh holds what of it.
+    """
+
+    piece: Piece
+    stack: int
+    mine: bool
+    spec: ParamSpec
+    held: Held
+    counted: bool
+
+
+class AnsweredBlocks(HeldParts):
+    """The blocks of a mesh for which its ranks answer among the copies, each by itself."""
+
+    def __init__(self, items: Sequence[_Item], group: RankGroup, device: torch.device) -> None:
+        specs, boxes = [item.spec for item in items], [item.held for item in items]
+        super().__init__(specs, boxes, group, 1.0, device)
+        self.items = items
+        self._nothing = torch.empty(0, 0, device=device)
+        self._grads: dict[Piece, Tensor] = {}
+        self._values: list[Tensor] = []
+        self._states: list[State] = []
+        self._made_of: list[State] = []
+
+    def value_of(self, index: int) -> Tensor:
+        item = self.items[index]
+        if not self._values:  # before the first step, where only shape and dtype matter
+            shape = (0, 0)
+            if item.mine:
+                shape = item.held.boxes[self.group.rank].sizes  # type: ignore[assignment]
+            dtype = getattr(torch, item.spec.dtype.removeprefix("torch."))
+            return torch.empty(shape, dtype=dtype, device="meta")
+        return self._values[index]
+
+    def gradient_of(self, index: int) -> Tensor:
+        item, value = self.items[index], self.value_of(index)
+        if not item.mine:
+            return torch.zeros_like(value)
+        return self._grads[item.piece].view(value.shape)
+
+    def state_of(self, index: int) -> State:
+        return self._states[index]
+
+    def answers_for(self, index: int) -> bool:
+        return self.items[index].counted and super().answers_for(index)
+
+    def whole_state(self, route: Any) -> State:
+        state = self.state_of(route.param)
+        return {key: state[key] for key in state if self.is_of_whole(route.param, key)}
+
+    def look_at(self, views: Mapping[Piece, tuple[Tensor, State]]) -> None:
+        """The values and state of pieces in this step."""
+        self._values = []
+        fresh = not self._made_of
+        for number, item in enumerate(self.items):
+            value, state = views[item.piece]
+            self._values.append(value if item.mine else value.new_empty(0, 0))
+            if fresh or self._made_of[number] is not state:
+                own = self._item_state(number, item, state)
+                if fresh:
+                    self._states.append(own)
+                    self._made_of.append(state)
+                else:
+                    self._states[number], self._made_of[number] = own, state
+
+    def _item_state(self, number: int, item: _Item, state: State) -> State:
+        return {
+            key: tensor[item.stack]
+            if self.is_of_whole(number, key)
+            else (tensor if item.mine else tensor.new_empty(0, 0))
+            for key, tensor in state.items()
+        }
+
+    def take(self, grads: Sequence[tuple[Piece, Tensor]]) -> None:
+        """The mean gradients of pieces that are blocks, until the step is over."""
+        self._grads |= {piece: grad for piece, grad in grads if piece.block is not None}
+
+    def set_present(self, present: Sequence[bool | Tensor]) -> None:
+        self.present = [present[item.piece.param] for item in self.items]
+
+    def gradients(self) -> list[Tensor]:
+        """Those that this rank answers for in sums over ranks."""
+        return [
+            self._grads[item.piece]
+            for index, item in enumerate(self.items)
+            if item.mine and self.present[index] is not False and self.answers_for(index)
+        ]
+
+    def drop(self) -> None:
+        """The step is over."""
+        self._grads.clear()

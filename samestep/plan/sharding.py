@@ -56,7 +56,8 @@ class ParamSpec(NamedTuple):
         """The blocks of the whole parameter that one stands for: of every stack one."""
         if self.whole is None:
             return (block,)
-        assert self.blocks is not None and self.whole.blocks is not None
+        assert self.blocks is not None
+        assert self.whole.blocks is not None
         return self.whole.blocks[self.blocks.index(block) :: len(self.blocks)]
 
 

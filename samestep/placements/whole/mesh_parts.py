@@ -21,7 +21,6 @@ from samestep.comm.meshes import Held, axes_group, held, mesh_group
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block
-from samestep.layout.boxes import Box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.held_parts import HeldParts
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND

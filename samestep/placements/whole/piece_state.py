@@ -75,9 +75,10 @@ def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shap
 def _of_whole_blocks(
     piece: Piece, spec: ParamSpec, group: Group, key: str
 ) -> tuple[list[int], Shape]:
-    """Where state of the whole blocks of a piece begins, as elements of one process's; and its
-    shape."""
-    assert spec.whole is not None and spec.whole.blocks is not None and piece.block is not None
+    """Where state of the whole blocks of a piece begins in one process's, and its shape."""
+    assert spec.whole is not None
+    assert spec.whole.blocks is not None
+    assert piece.block is not None
     blocks = spec.whole_blocks(piece.block)
     starts, cursor = {}, 0
     for block in spec.whole.blocks:

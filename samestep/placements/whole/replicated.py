@@ -190,6 +190,9 @@ class ReplicatedParameters(Placement):
         from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
         copies, everyone = request.copies[mesh]
+        distribution = request.distribution
+        if request.brings_together:  # as plain ones
+            distribution = distribution.beside_dtensors()
         together: dict[GroupReduction, list[int]] = {}
         for index in request.indices:
             if any(mesh_of(param) == mesh for param in request.groups[index]["params"]):
@@ -202,7 +205,7 @@ class ReplicatedParameters(Placement):
                 cls(
                     members,
                     reduction,
-                    request.distribution,
+                    distribution,
                     request.order,
                     request.in_flight,
                     MeshParts(members.params, members.specs, mesh),

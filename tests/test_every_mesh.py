@@ -1,0 +1,239 @@
+"""Copies and parts as two questions: DTensors of which other meshes hold copies, in every layout.
+
+Gradients are given by hand, different ones on every data rank, against one process that has their
+mean; where they are the same on all data ranks, every bit must be that of one process.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import samestep
+from samestep.comm.groups import registry
+from samestep.comm.meshes import held
+from tests.ranks import run_cases, run_forked
+from tests.soak import SOAK
+
+STEPS = 4
+
+
+class Lies(NamedTuple):
+    """How a parameter lies along the expert and the model axis, and what its gradients are."""
+
+    shape: tuple[int, ...]
+    expert: object = None  # None: the expert axis has copies of it
+    model: object = None  # None: it is a plain tensor
+    partial: bool = False
+    rule: str = "muon"
+    split: tuple[int, ...] | None = None
+
+
+PARAMS = {
+    "column": Lies((12, 8), model=Shard(0)),
+    "row": Lies((8, 12), model=Shard(1)),
+    "qkv": Lies((18, 8), model=Shard(0), split=(6, 6, 6)),
+    "by_columns": Lies((12, 8), model=Shard(1), split=(4, 8)),
+    "uneven": Lies((7, 5), model=Shard(0)),
+    "router": Lies((4, 8), model=Replicate(), partial=True),
+    "stack": Lies((4, 6, 8), expert=Shard(0), model=Shard(1)),
+    "stack_of_heads": Lies((2, 8, 6), expert=Shard(0), model=Shard(2), split=(4, 4)),
+    "norm": Lies((8,), model=Replicate(), partial=True, rule="adamw"),
+    "bias": Lies((13,), model=Shard(0), rule="adamw"),
+    "embedding": Lies((30, 8), model=Shard(1), rule="adamw"),
+    "plain": Lies((6, 10)),
+    "plain_norm": Lies((10,), rule="adamw"),
+}
+EVEN = {name: lies for name, lies in PARAMS.items() if name not in ("uneven", "bias", "qkv")}
+
+LAYOUTS = {
+    "none": {"sharding": "none"},
+    "zero1": {"sharding": "zero1"},
+    "zero2": {},
+    "cyclic": {"owners": "cyclic", "chunks_ahead": 0},
+    "gather": {"muon_schedule": "gather"},
+    "flat zero1": {"buffers": "flat", "sharding": "zero1"},
+    "flat zero2": {"buffers": "flat"},
+}
+SMALL = {"crossover": 12, "bucket_size": 60, "chunk_size": 100, "waves": 2}
+NORMUON = {"lr": 0.03, "variance_beta2": 0.9, "weight_decay": 0.1}
+
+
+def value_of(name, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(len(name) * 1000 + sum(map(ord, name)))
+    return torch.randn(PARAMS[name].shape, generator=generator).to(dtype)
+
+
+def gradient_of(name, step, data, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(7919 * step + 104729 * data + sum(map(ord, name)))
+    return torch.randn(PARAMS[name].shape, generator=generator).to(dtype)
+
+
+def groups_of(params, names, **options):
+    """One group per rule and split."""
+    kinds = {}
+    for name in names:
+        kinds.setdefault((PARAMS[name].rule, PARAMS[name].split), []).append((name, params[name]))
+    return [
+        {"params": members, "rule": rule, **({"split_sizes": split} if split else {}), **options}
+        for (rule, split), members in kinds.items()
+    ]
+
+
+def optimizer(params, names, **options):
+    of_groups = {key: options.pop(key) for key in ("lr", "weight_decay") if key in options}
+    groups = groups_of(params, names, **of_groups)
+    beta2 = options.pop("variance_beta2", None)
+    for group in groups:
+        if group["rule"] == "muon" and beta2 is not None:
+            group["variance_beta2"] = beta2
+    return samestep.MuonAdamW(groups, **options)
+
+
+def present(name, step, data, some):
+    """Which data rank has a gradient of a parameter, where some are missing."""
+    if not some:
+        return True
+    number = sum(map(ord, name)) + step
+    return number % 4 != 0 and (number + data) % 3 != 0
+
+
+def one_process(names, copies, *, same=False, some=False, dtype=torch.float32, **options):
+    """The reference: the mean of all data ranks; of the last step its metrics too."""
+    params = {name: nn.Parameter(value_of(name, dtype)) for name in names}
+    opt = optimizer(params, names, **options)
+    for step in range(STEPS):
+        for name, param in params.items():
+            ranks = [0] * copies if same else range(copies)
+            having = [d for d in ranks if present(name, step, d, some)]
+            param.grad = None
+            if having:
+                found = [gradient_of(name, step, d, dtype) for d in having]
+                param.grad = found[0] if same else torch.stack(found).sum(0) / copies
+        opt.step()
+    return opt
+
+
+def laid_out(names, sizes, dtype=torch.float32):
+    """Parameters on a mesh (data, expert, model), and the number of data ranks."""
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("data", "expert", "model"))
+    params = {}
+    for name in names:
+        lies, value = PARAMS[name], value_of(name, dtype)
+        axes = {"expert": lies.expert, "model": lies.model}
+        own = {axis: place for axis, place in axes.items() if place is not None}
+        if own:
+            inner = mesh[tuple(own)]
+            whole = DTensor.from_local(value, inner, [Replicate()] * len(own), run_check=False)
+            value = whole.redistribute(inner, list(own.values()))
+        params[name] = nn.Parameter(value)
+    return mesh, params
+
+
+def data_rank(mesh, lies):
+    """Experts see the tokens of all expert ranks; everyone else those of its own."""
+    data, expert, _ = mesh.get_coordinate()
+    return data if lies.expert is not None else data * mesh.size(1) + expert
+
+
+def put_gradients(mesh, params, step, *, same=False, some=False):
+    """What a backward pass would leave on this rank."""
+    model = mesh.get_local_rank("model")
+    for name, param in params.items():
+        lies = PARAMS[name]
+        ranks = mesh.size(1)
+        param.grad = None
+        if lies.expert is not None:  # the mean over the expert ranks that share this data rank
+            data = mesh.get_local_rank("data")
+            mine = [data * ranks + e for e in range(ranks)]
+        else:
+            mine = [data_rank(mesh, lies)]
+        having = [d for d in mine if present(name, step, 0 if same else d, some)]
+        if not having:
+            continue
+        found = [gradient_of(name, step, 0 if same else d, param.dtype) for d in having]
+        whole = found[0] if same else torch.stack(found).sum(0) / len(mine)
+        if not isinstance(param, DTensor):
+            param.grad = whole
+            continue
+        of_param = held(param.detach(), registry.of_members(param.device_mesh.mesh.flatten().tolist()))
+        box = of_param.boxes[torch.distributed.get_group_rank(
+            registry.of_members(param.device_mesh.mesh.flatten().tolist()).handle,
+            torch.distributed.get_rank(),
+        )]
+        local, placements = whole[box.slices].clone(), list(param.placements)
+        if lies.partial:  # every rank of the model axis has a summand
+            size = mesh.size(2)
+            noise = torch.arange(local.numel(), dtype=local.dtype).view(local.shape) % 3
+            share = noise * (model + 1)
+            rest = noise * sum(range(2, size + 1))
+            local = local - rest if model == 0 else share
+            if same and size > 1:  # exact: one has all of it
+                local = whole[box.slices].clone() if model == 0 else torch.zeros_like(local)
+            placements[-1] = Partial()
+        param.grad = DTensor.from_local(
+            local, param.device_mesh, placements, run_check=False,
+            shape=param.shape, stride=param.stride(),
+        )  # fmt: skip
+
+
+def snapshot(opt):
+    names = [name for group in opt.param_groups for name in group["param_names"]]
+    found = {name: opt.full_parameter(name) for name in names}
+    for name, state in opt.whole_state().items():
+        found |= {f"{name}.{key}": tensor.clone() for key, tensor in state.items()}
+    return found
+
+
+def trained(names, sizes, *, same=False, some=False, dtype=torch.float32, **options):
+    mesh, params = laid_out(names, sizes, dtype)
+    opt = optimizer(params, names, **options)
+    for step in range(STEPS):
+        put_gradients(mesh, params, step, same=same, some=some)
+        opt.step()
+    return mesh, params, opt
+
+
+def names_for(options):
+    return list(EVEN if options.get("buffers") == "flat" else PARAMS)
+
+
+MESHES = [(2, 1, 2), (2, 2, 1), (3, 1, 1), *([(2, 2, 2), (3, 1, 2)] if SOAK else [])]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_layouts_are_one_process(sizes):
+    """Different gradients on every data rank, some of them summands, momentum and variance on."""
+    world, copies = sizes[0] * sizes[1] * sizes[2], sizes[0] * sizes[1]
+
+    def job(rank, layout):
+        options = {**NORMUON, **SMALL, **LAYOUTS[layout]}
+        return snapshot(trained(names_for(options), sizes, **options)[2])
+
+    for layout, of_ranks in run_cases(world, LAYOUTS, job):
+        reference = snapshot(one_process(names_for(LAYOUTS[layout]), copies, **NORMUON))
+        for found in of_ranks:
+            assert found.keys() == reference.keys()
+            for key in found:
+                assert torch.equal(found[key], of_ranks[0][key]), (layout, key)
+                error = (found[key].double() - reference[key].double()).abs().max()
+                assert error < 2e-5, (layout, key, error)
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1)], ids=str)
+def test_from_equal_gradients_all_bits_are_those_of_one_process(sizes):
+    world, copies = sizes[0] * sizes[1] * sizes[2], sizes[0] * sizes[1]
+
+    def job(rank, layout):
+        options = {**NORMUON, **SMALL, **LAYOUTS[layout], "max_grad_norm": 1e6}
+        return snapshot(trained(names_for(options), sizes, same=True, **options)[2])
+
+    for layout, of_ranks in run_cases(world, LAYOUTS, job):
+        names = names_for(LAYOUTS[layout])
+        reference = snapshot(one_process(names, copies, same=True, **NORMUON))
+        for key, found in of_ranks[0].items():
+            assert torch.equal(found, reference[key]), (layout, key)

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import (
 import samestep
 from samestep.placements import planner
 from samestep.stress import check
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
 
 AXES = ("data", "model")
 
@@ -36,7 +36,7 @@ def train(model, opt, rank, steps=3):
     for step in range(steps):
         generator = torch.Generator().manual_seed(100 * step + rank)
         x = torch.randn(4, 8, generator=generator)
-        model(x).pow(2).mean().backward()
+        (model(x) - x).pow(2).mean().backward()
         opt.step()
         opt.zero_grad()
 
@@ -47,62 +47,141 @@ def refused(make) -> str:
     return str(caught.value)
 
 
-# --- refused -------------------------------------------------------------------------------------
+# --- averaged ------------------------------------------------------------------------------------
 
 OPTIONS = {
     "default": {},
     "zero1, flat": {"sharding": "zero1", "buffers": "flat"},
     "overlap": {"overlap_grad_reduce": True},
+    "both overlaps": {
+        "buffers": "flat",
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+    },
     "none": {"sharding": "none"},
+    "ordered": {"reduction": "ordered"},
 }
 
 
+def one_process(ranks, steps=3):
+    """What data ranks train together."""
+    model = net()
+    opt = samestep.MuonAdamW(model, lr=0.1)
+    for step in range(steps):
+        for rank in range(ranks):
+            generator = torch.Generator().manual_seed(100 * step + rank)
+            x = torch.randn(4, 8, generator=generator)
+            ((model(x) - x).pow(2).mean() / ranks).backward()
+        opt.step()
+        opt.zero_grad()
+    return [param.detach() for param in model.parameters()]
+
+
+def whole(model):
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in model.parameters()]
+
+
+def assert_near(found, expected):
+    for own, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(own.detach(), other, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=str)
-def test_tensor_parallel_beside_data_parallel_is_refused_on_every_rank(shape):
-    def job(rank):
+def test_tensor_parallel_beside_data_parallel(shape):
+    """Of plain `parallelize_module`: matrices are DTensors, the norm is a plain module."""
+
+    def job(rank, own):
         axis = init_device_mesh("cpu", shape, mesh_dim_names=AXES)["model"]
-        return [
-            refused(lambda own=own: samestep.MuonAdamW(tensor_parallel(axis), **own))
-            for own in OPTIONS.values()
-        ]
+        model = tensor_parallel(axis)
+        opt = samestep.MuonAdamW(model, lr=0.1, crossover=4, bucket_size=40, **OPTIONS[own])
+        train(model, opt, rank // shape[1])
+        opt.wait_for_parameters()
+        assert check(model, opt) == []
+        return whole(model)
 
-    world = shape[0] * shape[1]
-    groups = {(2, 1): "rank 0; rank 1", (2, 2): "ranks 0, 1; ranks 2, 3"}
-    for texts in run_forked(world, job):
-        assert len(texts) == len(OPTIONS)
-        for text in texts:
-            assert groups.get(shape, "rank 0; rank 1; rank 2; rank 3") in text
-            assert "'0.weight', '2.weight'" in text
-            assert 'fully_shard(model, mesh=mesh["data"])' in text
-            assert 'grads="reduced"' in text
-            assert "process_group=" in text
+    expected = one_process(shape[0])
+    for _, of_ranks in run_cases(shape[0] * shape[1], OPTIONS, job):
+        assert_near(of_ranks[0], expected)
+        for found in of_ranks:
+            assert all(map(torch.equal, found, of_ranks[0]))
 
 
-def test_what_fsdp_ignores_and_copies_that_it_does_not_know_are_refused():
+def test_what_fsdp_ignores_is_averaged_beside_it():
     def job(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
         model = tensor_parallel(mesh["model"])
         fully_shard(model, mesh=mesh["data"], ignored_params={model[0].weight})
-        ignored = refused(lambda: samestep.MuonAdamW(model))
-        shards_alone = fully_shard(net(), mesh=mesh["model"])
-        return ignored, refused(lambda: samestep.AdamW(shards_alone))
+        opt = samestep.MuonAdamW(model, lr=0.1)
+        train(model, opt, rank // 2)
+        assert check(model, opt) == []
+        return whole(model)
 
-    for ignored, shards_alone in run_forked(4, job):
-        assert "each hold a copy of '0.weight': tensor parallel" in ignored
+    expected = one_process(2)
+    for found in run_forked(4, job):
+        assert_near(found, expected)
+
+
+def test_a_group_that_is_added_later():
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=AXES)
+        model = tensor_parallel(mesh["model"])
+        opt = samestep.AdamW(model[3])
+        opt.add_param_group({"params": [("cut", model[0].weight), ("other", model[2].weight)]})
+        train(model, opt, rank)
+        assert check(model, opt) == []
+        return whole(model)
+
+    first, second = run_forked(2, job)
+    assert all(map(torch.equal, first, second))
+    assert not torch.equal(first[0], net()[0].weight)
+
+
+def test_no_sync_and_synchronize_accumulate():
+    """Two micro-batches: kept local, and reduced one by one; with and without overlap."""
+
+    def job(rank, way):
+        overlap, synchronize = way
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+        model = tensor_parallel(mesh["model"])
+        opt = samestep.MuonAdamW(model, lr=0.1, overlap_grad_reduce=overlap)
+        for step in range(3):
+            for micro in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 2 * (rank // 2) + micro)
+                x = torch.randn(4, 8, generator=generator)
+                loss = (model(x) - x).pow(2).mean() / 2
+                if micro == 0 and not synchronize:
+                    with opt.no_sync():
+                        loss.backward()
+                else:
+                    loss.backward()
+                if micro == 0 and synchronize:
+                    opt.synchronize()
+            opt.step()
+            opt.zero_grad()
+        return whole(model)
+
+    expected = one_process(4)
+    ways = [(False, False), (True, False), (False, True), (True, True)]
+    for _, of_ranks in run_cases(4, ways, job):
+        for found in of_ranks:
+            assert_near(found, expected)
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def test_copies_that_fsdp_does_not_know_are_refused():
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+        shards_alone = fully_shard(net(), mesh=mesh["model"])
+        return refused(lambda: samestep.AdamW(shards_alone))
+
+    for shards_alone in run_forked(4, job):
         assert "ranks 0, 1; ranks 2, 3" in shards_alone
         assert "FSDP2 averages" in shards_alone
         assert "HSDP" in shards_alone
-
-
-def test_a_group_that_is_added_later_is_refused():
-    def job(rank):
-        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=AXES)
-        opt = samestep.AdamW(nn.Linear(4, 4))
-        model = tensor_parallel(mesh["model"])
-        text = refused(lambda: opt.add_param_group({"params": [("cut", model[0].weight)]}))
-        return text, len(opt.param_groups)
-
-    assert all(groups == 1 for _, groups in run_forked(2, job))
+        assert 'grads="reduced"' in shards_alone
+        assert "process_group=" in shards_alone
 
 
 # --- silent --------------------------------------------------------------------------------------
@@ -145,7 +224,7 @@ def test_stages_with_other_parameters_are_silent():
 
 
 def test_check_finds_copies_that_drift_on_other_meshes(monkeypatch):
-    monkeypatch.setattr(planner, "refuse_copies_nobody_averages", lambda *_: None)
+    monkeypatch.setattr(planner, "find_copies", lambda *_: {})
 
     def job(rank):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)

@@ -4,7 +4,6 @@ Gradients are given by hand, different ones on every data rank, against one proc
 mean; where they are the same on all data ranks, every bit must be that of one process.
 """
 
-import itertools
 from typing import NamedTuple
 
 import pytest
@@ -14,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import samestep
-from samestep.comm.groups import registry
-from samestep.comm.meshes import held
+from samestep.comm.meshes import held, mesh_group
+from samestep.rules.muon import MuonRule
 from tests.ranks import run_cases, run_forked
 from tests.soak import SOAK
 
@@ -160,11 +159,8 @@ def put_gradients(mesh, params, step, *, same=False, some=False):
         if not isinstance(param, DTensor):
             param.grad = whole
             continue
-        of_param = held(param.detach(), registry.of_members(param.device_mesh.mesh.flatten().tolist()))
-        box = of_param.boxes[torch.distributed.get_group_rank(
-            registry.of_members(param.device_mesh.mesh.flatten().tolist()).handle,
-            torch.distributed.get_rank(),
-        )]
+        ranks_of_mesh = mesh_group(param.device_mesh)
+        box = held(param.detach(), ranks_of_mesh).boxes[ranks_of_mesh.rank]
         local, placements = whole[box.slices].clone(), list(param.placements)
         if lies.partial:  # every rank of the model axis has a summand
             size = mesh.size(2)
@@ -237,3 +233,250 @@ def test_from_equal_gradients_all_bits_are_those_of_one_process(sizes):
         reference = snapshot(one_process(names, copies, same=True, **NORMUON))
         for key, found in of_ranks[0].items():
             assert torch.equal(found, reference[key]), (layout, key)
+
+
+def test_gradients_that_are_missing_on_some_ranks():
+    """Of parts and of summands too; what nobody has is left as it was, bit for bit."""
+    sizes = (2, 2, 1)
+
+    def job(rank, layout):
+        options = {**NORMUON, **SMALL, **LAYOUTS[layout]}
+        opt = trained(names_for(options), sizes, some=True, **options)[2]
+        return snapshot(opt), opt.metrics()["present"].tolist()
+
+    for layout, of_ranks in run_cases(4, LAYOUTS, job):
+        alone = one_process(names_for(LAYOUTS[layout]), 4, some=True, **NORMUON)
+        reference = snapshot(alone)
+        for found, count in of_ranks:
+            assert count == alone.metrics()["present"].tolist()
+            for key in found:
+                error = (found[key].double() - reference[key].double()).abs().max()
+                assert error < 2e-5, (layout, key, error)
+
+
+def test_norm_and_sizes_count_every_element_once():
+    sizes, options = (2, 1, 2), {**NORMUON, "max_grad_norm": 0.5, "update_rms": True}
+
+    def job(rank, layout):
+        own = {**options, **SMALL, **LAYOUTS[layout]}
+        opt = trained(names_for(own), sizes, **own)[2]
+        return {key: value.double() for key, value in opt.metrics().items()}, snapshot(opt)
+
+    for layout, of_ranks in run_cases(4, LAYOUTS, job):
+        alone = one_process(names_for(LAYOUTS[layout]), 2, **options)
+        for metrics, found in of_ranks:
+            for key in ("grad_norm", "update_rms"):
+                expected = alone.metrics()[key].double()
+                torch.testing.assert_close(metrics[key], expected, rtol=2e-5, atol=0)
+            for key, value in snapshot(alone).items():
+                assert (found[key].double() - value.double()).abs().max() < 2e-5, (layout, key)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank():
+    names, sizes = list(PARAMS), (2, 1, 2)
+
+    def job(rank):
+        mesh, params = laid_out(names, sizes)
+        opt = optimizer(params, names, max_grad_norm=1.0, **SMALL)
+        before = snapshot(opt)
+        put_gradients(mesh, params, 0)
+        if rank == 3:
+            params["column"].grad.to_local()[0, 0] = torch.nan
+        opt.step()
+        after = snapshot(opt)
+        return all(torch.equal(before[key], after[key]) for key in before)
+
+    assert all(run_forked(4, job))
+
+
+def test_master_weights_of_bfloat16():
+    sizes, options = (2, 1, 2), {**NORMUON, "master_weights": True}
+
+    def job(rank, layout):
+        own = {**options, **SMALL, **LAYOUTS[layout], "reduce_dtype": torch.float32}
+        return snapshot(trained(names_for(own), sizes, same=True, dtype=torch.bfloat16, **own)[2])
+
+    for layout, of_ranks in run_cases(4, LAYOUTS, job):
+        names = names_for(LAYOUTS[layout])
+        reference = snapshot(one_process(names, 2, same=True, dtype=torch.bfloat16, **options))
+        for key, found in of_ranks[0].items():
+            assert torch.equal(found, reference[key]), (layout, key)
+
+
+def test_every_block_is_orthogonalized_once(monkeypatch):
+    """Counted over all ranks; where every rank keeps all, once per data rank."""
+    blocks = []
+    transform = MuonRule.transform
+
+    def counting(self, given, *args):
+        blocks.append(tuple(given.shape))
+        return transform(self, given, *args)
+
+    monkeypatch.setattr(MuonRule, "transform", counting)
+    cut = {name for name, lies in PARAMS.items() if lies.rule == "muon" and lies.model is not None}
+
+    def job(rank, layout):
+        own = {**SMALL, **LAYOUTS[layout]}
+        names = [name for name in names_for(own) if name in cut]
+        mesh, params = laid_out(names, (2, 1, 2))
+        opt = optimizer(params, names, **own)
+        put_gradients(mesh, params, 0)
+        blocks.clear()
+        opt.step()
+        return sum(shape[0] for shape in blocks)
+
+    for layout, counts in run_cases(4, LAYOUTS, job):
+        names = [name for name in names_for(LAYOUTS[layout]) if name in cut]
+        times = {"none": 2, "gather": 2}.get(layout, 1)
+        expected = sum(
+            len(PARAMS[n].split or (1,)) * (PARAMS[n].shape[0] if len(PARAMS[n].shape) == 3 else 1)
+            for n in names
+        )
+        assert sum(counts) == times * expected, layout
+        assert min(counts) > 0, layout
+
+
+# --- state and checkpoints -----------------------------------------------------------------------
+
+PLACES = {
+    "tp zero2": ((2, 1, 2), {}),
+    "tp flat": ((2, 1, 2), {"buffers": "flat", "sharding": "zero1"}),
+    "ep none": ((2, 2, 1), {"sharding": "none"}),
+    "plain": ((4, 1, 1), {}),
+    "tp alone": ((1, 1, 4), {}),
+}
+
+
+def test_checkpoints_between_meshes_are_bit_equal(tmp_path):
+    names, options = list(EVEN), {**NORMUON, **SMALL}
+
+    def job(rank):
+        found = {}
+        for name, (sizes, own) in PLACES.items():
+            _, params, opt = trained(names, sizes, same=True, **options, **own)
+            samestep.save(tmp_path / name, nn.ParameterDict(params), opt)
+            found[name] = snapshot(opt)
+        for saved in PLACES:
+            for name, (sizes, own) in PLACES.items():
+                _, params = laid_out(names, sizes)
+                opt = optimizer(params, names, **options, **own)
+                samestep.load(tmp_path / saved, nn.ParameterDict(params), opt)
+                loaded = snapshot(opt)
+                for key, value in found[saved].items():
+                    assert torch.equal(loaded[key], value), (saved, name, key)
+        return True
+
+    assert all(run_forked(4, job))
+
+
+def test_state_dicts_of_every_layout_go_on_exactly():
+    names, sizes = list(EVEN), (2, 1, 2)
+
+    def job(rank, layout):
+        options = {**NORMUON, **SMALL, **LAYOUTS[layout]}
+        mesh, params, opt = trained(names, sizes, **options)
+        saved = opt.state_dict()
+        placed = {type(t) for state in saved["state"].values() for t in state.values()}
+        _, fresh_params = laid_out(names, sizes)
+        fresh = optimizer(fresh_params, names, **options)
+        with torch.no_grad():
+            for name, param in fresh_params.items():
+                param.copy_(params[name])
+        fresh.load_state_dict(saved)
+        for own, of_params in ((opt, params), (fresh, fresh_params)):
+            put_gradients(mesh, of_params, STEPS)
+            own.step()
+        same = snapshot(opt), snapshot(fresh)
+        return all(torch.equal(same[0][key], same[1][key]) for key in same[0]), DTensor in placed
+
+    for layout, of_ranks in run_cases(4, LAYOUTS, job):
+        keeps_all = layout == "none"  # what torch's own checkpoints can take
+        assert of_ranks == [(True, keeps_all)] * 4, layout
+
+
+def test_the_state_of_one_process_is_taken_along(tmp_path):
+    names, sizes = list(EVEN), (2, 1, 2)
+    alone = one_process(names, 2, same=True, **NORMUON)
+    whole, reference = alone.state_dict(), snapshot(alone)
+
+    def job(rank, layout):
+        _, params = laid_out(names, sizes)
+        opt = optimizer(params, names, **NORMUON, **SMALL, **LAYOUTS[layout])
+        opt.load_state_dict(whole)
+        found = snapshot(opt)
+        return all(torch.equal(found[key], reference[key]) for key in reference if "." in key)
+
+    for layout, same in run_cases(4, LAYOUTS, job):
+        assert all(same), layout
+
+
+def test_whole_gradients_are_read_and_set():
+    names, sizes = list(EVEN), (2, 1, 2)
+
+    def job(rank):
+        mesh, params = laid_out(names, sizes)
+        opt = optimizer(params, names, **NORMUON, **SMALL)
+        put_gradients(mesh, params, 0)
+        found = {name: opt.full_gradient(name) for name in names}
+        for name in names:
+            opt.set_full_gradient(name, gradient_of(name, 0, 0))
+        opt.step()
+        return found, snapshot(opt)
+
+    params = {name: nn.Parameter(value_of(name)) for name in names}
+    alone = optimizer(params, names, **NORMUON)
+    for name, param in params.items():
+        param.grad = gradient_of(name, 0, 0)
+    alone.step()
+    for found, after in run_forked(4, job):
+        for name, mean in found.items():
+            expected = (gradient_of(name, 0, 0) + gradient_of(name, 0, 1)) / 2
+            torch.testing.assert_close(mean, expected, rtol=0, atol=2e-6)
+        for key, value in snapshot(alone).items():
+            assert (after[key].double() - value.double()).abs().max() < 2e-5, key
+
+
+# --- refused -------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_lies_otherwise_is_refused_on_every_rank():
+    names = ["column", "row"]
+
+    def job(rank):
+        mesh, params = laid_out(names, (2, 1, 2))
+        opt = optimizer(params, names)
+        put_gradients(mesh, params, 0)
+        if rank == 1:
+            whole = DTensor.from_local(
+                gradient_of("row", 0, 0), params["row"].device_mesh, [Replicate()], run_check=False
+            )
+            params["row"].grad = whole
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        return str(caught.value)
+
+    told = run_forked(4, job)
+    assert "the gradient of 'row' on rank 1 is (Replicate(),)" in told[1]
+    assert "redistribute it first" in told[1]
+    for rank in (0, 2, 3):
+        assert "rank 1 could not take the step because of parameter 'row'" in told[rank]
+
+
+def test_flat_buffers_want_equal_parts():
+    def job(rank):
+        _, params = laid_out(["column", "qkv"], (2, 1, 2))
+        with pytest.raises(ValueError, match=r"'qkv'.*not equal.*per_parameter"):
+            optimizer(params, ["column", "qkv"], buffers="flat")
+        return True
+
+    assert all(run_forked(4, job))
+
+
+def test_a_process_group_without_the_other_parts_is_refused():
+    def job(rank):
+        mesh, params = laid_out(["column"], (2, 1, 2))
+        with pytest.raises(ValueError, match="give process_group= all ranks"):
+            optimizer(params, ["column"], process_group=mesh["data"].get_group())
+        return True
+
+    assert all(run_forked(4, job))

@@ -61,7 +61,7 @@ def load_state(
         for param, state in own.items():
             hidden = optimizer.state.get(param)
             saved = hidden["hidden"].state if hidden else {}
-            whole = {} if param not in shapes else _plain(saved, param.device)
+            whole = {} if param not in shapes else _whole(saved, state, param.device)
             put_whole(param, state, whole)
             # Not before: what is loaded may lie where it goes to, as in torch's checkpoints.
             _fill(param, {key: state[key] for key in state if key not in whole}, saved)
@@ -125,10 +125,14 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
     )
 
 
-def _plain(saved: Mapping[str, Any], device: torch.device) -> State:
-    """The tensors of a saved entry that are no DTensors: whole ones."""
+def _whole(saved: Mapping[str, Any], state: State, device: torch.device) -> State:
+    """The tensors of a saved entry that are not laid out as our state is: DTensors in DTensors."""
     whole = {key: torch.as_tensor(value).to(device) for key, value in saved.items()}
-    return {key: tensor for key, tensor in whole.items() if mesh_of(tensor) is None}
+    return {
+        key: tensor
+        for key, tensor in whole.items()
+        if mesh_of(tensor) is None or key not in state or mesh_of(state[key]) is None
+    }
 
 
 @torch.no_grad()

@@ -150,14 +150,12 @@ class PlacementShape(NamedTuple):
     defers: bool = False  # gathers are waited for by the next forward
     chunks: int = 0  # of blocks that come together on their owners
     gives_back: bool = True  # what the owners found; else every rank is one
+    # Buckets have parts of blocks: averaged before chunks, gathered after them. Not by the chunks
+    # of this rank, which may answer for no block: gathers have one order on all ranks.
+    has_parts: bool = False
     places: tuple[int, ...] = ()  # how late forward uses each bucket
     transfers: tuple[BucketTransfers, ...] = ()
     chunk_transfers: tuple[ChunkTransfers, ...] = ()
-
-    @property
-    def shares_blocks(self) -> bool:
-        """Whether buckets have parts of blocks: averaged before chunks, gathered after them."""
-        return bool(self.chunks and self.transfers)
 
     def reduce(self, bucket: BucketId) -> Reduce:
         """The operations about a bucket or a chunk, with what they send."""
@@ -225,7 +223,7 @@ def step_schedule(
     if any(placement.defers for placement in placements):
         buckets.reverse()  # what forward uses first is on its way first
     chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
-    with_blocks = [bucket for bucket in buckets if placements[bucket.placement].shares_blocks]
+    with_blocks = [bucket for bucket in buckets if placements[bucket.placement].has_parts]
     if not clip:
         operations += [placements[bucket.placement].average(bucket) for bucket in with_blocks]
     ahead = chunks[:chunks_ahead]

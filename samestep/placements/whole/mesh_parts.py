@@ -176,9 +176,12 @@ class MeshParts:
     # --- whole values --------------------------------------------------------------------
 
     def part(self, index: int, whole: Tensor) -> Tensor:
-        """What this rank holds of a tensor that is placed as a parameter is."""
+        """What this rank holds of a whole tensor, or of a DTensor however it is placed."""
         if isinstance(whole, DTensor):
-            return whole.to_local()
+            param = self._params[index]
+            if (whole.device_mesh, whole.placements) == (param.device_mesh, param.placements):
+                return whole.to_local()
+            whole = whole.full_tensor()
         return whole[self.boxes[index].slices]
 
     def whole(self, index: int, local: Tensor) -> Tensor:

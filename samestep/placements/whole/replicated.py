@@ -142,6 +142,7 @@ class ReplicatedParameters(Placement):
                 chunks=for_blocks.chunks,
                 gives_back=for_blocks.gives_back,
                 chunk_transfers=for_blocks.chunk_transfers,
+                has_parts=any(spec.blocks is not None for spec in specs),
             )
         self.reducer = GradientReducer(
             self.held, self.plan, reduction, distribution, policy, self.shape.transfers, order

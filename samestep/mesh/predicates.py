@@ -31,12 +31,12 @@ class Predicates:
     divisor: int  # of every sum of gradients
 
 
-def predicates(degrees: Degrees, *, experts: bool) -> Predicates:
-    """The facts of these degrees, for a model that has experts or not."""
+def predicates(degrees: Degrees, *, experts: bool, fsdp: bool = True) -> Predicates:
+    """The facts of these degrees, for a model that has experts or not, sharded by FSDP2 or not."""
     return Predicates(
         pipeline_active=degrees.pp > 1,
         copies_active=degrees.replicate > 1,
-        data_sharded=degrees.data * (degrees.ep if degrees.ep_carries_data else 1) > 1,
+        data_sharded=fsdp and degrees.data * (degrees.ep if degrees.ep_carries_data else 1) > 1,
         tensor_parallel_active=degrees.tp > 1,
         sequence_parallel_on_block=degrees.sequence_parallel and degrees.tp > 1,
         expert_parallel_active=degrees.ep > 1,

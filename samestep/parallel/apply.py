@@ -41,6 +41,7 @@ def apply(
     ordered: bool = False,
     adapt: Callable[[nn.Module], object] | None = None,
     compile: bool | str = False,
+    fsdp: bool = True,
 ) -> Applied:
     """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
@@ -55,6 +56,8 @@ def apply(
         adapt: Called when matrices are cut and FSDP2 is not there yet, to add LoRA factors.
         compile: Compile every block, also with a backend by name; ask `samestep.mesh.gates` first
             whether that is wise.
+        fsdp: Shard over the ranks whose losses are averaged. False: each of them keeps a copy, and
+            the optimizer averages over copies, with the sharding and buffers that it is given.
     """
     plan.check(model)
     before = _hooks(model)
@@ -74,7 +77,10 @@ def apply(
         for _, block in plan.named(model, "blocks"):
             block.compile(backend=compile if isinstance(compile, str) else "inductor")
     _refuse_unasked(extra)
-    data.shard(model, plan, mesh, ordered=ordered)
+    if fsdp:
+        data.shard(model, plan, mesh, ordered=ordered)
+    else:
+        data.leave_copies(model, plan, mesh)
     ReplicateList((*rules, *plan.rules, *lora_shard_rules(model))).check(model, whole)
     return Applied(
         sum(before.get(name, 0) for name in plan.modules(model)),

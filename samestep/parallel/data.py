@@ -1,4 +1,7 @@
-"""FSDP2 and HSDP: a unit per block, experts apart, and what sums of gradients are divided by."""
+"""Data parallel: FSDP2 and HSDP, a unit per block and experts apart, or copies on every rank.
+
+And what sums of gradients are divided by.
+"""
 
 from functools import partial
 
@@ -59,6 +62,23 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool) -> None:
             _divide_by(module, divisor, alone=bool(ranks) and len(ranks[0]) == 1)
     if ordered:
         use_ordered_reduction(model)
+
+
+def leave_copies(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
+    """Every data rank keeps its copy, and the optimizer averages over copies.
+
+    An expert's gradient is the sum over the ranks that have sent it tokens, and it has fewer copies
+    than there are such ranks: it is made the mean over them right here.
+    """
+    degrees = mesh.degrees
+    if degrees.ep > 1 and degrees.ep_carries_data:
+        params = dict(model.named_parameters())
+        for name, _ in plan.stacks(model):
+            params[name].register_hook(partial(_mean_of, ranks=degrees.ep))
+
+
+def _mean_of(grad: Tensor, *, ranks: int) -> Tensor:
+    return grad / ranks
 
 
 def _divide_by(module: FSDPModule, divisor: int, *, alone: bool) -> None:

@@ -36,7 +36,7 @@ class Stack:
         micro_batches: Of a pipeline: parts of what a rank is given.
         stages: Which modules the stages of a pipeline have.
         schedule: Of a pipeline, "1f1b" or "interleaved".
-        ordered, adapt, compile: As in `apply`.
+        ordered, adapt, compile, fsdp: As in `apply`.
     """
 
     def __init__(
@@ -52,8 +52,10 @@ class Stack:
         ordered: bool = False,
         adapt: Callable[[nn.Module], object] | None = None,
         compile: bool | str = False,
+        fsdp: bool = True,
     ) -> None:
         self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss
+        self.fsdp = fsdp
         self.pipeline: Pipeline | None = None
         parts = [model]
         pipe = mesh.axis("pipe")
@@ -68,7 +70,8 @@ class Stack:
             )
             parts = self.pipeline.parts
         self.applied: list[Applied] = [
-            apply(part, plan, mesh, ordered=ordered, adapt=adapt, compile=compile) for part in parts
+            apply(part, plan, mesh, ordered=ordered, adapt=adapt, compile=compile, fsdp=fsdp)
+            for part in parts
         ]
 
     @property
@@ -124,11 +127,17 @@ class Stack:
 
     def trace(self, tell: Callable[[str], None] = print) -> dict[str, Any]:
         """Tell and compare what runs, before the first step; what belongs in the receipt."""
-        facts = predicates(self.mesh.degrees, experts=bool(self.plan.experts))
+        facts = predicates(self.mesh.degrees, experts=bool(self.plan.experts), fsdp=self.fsdp)
         return trace(self.mesh, facts, observed=self.applied[0].facts(), tell=tell)
 
     def _beside(self) -> dist.ProcessGroup:
-        """The ranks of this stage that have the same plain parameters, where there are any."""
+        """The ranks of this stage that have the same plain parameters, where there are any.
+
+        Without FSDP2 all of them: the optimizer finds out who has copies of what.
+        """
+        if not self.fsdp:
+            axes = [axis for axis in self.mesh.degrees.sizes if axis != "pipe"]
+            return registry.of_members(self.mesh.degrees.peers(self.mesh.rank, *axes)).handle
         expert = self.mesh.axis("expert")
         axis = expert if expert is not None and not self.mesh.degrees.ep_carries_data else None
         return (axis or self.mesh.device_mesh["data"]).get_group()

@@ -56,6 +56,7 @@ class Case:
     sequences: Per step, of all ranks together.
     steps: That are compared with one process.
     more: Steps afterwards, before copies are compared.
+    shares: Without FSDP2: how the optimizer shares copies, in keywords.
     """
 
     name: str
@@ -68,6 +69,7 @@ class Case:
     lora: bool = False
     compile: bool | str = False
     seed: int = 0
+    shares: Mapping[str, Any] | None = None
 
     @property
     def max_grad_norm(self) -> float:
@@ -190,8 +192,9 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         loss=mean_loss,
         adapt=(lambda part: adapt(part, mesh)) if case.lora else None,
         compile=case.compile,
+        fsdp=case.shares is None,
     )
-    optimizer = stack.optimizer(**optimizer_keywords(case))
+    optimizer = stack.optimizer(**optimizer_keywords(case), **(case.shares or {}))
     outcome = Outcome(trace=stack.trace(tell=lambda _: None), steps=case.steps + case.more)
     rows, ranks = case.sequences // mesh.degrees.batch_ranks, registry.of()
     start = time.perf_counter()
@@ -199,10 +202,11 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         tokens = tokens_of(case, step)[rows * stack.batch_place :][:rows]
         loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         if step in expected.gradients:
-            combine_gradients(model.parameters())
-            _compare_gradients(model, expected.gradients[step], outcome)
+            gradients = _averaged(optimizer) if case.shares is not None else _combined(model)
+            _compare_gradients(gradients, expected.gradients[step], outcome)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.wait_for_parameters()
         balance_experts(model, case.model.layers, stack.token_copies)
         compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if step == 0:
@@ -222,13 +226,25 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
     return outcome
 
 
-def _compare_gradients(model: nn.Module, expected: Mapping[str, Tensor], outcome: Outcome) -> None:
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
+def _combined(model: nn.Module) -> dict[str, Tensor | None]:
+    """What FSDP2 and tensor parallel leave."""
+    combine_gradients(model.parameters())
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def _averaged(optimizer: samestep.MuonAdamW) -> dict[str, Tensor | None]:
+    """What the optimizer has made of copies."""
+    names = [name for group in optimizer.param_groups for name in group["param_names"]]
+    return {name: optimizer.full_gradient(name) for name in names}
+
+
+def _compare_gradients(
+    gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], outcome: Outcome
+) -> None:
+    for name, grad in gradients.items():
         whole = expected[name]
         before = outcome.gradient
-        outcome.see("gradient", math.inf if param.grad is None else _distance(param.grad, whole))
+        outcome.see("gradient", math.inf if grad is None else _distance(grad, whole))
         outcome.see("largest_gradient", float(whole.abs().max()))
         if outcome.gradient > before:
             outcome.gradient_of = name
@@ -265,6 +281,8 @@ ROOMY_LANE = replace(LANE, capacity=4.0)
 SP = {"tp": 2, "sequence_parallel": True}
 OWN_TOKENS = {**SP, "ep": 2}
 SAME_TOKENS = {**OWN_TOKENS, "ep_carries_data": False}
+ZERO2 = {"sharding": "zero2"}
+FLAT = {"sharding": "zero1", "buffers": "flat"}
 ROWS = (
     Case("TP", 2, DENSE, {"tp": 2}),
     Case("TP, SP", 2, DENSE, SP),
@@ -288,6 +306,23 @@ ROWS = (
     Case("HSDP x PP", 8, DENSE, {"replicate": 2, "pp": 2}),
     Case("TP, SP x EP x PP", 8, EXPERTS, {**SP, "ep": 2, "pp": 2}),
     Case("TP, SP x EP x FSDP2", 8, EXPERTS, {**SP, "ep": 2}),
+    Case("TP x zero2", 4, DENSE, {"tp": 2}, shares=ZERO2),
+    Case("TP, SP x flat zero1", 4, DENSE, SP, shares=FLAT),
+    Case("TP, SP x none", 4, DENSE, SP, shares={"sharding": "none"}),
+    Case("EP x zero2", 4, EXPERTS, {"ep": 2}, shares=ZERO2),
+    Case(
+        "EP, the same tokens x zero2", 4, EXPERTS, {"ep": 2, "ep_carries_data": False}, shares=ZERO2
+    ),
+    Case("PP x zero2", 4, DENSE, {"pp": 2}, shares=ZERO2),
+    Case("TP x PP x flat zero1", 8, DENSE, {"tp": 2, "pp": 2}, shares=FLAT),
+    Case("TP, SP x EP x zero2", 8, EXPERTS, {**SP, "ep": 2}, shares=ZERO2),
+    Case(
+        "TP, SP x EP x zero2, whole experts",
+        8,
+        EXPERTS,
+        {**SP, "ep": 2, "expert_tensor_parallel": 1},
+        shares=ZERO2,
+    ),
     Case("LoRA, TP, SP x FSDP2", 4, DENSE, SP, lora=True),
     Case("LoRA, TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}, lora=True),
     Case("LoRA, PP x FSDP2", 4, DENSE, {"pp": 2}, lora=True),

@@ -14,6 +14,7 @@ checkpoints load with any number of stages. Tensor parallel and FSDP2 are applie
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +29,7 @@ from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.parallel.batched_sends import batched_sends
 from samestep.parallel.stages import StagePlan, cut
+from samestep.placements.whole.reduction import more_to_come
 
 ScheduleName = Literal["1f1b", "interleaved"]
 Loss = Callable[[Any, Tensor], Tensor]
@@ -41,6 +43,17 @@ def _gpt_block(model: Any, block: nn.Module, x: Tensor, inputs: Tensor) -> Tenso
 
 
 GPT_STAGES = StagePlan(block=_gpt_block)
+
+
+class Stage(PipelineStage):
+    """Tells whoever reduces gradients inside backward which micro-batch is the last."""
+
+    def backward_one_chunk(self, *args: Any, last_backward: bool = False, **keywords: Any) -> Any:
+        run = partial(super().backward_one_chunk, *args, last_backward=last_backward, **keywords)
+        if last_backward:
+            return run()
+        with more_to_come(self.submod.parameters()):
+            return run()
 
 
 class Pipeline:
@@ -111,8 +124,8 @@ class Pipeline:
         """Forward and backward of a batch; the mean loss, (), on every rank of the pipeline.
 
         Every rank gives the same batch. Gradients are those of the mean loss, added to what is in
-        `.grad`. An optimizer with `overlap_grad_reduce` reduces after the last micro-batch: call
-        this inside its `no_sync()`.
+        `.grad`. An optimizer with `overlap_grad_reduce` reduces inside the last micro-batch of each
+        stage, while other stages are still at work; inside its `no_sync()`, in its step.
         """
         self._check_batch(inputs, targets)
         if self._training is None:
@@ -148,7 +161,7 @@ class Pipeline:
 
     def _schedule(self) -> Any:
         stages: Any = [
-            PipelineStage(part, stage, self.stages, self._device, group=self.group)
+            Stage(part, stage, self.stages, self._device, group=self.group)
             for stage, part in zip(self.my_stages, self.parts, strict=True)
         ]
         # Scaled here and not after backward: there hooks have seen gradients already.

@@ -77,8 +77,10 @@ def train(rank, stages, options, steps, layout):
     opt = optimizer_of(pipeline, stage, **layout)
     losses, norms = [], []
     for step in range(steps):
-        with opt.no_sync():
-            losses.append(pipeline.step(*batch(step, dp_rank)).item())
+        losses.append(pipeline.step(*batch(step, dp_rank)).item())
+        (shared,) = opt.shared_parameters
+        early = shared.reducer.launched
+        assert early == (len(shared.plan.buckets) if "overlap_grad_reduce" in layout else 0)
         opt.step()
         opt.zero_grad()
         norms.append(opt.metrics()["grad_norm"].item())
@@ -88,10 +90,17 @@ def train(rank, stages, options, steps, layout):
 
 @pytest.mark.parametrize(
     ("case", "steps", "layout"),
-    [("2 stages x 2", LONG, {}), ("interleaved x 2", LONG, OVERLAP)],
+    [
+        ("2 stages x 2", LONG, {}),
+        ("2 stages x 2", LONG, {"overlap_grad_reduce": True, "bucket_size": 500}),
+        ("interleaved x 2", LONG, OVERLAP),
+    ],
 )
 def test_steps_are_those_of_one_process(case, steps, layout):
-    """With clipping active: one norm over all stages."""
+    """With clipping active: one norm over all stages.
+
+    Where reductions overlap, all are launched inside of the last micro-batch of their stage.
+    """
     stages, dp, options = SCHEDULES[case]
     losses, norms, wanted = train_alone(steps, dp)
     assert min(norms) > 2 * OPTIONS["max_grad_norm"]
@@ -305,3 +314,44 @@ def refuse(rank):
 
 def test_ranks_that_ask_for_different_things_are_refused():
     run_forked(2, refuse)
+
+
+def test_reductions_wait_for_the_last_micro_batch(monkeypatch):
+    """Launches of a stage are seen in its last backward pass alone, and no_sync() holds them."""
+    from samestep.parallel.pipeline import Stage
+    from samestep.placements.whole.reduction import GradientReducer
+
+    events = []
+    backward, launch = Stage.backward_one_chunk, GradientReducer.launch_next
+
+    def told_backward(self, chunk, *args, **keywords):
+        events.append(("backward", chunk))
+        return backward(self, chunk, *args, **keywords)
+
+    def told_launch(self):
+        events.append(("launch",))
+        launch(self)
+
+    monkeypatch.setattr(Stage, "backward_one_chunk", told_backward)
+    monkeypatch.setattr(GradientReducer, "launch_next", told_launch)
+
+    def job(rank):
+        stage, pipe, dp_rank = axes(2)
+        pipeline = pipeline_of(gpt(), pipe)
+        opt = optimizer_of(pipeline, stage, overlap_grad_reduce=True, bucket_size=500)
+        events.clear()
+        pipeline.step(*batch(0, dp_rank))
+        seen = list(events)
+        opt.step()
+        opt.zero_grad()
+        events.clear()
+        with opt.no_sync():
+            pipeline.step(*batch(1, dp_rank))
+        return seen, list(events)
+
+    for seen, held_back in run_forked(4, job):
+        last = seen.index(("backward", 3))
+        assert seen[:last] == [("backward", chunk) for chunk in range(3)]
+        assert len(seen) > last + 1
+        assert set(seen[last + 1 :]) == {("launch",)}
+        assert held_back == [("backward", chunk) for chunk in range(4)]

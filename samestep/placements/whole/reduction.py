@@ -7,7 +7,8 @@ buckets in the same order, whatever order autograd has and whatever it leaves ou
 """
 
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -33,6 +34,23 @@ from samestep.plan.transfers import (
 
 # One per parameter: of two optimizers that have it, the last one reduces it inside backward.
 _hooks: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
+# Parameters whose gradients come from several backward passes, and have not come from the last.
+_unfinished: MutableMapping[Tensor, bool] = WeakTensorKeyDictionary()
+
+
+@contextmanager
+def more_to_come(params: Iterable[Tensor]) -> Iterator[None]:
+    """Backward passes in it are not the last ones of these parameters in their step.
+
+    As `no_sync()`, for whoever runs micro-batches and does not know the optimizer.
+    """
+    waiting = list(params)
+    _unfinished.update(dict.fromkeys(waiting, True))
+    try:
+        yield
+    finally:
+        for param in waiting:
+            del _unfinished[param]
 
 
 class GradientReducer:
@@ -128,7 +146,7 @@ class GradientReducer:
         if not self._distribution.overlap_grad_reduce:
             return
         self._order.gradient_arrived()
-        if self.paused:
+        if self.paused or self._params[index] in _unfinished:
             return
         if self._first_bucket[index] < self.launched:
             raise RuntimeError(

@@ -157,7 +157,8 @@ def place(model: GPT, options: Options, world: World) -> Placed:
         "overrides": _overrides(options),
         **KEYWORDS[options.placed],
     }
-    if options.placed not in ("fsdp2", "hsdp"):
+    by_fsdp = options.placed in ("fsdp2", "hsdp")
+    if not by_fsdp and not options.meshed:
         return Placed(samestep.MuonAdamW(model, **keywords), world)
     degrees = degrees_of(options, world)
     sizes = {name: value for name, value in vars(degrees).items() if name != "world"}
@@ -174,6 +175,7 @@ def place(model: GPT, options: Options, world: World) -> Placed:
         ordered=options.reduction == "ordered",
         adapt=_adapter(options, mesh) if options.lora else None,
         compile=decision.compile,
+        fsdp=by_fsdp,
     )
     seat = World(stack.batch_place, degrees.batch_ranks, world.device)
     copies = world.size // degrees.batch_ranks

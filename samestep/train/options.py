@@ -28,7 +28,8 @@ class Options:
 
     layout: Annotated[
         Literal["auto", "none", "zero1", "zero2", "flat", "fsdp2", "hsdp"],
-        "where parameters, gradients and state live; auto: zero2, or fsdp2 with the axes below",
+        "where parameters, gradients and state live; auto: zero2, or fsdp2 with the axes below, "
+        "beside which every layout goes",
     ] = "auto"
     shards: Annotated[int, "ranks that share one copy of the model, in hsdp"] = 2
     tp: Annotated[int, "tensor parallel: ranks that share a matrix"] = 1
@@ -114,10 +115,11 @@ class Options:
 
     def _check_axes(self) -> None:
         """Refuse axes that make no sense together, whatever ranks there are."""
-        if self.meshed and self.layout not in ("auto", "fsdp2", "hsdp"):
+        by_fsdp = self.fsdp or self.lora or self.replicate > 1
+        if by_fsdp and self.layout not in ("auto", "fsdp2", "hsdp"):
             raise BadRequestError(
-                f"--layout {self.layout} has plain parameters, and --tp, --ep, --pp, --replicate, "
-                "--fsdp and --lora work on DTensors: leave --layout out"
+                f"--layout {self.layout} leaves every data rank a copy, and --replicate, --fsdp "
+                "and --lora are about FSDP2: leave --layout out, or these"
             )
         if self.layout == "hsdp" and self.replicate > 1:
             raise BadRequestError(

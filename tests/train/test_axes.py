@@ -64,6 +64,20 @@ def test_a_run_goes_on_in_other_meshes(tmp_path):
     assert meshed == names
 
 
+def test_a_run_goes_on_where_data_ranks_keep_copies(tmp_path):
+    """Tensor parallel, experts and stages beside the optimizer's own sharding and buffers."""
+    data = text_file(tmp_path)
+    shape = {**SHAPE, **EXPERTS, "batch_size": 8}
+    arguments = words(tmp_path / "out", data, **shape)
+    meshes = ["--tp 2 --sp --layout zero2", "--ep 2 --layout flat", "--pp 2 --layout zero1"]
+    given = [[*arguments, *mesh.split()] for mesh in meshes]
+    assert run_forked(4, go_on, EACH, given) == [[130, 130, 0]] * 4
+    assert train(1, words(tmp_path / "alone", data, **shape)) == [0]
+    for key in ("loss", "val_loss"):
+        found, expected = losses(tmp_path / "out", key), losses(tmp_path / "alone", key)
+        assert found == pytest.approx(expected, abs=1e-4)
+
+
 def test_factors_on_a_mesh(tmp_path):
     """LoRA, tensor parallel and FSDP2 together, beside one process."""
     few = {**SHAPE, "steps": 3, "save_every": 3, "layers": 4 if SOAK else 1}
@@ -80,7 +94,7 @@ def test_factors_on_a_mesh(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--tp 2 --layout zero1", "--layout zero1 has plain parameters, and --tp"),
+        ("--replicate 2 --layout zero1", "--layout zero1 leaves every data rank a copy, and"),
         ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1"),
         ("--ep 2", "--ep, --capacity and --expert-size are about experts, and there are none"),
         ("--pp 2 --dropout 0.1", "--dropout draws once per batch, and --pp cuts it"),

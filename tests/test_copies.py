@@ -1,5 +1,7 @@
 """DTensors of which other ranks hold copies: who averages them, and what is refused."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -276,3 +278,24 @@ def test_check_finds_copies_that_differ_inside_of_a_mesh():
             (drift,) = drifts
             told = (drift.name, drift.kind, drift.ranks, drift.first_rank, drift.index[0])
             assert told == (name, "parameter", (3,), first, 0)
+
+
+def test_the_table_and_the_assumptions_tell_who_averages():
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+        opt = samestep.MuonAdamW(tensor_parallel(mesh["model"]), crossover=4)
+        managed = fully_shard(tensor_parallel(mesh["model"]), mesh=mesh["data"])
+        return opt.table(), opt.explain(), samestep.MuonAdamW(managed).table()
+
+    for rank, (table, told, managed) in enumerate(run_forked(4, job)):
+        copies = f"ranks {rank % 2}, {rank % 2 + 2}"
+        (row,) = [line for line in table.splitlines() if line.startswith("0.weight")]
+        assert f"us: {copies}" in row
+        assert re.search(r"rank \d, in 2 parts$", row)
+        (row,) = [line for line in table.splitlines() if line.startswith("3.weight")]
+        assert "us: ranks 0, 1, 2, 3" in row
+        told = " ".join(told.split())
+        assert f"2 DTensors on ranks {rank // 2 * 2}, {rank // 2 * 2 + 1}, of which" in told
+        assert f"averaged by samestep over {copies}" in told
+        (row,) = [line for line in managed.splitlines() if line.startswith("0.weight")]
+        assert " FSDP2 " in row

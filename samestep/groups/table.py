@@ -1,6 +1,6 @@
 """The table that shows which rule each parameter follows."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -21,23 +21,37 @@ class TableRow(NamedTuple):
     blocks: str
     lr: str
     lr_factor: str
+    averaged_by: str = ""
+    updated_by: str = ""
 
 
-def table(groups: Sequence[Mapping[str, Any]], blocks: Mapping[Tensor, list[Block] | None]) -> str:
-    """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
-    rows = [TableRow("parameter", "shape", "rule", "role", "blocks", "lr", "lr factor")]
+TITLES = TableRow("parameter", "shape", "rule", "role", "blocks", "lr", "lr factor")
+
+
+def table(
+    groups: Sequence[Mapping[str, Any]],
+    blocks: Mapping[Tensor, list[Block] | None],
+    ranks: Callable[[Tensor], tuple[str, str]] | None = None,
+) -> str:
+    """Every parameter with its rule, blocks and learning rate, and the totals, as text.
+
+    `ranks`: who averages a parameter's gradients, and who updates it, where there are others.
+    """
+    rows = [TITLES if ranks is None else TableRow(*TITLES[:-2], "averaged by", "updated by")]
     totals: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             total = totals.setdefault(group["rule"], [0, 0, 0])
             own = blocks[param]
-            rows.append(_row(name, param, group, own))
+            row = _row(name, param, group, own)
+            rows.append(row if ranks is None else TableRow(*row[:-2], *ranks(param)))
             total[0] += 1
             total[1] += param.numel()
             total[2] += len(own or [])
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    shown = rows if ranks is not None else [row[:-2] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*shown, strict=True)]
     lines = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in shown
     ]
     lines.insert(1, "  ".join("-" * width for width in widths))
     everything = sum(elements for _, elements, _ in totals.values())

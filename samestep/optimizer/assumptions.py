@@ -122,7 +122,11 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _plain_params(facts: Facts) -> str:
-    return _many(sum(len(plan.params) for plan in facts.replicated), "plain parameter")
+    """Those of which this optimizer shares copies: DTensors too, where others have the same."""
+    plain = sum(len(plan.params) for plan in facts.replicated if plan.mesh is None)
+    parts = sum(len(plan.params) for plan in facts.replicated if plan.mesh is not None)
+    kinds = {"plain parameter": plain, "DTensor": parts}
+    return " and ".join(_many(count, noun) for noun, count in kinds.items() if count)
 
 
 def _averages_here(facts: Facts) -> bool:
@@ -134,6 +138,9 @@ def _who_averages(facts: Facts) -> str | None:
     found = []
     for plan in facts.replicated:
         what, ranks = _many(len(plan.params), "plain parameter"), ranks_text(plan.group.members)
+        if plan.mesh is not None:
+            parts = ranks_text(plan.mesh.group.members)
+            what = f"{_many(len(plan.params), 'DTensor')} on {parts}, of which others have copies,"
         if facts.distribution.grads == "reduced":
             found.append(f'{what} on {ranks} averaged by somebody else (grads="reduced", or DDP)')
             continue
@@ -170,6 +177,11 @@ def _plans(facts: Facts) -> str | None:
 
 def _dtensors(facts: Facts) -> str | None:
     return _many(sum(len(s.params) for s in facts.sharded), "DTensor") if facts.sharded else None
+
+
+def _dtensors_with_copies(facts: Facts) -> str | None:
+    count = sum(len(plan.params) for plan in facts.replicated if plan.mesh is not None)
+    return _many(count, "DTensor") if count else None
 
 
 def _outside_of_meshes(facts: Facts) -> str | None:
@@ -367,6 +379,15 @@ REGISTER: tuple[Assumption, ...] = (
         "every step",
         "negligible time on the CPU",
         _dtensors,
+    ),
+    Assumption(
+        "gradients of copies placed alike",
+        "The gradient of a DTensor that samestep averages is placed as the DTensor is, or is a "
+        "summand of it, and stays what it was in the first step.",
+        "samestep.placements.whole.reduction:GradientReducer._look_at_placements",
+        "every step",
+        "negligible time on the CPU; 8 bytes for each parameter until it is known of all",
+        _dtensors_with_copies,
     ),
     Assumption(
         "one order of launches",

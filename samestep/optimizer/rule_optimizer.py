@@ -416,8 +416,18 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._in_flight.wait_for_all()
 
     def table(self) -> str:
-        """Every parameter with its rule, blocks and learning rate, and the totals, as text."""
-        return table(self.param_groups, self._blocks)
+        """Every parameter with its rule, blocks and learning rate, and the totals, as text.
+
+        On several ranks also who averages its gradients and who updates it. Not collective.
+        """
+        if not self._placed:
+            return table(self.param_groups, self._blocks)
+
+        def ranks(param: Tensor) -> tuple[str, str]:
+            held = next((placed for placed in self._placed if placed.holds(param)), Placement())
+            return held.averaged_by(param), held.updated_by(param)
+
+        return table(self.param_groups, self._blocks, ranks)
 
     def explain(self) -> str:
         """What is taken for granted of other ranks and of whoever makes gradients, as text.

@@ -74,7 +74,8 @@ def leave_copies(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if degrees.ep > 1 and degrees.ep_carries_data:
         params = dict(model.named_parameters())
         for name, _ in plan.stacks(model):
-            params[name].register_hook(partial(_mean_of, ranks=degrees.ep))
+            mean = partial(_mean_of, ranks=degrees.ep)
+            params[name].register_hook(mean)  # type: ignore[no-untyped-call]
 
 
 def _mean_of(grad: Tensor, *, ranks: int) -> Tensor:

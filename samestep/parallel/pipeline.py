@@ -14,7 +14,6 @@ checkpoints load with any number of stages. Tensor parallel and FSDP2 are applie
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -48,12 +47,16 @@ GPT_STAGES = StagePlan(block=_gpt_block)
 class Stage(PipelineStage):
     """Tells whoever reduces gradients inside backward which micro-batch is the last."""
 
-    def backward_one_chunk(self, *args: Any, last_backward: bool = False, **keywords: Any) -> Any:
-        run = partial(super().backward_one_chunk, *args, last_backward=last_backward, **keywords)
-        if last_backward:
-            return run()
-        with more_to_come(self.submod.parameters()):
-            return run()
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> Any:
+        unfinished = () if last_backward else self.submod.parameters()
+        with more_to_come(unfinished):
+            return super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
 
 class Pipeline:

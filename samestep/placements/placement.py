@@ -106,6 +106,14 @@ class Placement:
         """The plan as text: who owns and sends what, the same on every rank."""
         return []
 
+    def averaged_by(self, param: Tensor) -> str:
+        """Who averages the gradients of a parameter's copies, in words."""
+        return "-"
+
+    def updated_by(self, param: Tensor) -> str:
+        """Which ranks run its rule, in words."""
+        return "-"
+
     def mend_replicas(self) -> None:
         """Compare copies between ranks; where they differ, take the first rank's, or refuse."""
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import gather_segments, maximum
+from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import held, mesh_group
 from samestep.comm.presence import PresenceAgreement, Problem
@@ -21,6 +22,7 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
 from samestep.layout.boxes import HeldBox, HeldState, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
+from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, has_gradient
 from samestep.placements.parts.held_parts import HeldParts, local_part
 from samestep.placements.placement import Placement, PlanMembers
@@ -97,6 +99,18 @@ class ShardedParameters(Placement):
             what = f"{spec.shape} {spec.dtype}, group {spec.group}, {spec.rule}"
             lines.append(f"{spec.name}: {what}, {param.placements}")
         return lines + self.exchange.lines(self.specs)
+
+    def averaged_by(self, param: Tensor) -> str:
+        managed = any(param is other for other in managed_beside([param]))
+        return "FSDP2" if managed else "its layers"
+
+    def updated_by(self, param: Tensor) -> str:
+        """The owners of its blocks; without blocks, whoever holds some of it."""
+        index = self._index(param)
+        owners = {r.owner for chunk in self.exchange.plan.chunks for r in chunk if r.param == index}
+        if self.specs[index].blocks is None:
+            owners = {rank for rank, box in enumerate(self._held[index].boxes) if box.numel}
+        return ranks_text([self.group.members[rank] for rank in sorted(owners)])
 
     # --- state ---------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ class GradientReducer:
         self._params = params = held.params
         self._plan = plan
         self._group = group
-        self._outer = outer
+        self.outer = outer
         self._distribution = distribution
         self._policy = policy
         self._transfers = transfers
@@ -321,10 +321,10 @@ class GradientReducer:
 
     def _over_outer(self, transfers: Sequence[Transfer], summed: Tensor) -> Tensor:
         """The sum over the groups that do the same: at once, or added up and gathered."""
-        assert self._outer is not None
+        assert self.outer is not None
         reduce, *gather = transfers
-        summed = add_up(reduce, summed, self._outer).wait()
-        return self._gathered(gather[0], summed, self._outer) if gather else summed
+        summed = add_up(reduce, summed, self.outer).wait()
+        return self._gathered(gather[0], summed, self.outer) if gather else summed
 
     @staticmethod
     def _gathered(transfer: Transfer, part: Tensor, group: RankGroup) -> Tensor:
@@ -356,7 +356,7 @@ class GradientReducer:
 
     def set_mean_of(self, index: int, mean: Tensor) -> None:
         """Put a mean in place of that of the rounds so far, in this rank's part."""
-        share = self._divisor / (1 if self._outer is None else self._outer.size)
+        share = self._divisor / (1 if self.outer is None else self.outer.size)
         for number in self._buckets_of(index):
             bucket, kept = self._plan.buckets[number], self._sums[number]
             assert kept is not None

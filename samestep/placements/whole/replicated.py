@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import Pending, gather_segments, maximum
-from samestep.comm.groups import GroupReduction, RankGroup
+from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
 from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
 from samestep.comm.presence import PresenceAgreement, Problem
@@ -223,6 +223,22 @@ class ReplicatedParameters(Placement):
 
     def lines(self) -> list[str]:
         return self._plan_lines
+
+    def averaged_by(self, param: Tensor) -> str:
+        if self.distribution.grads == "reduced":
+            return "somebody else"
+        outer = "" if self.reducer.outer is None else f", {ranks_text(self.reducer.outer.members)}"
+        return f"us: {ranks_text(self.group.members)}{outer}"
+
+    def updated_by(self, param: Tensor) -> str:
+        """Those of the copies that answer for it; of a DTensor they do so for their parts of it."""
+        index, owners = self._index(param), set[int]()
+        for bucket in self.plan.buckets:
+            for rank, segment in bucket.filled:
+                if any(piece.param == index for piece in segment.pieces):
+                    owners |= set(range(self.group.size)) if bucket.replicated else {rank}
+        parts = "" if self.mesh is None else f", in {self.mesh.group.size} parts"
+        return ranks_text([self.group.members[rank] for rank in sorted(owners)]) + parts
 
     @property
     def keeps_all(self) -> bool:

@@ -61,10 +61,13 @@ def net(dtype=torch.float32) -> nn.Sequential:
     return nn.Sequential(*layers).to(dtype)
 
 
+def copies_of_parts(mesh) -> nn.Module:
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return parallelize_module(net(), mesh["model"], plan)
+
+
 def tensor_parallel(mesh) -> nn.Module:
-    model = net()
-    parallelize_module(model, mesh["model"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return fully_shard(model, mesh=mesh["data"])
+    return fully_shard(copies_of_parts(mesh), mesh=mesh["data"])
 
 
 ALONE = "one process"
@@ -75,7 +78,9 @@ RUNS = {
     "reduced": (net, {"grads": "reduced"}),
     "flat": (net, {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tensor parallel": (tensor_parallel, {"overrides": FUSED}),
+    "copies of parts": (copies_of_parts, {}),
 }
+ON_MESH = ("tensor parallel", "copies of parts")
 
 
 def observed(calls, model, options, data) -> str:
@@ -99,7 +104,7 @@ def run(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     calls, texts = Calls(), {}
     for name, (make, options) in RUNS.items():
-        model = make(mesh) if name == "tensor parallel" else make()
+        model = make(mesh) if name in ON_MESH else make()
         data = 0 if name == "reduced" else rank // 2
         texts[name] = observed(calls, model, options, data)
     return calls.seen, texts
@@ -157,6 +162,9 @@ def test_who_averages_what(ranks):
     assert "copies beside a mesh" in cut
     assert "Here: 3.weight, 3.bias on ranks 1, 3." in cut
     assert "4 gradients of float16" in told["float16"]
+    parts = told["copies of parts"]
+    assert "2 DTensors on ranks 0, 1, of which others have copies, averaged by samestep" in parts
+    assert "2 plain parameters averaged by samestep over ranks 0, 1, 2, 3" in parts
 
 
 def test_what_nobody_checks_comes_last_and_is_called_so(ranks):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 import samestep
 from samestep.comm.meshes import held, mesh_group
 from samestep.rules.muon import MuonRule
+from tests.counting_group import counted
 from tests.ranks import run_cases, run_forked
 from tests.soak import SOAK
 
@@ -480,3 +481,32 @@ def test_a_process_group_without_the_other_parts_is_refused():
         return True
 
     assert all(run_forked(4, job))
+
+
+def test_bytes_are_the_least_possible_and_parts_of_blocks():
+    """Counted over all ranks of a step.
+
+    A reduce-scatter and an all-gather of every part, over its copies; and each block's parts once
+    to its owner, and back.
+    """
+    names = ["column", "row", "by_columns", "embedding", "stack"]
+    data, model = 2, 2
+
+    def job(rank):
+        with counted():
+            mesh, params = laid_out(names, (data, 1, model))
+            opt = optimizer(params, names, bucket_size=200, crossover=1)
+            put_gradients(mesh, params, 0)
+            with counted() as log:
+                opt.step()
+        floats = [call for call in log if call.dtype == torch.float32]
+        return sum(call.sent for call in floats)
+
+    found = run_forked(data * model, job)
+    whole = sum(torch.Size(PARAMS[name].shape).numel() for name in names)
+    between_copies = 2 * (data - 1) * whole
+    blocks = [name for name in names if PARAMS[name].rule == "muon"]
+    parts = (
+        2 * sum(torch.Size(PARAMS[name].shape).numel() for name in blocks) * (model - 1) // model
+    )
+    assert sum(found) == 4 * (between_copies + parts)

@@ -260,8 +260,6 @@ def _other_ranks(facts: Facts) -> str | None:
 
 def _fused_and_cut(facts: Facts) -> str | None:
     """Weights of several blocks whose rows are cut by more than FSDP2."""
-    if not facts.sharded:
-        return None
     by_fsdp = _managed_by_fsdp(facts)
     found = [
         name

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import samestep
+from samestep.rules.state import MASTER
 from tests.ranks import run_forked
 from tests.test_full_values import LAYOUTS, Net, backward, build
 
@@ -78,7 +79,7 @@ def test_states_of_another_precision_are_rounded_when_loaded():
 @pytest.mark.parametrize(
     ("choice", "error", "text"),
     [
-        ({"step": torch.bfloat16}, ValueError, "'step'; only moments"),
+        ({"step": torch.bfloat16}, ValueError, "'step'; these have a choice"),
         ({"exp_avg": "bf16"}, TypeError, r"state_dtypes\['exp_avg'\] must be a floating"),
         (torch.bfloat16, TypeError, "a mapping of moments to dtypes"),
     ],
@@ -95,3 +96,48 @@ def test_not_changed_afterwards():
     backward(model, 0, 0)
     with pytest.raises(RuntimeError, match="state_dtypes: None ->"):
         opt.step()
+
+
+MASTERS = [torch.float64, torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", MASTERS, ids=str)
+def test_master_weights_in_a_dtype_of_choice(dtype):
+    """Kept so in every layout, with the same bits; computed in 32 bits, and better than none."""
+
+    def job(rank):
+        found = []
+        for layout in LAYOUTS.values():
+            model = Net().bfloat16()
+            opt = build(model, master_weights=True, state_dtypes={"master_weight": dtype}, **layout)
+            for step in range(6):
+                backward(model, rank, step)
+                opt.step()
+                opt.zero_grad()
+            opt.wait_for_parameters()
+            kept = {t.dtype for s in opt.state.values() for k, t in s.items() if k == MASTER}
+            names = [name for group in opt.param_groups for name in group["param_names"]]
+            whole = {name: opt.full_parameter(name) for name in names}
+            assert all(value.dtype == torch.float32 for value in whole.values())
+            found.append((kept, whole))
+        return found
+
+    for found in run_forked(2, job):
+        for kept, whole in found:
+            assert kept == {dtype}
+            for name, value in whole.items():
+                assert torch.equal(value, found[0][1][name]), name
+
+
+def test_a_master_weight_of_float32_is_the_usual_one():
+    models = []
+    for options in ({}, {"state_dtypes": {"master_weight": torch.float32}}):
+        model = Net().bfloat16()
+        opt = build(model, master_weights=True, **options)
+        for step in range(3):
+            backward(model, 0, step)
+            opt.step()
+            opt.zero_grad()
+        models.append(opt.whole_state())
+    for name, state in models[0].items():
+        assert torch.equal(state[MASTER], models[1][name][MASTER])

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 
-from samestep.checkpoint import folder
+from samestep.checkpoint import folder, formats
 from samestep.checkpoint.formats import format_named, open_checkpoint
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
@@ -21,7 +21,7 @@ from samestep.checkpoint.torch_files import TorchFiles
 from samestep.tooling.request import BadRequestError
 
 # Under these names too.
-ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"}
+ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"} | formats.ALIASES
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,12 @@ class Options:
     ]
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a folder to be made")]
     to: Annotated[
-        Literal["fully_reshardable", "samestep", "fsdp_dtensor", "torch"],
+        Literal[
+            "fully_reshardable", "fully_sharded_model_space", "samestep", "fsdp_dtensor", "torch"
+        ],
         tyro.conf.arg(
-            help="fully_reshardable or samestep: ours; fsdp_dtensor or torch: what "
-            "torch.distributed.checkpoint reads"
+            help="fully_reshardable, fully_sharded_model_space or samestep: ours; fsdp_dtensor or "
+            "torch: what torch.distributed.checkpoint reads"
         ),
     ]
     optimizer: Annotated[

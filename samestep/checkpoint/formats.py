@@ -44,7 +44,9 @@ from samestep.checkpoint.torch_files import (
     write_with_torch,
 )
 
-FormatName = Literal["fully_reshardable", "fsdp_dtensor", "dp_local"]
+FormatName = Literal["fully_reshardable", "fully_sharded_model_space", "fsdp_dtensor", "dp_local"]
+# What Megatron calls it: every rank writes the boxes of parameters and state that it owns.
+ALIASES = {"fully_sharded_model_space": "fully_reshardable"}
 Facts = Mapping[str, Any]  # of the index: versions, layout, groups, extra
 WRITTEN_AS = "written_as"  # the key in the index
 SUM = f"{INDEX}.sha256"
@@ -210,10 +212,17 @@ FORMATS: dict[str, Format] = {
 }
 
 
+def own_name(name: str) -> str:
+    """The name under which a format is written; raises if it is unknown."""
+    found = ALIASES.get(name, name)
+    if found not in FORMATS:
+        known = ", ".join([*FORMATS, *ALIASES])
+        raise CheckpointError(f"format must be one of {known}, got {name!r}")
+    return found
+
+
 def format_named(name: str) -> Format:
-    if name not in FORMATS:
-        raise CheckpointError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
-    return FORMATS[name]
+    return FORMATS[own_name(name)]
 
 
 def open_checkpoint(folder: Path, here: Here | None = None) -> Stored:

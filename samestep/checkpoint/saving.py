@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from samestep.checkpoint.folder import Unfinished, partial_of
-from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named
+from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named, own_name
 from samestep.checkpoint.logical import GroupFacts, Pieces, group_facts, of_all_stages, tensors_of
 from samestep.checkpoint.ranks import Ranks, WritePlan, all_ranks, plan_locally
 from samestep.checkpoint.storage import CheckpointError, Values
@@ -95,12 +95,13 @@ def save(
         keep: Remove all but so many of the newest checkpoints beside it.
         format: "fsdp_dtensor" is what torch's own tools read; it loads anywhere too. "dp_local"
             is written without planning and loads in the same layout only.
+            "fully_sharded_model_space", Megatron's name, is the default.
 
     Raises:
         CheckpointError: On all ranks, with nothing left behind: training can go on.
     """
     finish_background()
-    request = Request(Path(path), model, optimizer, extra, keep, format)
+    request = Request(Path(path), model, optimizer, extra, keep, own_name(format))
     ranks = all_ranks(f"save of {path}")
     prepared = prepare(request, ranks, lambda: look(request, ranks.size))
     write(prepared, partial(value_in, prepared.seen.state_dict))
@@ -303,7 +304,7 @@ def async_save(
     """
     global _running
     finish_background()
-    request = Request(Path(path), model, optimizer, extra, keep, format)
+    request = Request(Path(path), model, optimizer, extra, keep, own_name(format))
     ranks = _own_group(f"save of {path}")
     staging = _staging_of(optimizer if optimizer is not None else model)
     plan = planned = None

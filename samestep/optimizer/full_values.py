@@ -51,7 +51,7 @@ class FullValues:
     def parameter(self, name: str) -> Tensor:
         param = self.param(name)
         if MASTER in self._state[param]:
-            return self.state(name, MASTER)[MASTER]
+            return self.state(name, MASTER)[MASTER].to(math_dtype(param))
         return self.holder(param).whole_value(param).to(math_dtype(param), copy=True)
 
     def set_parameter(self, name: str, value: Tensor) -> None:

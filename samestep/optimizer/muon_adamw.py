@@ -131,7 +131,8 @@ class MuonAdamW(RuleOptimizer):
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
-        state_dtypes: keep moments in other dtypes: {"exp_avg": torch.bfloat16, ...}.
+        state_dtypes: keep moments, or master weights, in other dtypes:
+            {"exp_avg": torch.bfloat16, "master_weight": torch.float64, ...}.
         master_weights, max_grad_norm, update_rms, compile, cuda_graph, batch_elements: how a step
             is taken; `samestep.groups.step_options.StepOptions` tells of each.
         sharding, buffers, reduction, overlap_grad_reduce, process_group, ...: what ranks share;

@@ -11,7 +11,8 @@ from torch import Tensor
 from samestep.rules.basin import Coefficients, as_table, unsafe_step
 
 # State of the parameter's shape. Counts and per-row variances are small and stay in 32 bits.
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+# What `state_dtypes` may name: moments, and the master copies of narrower parameters.
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_weight")
 
 
 def _number(name: str, value: Any) -> float:
@@ -138,14 +139,14 @@ def own_table(
 
 
 def state_dtypes(name: str, value: Any) -> None:
-    """None, or a dtype for some of the moments: {"exp_avg": torch.bfloat16, ...}."""
+    """None, or a dtype for moments and master copies: {"exp_avg": torch.bfloat16, ...}."""
     if value is None:
         return
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be None or a mapping of moments to dtypes, got {value!r}")
     for key, dtype in value.items():
         if key not in MOMENTS:
-            raise ValueError(f"{name} has {key!r}; only moments have a choice: {list(MOMENTS)}")
+            raise ValueError(f"{name} has {key!r}; these have a choice: {list(MOMENTS)}")
         if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"{name}[{key!r}] must be a floating torch.dtype, got {dtype!r}")
 

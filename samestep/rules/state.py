@@ -10,7 +10,7 @@ from torch import Tensor
 from samestep.layout.blocks import Block
 from samestep.rules.rule import Rule
 
-MASTER = "master_weight"  # the 32-bit copy of a 16-bit parameter
+MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits if not asked otherwise
 
 State = dict[str, Tensor]
 
@@ -66,7 +66,8 @@ def initial_state(
         for key, shape in shapes.items()
     }
     if needs_master(param, master_weights):
-        state[MASTER] = param.detach().to(math_dtype(param)).contiguous()
+        dtype = state_dtype(param, MASTER, options)
+        state[MASTER] = param.detach().to(dtype).contiguous()
     return state
 
 

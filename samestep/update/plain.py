@@ -262,7 +262,7 @@ def exact_value(param: Tensor, state: State) -> Tensor:
     value = _in(math_dtype(param), param)
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
-        value = torch.where(master.to(param.dtype) == param, master, value)
+        value = torch.where(master.to(param.dtype) == param, _in(value.dtype, master), value)
     return value
 
 

@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32
 
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table
@@ -16,6 +16,7 @@ from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.orthogonalize import kernels_run, step_coefficients
+from samestep.rules.state import MASTER
 from samestep.update.plain import GroupMath, Operand
 
 BATCH_ELEMENTS = 1 << 30  # orthogonalized at once: 4 bytes each, and less for Gram matrices
@@ -177,7 +178,8 @@ def _fits(operand: Operand) -> bool:
     """Whether kernels know its dtypes and strides."""
     tensors = operand.param, operand.grad, *operand.state.values()
     known = all(t.dtype in DTYPES and t.is_contiguous() for t in tensors)
-    return known and operand.param.numel() > 0
+    master = operand.state.get(MASTER)  # which kernels take to have 32 bits
+    return known and operand.param.numel() > 0 and (master is None or master.dtype == float32)
 
 
 def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:

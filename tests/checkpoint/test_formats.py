@@ -226,6 +226,18 @@ def test_load_compares_checksums(saved, tmp_path):
         assert "rank_1.bin is damaged" in texts[1]
 
 
+def test_a_name_of_megatrons_is_ours(tmp_path):
+    model, opt = build(Case("one", 1))
+    for name in ("fully_reshardable", "fully_sharded_model_space"):
+        samestep.save(tmp_path / name, model, opt, format=name)
+    files = {path.name for path in (tmp_path / "fully_reshardable").iterdir()}
+    other = tmp_path / "fully_sharded_model_space"
+    assert {path.name for path in other.iterdir()} == files
+    fresh, of_fresh = build(Case("one", 1), seed=2)
+    samestep.load(other, fresh, of_fresh)
+    assert same_bits(local_bits(fresh, of_fresh), local_bits(model, opt))
+
+
 def test_what_is_refused(saved, tmp_path):
     path, _ = saved
     model, opt = build(Case("one", 1))

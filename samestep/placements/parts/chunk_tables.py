@@ -221,6 +221,8 @@ class ChunkTables:
         for part, size, source in self.parts:
             route = part.route
             master = held.state_of(route.param).get(MASTER)
+            if master is not None and master.dtype != torch.float32:
+                raise NotRowsError
             target = _known(part.of(held.value_of(route.param)), size)
             own = None if master is None else _known(part.of(master), size)
             block, group = Size(*route.block.shape), held.specs[route.param].group

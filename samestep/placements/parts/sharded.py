@@ -35,8 +35,8 @@ from samestep.rules.state import (
     State,
     initial_state,
     is_elementwise,
-    math_dtype,
     needs_master,
+    state_dtype,
 )
 from samestep.update.plain import GroupMaths, Operand
 
@@ -133,7 +133,8 @@ class ShardedParameters(Placement):
                 for key, tensor in wanted.items()
             }
             if needs_master(param, master_weights):
-                made[param][MASTER] = _beside(param, param.to_local().to(math_dtype(param)))
+                dtype = state_dtype(param, MASTER, group)
+                made[param][MASTER] = _beside(param, param.to_local().to(dtype))
         self.exchange.prepare()
         return made
 

@@ -24,7 +24,7 @@ from samestep.rules.state import (
     block_states,
     initial_state,
     is_elementwise,
-    math_dtype,
+    state_dtype,
 )
 
 
@@ -322,7 +322,8 @@ def _empty(param: Tensor, spec: ParamSpec, group: Group, *, master: bool) -> Sta
     like = torch.empty(of_process.shape, dtype=param.dtype, device="meta")
     wanted = initial_state(rule, like, of_process.blocks, group, master_weights=False)
     if master:
-        wanted[MASTER] = torch.empty(of_process.shape, dtype=math_dtype(param), device="meta")
+        dtype = state_dtype(param, MASTER, group)
+        wanted[MASTER] = torch.empty(of_process.shape, dtype=dtype, device="meta")
     return {
         key: torch.zeros(
             spec.shape if is_local(key, spec, group) else tensor.shape,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import samestep
 from samestep.fsdp import use_ordered_reduction
@@ -128,6 +129,64 @@ def ended(layout, **options):
     first, second = run_forked(2, job)
     assert differing(second, first) == []  # replicas
     return first
+
+
+CUTS = {"query": 0, "up": 0, "out": 1, "down": 1, "odd": 0, "experts": 1, "bias": 0}
+
+
+def ended_in_parts(**options):
+    """What four ranks end with: two data ranks have copies, two others the parts of each."""
+
+    def job(rank):
+        torch.cuda.set_device(0)
+        mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("data", "model"))
+        model, whole = Given().cuda(), Given()
+        axis = mesh["model"]
+        for name, param in list(model.named_parameters()):
+            owner, _, key = name.rpartition(".")
+            place = Shard(CUTS[key]) if key in CUTS else Replicate()
+            spread = distribute_tensor(param.detach(), axis, [place], src_data_rank=None)
+            model.get_submodule(owner).register_parameter(key, nn.Parameter(spread))
+        opt = samestep.MuonAdamW(
+            model, max_grad_norm=1.0, bucket_size=100_000, reduction="ordered", **SHARED, **options
+        )
+        for step in range(STEPS):
+            grads = whole.gradients(rank // 2, step)
+            for name, param in model.named_parameters():
+                full = grads[name].cuda()
+                param.grad = distribute_tensor(full, axis, param.placements, src_data_rank=None)
+            opt.step()
+            opt.zero_grad()
+        assert float(opt.metrics()["grad_norm"]) > 10.0  # it clips
+        values = {name: opt.full_parameter(name).cpu() for name, _ in model.named_parameters()}
+        state = {
+            f"{name}.{key}": value.cpu()
+            for name, entries in opt.whole_state().items()
+            for key, value in entries.items()
+        }
+        return values | state
+
+    first, *others = run_forked(4, job)
+    assert all(differing(other, first) == [] for other in others)
+    return first
+
+
+COPIES = {
+    "none": {"sharding": "none"},
+    "zero2": {},
+    "zero1": {"sharding": "zero1"},
+    "gather": {"muon_schedule": "gather"},
+}
+
+
+def test_copies_of_parts_have_the_same_bits():
+    """With kernels, in the dtypes of the default, as plain parameters on two ranks."""
+    expected = ended("none")
+    for layout, options in COPIES.items():
+        assert differing(ended_in_parts(**options), expected) == [], layout
+    options = {"compute_dtype": torch.float32}
+    found = ended_in_parts(block_dtype=torch.float32, **options)
+    assert differing(found, ended("none", **options)) == []
 
 
 def reference():

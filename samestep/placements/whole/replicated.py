@@ -237,7 +237,9 @@ class ReplicatedParameters(Placement):
             for rank, segment in bucket.filled:
                 if any(piece.param == index for piece in segment.pieces):
                     owners |= set(range(self.group.size)) if bucket.replicated else {rank}
-        parts = "" if self.mesh is None else f", in {self.mesh.group.size} parts"
+        parts = ""
+        if self.mesh is not None and self.mesh.group.size > 1:
+            parts = f", in {self.mesh.group.size} parts"
         return ranks_text([self.group.members[rank] for rank in sorted(owners)]) + parts
 
     @property

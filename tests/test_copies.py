@@ -299,3 +299,26 @@ def test_the_table_and_the_assumptions_tell_who_averages():
         assert f"averaged by samestep over {copies}" in told
         (row,) = [line for line in managed.splitlines() if line.startswith("0.weight")]
         assert " FSDP2 " in row
+
+
+def test_check_finds_copies_of_parts_that_differ():
+    """Tampered with on one rank, in a parameter and in state that copies have alike."""
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=AXES)
+        model = tensor_parallel(mesh["model"])
+        opt = samestep.MuonAdamW(model, lr=0.1, sharding="none")
+        train(model, opt, rank // 2)
+        silent = check(model, opt)
+        if rank == 3:
+            model[0].weight.to_local().data[1, 2] += 1
+            opt.state[model[2].weight]["momentum_buffer"][0] += 1
+        return silent, check(model, opt, raise_on_drift=False)
+
+    for silent, drifts in run_forked(4, job):
+        assert silent == []
+        found = {drift.name: drift for drift in drifts}
+        assert found.keys() == {"0.weight", "2.weight.momentum_buffer"}
+        for drift in found.values():
+            assert (drift.first_rank, drift.ranks, drift.count) == (1, (3,), 1)
+            assert abs(drift.other - drift.first) == pytest.approx(1)

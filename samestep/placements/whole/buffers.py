@@ -211,8 +211,10 @@ class FlatParameters:
         Gives the first one that cannot be, since its dtype or device has changed.
         """
         for index, view in enumerate(self._views):
+            if view is None:
+                continue
             value = self._held.value(index)
-            if view is None or (value.data_ptr(), value.stride()) == self._at(view):
+            if (value.data_ptr(), value.stride()) == self._at(view):
                 continue
             if (value.dtype, value.device) != (view.dtype, view.device):
                 return index

@@ -26,18 +26,31 @@ class HeldTensors:
     def __len__(self) -> int:
         return len(self.params)
 
-    @torch.no_grad()
+    # torch has no public way to move what a DTensor holds, and `to_local` is a part of autograd:
+    # in every step this is asked of every parameter, so what is held is looked at directly.
+
     def value(self, index: int) -> Tensor:
         """A view to read from and write to."""
         dtensor = self._dtensors[index]
-        if dtensor is None:
-            return self.params[index].detach()
-        local: Tensor = dtensor.to_local()
-        return local.detach()
+        held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
+        return held.detach()
 
     def values(self) -> list[Tensor]:
         """Of all of them."""
         return [self.value(index) for index in range(len(self))]
+
+    def address(self, index: int) -> int:
+        """Where a value lies."""
+        dtensor = self._dtensors[index]
+        held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
+        return held.data_ptr()
+
+    def first_strided(self) -> int | None:
+        """The first whose value is not contiguous."""
+        for index, (param, dtensor) in enumerate(zip(self.params, self._dtensors, strict=True)):
+            if not (param if dtensor is None else dtensor._local_tensor).is_contiguous():
+                return index
+        return None
 
     @torch.no_grad()
     def replace(self, index: int, view: Tensor) -> None:
@@ -46,18 +59,15 @@ class HeldTensors:
         if dtensor is None:
             self.params[index].data = view
         else:
-            dtensor._local_tensor = view  # torch has no public way to move what a DTensor holds
+            dtensor._local_tensor = view
 
-    @torch.no_grad()
     def gradient(self, index: int) -> Tensor | None:
         """What `.grad` has here, detached; it may be a summand of those of a mesh."""
-        grad = self.params[index].grad
+        grad: Any = self.params[index].grad
         if grad is None:
             return None
-        if self._dtensors[index] is None:
-            return grad.detach()
-        local: Tensor = grad.to_local()  # type: ignore[attr-defined]
-        return local.detach()
+        held: Tensor = grad if self._dtensors[index] is None else _held_of(grad)
+        return held.detach()
 
     @torch.no_grad()
     def put_gradient(self, index: int, local: Tensor | None) -> None:
@@ -100,3 +110,9 @@ class HeldTensors:
             else:
                 raise ValueError(f"is {tuple(found)}")
         return tuple(kinds)
+
+
+def _held_of(grad: Any) -> Tensor:
+    """What this rank holds of a DTensor's gradient; of a plain tensor, which is refused, all."""
+    held: Tensor = getattr(grad, "_local_tensor", grad)
+    return held

@@ -441,8 +441,7 @@ class ReplicatedParameters(Placement):
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""
         if self._flat is None:
-            values = enumerate(self.held.values())
-            changed = next((i for i, value in values if not value.is_contiguous()), None)
+            changed = self.held.first_strided()
             now = "is not contiguous any more"
         else:
             changed = self._flat.adopt()
@@ -606,7 +605,7 @@ class ReplicatedParameters(Placement):
 
     def _views(self, piece: Piece) -> tuple[Tensor, State]:
         """The piece in its parameter, and its state; made once, unless either was replaced."""
-        address = self.held.value(piece.param).data_ptr()
+        address = self.held.address(piece.param)
         state = self._state[self.params[piece.param]]
         known = self._known_views.get(piece)
         if (

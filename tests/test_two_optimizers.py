@@ -1,6 +1,7 @@
-"""Two optimizers that reduce gradients inside backward: refused where they meet in one."""
+"""Two optimizers that reduce gradients inside backward: one order of launches where they meet."""
 
 import gc
+import warnings
 from contextlib import contextmanager
 
 import pytest
@@ -8,7 +9,6 @@ import torch
 from torch import nn
 
 import samestep
-from samestep.comm.presence import RankProblemError
 from tests.ranks import run_forked
 
 OVERLAP = {"overlap_grad_reduce": True, "bucket_size": 300, "crossover": 1}
@@ -38,12 +38,16 @@ def loss_of(model: Net, rank: int, step: int, *, whole: bool = True) -> torch.Te
 
 def train(model, optimizers, rank, steps, lacks=1):
     """Rank `lacks` has no gradient of the last two in every other step."""
-    for step in steps:
-        loss_of(model, rank, step, whole=rank != lacks or step % 2 == 1).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    for number in steps:
+        loss_of(model, rank, number, whole=rank != lacks or number % 2 == 1).backward()
+        step(*optimizers)
     return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def step(*optimizers):
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @contextmanager
@@ -66,54 +70,76 @@ def same(found, expected) -> bool:
     return all(torch.equal(found[name], value) for name, value in expected.items())
 
 
+ORDERED = {"reduction": "ordered", "lr": 0.1, "weight_decay": 0.1}
+RULES = [
+    {"params": ["first", "second"], "rule": "muon"},
+    {"params": ["scale", "shift"], "rule": "adamw", "betas": (0.9, 0.999)},
+]
+
+
+def by_one(rank, steps):
+    """What one optimizer for all parameters does."""
+    model = Net()
+    one = samestep.MuonAdamW(model, groups=RULES, **ORDERED, **OVERLAP)
+    return train(model, [one], rank, steps)
+
+
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("first", ["Muon", "AdamW"])
-def test_both_in_one_backward_are_refused_on_every_rank(world, first):
+def test_both_in_one_backward_launch_in_their_steps(world, first):
+    """In one order on all ranks, whatever gradients are missing; told once, on every rank."""
+
     def job(rank):
         model = Net()
-        before = train(model, [], rank, ())
+        other = {**OVERLAP, "sharding": "zero1", "buffers": "flat"}
         both = [
-            samestep.Muon(model.matrices(), **OVERLAP),
-            samestep.AdamW(model.vectors(), **OVERLAP),
+            samestep.Muon(model.matrices(), **ORDERED, **OVERLAP),
+            samestep.AdamW(model.vectors(), **ORDERED, **other),
         ]
         both.sort(key=lambda opt: type(opt).__name__ != first)
-        texts = []
-        for _ in range(2):  # who goes on all the same is told again
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
             loss_of(model, rank, 0, whole=rank != 1).backward()
-            with pytest.raises(RuntimeError) as caught:
-                both[0].step()
-            texts.append(str(caught.value))
-            model.zero_grad()
-        assert same(train(model, [], rank, ()), before)
-        return texts
+            with collectives() as called:
+                step(*both)
+            train(model, both, rank, range(1, 5))
+        launched = []
+        with collectives() as inside:
+            loss_of(model, rank, 9).backward()
+        launched += inside
+        model.zero_grad()
+        found = {name: param.detach().clone() for name, param in model.named_parameters()}
+        return same(found, by_one(rank, range(5))), [str(t.message) for t in told], launched, called
 
-    for texts in run_forked(world, job):
-        for text in texts:
-            assert "Muon (2 parameters from 'first' on)" in text
-            assert "AdamW (2 parameters from 'scale' on)" in text
-            assert "one MuonAdamW for all parameters" in text
-            assert "overlap_grad_reduce=True out of one" in text
+    for agree, told, launched, called in run_forked(world, job):
+        assert agree
+        assert launched == []
+        assert called
+        (text,) = [t for t in told if "two optimizers" in t]
+        assert "Muon (2 parameters from 'first' on)" in text
+        assert "AdamW (2 parameters from 'scale' on)" in text
+        assert "one MuonAdamW for all parameters" in text
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_one_that_comes_later_launches_nothing_before_it_is_refused(world):
+def test_one_that_comes_later_is_waited_for():
     def job(rank):
         model = Net()
-        muon = samestep.Muon(model.matrices(), **OVERLAP)
+        muon = samestep.Muon(model.matrices(), **ORDERED, **OVERLAP)
         train(model, [muon], rank, range(2), lacks=None)
-        adamw = samestep.AdamW(model.vectors(), **OVERLAP)
+        adamw = samestep.AdamW(model.vectors(), **ORDERED, **OVERLAP)
         model.zero_grad()
         with collectives() as called:
             loss_of(model, rank, 0, whole=rank != 1).backward()
         assert called == []
-        with pytest.raises(RuntimeError, match="two optimizers reduce gradients"):
-            adamw.step()
-        return True
+        with pytest.warns(UserWarning, match="two optimizers have"):
+            step(muon, adamw)
+        return train(model, [muon, adamw], rank, range(1, 4))
 
-    assert run_forked(world, job) == [True] * world
+    first, second = run_forked(2, job)
+    assert same(first, second)
 
 
-def test_a_rank_without_gradients_of_one_of_them_hears_of_it():
+def test_a_rank_without_gradients_of_one_of_them_holds_back_too():
     def job(rank):
         model = Net()
         both = [
@@ -121,34 +147,54 @@ def test_a_rank_without_gradients_of_one_of_them_hears_of_it():
             samestep.AdamW(model.vectors(), **OVERLAP),
         ]
         (loss_of(model, rank, 0) if rank == 0 else model.first.sum()).backward()
+        with pytest.warns(UserWarning, match="two optimizers have gradients of the same"):
+            step(*both)
+        with collectives() as called:
+            loss_of(model, rank, 1).backward()
+        assert called == []
+        step(*both)
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    first, second = run_forked(2, job)
+    assert same(first, second)
+
+
+def test_two_that_meet_when_they_launch_already_are_refused():
+    """After steps with a backward each; on every rank, before anything was written."""
+
+    def job(rank):
+        model = Net()
+        both = [
+            samestep.AdamW(model.matrices(), **OVERLAP),
+            samestep.AdamW(model.vectors(), **OVERLAP),
+        ]
+        for step in range(2):
+            for part, optimizer in zip(("first", "scale"), both, strict=True):
+                (getattr(model, part).sum() * (rank + step + 1)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        loss_of(model, rank, 0).backward()
         with pytest.raises(RuntimeError) as caught:
             both[0].step()
-        return type(caught.value), str(caught.value)
+        return str(caught.value)
 
-    (own, told), (heard, other) = run_forked(2, job)
-    assert own is RuntimeError
-    assert "two optimizers reduce gradients inside the same backward" in told
-    assert heard is RankProblemError
-    assert "rank 0 could not take the step" in other
+    for text in run_forked(2, job):
+        assert "two optimizers reduce gradients inside the same backward" in text
+        assert "did not do in their first steps" in text
+        assert "one MuonAdamW for all parameters" in text
 
 
 def test_the_ways_out_are_silent_and_give_the_same_bits():
     """One optimizer for both, or overlap in the one that steps first; missing gradients too."""
 
     def job(rank):
-        ordered = {"reduction": "ordered", "lr": 0.1, "weight_decay": 0.1}
-        rules = [
-            {"params": ["first", "second"], "rule": "muon"},
-            {"params": ["scale", "shift"], "rule": "adamw", "betas": (0.9, 0.999)},
-        ]
-        found = []
-        for overlap in (OVERLAP, {}):
-            model = Net()
-            one = samestep.MuonAdamW(model, groups=rules, **ordered, **overlap)
-            found.append(train(model, [one], rank, range(4)))
+        found = [by_one(rank, range(4))]
         model = Net()
-        muon = samestep.Muon(model.matrices(), **ordered, **OVERLAP)
-        adamw = samestep.AdamW(model.vectors(), **ordered)
+        one = samestep.MuonAdamW(model, groups=RULES, **ORDERED)
+        found.append(train(model, [one], rank, range(4)))
+        model = Net()
+        muon = samestep.Muon(model.matrices(), **ORDERED, **OVERLAP)
+        adamw = samestep.AdamW(model.vectors(), **ORDERED)
         found.append(train(model, [muon, adamw], rank, range(4)))
         return found
 

@@ -60,19 +60,23 @@ class PresenceAgreement:
         self._rank = groups[0].members[groups[0].rank]
         self._device = device
         self._on_their_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # codes of a GPU
+        self.flagged: bool | None = None  # by any rank, in the last step of which that is known
 
-    def agree(self, here: Sequence[bool], problem: Problem | None) -> list[bool | Tensor]:
+    def agree(
+        self, here: Sequence[bool], problem: Problem | None, flag: bool = False
+    ) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
 
         Raises on every rank if any rank has a problem. The host never waits for a GPU: what is
         present here is present anywhere, the rest stays on the device, and another rank's
-        problem is read at a later step, when its code has arrived.
+        problem is read at a later step, when its code has arrived. So is a `flag` of any rank.
         """
         while self._on_their_way and has_passed(self._on_their_way[0][1]):
-            self._raise_for(int(self._on_their_way.popleft()[0]))
-        code = 0
+            self._read(int(self._on_their_way.popleft()[0]))
+        code = int(flag)
         if problem is not None:
-            code = (self._rank + 1) << 32 | (0 if problem.param is None else problem.param + 1)
+            param = 0 if problem.param is None else problem.param + 1
+            code |= ((self._rank + 1) << 32 | param) << 1
         on_gpu = self._device.type == "cuda"
         votes = torch.tensor([*here, code], dtype=torch.int64, pin_memory=on_gpu)
         votes = votes.to(self._device, non_blocking=True)
@@ -83,7 +87,7 @@ class PresenceAgreement:
             raise problem.error
         if self._device.type == "cpu":
             *present, code = anywhere.tolist()
-            self._raise_for(code)
+            self._read(code)
             return [bool(value) for value in present]
         if on_gpu:
             pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
@@ -96,7 +100,8 @@ class PresenceAgreement:
         flags = anywhere.bool().unbind()
         return [known or flag for known, flag in zip(here, flags, strict=False)]
 
-    def _raise_for(self, code: int) -> None:
+    def _read(self, code: int) -> None:
+        self.flagged, code = bool(code & 1), code >> 1
         if not code:
             return
         rank, param = (code >> 32) - 1, code & 0xFFFFFFFF

@@ -389,8 +389,8 @@ REGISTER: tuple[Assumption, ...] = (
     ),
     Assumption(
         "one order of launches",
-        "No other optimizer reduces gradients inside the same backward: on ranks that lack a "
-        "gradient their reductions would meet in another order.",
+        "An optimizer that has not met another in one backward in its first step does not later: "
+        "on ranks that lack a gradient their reductions would meet in another order.",
         "samestep.placements.whole.launch_order:LaunchOrder.rival",
         "every step",
         "negligible time on the CPU",

@@ -6,8 +6,9 @@ Backward completes their buckets in an order that ranks need not share.
 Two optimizers that launch inside one backward have no common order. Which ones take part in a
 backward is not known before it: an optimizer may replace another, or two models have one each.
 So where one is made beside another on the same ranks, both hold their launches back until a step
-of theirs has shown that the other had no gradients in the same backward. If it had, that step is
-refused on every rank, and nothing was launched in two orders.
+of theirs has shown that the other had no gradients in the same backward, on any rank. If it had,
+both go on holding them back: each launches in its own step, in the order in which these are called.
+Two that meet later, when they launch inside backward already, are refused.
 """
 
 import threading
@@ -18,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from samestep.plan.schedule import launch_order
+from samestep.tooling.warn import warn_user
 
 
 class Launcher(Protocol):
@@ -53,8 +55,10 @@ class LaunchOrder:
         self._next = 0
         self._names: list[str] = []  # of parameters that are reduced inside backward
         self._ranks: set[int] = set()  # that take part in it
-        self._waits_for: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()  # launches are held back
-        self._refused = False
+        # Launches are held back while it is not known of these, and as long as these are there:
+        self._waits_for: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()
+        self._meets: weakref.WeakSet[LaunchOrder] = weakref.WeakSet()
+        self._alone = False  # in the last step, as far as all ranks know
         self._backwards: set[int] = set()  # passes that gave gradients since the last step
 
     def __str__(self) -> str:
@@ -71,21 +75,46 @@ class LaunchOrder:
             self._waits_for.add(other)
             other._waits_for.add(self)
 
+    def met(self) -> bool:
+        """Whether another has gradients of the same backward, on this rank, that it held back."""
+        return any(other in self._waits_for for other in self._beside())
+
+    def told(self, any_rank_met: bool | None) -> None:
+        """What all ranks know of `met`; None: nothing yet."""
+        self._alone = any_rank_met is False
+        if not any_rank_met:
+            return
+        for other in list(self._waits_for):
+            if other not in self._meets:
+                warn_user(
+                    f"two optimizers have gradients of the same backward: {self} and {other}. So "
+                    "that all ranks launch their reductions in one order, both wait for step(), "
+                    "and overlap_grad_reduce does nothing: take one MuonAdamW for all parameters "
+                    "(its groups have rules of their own)"
+                )
+            self._meets.add(other)
+            other._meets.add(self)
+
     def stepped(self) -> None:
-        """A step was taken in which no other optimizer was in use."""
-        if not self._refused:
+        """A step was taken; if no other optimizer was in use, nothing is held back from now on."""
+        if self._alone:
             self._waits_for.clear()
 
     def rival(self) -> "LaunchOrder | None":
-        """Another optimizer that launches inside a backward from which this one has gradients."""
-        for other in self._others():
-            if not self._backwards.isdisjoint(other._backwards):
+        """One with gradients of the same backward, where launches were not held back."""
+        for other in self._beside():
+            if other not in self._waits_for and other not in self._meets:
                 # Whoever goes on all the same does so without overlap.
-                self._refused = other._refused = True
-                self._waits_for.add(other)
-                other._waits_for.add(self)
+                self._meets.add(other)
+                other._meets.add(self)
                 return other
         return None
+
+    def _beside(self) -> Iterator["LaunchOrder"]:
+        """Others with gradients of a backward from which this one has some."""
+        for other in self._others():
+            if not self._backwards.isdisjoint(other._backwards):
+                yield other
 
     def _others(self) -> Iterator["LaunchOrder"]:
         if len(_inside_backward.orders) < 2:  # as in every step of nearly every run
@@ -116,7 +145,7 @@ class LaunchOrder:
 
     def launch_complete(self) -> None:
         """Launch what is complete, up to the first bucket that is not."""
-        if self._waits_for:  # and is alive
+        if self._waits_for or self._meets:  # and is alive
             return
         while (turn := self._turn()) is not None and turn.launcher.is_complete(turn.bucket):
             turn.launcher.make_room()

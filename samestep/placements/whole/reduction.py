@@ -267,10 +267,11 @@ class GradientReducer:
             return None
         message = (
             f"two optimizers reduce gradients inside the same backward: {self._order} and {rival}, "
-            f"seen on rank {self._rank}. Ranks on which a gradient is missing would launch "
-            "their reductions in another order than others, which hangs or mixes tensors. Take one "
-            "MuonAdamW for all parameters (its groups have rules of their own), or leave "
-            "overlap_grad_reduce=True out of one of them and call step() of the other first"
+            f"seen on rank {self._rank}, which they did not do in their first steps. Ranks on "
+            "which a gradient is missing launch their reductions in another order than others, "
+            "which hangs or mixes tensors. Take one MuonAdamW for all parameters (its groups have "
+            "rules of their own), or leave overlap_grad_reduce=True out of one of them and call "
+            "step() of the other first"
         )
         return Problem(RuntimeError(message))
 

@@ -509,7 +509,11 @@ class ReplicatedParameters(Placement):
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
-        self._present = self._presence.agree(self.reducer.here, problem)
+        overlaps = self.distribution.overlap_grad_reduce
+        met = overlaps and self._order.met()
+        self._present = self._presence.agree(self.reducer.here, problem, met)
+        if overlaps:
+            self._order.told(self._presence.flagged)
         if self.mesh is not None:
             self._agree_on_kinds(self.mesh)
             self.mesh.blocks.set_present(self._present)

@@ -42,7 +42,8 @@ DEFAULT_PATTERNS: Mapping[str, tuple[str, ...]] = {
 
 SEPARATE = (
     "the first rank would have rows of the first projection alone (queries without their keys and "
-    "values) and take some of them for the others. Tell the plan its parts (Plan.fused), "
+    "values) and take some of them for the others. Name its parts in Plan.fused, give each "
+    "projection a weight of its own, "
 )
 
 

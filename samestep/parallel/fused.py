@@ -118,17 +118,27 @@ def own_sizes(layer: nn.Module, sizes: Sequence[int]) -> list[int]:
 def check_fused(model: nn.Module, plan: Plan, tp: int) -> None:
     """Raise unless ranks can share the heads and rows of all fused matrices."""
     for name, _, parts in plan.fused_layers(model):
-        most = max(part.heads for part in parts)
-        for part in parts:
-            what = f"{part.heads} heads" if part.heads else f"{part.rows} rows"
-            count = part.heads or part.rows
-            shared = bool(part.heads) and part.heads < most and tp % part.heads == 0
-            if count % tp and not shared:
-                fits = [n for n in range(1, tp) if (most or count) % n == 0 and count % n == 0]
-                raise PlanError(
-                    f"fused: {name!r} has a part of {what}, which {tp} ranks of the model axis "
-                    f"cannot share evenly: take tp {' or '.join(map(str, fits[-2:]))}"
-                )
+        misfit = _misfit(parts, tp)
+        if misfit is not None:
+            fits = [str(n) for n in range(1, tp) if _misfit(parts, n) is None]
+            what = f"{misfit.heads} heads" if misfit.heads else f"{misfit.rows} rows"
+            raise PlanError(
+                f"fused: {name!r} has a part of {what}, which {tp} ranks of the model axis cannot "
+                f"share evenly: take tp {' or '.join(fits[-2:])}"
+            )
+
+
+def _misfit(parts: Sequence[FusedPart], tp: int) -> FusedPart | None:
+    """The first part that so many ranks cannot share.
+
+    Ranks that share a head have other queries each: of most heads everybody has its own.
+    """
+    most = max(part.heads for part in parts)
+    for part in parts:
+        shared = 0 < part.heads < most and tp % part.heads == 0
+        if (part.heads or part.rows) % tp and not shared:
+            return part
+    return None
 
 
 def cut_fused(model: nn.Module, plan: Plan, mesh: Mesh) -> None:

@@ -114,7 +114,8 @@ def test_every_layout_loads_the_checkpoints_of_every_other(tmp_path):
 
 def test_a_checkpoint_has_the_usual_names_and_says_how_blocks_are_cut(tmp_path):
     def job(rank):
-        stack, opt = laid_out({"tp": 2})
+        stack, _ = laid_out({"tp": 2})
+        opt = samestep.MuonAdamW(stack.model, **OPTIONS)  # parts are blocks by themselves
         train_stack(stack, opt, range(1))
         samestep.save(tmp_path / "saved", stack.model, opt)
         return values(stack.model, opt)
@@ -212,6 +213,6 @@ def state_dicts(rank, degrees):
 
 
 def test_state_dicts_have_the_usual_tensors():
-    assert run_forked(2, state_dicts, {"tp": 2}) == [True] * 2
-    assert run_forked(4, state_dicts, {"tp": 2}) == [True] * 4
     assert run_forked(4, state_dicts, {"tp": 4}) == [True] * 4
+    # FSDP2 cuts 8 rows over 3 ranks: torch's own full_tensor mixes up what was cut unevenly twice.
+    assert run_forked(6, state_dicts, {"tp": 2}) == [True] * 6

@@ -1,6 +1,7 @@
 """Fused matrices under tensor parallel: cut part by part, whole to everybody else."""
 
 import copy
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -366,16 +367,29 @@ def test_the_example_gpt_has_fused_projections():
         assert seen == expected[kv_heads].keys()
 
 
-@pytest.mark.skipif(not SOAK, reason="eight ranks, and compiling: make soak runs it")
-@pytest.mark.parametrize(
-    ("world", "degrees", "compile"),
-    [(8, {"tp": 4}, False), (8, {"tp": 4, "pp": 2}, False), (4, {"tp": 4}, "aot_eager")],
-    ids=str,
-)
-def test_sets_of_ranks_that_share_heads_beside_other_axes(world, degrees, compile):
+@pytest.mark.skipif(not SOAK, reason="eight ranks: make soak runs it")
+@pytest.mark.parametrize("degrees", [{"tp": 4}, {"tp": 4, "pp": 2}], ids=str)
+def test_sets_of_ranks_that_share_heads_beside_other_axes(degrees):
     expected = gpt_reference(2)
-    for found in run_forked(world, train_gpt, (2, degrees), compile):
+    for found in run_forked(8, train_gpt, (2, degrees)):
         assert farthest(found, {name: expected[name] for name in found}) < TOLERANCE
+
+
+def compiled(rank):
+    # Of torch's own compiler, about tensors that it looks at.
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+    found = train_gpt(rank, (2, {"tp": 4}), compile="aot_eager")
+    counted = torch._dynamo.utils.counters
+    return found, counted["stats"]["unique_graphs"], dict(counted["graph_break"])
+
+
+@pytest.mark.skipif(not SOAK, reason="compiles: make soak runs it")
+def test_blocks_with_fused_matrices_are_one_graph():
+    expected = gpt_reference(2)
+    for found, graphs, breaks in run_forked(4, compiled):
+        assert farthest(found, expected) < TOLERANCE
+        assert graphs == 1  # of both blocks, and no other in later steps
+        assert breaks == {}
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -73,6 +73,8 @@ class FusedLinear(nn.Linear):
         """(..., in), whole, to this rank's outputs of every part, one after the other."""
         if not isinstance(x, DTensor):
             x = DTensor.from_local(x, self.model_axis, [Replicate()], run_check=False)
+        if x.placements != (Replicate(),):
+            x = x.redistribute(self.model_axis, [Replicate()])
         # Each rank sees all inputs, and adds a part to their gradient.
         own = x.to_local(grad_placements=[Partial()])
         return linear(own, self.weight, self.bias)

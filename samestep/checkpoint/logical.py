@@ -5,7 +5,6 @@ state.<name>.<key>    optimizer state, in the shape that one process has it in
 options of groups     learning rates, betas, momentum, as JSON has them
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -162,12 +161,7 @@ def _joined(tensors: Tensors) -> Tensors:
         if names == [whole]:
             found[whole] = tensors[whole]
             continue
-        try:
-            of_parts = [tensors[str(part)] for part in in_order(names)]
-        except ValueError as error:
-            raise CheckpointError(
-                f"{error}: a fused parameter is saved and loaded whole; train or freeze all of it"
-            ) from None
+        of_parts = [tensors[str(part)] for part in in_order(names)]
         first, done, held = of_parts[0], 0, list[HeldBox]()
         for one in of_parts:
             held += [HeldBox(_shifted(box, done), tensor) for box, tensor in one.held]
@@ -201,17 +195,19 @@ def tensors_of(model: nn.Module | None, opt: RuleOptimizer | None) -> Tensors:
 def group_facts(opt: RuleOptimizer) -> list[GroupFacts]:
     """Per group its parameters' names and options; also numbers that others keep in there."""
     facts = []
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(opt.param_groups):
+        for name in map(whole_name, parameter_names(group, index)):
+            if group_of.setdefault(name, index) != index:
+                raise CheckpointError(
+                    f"parts of {name!r} are in several groups, and it is saved as one parameter: "
+                    "put all of them into one"
+                )
     for index, group in enumerate(opt.param_groups):
         others = {key: value for key, value in group.items() if isinstance(value, PLAIN)}
         names, cuts = _whole_names(group, index)
         options = plain_options({**others, **options_of(group), **cuts})
         facts.append({"params": names, "options": options})
-    repeated = [name for name, n in Counter(n for f in facts for n in f["params"]).items() if n > 1]
-    if repeated:
-        raise CheckpointError(
-            f"parts of {repeated[0]!r} are in several groups, and it is saved as one parameter: "
-            "put them into one"
-        )
     return facts
 
 

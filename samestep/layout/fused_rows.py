@@ -61,7 +61,10 @@ def in_order(names: Iterable[str]) -> list[FusedRows]:
     end = 0
     for part in parts:
         if part.start != end:
-            raise ValueError(f"rows {end} to {part.start} of {part.whole!r} are not here")
+            raise ValueError(
+                f"rows {end} to {part.start} of {part.whole!r} are not here: a fused parameter is "
+                "trained or frozen, saved and loaded as a whole"
+            )
         end = part.stop
     return parts
 

@@ -86,12 +86,15 @@ class FusedLinear(nn.Linear):
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
-        """This rank's rows of all parts, (rows, in); inside of FSDP2's forward."""
+        """This rank's rows of all parts, (rows, in), as they are in forward.
+
+        A copy: what is written into it is lost. Load a state dict, or write into the parts.
+        """
         return self._own("weight")
 
     @property
     def bias(self) -> Tensor | None:  # type: ignore[override]
-        """This rank's part, (rows,)."""
+        """This rank's part, (rows,), a copy too."""
         return self._own("bias") if self.has_bias else None
 
     def _own(self, of: str) -> Tensor:
@@ -102,6 +105,13 @@ class FusedLinear(nn.Linear):
             grads = part.grads if len(param.placements) == len(part.grads) else None
             found.append(param.to_local(grad_placements=grads))
         return torch.cat(found)
+
+    def reset_parameters(self) -> None:
+        """Refused: a draw of each rank's rows is not that of one process."""
+        raise RuntimeError(
+            "a fused layer was cut over the model axis: draw its values before the plan is "
+            "applied, or load a state dict"
+        )
 
     def extra_repr(self) -> str:
         """As of a linear layer, with its parts."""

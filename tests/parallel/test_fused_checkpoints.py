@@ -153,6 +153,26 @@ def test_blocks_that_were_cut_otherwise_are_refused(tmp_path):
         assert differing(found, model.state_dict()) == []
 
 
+def test_what_one_process_cannot_have_is_not_saved(tmp_path):
+    def job(rank):
+        stack, _ = laid_out({"tp": 2})
+        keys = "layers.0.attention.qkv.weight[[]16:24]"
+        apart = samestep.MuonAdamW(stack.model, overrides={keys: {"lr": 1e-3}})
+        stack.model.get_parameter("layers.1.attention.qkv.weight[0:16]").requires_grad_(False)
+        frozen = samestep.MuonAdamW(stack.model)
+        found = []
+        for opt in (apart, frozen):
+            with pytest.raises(CheckpointError) as caught:
+                samestep.save(tmp_path / "none", stack.model, opt)
+            found.append(str(caught.value))
+        return found
+
+    for apart, frozen in run_forked(2, job):
+        assert apart.startswith("parts of 'layers.0.attention.qkv.weight' are in several groups")
+        assert "rows 0 to 16 of 'layers.1.attention.qkv.weight' are not here" in frozen
+        assert not (tmp_path / "none").exists()
+
+
 def test_master_weights_come_back_with_all_their_bits(tmp_path):
     """Not rounded anew from the 16 bits of the parameters."""
     options = {"master_weights": True, "dtype": torch.bfloat16}

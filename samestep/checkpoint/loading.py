@@ -22,6 +22,7 @@ from samestep.checkpoint.logical import (
 from samestep.checkpoint.ranks import all_ranks
 from samestep.checkpoint.saving import finish_background
 from samestep.checkpoint.storage import CheckpointError
+from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules.state import MASTER
 
@@ -89,7 +90,7 @@ def load(
     if optimizer is not None:
         restore_options(optimizer, stored.content["groups"])
         stale = [name for name, part in optimizer.held_state() if part.key == MASTER]
-        if any(state_key(name, MASTER) not in chosen for name in stale):
+        if any(state_key(whole_name(name), MASTER) not in chosen for name in stale):
             optimizer.refresh_master_weights()
     return Loaded(stored.folder, stored.content["extra"], stored.content["world_size"])
 

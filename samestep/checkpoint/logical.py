@@ -21,8 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from samestep.checkpoint.storage import DTYPES, CheckpointError
 from samestep.comm.meshes import held, mesh_group
-from samestep.groups.param_groups import Group, decisive_changes, options_of, parameter_names
+from samestep.groups.param_groups import (
+    Group,
+    blocks_of_group,
+    decisive_changes,
+    name_matches,
+    options_of,
+    parameter_names,
+)
 from samestep.layout.boxes import Box, HeldBox, whole_box
+from samestep.layout.fused_rows import in_order, parts_apart, rows_in, whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.in_flight import wait_for_anyone
 
@@ -109,7 +117,9 @@ def model_tensors(model: nn.Module) -> Tensors:
     """Parameters and buffers, by the names of torch's `get_model_state_dict`; views of them."""
     found: Tensors = {}
     wait_for_anyone(model.parameters())
-    for name, value in get_model_state_dict(model).items():
+    with parts_apart():
+        state_dict = get_model_state_dict(model)
+    for name, value in state_dict.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
                 f"{name!r} in the model's state_dict is a {type(value).__name__}, and only tensors "
@@ -120,20 +130,49 @@ def model_tensors(model: nn.Module) -> Tensors:
         if isinstance(value, DTensor):
             group = mesh_group(value.device_mesh)
             box = HeldBox(held(value, group).boxes[group.rank], value.to_local())
-        found[f"{MODEL}.{name}"] = Pieces(value.shape, value.dtype, box.tensor.device, [box])
-    return found
+        found[name] = Pieces(value.shape, value.dtype, box.tensor.device, [box])
+    return {f"{MODEL}.{name}": pieces for name, pieces in _joined(found).items()}
 
 
 def state_tensors(opt: RuleOptimizer) -> Tensors:
     """All optimizer state; views of it."""
-    found: Tensors = {}
+    by_key: dict[str, Tensors] = {}
+    order: dict[tuple[str, str], None] = {}  # names and keys as they come
     opt.wait_for_parameters()
     for name, part in opt.held_state():
         tensor = opt.state[part.param][part.key]
-        found[state_key(name, part.key)] = Pieces(
-            part.shape, tensor.dtype, tensor.device, part.boxes
-        )
+        pieces = Pieces(part.shape, tensor.dtype, tensor.device, part.boxes)
+        by_key.setdefault(part.key, {})[name] = pieces
+        order[whole_name(name), part.key] = None
+    by_key = {key: _joined(of_params) for key, of_params in by_key.items()}
+    return {state_key(name, key): by_key[key][name] for name, key in order}
+
+
+def _joined(tensors: Tensors) -> Tensors:
+    """The same with fused parameters whole: their parts, or what state these have, row after row.
+
+    A number, such as a count of steps, is the same of all parts.
+    """
+    of_whole: dict[str, list[str]] = {}
+    for name in tensors:
+        of_whole.setdefault(whole_name(name), []).append(name)
+    found: Tensors = {}
+    for whole, names in of_whole.items():
+        if names == [whole]:
+            found[whole] = tensors[whole]
+            continue
+        of_parts = [tensors[str(part)] for part in in_order(names)]
+        first, done, held = of_parts[0], 0, list[HeldBox]()
+        for one in of_parts:
+            held += [HeldBox(_shifted(box, done), tensor) for box, tensor in one.held]
+            done += one.shape[0] if one.ndim else 0
+        shape = (done, *first.shape[1:]) if first.ndim else ()
+        found[whole] = Pieces(shape, first.dtype, first.device, held)
     return found
+
+
+def _shifted(box: Box, rows: int) -> Box:
+    return Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes) if box.offsets else box
 
 
 def state_key(name: str, key: str) -> str:
@@ -156,11 +195,36 @@ def tensors_of(model: nn.Module | None, opt: RuleOptimizer | None) -> Tensors:
 def group_facts(opt: RuleOptimizer) -> list[GroupFacts]:
     """Per group its parameters' names and options; also numbers that others keep in there."""
     facts = []
+    group_of: dict[str, int] = {}
+    for index, group in enumerate(opt.param_groups):
+        for name in map(whole_name, parameter_names(group, index)):
+            if group_of.setdefault(name, index) != index:
+                raise CheckpointError(
+                    f"parts of {name!r} are in several groups, and it is saved as one parameter: "
+                    "put all of them into one"
+                )
     for index, group in enumerate(opt.param_groups):
         others = {key: value for key, value in group.items() if isinstance(value, PLAIN)}
-        options = plain_options({**others, **options_of(group)})
-        facts.append({"params": list(parameter_names(group, index)), "options": options})
+        names, cuts = _whole_names(group, index)
+        options = plain_options({**others, **options_of(group), **cuts})
+        facts.append({"params": names, "options": options})
     return facts
+
+
+def _whole_names(group: Group, index: int) -> tuple[list[str], Group]:
+    """A group's parameters with fused ones whole, and the `split_sizes` that these have then."""
+    names = list(parameter_names(group, index))
+    wholes = list(dict.fromkeys(map(whole_name, names)))
+    cut = group.get("split_sizes")
+    if wholes == names or isinstance(cut, Sequence):
+        return wholes, {}
+    blocks = zip(names, blocks_of_group(group, names), strict=True)
+    fused = {name: of for name, of in blocks if of and rows_in(name)}
+    cuts: dict[str, tuple[int, ...]] = dict(cut or {})
+    for whole in dict.fromkeys(map(whole_name, fused)):
+        parts = in_order(name for name in fused if whole_name(name) == whole)
+        cuts[whole] = tuple(block.rows for part in parts for block in fused[str(part)])
+    return wholes, {"split_sizes": cuts} if cuts else {}
 
 
 def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
@@ -177,7 +241,7 @@ def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
 
 def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -> None:
     """Raise if a parameter's state was made by another rule, or for other options."""
-    for group, name, saved in _pairs(opt, groups):
+    for group, cuts, name, saved in _pairs(opt, groups):
         if saved["rule"] != group["rule"]:
             raise CheckpointError(
                 f"parameter {name!r} was trained with rule {saved['rule']!r} and has "
@@ -185,7 +249,7 @@ def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -
             )
         kept_as_here = {"state_dtypes": group.get("state_dtypes")}
         changes = decisive_changes(
-            _alone(name, {**group, **saved, **kept_as_here}), _alone(name, group)
+            _alone(name, {**group, **saved, **kept_as_here}), _alone(name, {**group, **cuts})
         )
         if changes and not partial:
             raise CheckpointError(
@@ -197,7 +261,7 @@ def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -
 def restore_options(opt: RuleOptimizer, groups: list[GroupFacts]) -> None:
     """Give every group the options that its first parameter was saved with."""
     seen: set[int] = set()
-    for group, _, saved in _pairs(opt, groups):
+    for group, _, _, saved in _pairs(opt, groups):
         if id(group) in seen:
             continue
         seen.add(id(group))
@@ -219,20 +283,26 @@ def options_from(plain: Mapping[str, Any]) -> Group:
     return {key: _back(value) for key, value in plain.items()}
 
 
-def _pairs(opt: RuleOptimizer, groups: list[GroupFacts]) -> Iterator[tuple[Group, str, Group]]:
-    """Every parameter here that was saved: its group, its name, the options it was saved with."""
+def _pairs(
+    opt: RuleOptimizer, groups: list[GroupFacts]
+) -> Iterator[tuple[Group, Group, str, Group]]:
+    """Every parameter here that was saved: its group and how that cuts it, name, saved options."""
     options = [options_from(group["options"]) for group in groups]
     saved = {name: own for g, own in zip(groups, options, strict=True) for name in g["params"]}
     for index, group in enumerate(opt.param_groups):
-        for name in parameter_names(group, index):
+        names, cuts = _whole_names(group, index)
+        for name in names:
             if name in saved:
-                yield group, name, saved[name]
+                yield group, cuts, name, saved[name]
 
 
 def _alone(name: str, options: Group) -> Group:
     """A group's options as those of one parameter, since others may be grouped otherwise."""
     cut = options.get("split_sizes")
-    return {**options, "split_sizes": cut.get(name) if isinstance(cut, Mapping) else cut}
+    if isinstance(cut, Mapping):
+        found = [sizes for pattern, sizes in cut.items() if name_matches(name, pattern)]
+        cut = cut.get(name, found[0] if found else None)
+    return {**options, "split_sizes": cut}
 
 
 def _plain(value: Any) -> Any:

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
 from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 
@@ -53,6 +55,22 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
             f"{mine.sizes} by its placements {tensor.placements}"
         )
     return Held(boxes, copies)
+
+
+def whole_tensor(tensor: DTensor, known: Held | None = None) -> Tensor:
+    """All of a DTensor, on every rank of its mesh; `known`: who holds what. Collective.
+
+    Also of what torch's own `full_tensor` puts together wrongly: uneven strided shards.
+    """
+    group = mesh_group(tensor.device_mesh)
+    boxes = (known or held(tensor, group)).boxes
+    local = tensor.to_local().contiguous().view(-1)
+    sizes = [box.numel for box in boxes]
+    parts = gather_segments("gather of a DTensor", local, sizes, group).wait()
+    whole = local.new_empty(tensor.shape)
+    for box, part in zip(boxes, parts, strict=True):
+        whole[box.slices] = part.view(box.sizes)
+    return whole
 
 
 def _cut(placement: object) -> Cut:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from samestep.groups.group_keys import OF_EVERY_GROUP, likely_option, said_here
 from samestep.layout.blocks import Block, blocks_of
+from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
 from samestep.tooling.warn import warn_user
@@ -21,8 +22,12 @@ ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups
 
 
 def name_matches(name: str, pattern: str) -> bool:
-    """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`)."""
-    return name == pattern or fnmatchcase(name, pattern)
+    """Whether a name is the pattern or fits it, as in a shell (`*`, `?`, `[abc]`).
+
+    What means a fused parameter means each of its parts.
+    """
+    names = {name, whole_name(name)}
+    return pattern in names or any(fnmatchcase(each, pattern) for each in names)
 
 
 def rule_of(group: Mapping[str, Any]) -> Rule:
@@ -235,6 +240,7 @@ def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list
                     f"({', '.join(names[:6])}{', ...' if len(names) > 6 else ''})"
                 )
     blocks: list[list[Block] | None] = []
+    fused = [part for part in map(rows_in, names) if part is not None]
     for name, param in zip(names, group["params"], strict=True):
         sizes = split_sizes
         if isinstance(split_sizes, Mapping):
@@ -242,7 +248,11 @@ def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list
             if len(found) > 1:
                 raise ValueError(f"split_sizes: {name!r} is matched by {len(found)} patterns")
             sizes = found[0] if found else None
+        part = rows_in(name)
         try:
+            if part is not None and isinstance(sizes, Sequence):
+                rows = max(other.stop for other in fused if other.whole == part.whole)
+                sizes = part.own_splits(sizes, rows)
             blocks.append(blocks_of(tuple(param.shape), sizes, group.get("flatten", False)))
         except ValueError as error:
             raise ValueError(

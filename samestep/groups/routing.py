@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, name_matches
+from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
 from samestep.tooling.warn import warn_user
@@ -193,7 +194,7 @@ def route(
                 split = split_sizes
             if split is None:
                 split = _known_split(parameter)
-            if split is None and FUSED_NAME.search(parameter.name) and parameter.param.ndim >= 2:
+            if split is None and _looks_fused(parameter):
                 rows, cols = parameter.param.shape[-2:]
                 if rows > cols:
                     fused.append(_describe(parameter))
@@ -209,7 +210,7 @@ def route(
             groups[key] = {"params": [], "rule": rule, "role": role, **own}
         groups[key]["params"].append((parameter.name, parameter.param))
         if split is not None:
-            groups[key].setdefault("split_sizes", {})[parameter.name] = split
+            groups[key].setdefault("split_sizes", {})[whole_name(parameter.name)] = split
     _warn(
         unmarked,
         "more than two dims, so left to AdamW. For a stack of matrices pass "
@@ -335,6 +336,12 @@ def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
         if is_kind and own_name.startswith(prefix):
             return (parameter.param.shape[0] // parts,) * parts
     return None
+
+
+def _looks_fused(parameter: NamedParameter) -> bool:
+    """Whether a matrix is called like several; a part of one that was divided is a block."""
+    name, param, _ = parameter
+    return param.ndim >= 2 and rows_in(name) is None and FUSED_NAME.search(name) is not None
 
 
 def _warn(parameters: Sequence[str], text: str) -> None:

@@ -142,6 +142,32 @@ def _device_mesh(
     )
 
 
+def model_axis_in_two(mesh: Mesh, sets: int) -> DeviceMesh:
+    """The model axis as ("model_sets", "model_copies"): sets of neighbours that hold the same.
+
+    All ranks of the default group call it, also those of other pipeline stages.
+    """
+    degrees, device_mesh = mesh.degrees, mesh.device_mesh
+    if degrees.tp % sets:
+        raise ValueError(f"tp {degrees.tp} cannot be divided into {sets} equal sets of ranks")
+    copies = degrees.tp // sets
+    by_set = torch.arange(degrees.world).view(-1, sets, copies)  # neighbours are along model
+    across, within = by_set.mT.reshape(-1, sets).tolist(), by_set.reshape(-1, copies).tolist()
+    fake = dist.get_backend() == "fake"
+    make_groups([*across, *within], None, None if fake else torch.device(device_mesh.device_type))
+    mine = [next(g for g in groups if mesh.rank in g) for groups in (across, within)]
+    others = [axis for axis in degrees.axes if axis != "model"]
+    handles = [registry.of_ranks(degrees.peers(mesh.rank, axis)) for axis in others]
+    handles += [registry.of_ranks(group) for group in mine]
+    whole = DeviceMesh.from_group(
+        [group.handle for group in handles if group is not None],
+        device_mesh.device_type,
+        mesh=torch.arange(degrees.world).view(*(degrees.axes[a] for a in others), sets, copies),
+        mesh_dim_names=(*others, "model_sets", "model_copies"),
+    )
+    return whole["model_sets", "model_copies"]
+
+
 def require_single_groups() -> None:
     """Raise if the registry has made a group of the same ranks twice."""
     made = Counter(creation.members for creation in registry.creations)

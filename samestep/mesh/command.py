@@ -33,7 +33,7 @@ class Options:
 
     heads: Annotated[int, "query heads; 0: not checked, as for all sizes below"] = 0
     kv_heads: Annotated[int, "key and value heads; 0: as many as --heads"] = 0
-    fused_qkv: Annotated[bool, "queries, keys and values share one weight"] = False
+    fused_qkv: Annotated[bool, "they share one weight (Plan.fused)"] = False
     indexer_heads: Annotated[int, "heads of a sparse attention's indexer"] = 0
     mlp_width: Annotated[int, "channels inside an MLP"] = 0
     experts: Annotated[int, "MLPs per layer to choose from"] = 0

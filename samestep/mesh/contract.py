@@ -17,7 +17,7 @@ class ModelSizes:
 
     heads: int = 0  # query heads
     kv_heads: int = 0  # 0: as many as heads
-    fused_qkv: bool = False  # one weight that has queries, then keys, then values
+    fused_qkv: bool = False  # one weight of queries, keys and values: ranks may share a head
     indexer_heads: int = 0  # of sparse attention
     mlp_width: int = 0  # channels inside an MLP
     experts: int = 0
@@ -50,15 +50,12 @@ class Term(NamedTuple):
     degree_name: str  # as it is asked for
     degree: int
     choices: tuple[int, ...] = ()  # degrees that fit the world and all lines of the same degree
-    reason: str = ""  # why it does not hold, where no other size would
 
     @property
     def holds(self) -> bool:
         return self.size % self.degree == 0
 
     def __str__(self) -> str:
-        if self.reason:
-            return self.reason
         line = f"{self.what} {self.size} % {self.degree_name} {self.degree} = "
         if self.holds:
             return f"{line}0"
@@ -92,9 +89,10 @@ def _all_terms(sizes: ModelSizes, degrees: Degrees) -> Iterator[Term]:
     tp = "tp", degrees.tp
     kv_heads = sizes.effective_kv_heads
     yield Term("heads", sizes.heads, *tp)
-    yield Term("key and value heads", kv_heads, *tp)
-    if sizes.fused_qkv:
-        yield Term("fused QKV", 1, *tp, reason=_fused_qkv(sizes, degrees.tp))
+    if sizes.fused_qkv and kv_heads < degrees.tp:  # Plan.fused: neighbours have copies of a head
+        yield Term("tp", degrees.tp, "key and value heads", kv_heads)
+    else:
+        yield Term("key and value heads", kv_heads, *tp)
     yield Term("indexer heads", sizes.indexer_heads, *tp)
     yield Term("MLP width", sizes.mlp_width, *tp)
     if degrees.sequence_parallel:
@@ -107,19 +105,6 @@ def _all_terms(sizes: ModelSizes, degrees: Degrees) -> Iterator[Term]:
     name = "pp" if sizes.stages_per_rank == 1 else f"(pp x {sizes.stages_per_rank} stages per rank)"
     yield Term("layers", sizes.layers, name, stages)
     yield Term("batch", sizes.batch, "ranks with tokens of their own", degrees.batch_ranks)
-
-
-def _fused_qkv(sizes: ModelSizes, tp: int) -> str:
-    """Rows are cut in equal parts from the top, and not where queries end and keys begin."""
-    heads, kv_heads = sizes.heads, sizes.effective_kv_heads
-    all_heads = heads + 2 * kv_heads
-    first = min(heads, all_heads // tp)
-    return (
-        f"fused QKV: tp {tp} cuts one weight of {heads} query, {kv_heads} key and {kv_heads} value "
-        f"heads into {tp} equal parts from the top, so that the first rank has {first} query heads "
-        "and takes the last of them for keys and values: the loss is another, and no error tells. "
-        "Take separate projections for queries, keys and values, leave the attention whole, or tp 1"
-    )
 
 
 def _choices(degrees: Degrees, name: str, sizes: list[int]) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """What stays whole: parameters that no rank may hold only a part of while it computes.
 
 Weights that hold several projections one after the other (queries, keys and values; gate and up)
-stay whole as well: rows are cut in equal parts from the top, and a forward that splits what it is
-given would take the last rows of one projection for another. No error tells, only the loss.
+stay whole as well, unless a plan tells their parts (`Plan.fused`): rows are cut in equal parts from
+the top, and a forward that splits what it is given would take the last rows of one projection for
+another. No error tells, only the loss.
 
 The model and expert axes cut what a rank computes with. The data axis does not count: FSDP2
 gathers a parameter before it is used.
@@ -14,6 +15,8 @@ from typing import NamedTuple
 
 from torch import Size, nn
 from torch.distributed.tensor import DTensor
+
+from samestep.layout.fused_rows import whole_name
 
 CUT_AXES = ("expert", "model")
 FUSED = "fused projections"
@@ -39,7 +42,8 @@ DEFAULT_PATTERNS: Mapping[str, tuple[str, ...]] = {
 
 SEPARATE = (
     "the first rank would have rows of the first projection alone (queries without their keys and "
-    "values) and take some of them for the others. Give each projection a weight of its own, "
+    "values) and take some of them for the others. Name its parts in Plan.fused, give each "
+    "projection a weight of its own, "
 )
 
 
@@ -100,8 +104,11 @@ class ReplicateList(NamedTuple):
 
     def _problem(self, name: str, dims: int, axis: str, dim: int) -> str:
         """Why a cut is not allowed; empty if it is."""
+        names = {name, whole_name(name)}  # a rule for a fused weight is one for its parts
         matching = [
-            rule for rule in self.rules if rule.axis == axis and fnmatchcase(name, rule.pattern)
+            rule
+            for rule in self.rules
+            if rule.axis == axis and any(fnmatchcase(each, rule.pattern) for each in names)
         ]
         allowed = [rule for rule in matching if rule.dim == dim]
         cut = f"{name!r} is Shard({dim}) over {axis}"

@@ -19,6 +19,7 @@ from torch.nn.functional import (
 )
 
 from samestep.parallel.experts import TokenDispatch, local
+from samestep.parallel.fused import own_sizes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class GPTConfig:
     expert_size: int = 0  # channels inside an expert; 0: as many per token as one MLP has
     capacity: float = 0.0  # room per expert, as a multiple of an even share; 0: for all that come
     dropout: float = 0.0
+    fused_qkv: bool = False  # queries, keys and values in one weight
 
     def __post_init__(self) -> None:
         """Refuse shapes that cannot be built, before any weight is made."""
@@ -71,6 +73,11 @@ class GPTConfig:
         return self.width // self.heads
 
     @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Rows of queries, keys and values."""
+        return (self.width, *(self.kv_heads * self.head_dim,) * 2)
+
+    @property
     def expert_hidden(self) -> int:
         """Channels inside one expert."""
         return self.expert_size or max(1, self.mlp_ratio * self.width // self.active_experts)
@@ -93,25 +100,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention, (B, T, C) to (B, T, C).
 
-    Queries, keys and values have a weight each: any of them can be cut between heads.
+    Queries, keys and values have a weight each, or one together: a rank has some of the heads.
     """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.grouped = config.kv_heads != config.heads
-        self.q = nn.Linear(config.width, config.width, bias=False)
-        self.k = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
-        self.v = nn.Linear(config.width, config.kv_heads * config.head_dim, bias=False)
+        self.sizes = config.qkv_sizes
+        self.fused = config.fused_qkv
+        if config.fused_qkv:
+            self.qkv = nn.Linear(config.width, sum(self.sizes), bias=False)
+        else:
+            self.q, self.k, self.v = (
+                nn.Linear(config.width, size, bias=False) for size in self.sizes
+            )
         self.q_norm = nn.RMSNorm(config.head_dim)
         self.k_norm = nn.RMSNorm(config.head_dim)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Mix (B, T, C) over time; ``cos`` and ``sin`` are (T, D / 2)."""
+        if self.fused:
+            parts = self.qkv(x).split(own_sizes(self.qkv, self.sizes), dim=-1)
+        else:
+            parts = self.q(x), self.k(x), self.v(x)
         q, k, v = (
-            part(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or G, T, D)
-            for part in (self.q, self.k, self.v)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H or G, T, D)
+            for part in parts
         )
         # Normalised queries and keys bound the attention logits, whatever the weights do.
         q = rotate(self.q_norm(q.to(self.q_norm.weight.dtype)), cos, sin)

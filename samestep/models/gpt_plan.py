@@ -1,19 +1,25 @@
 """How the example GPT is cut."""
 
 from samestep.models.gpt import GPTConfig
-from samestep.parallel.plan import Plan
+from samestep.parallel.plan import FusedPart, Plan
 
 
 def gpt_plan(config: GPTConfig) -> Plan:
     """The plan of a model of this shape."""
     experts = bool(config.experts)
     mlp = () if experts else ("blocks.*.mlp",)
+    heads = (config.heads, config.kv_heads, config.kv_heads)
+    qkv = tuple(map(FusedPart, config.qkv_sizes, heads))
     return Plan(
         blocks=("blocks.*",),
         embedding=("embedding",),
         head=("head",),
         branches=("blocks.*.attention", *mlp),
-        column=("blocks.*.attention.[qkv]", *(f"{each}.up" for each in mlp)),
+        column=(
+            *(() if config.fused_qkv else ("blocks.*.attention.[qkv]",)),
+            *(f"{each}.up" for each in mlp),
+        ),
+        fused={"blocks.*.attention.qkv": qkv} if config.fused_qkv else {},
         row=("blocks.*.attention.out", *(f"{each}.down" for each in mlp)),
         on_stream=(
             "norm",

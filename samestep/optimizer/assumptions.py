@@ -17,6 +17,7 @@ from torch import Tensor, float16
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import parameter_names
+from samestep.layout.fused_rows import rows_in
 from samestep.placements.whole.buffers import gradient_dtype
 
 if TYPE_CHECKING:
@@ -267,6 +268,7 @@ def _fused_and_cut(facts: Facts) -> str | None:
         for name, param in zip(parameter_names(group, index), group["params"], strict=True)
         if group.get("split_sizes")
         and param.dim() == 2
+        and rows_in(name) is None
         and _row_cuts(param) > (id(param) in by_fsdp)
     ]
     return _some(found) if found else None

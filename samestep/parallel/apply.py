@@ -11,6 +11,7 @@ from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ReplicateList, ShardRule, cuts, shapes
 from samestep.parallel import data, replicas, tensor
 from samestep.parallel.experts import TokenDispatch
+from samestep.parallel.fused import CUT_BY_PARTS, check_fused
 from samestep.parallel.lora import lora_shard_rules
 from samestep.parallel.plan import Plan, PlanError
 
@@ -63,7 +64,8 @@ def apply(
     before = _hooks(model)
     _refuse_stale(before, plan, model)
     rules = shard_rules(model, plan)
-    _check_sizes(model, rules, mesh)
+    check_fused(model, plan, mesh.degrees.tp)
+    _check_sizes(model, plan, rules, mesh)
     replicas.require_same_values(model)
     whole = shapes(model)
     data.place_experts(model, plan, mesh)
@@ -99,12 +101,15 @@ def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
         for key, param in module.named_parameters(recurse=False)
         if not (part == "row" and param.dim() == 1)  # added to the sum, whole
     ]
+    for name, module in plan.named(model, "fused"):
+        keys = [key for key, _ in module.named_parameters(recurse=False)]
+        rules += [ShardRule(f"{name}.{key}", "model", 0, CUT_BY_PARTS) for key in keys]
     for name, dim in plan.stacks(model):
         rules += [ShardRule(name, "expert", 0), ShardRule(name, "model", dim)]
     return tuple(rules)
 
 
-def _check_sizes(model: nn.Module, rules: tuple[ShardRule, ...], mesh: Mesh) -> None:
+def _check_sizes(model: nn.Module, plan: Plan, rules: tuple[ShardRule, ...], mesh: Mesh) -> None:
     """What is cut must have equal parts, and what shall be cut must be there."""
     degrees = mesh.degrees
     if degrees.ep > 1 and not any(rule.axis == "expert" for rule in rules):
@@ -113,7 +118,10 @@ def _check_sizes(model: nn.Module, rules: tuple[ShardRule, ...], mesh: Mesh) -> 
         raise PlanError(f"tp is {degrees.tp}, and the plan names nothing to cut")
     params = dict(model.named_parameters())
     stacks = {rule.pattern for rule in rules if rule.axis == "expert"}
+    fused = {name for name, _ in plan.named(model, "fused")}  # part by part, by check_fused
     for name, axis, dim, _ in rules:
+        if name.rpartition(".")[0] in fused:
+            continue
         by_model = degrees.expert_tp if name in stacks else degrees.tp
         ranks = degrees.ep if axis == "expert" else by_model
         size = params[name].shape[dim]

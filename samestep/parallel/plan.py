@@ -3,18 +3,31 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from torch import nn
 
 from samestep.groups.routing import Elsewhere
+from samestep.layout.fused_rows import whole_name
 from samestep.mesh.replicate_list import ShardRule
 
 Patterns = tuple[str, ...]
-PARTS = ("embedding", "head", "branches", "column", "row", "on_stream", "on_heads")
+PARTS = ("embedding", "head", "branches", "column", "row", "fused", "on_stream", "on_heads")
 
 
 class PlanError(ValueError):
     """A plan that does not fit its model."""
+
+
+class FusedPart(NamedTuple):
+    """One projection in a fused matrix: `rows` rows, after those of the parts before it.
+
+    heads: How many heads they are, of equal size. A rank has whole heads; ranks of which there
+        are more than heads share them. 0: no heads, any rows will do (gate, up).
+    """
+
+    rows: int
+    heads: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,8 @@ class Plan:
     head: From the stream to logits, cut by vocabulary; the logits are whole on every rank.
     branches: Modules that take the stream (their first argument) and hold `column` and `row`.
     column: Linear layers whose outputs are cut (queries, keys, values, up, gate).
+    fused: Linear layers that are several of `column` in one, and the parts of their rows: each rank
+        gets its heads, or its rows, of every part (`samestep.parallel.fused`).
     row: Linear layers whose inputs are cut (attention's output, down); they give the stream.
     on_stream: Modules with copies everywhere that work on the stream: norms, routers.
     on_heads: Modules with copies everywhere that work on this rank's heads: QK-norms.
@@ -44,6 +59,7 @@ class Plan:
     head: Patterns = ()
     branches: Patterns = ()
     column: Patterns = ()
+    fused: Mapping[str, tuple[FusedPart, ...]] = field(default_factory=dict)
     row: Patterns = ()
     on_stream: Patterns = ()
     on_heads: Patterns = ()
@@ -62,6 +78,8 @@ class Plan:
                     other = taken.setdefault(name, part)
                     if other != part:
                         raise PlanError(f"{name!r} is in {other} and in {part}: name it once")
+        for name, module, parts in self.fused_layers(model):
+            _check_fused(name, module, parts)
 
     def named(self, model: nn.Module, part: str) -> Iterator[tuple[str, nn.Module]]:
         """The modules that a part of the plan names, in the model's order; not other stages'."""
@@ -71,6 +89,32 @@ class Plan:
                 continue
             if any(name_matches(name, pattern) for pattern in patterns):
                 yield name, module
+
+    def fused_layers(
+        self, model: nn.Module
+    ) -> Iterator[tuple[str, nn.Module, tuple[FusedPart, ...]]]:
+        """The fused matrices by name, with their parts."""
+        for name, module in self.named(model, "fused"):
+            found = [parts for pattern, parts in self.fused.items() if name_matches(name, pattern)]
+            if len(found) > 1:
+                raise PlanError(
+                    f"fused: {name!r} is matched by {len(found)} patterns: name it once"
+                )
+            yield name, module, tuple(found[0])
+
+    def split_sizes(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
+        """The blocks of fused matrices that are trained, by name: for Muon, in any layout."""
+        sizes = {name: parts for name, _, parts in self.fused_layers(model)}
+        trained = {
+            whole_name(name)
+            for name, p in model.named_parameters()
+            if p.requires_grad and p.ndim > 1
+        }
+        return {
+            f"{name}.weight": tuple(part.rows for part in parts)
+            for name, parts in sizes.items()
+            if f"{name}.weight" in trained
+        }
 
     def modules(self, model: nn.Module) -> dict[str, nn.Module]:
         """All modules that the plan gives something to do, by name."""
@@ -91,6 +135,28 @@ class Plan:
     def _matched(self, model: nn.Module, part: str, pattern: str) -> list[str]:
         named = model.named_parameters() if part == "experts" else model.named_modules()
         return [name for name, _ in named if name_matches(name, pattern)]
+
+
+def _check_fused(name: str, module: nn.Module, parts: tuple[FusedPart, ...]) -> None:
+    if not isinstance(module, nn.Linear):
+        raise PlanError(
+            f"fused: {name!r} is a {type(module).__name__}, and the parts are rows of nn.Linear"
+        )
+    rows = [part.rows for part in parts]
+    if not rows or min(rows) < 1 or sum(rows) != module.out_features:
+        raise PlanError(
+            f"fused: the parts of {name!r} have {' + '.join(map(str, rows)) or 'no'} rows, and it "
+            f"has {module.out_features}"
+        )
+    most = max(part.heads for part in parts)
+    for part in parts:
+        if part.heads < 0 or (part.heads and part.rows % part.heads):
+            raise PlanError(f"fused: {part.rows} rows of {name!r} are no {part.heads} equal heads")
+        if part.heads and most % part.heads:
+            raise PlanError(
+                f"fused: {name!r} has parts of {most} and of {part.heads} heads, which do not go "
+                "into each other"
+            )
 
 
 def name_matches(name: str, pattern: str) -> bool:

@@ -101,6 +101,8 @@ class Stack:
         if self.pipeline is not None:
             keywords["stage_group"] = self.pipeline.group
             keywords["process_group"] = self._beside()
+        if self.plan.fused:
+            keywords.setdefault("split_sizes", self.plan.split_sizes(self.model) or None)
         return samestep.MuonAdamW(self.model, **keywords)
 
     def backward(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from samestep.mesh import Mesh
 from samestep.parallel.exchange import gathered
+from samestep.parallel.fused import cut_fused
 from samestep.parallel.plan import Plan, PlanError
 
 SEQUENCE = Shard(1)  # of (B, T, C)
@@ -82,6 +83,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh) -> dict[str, int]:
         return {}
     styles = dict(_styles(model, plan, mesh))
     hooks = {}
+    if plan.fused:
+        cut_fused(model, plan, mesh)
     for name, style in styles.items():
         # All ranks have the same values, which was checked: nothing needs to be sent.
         parallelize_module(model.get_submodule(name), axis, style, src_data_rank=None)
@@ -114,7 +117,7 @@ def check_all_named(model: nn.Module) -> None:
         raise PlanError(
             f"the plan says nothing about {', '.join(left[:6])}"
             f"{f' and {len(left) - 6} more' if len(left) > 6 else ''}: name their modules in "
-            "column, row, on_stream, on_heads, embedding, head or experts"
+            "column, fused, row, on_stream, on_heads, embedding, head or experts"
         )
 
 

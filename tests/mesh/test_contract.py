@@ -54,20 +54,22 @@ def test_key_and_value_heads_are_as_many_as_heads_if_not_said():
     check(ModelSizes(heads=8), Degrees(4, tp=4))
 
 
-@pytest.mark.parametrize(("tp", "queries"), [(2, 4), (4, 2)])
-def test_fused_heads_are_not_cut(tp, queries):
-    """4 + 2 + 2 heads divide evenly, and the first rank would have queries alone."""
-    sizes = ModelSizes(heads=4, kv_heads=2, fused_qkv=True)
-    check(sizes, Degrees(4))
+@pytest.mark.parametrize(("kv_heads", "tp"), [(4, 2), (2, 2), (1, 2), (2, 4), (1, 4)])
+def test_ranks_share_heads_of_a_fused_weight(kv_heads, tp):
+    sizes = ModelSizes(heads=4, kv_heads=kv_heads, fused_qkv=True)
+    check(sizes, Degrees(4, tp=tp))
+    if kv_heads < tp:
+        with pytest.raises(ContractError, match=f"key and value heads {kv_heads} % tp {tp}"):
+            check(ModelSizes(heads=4, kv_heads=kv_heads), Degrees(4, tp=tp))
+
+
+def test_sets_of_ranks_that_share_a_head_are_of_one_size():
+    sizes = ModelSizes(heads=12, kv_heads=3, fused_qkv=True)
     with pytest.raises(ContractError) as caught:
-        check(sizes, Degrees(4, tp=tp))
-    text = str(caught.value)
-    assert f"one weight of 4 query, 2 key and 2 value heads into {tp} equal parts" in text
-    assert f"the first rank has {queries} query heads" in text
-    assert "separate projections" in text
-    fused = terms(sizes, Degrees(4, tp=tp))[-1]
-    assert not fused.holds
-    assert fused.choices == (1,)
+        check(sizes, Degrees(4, tp=4))
+    assert str(caught.value) == "tp 4 % key and value heads 3 = 1: take tp 3 or 6"
+    with pytest.raises(ContractError, match="heads 6 % tp 4 = 2"):
+        check(ModelSizes(heads=12, kv_heads=6, fused_qkv=True), Degrees(4, tp=4))
 
 
 def test_what_a_degree_does_not_cut_is_not_looked_at():

@@ -133,4 +133,4 @@ def test_a_fused_weight_that_is_cut_by_rows_is_refused_on_every_rank(world):
         for block in (0, 1):
             assert f"'blocks.{block}.attention.qkv.weight' is Shard(0) over model" in text
         assert "queries without their keys and values" in text
-        assert "Give each projection a weight of its own, keep it whole" in text
+        assert "in Plan.fused, give each projection a weight of its own, keep it whole" in text

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.collectives import gather_segments, maximum
+from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
-from samestep.comm.meshes import held, mesh_group
+from samestep.comm.meshes import held, mesh_group, whole_tensor
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
@@ -215,14 +215,7 @@ class ShardedParameters(Placement):
         """All of a tensor that is sharded as a parameter is; collective."""
         if not isinstance(tensor, DTensor):
             return tensor.clone()
-        boxes = self._held[index].boxes
-        local = tensor.to_local().contiguous().view(-1)
-        sizes = [box.numel for box in boxes]
-        parts = gather_segments("gather of a DTensor", local, sizes, self.group).wait()
-        whole = local.new_empty(tensor.shape)
-        for box, part in zip(boxes, parts, strict=True):
-            whole[box.slices] = part.view(box.sizes)
-        return whole
+        return whole_tensor(tensor, self._held[index])
 
     # --- the step ------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from samestep.comm.collectives import gather_segments, maximum, total
+from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import RankGroup
-from samestep.comm.meshes import Held, axes_group, held, mesh_group
+from samestep.comm.meshes import Held, axes_group, held, mesh_group, whole_tensor
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block
@@ -181,19 +181,12 @@ class MeshParts:
             param = self._params[index]
             if (whole.device_mesh, whole.placements) == (param.device_mesh, param.placements):
                 return whole.to_local()
-            whole = whole.full_tensor()
+            whole = whole_tensor(whole)
         return whole[self.boxes[index].slices]
 
     def whole(self, index: int, local: Tensor) -> Tensor:
         """All of a tensor that is placed as a parameter is; collective."""
-        boxes = self._held[index].boxes
-        sizes = [box.numel for box in boxes]
-        flat = local.contiguous().view(-1)
-        parts = gather_segments("gather of a DTensor", flat, sizes, self.group).wait()
-        found = local.new_empty(self._params[index].shape)
-        for box, of_rank in zip(boxes, parts, strict=True):
-            found[box.slices] = of_rank.view(box.sizes)
-        return found
+        return whole_tensor(self.beside(index, local), self._held[index])
 
     def beside(self, index: int, local: Tensor) -> DTensor:
         """A DTensor with other values, placed as a parameter is."""

@@ -1,0 +1,87 @@
+"""Rows of a fused weight or bias that are a parameter of their own.
+
+Under tensor parallel queries, keys and values of one matrix lie in parameters of their own, since
+each is cut by itself. The name says where the rows are: `qkv.weight[64:96]` has rows 64 to 95 of
+`qkv.weight`. So whoever has a name knows, whatever has wrapped or replaced the parameter since:
+patterns mean the parts as well, `split_sizes` are those of the whole, and checkpoints hold the
+whole alone.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import accumulate
+from typing import NamedTuple
+
+_ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
+
+
+class FusedRows(NamedTuple):
+    """Rows `start` to `stop` - 1 of the parameter `whole`."""
+
+    whole: str
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.whole}[{self.start}:{self.stop}]"
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+    def own_splits(self, sizes: Sequence[int], rows: int) -> tuple[int, ...]:
+        """Which of the `split_sizes` of all `rows` are in these; raises if a block goes beyond."""
+        ends = list(accumulate(sizes))
+        if ends[-1:] != [rows] or not {self.start, self.stop} <= {0, *ends}:
+            raise ValueError(
+                f"is rows {self.start} to {self.stop} of {rows}, and split_sizes {tuple(sizes)} of "
+                f"{self.whole!r} do not end a block there: give the sizes of all its parts, each "
+                "of which may be cut further"
+            )
+        return tuple(n for n, end in zip(sizes, ends, strict=True) if self.start < end <= self.stop)
+
+
+def rows_in(name: str) -> FusedRows | None:
+    """What a parameter's name says; None: it is no part of a fused one."""
+    found = _ROWS.fullmatch(name)
+    return found and FusedRows(found["whole"], int(found["start"]), int(found["stop"]))
+
+
+def whole_name(name: str) -> str:
+    """The name of the fused parameter, or the parameter's own."""
+    part = rows_in(name)
+    return name if part is None else part.whole
+
+
+def in_order(names: Iterable[str]) -> list[FusedRows]:
+    """The parts of one fused parameter from its first row on; raises if rows are missing."""
+    parts = sorted((part for part in map(rows_in, names) if part), key=lambda part: part.start)
+    end = 0
+    for part in parts:
+        if part.start != end:
+            raise ValueError(
+                f"rows {end} to {part.start} of {part.whole!r} are not here: a fused parameter is "
+                "trained or frozen, saved and loaded as a whole"
+            )
+        end = part.stop
+    return parts
+
+
+_apart: ContextVar[bool] = ContextVar("parts of fused parameters stay apart", default=False)
+
+
+@contextmanager
+def parts_apart() -> Iterator[None]:
+    """State dicts that are made meanwhile have parts by themselves, and nothing is gathered."""
+    before = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(before)
+
+
+def are_apart() -> bool:
+    """Whether state dicts shall have parts by themselves."""
+    return _apart.get()

@@ -8,6 +8,9 @@ def gpt_plan(config: GPTConfig) -> Plan:
     """The plan of a model of this shape."""
     experts = bool(config.experts)
     mlp = () if experts else ("blocks.*.mlp",)
+    whole = ("router",) if experts else ()
+    if config.shared_experts:
+        whole += ("shared_experts.up", "shared_experts.down")
     return Plan(
         blocks=("blocks.*",),
         embedding=("embedding",),
@@ -19,7 +22,7 @@ def gpt_plan(config: GPTConfig) -> Plan:
             "norm",
             "blocks.*.attention_norm",
             "blocks.*.mlp_norm",
-            *(("blocks.*.mlp.router",) if experts else ()),
+            *(f"blocks.*.mlp.{name}" for name in whole),
         ),
         on_heads=("blocks.*.attention.[qk]_norm",),
         experts={"blocks.*.mlp.experts.up": 1, "blocks.*.mlp.experts.down": 2} if experts else {},

@@ -18,6 +18,7 @@ from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.parallel.exchange import all_to_all_single, all_to_all_single_autograd
+from samestep.parallel.recompute import once
 
 Experts = Callable[..., Tensor]
 
@@ -79,13 +80,15 @@ class TokenDispatch(nn.Module):
         capacity: 0: experts take all that come, and sizes follow the data. Otherwise an expert has
             room for this multiple of an even share of each rank's tokens, sizes never change,
             and what does not fit adds nothing and is counted in `overflow`.
+        null: Further choices, with numbers from `experts` on, that add nothing and cost nothing:
+            no row of theirs is computed or sent.
     """
 
     overflow: Tensor
 
-    def __init__(self, experts: int, capacity: float = 0.0) -> None:
+    def __init__(self, experts: int, capacity: float = 0.0, null: int = 0) -> None:
         super().__init__()
-        self.experts, self.capacity = experts, capacity
+        self.experts, self.capacity, self.null = experts, capacity, null
         self.places = Places()
         self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -128,14 +131,18 @@ class TokenDispatch(nn.Module):
         """What the chosen experts make of every token, (N K, C)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
-        counts = flat.bincount(minlength=self.experts)
+        counts = flat.bincount(minlength=self.experts + self.null)[: self.experts]
+        # Null experts have the highest numbers: their rows would be the last.
+        to_experts = order[: int(counts.sum())] if self.null else order
+        rows = tokens[to_experts.div(chosen.shape[1], rounding_mode="floor")]
         if self.places.exchange is not None:
             made = self._exchanged(rows, counts, experts, self.places.exchange)
         elif self.places.same_tokens is not None:
             made = self._own_part(rows, counts, experts, self.places.same_tokens)
         else:
             made = experts(rows, counts.tolist())
+        if self.null:
+            made = torch.nn.functional.pad(made, (0, 0, 0, len(order) - len(made)))
         return made[order.argsort()]
 
     def _exchanged(
@@ -146,7 +153,7 @@ class TokenDispatch(nn.Module):
         here = self.experts // ranks
         even = [here] * ranks
         # (ranks, here): by rank that they come from.
-        coming = all_to_all_single(counts, even, even, group).view(ranks, here)
+        coming = once(lambda: all_to_all_single(counts, even, even, group)).view(ranks, here)
         sent = counts.view(ranks, here).sum(dim=1).tolist()
         received = coming.sum(dim=1).tolist()
         rows = all_to_all_single_autograd(rows, received, sent, group)
@@ -171,12 +178,13 @@ class TokenDispatch(nn.Module):
     def _with_room(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """The same with equal room for every expert; what does not fit makes zeros."""
         flat = chosen.flatten()
-        slots = math.ceil(self.capacity * flat.numel() / self.experts)
+        slots = math.ceil(self.capacity * flat.numel() / (self.experts + self.null))
         # How many came to the same expert before: its slot there.
-        one_hot = torch.nn.functional.one_hot(flat, self.experts)
+        one_hot = torch.nn.functional.one_hot(flat, self.experts + self.null)
         slot = (one_hot.cumsum(dim=0) - 1).gather(1, flat[:, None]).squeeze(1)
-        fits = slot < slots
-        self.overflow += (~fits).sum()
+        is_null = flat >= self.experts
+        once(lambda: self.overflow.add_(((slot >= slots) & ~is_null).sum()))
+        fits = (slot < slots) & ~is_null
         nowhere = self.experts * slots
         place = torch.where(fits, flat * slots + slot, nowhere)  # (N K,)
         # Filled from a row of zeros where nobody is: reading has no duplicates to add up.

@@ -27,6 +27,7 @@ from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.parallel.batched_sends import batched_sends
+from samestep.parallel.router_losses import set_share
 from samestep.parallel.stages import StagePlan, cut
 
 ScheduleName = Literal["1f1b", "interleaved"]
@@ -96,6 +97,7 @@ class Pipeline:
         self.my_stages = range(self._ranks.rank, self.stages, self._ranks.size)
         self.model = model
         self.parts = cut(model, plan, self.stages, self.my_stages)
+        set_share(model, 1 / micro_batches)
         self._training: Any = None  # the schedules, made at the first step: parts may change
         self._evaluation: Any = None
 

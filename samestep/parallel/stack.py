@@ -36,7 +36,7 @@ class Stack:
         micro_batches: Of a pipeline: parts of what a rank is given.
         stages: Which modules the stages of a pipeline have.
         schedule: Of a pipeline, "1f1b" or "interleaved".
-        ordered, adapt, compile: As in `apply`.
+        ordered, adapt, compile, recompute: As in `apply`.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Stack:
         ordered: bool = False,
         adapt: Callable[[nn.Module], object] | None = None,
         compile: bool | str = False,
+        recompute: bool = False,
     ) -> None:
         self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss
         self.pipeline: Pipeline | None = None
@@ -67,9 +68,9 @@ class Stack:
                 schedule=schedule,
             )
             parts = self.pipeline.parts
-        self.applied: list[Applied] = [
-            apply(part, plan, mesh, ordered=ordered, adapt=adapt, compile=compile) for part in parts
-        ]
+        options: Any = {"ordered": ordered, "adapt": adapt}
+        options |= {"compile": compile, "recompute": recompute}
+        self.applied: list[Applied] = [apply(part, plan, mesh, **options) for part in parts]
 
     @property
     def batch_place(self) -> int:

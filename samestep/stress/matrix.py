@@ -36,6 +36,7 @@ from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
+from samestep.parallel.router_losses import collect, set_share
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.gradients import combine_gradients
 from samestep.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
@@ -43,10 +44,12 @@ from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import write_files
 
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
-THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "adamw": 2e-5, "muon": 3e-4}
+THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "router": 1e-5, "adamw": 2e-5, "muon": 3e-4}
 LEARNING_RATE = 1e-3
 # Of an outcome: the largest of all ranks counts.
-WORST = "largest_gradient", "loss", "norm", "adamw", "muon", "seconds", "graphs", "recompiled"
+WORST = (
+    "largest_gradient", "loss", "router", "norm", "adamw", "muon", "seconds", "graphs", "recompiled",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class Case:
     more: int = 0
     lora: bool = False
     compile: bool | str = False
+    recompute: bool = False
     seed: int = 0
 
     @property
@@ -80,6 +84,7 @@ class Reference(NamedTuple):
 
     start: GPT
     losses: list[float]
+    router: list[Tensor]  # balance and z, (2,), of all layers together
     norms: list[float]
     gradients: dict[int, dict[str, Tensor]]
     parameters: dict[str, Tensor]
@@ -93,6 +98,7 @@ class Outcome:
     gradient_of: str = ""
     largest_gradient: float = 0.0  # of the reference: what the difference is to be seen beside
     loss: float = 0.0
+    router: float = 0.0
     norm: float = 0.0
     adamw: float = 0.0
     muon: float = 0.0
@@ -159,11 +165,12 @@ def reference(case: Case) -> Reference:
     if case.lora:
         adapt(model)
     optimizer = samestep.MuonAdamW(model, **optimizer_keywords(case))
-    found = Reference(start, [], [], {}, {})
+    found = Reference(start, [], [], [], {}, {})
     for step in range(case.steps):
-        tokens = tokens_of(case, step)
-        loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        torch.autograd.backward(loss)
+        parts = _parts(case, tokens_of(case, step))
+        set_share(model, 1 / len(parts))
+        losses = [mean_loss(model(part[:, :-1]), part[:, 1:]) / len(parts) for part in parts]
+        torch.autograd.backward(losses)
         if step in COMPARED:
             found.gradients[step] = {
                 name: param.grad.clone()
@@ -173,10 +180,25 @@ def reference(case: Case) -> Reference:
         optimizer.step()
         optimizer.zero_grad()
         balance_experts(model, case.model.layers)
-        found.losses.append(loss.item())
+        found.losses.append(sum(loss.item() for loss in losses))
+        found.router.append(_collected(model))
         found.norms.append(float(optimizer.metrics()["grad_norm"]))
     found.parameters.update({n: p.detach().clone() for n, p in model.named_parameters()})
     return found
+
+
+def _parts(case: Case, tokens: Tensor) -> list[Tensor]:
+    """Sequences that meet in a router's balance loss: in a pipeline, those of a micro-batch."""
+    degrees = Degrees(case.ranks, **case.mesh)
+    if degrees.pp == 1 or not case.model.balance_loss:
+        return [tokens]
+    of_ranks = tokens.view(degrees.batch_ranks, degrees.pp, -1, tokens.shape[1])
+    return [part.flatten(0, 1) for part in of_ranks.unbind(dim=1)]
+
+
+def _collected(model: nn.Module) -> Tensor:
+    found = collect(model)
+    return torch.zeros(2, dtype=torch.float64) if found is None else found
 
 
 def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
@@ -190,6 +212,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         loss=mean_loss,
         adapt=(lambda part: adapt(part, mesh)) if case.lora else None,
         compile=case.compile,
+        recompute=case.recompute,
     )
     optimizer = stack.optimizer(**optimizer_keywords(case))
     outcome = Outcome(trace=stack.trace(tell=lambda _: None), steps=case.steps + case.more)
@@ -211,6 +234,8 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         if step < case.steps:
             mean = total("loss", loss.detach().double().reshape(1), ranks).wait() / ranks.size
             outcome.see("loss", abs(float(mean) - expected.losses[step]))
+            router = total("router losses", _collected(model), ranks).wait() / stack.token_copies
+            outcome.see("router", float((router - expected.router[step]).abs().max()))
             norm = float(optimizer.metrics()["grad_norm"])
             outcome.see("norm", abs(norm - expected.norms[step]))
             outcome.clipped += norm > case.max_grad_norm
@@ -351,6 +376,7 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
         "model": asdict(case.model),
         "sequences": case.sequences,
         "lora": case.lora,
+        "recompute": case.recompute,
         "compile": _decision(case).receipt(),
     }
     try:

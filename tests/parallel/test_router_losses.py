@@ -1,0 +1,1 @@
+"""Losses of routers: the formulas, and meshes against one process."""

@@ -33,7 +33,7 @@ class Shape:
     tokens: int = 64
 
 
-def gpt_config(width: int, layers: int, **more: int) -> GPTConfig:
+def gpt_config(width: int, layers: int, **more: Any) -> GPTConfig:
     """With heads of 64 channels, as many for keys and values as for queries."""
     heads = max(1, width // HEAD_WIDTH)
     return GPTConfig(width=width, layers=layers, heads=heads, kv_heads=heads, **more)

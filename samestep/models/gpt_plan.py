@@ -8,9 +8,9 @@ def gpt_plan(config: GPTConfig) -> Plan:
     """The plan of a model of this shape."""
     experts = bool(config.experts)
     mlp = () if experts else ("blocks.*.mlp",)
-    whole = ("router",) if experts else ()
+    whole = ["router"] if experts else []
     if config.shared_experts:
-        whole += ("shared_experts.up", "shared_experts.down")
+        whole += ["shared_experts.up", "shared_experts.down"]
     return Plan(
         blocks=("blocks.*",),
         embedding=("embedding",),

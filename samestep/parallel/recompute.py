@@ -29,17 +29,18 @@ class _Kept:
         self.taken: int | None = None  # None while the block runs for the first time
 
     def next(self, compute: Callable[[], T]) -> T:
+        found: T
         if self.taken is None:
-            self.values.append(compute())
-            found: T = self.values[-1]
+            found = compute()
+            self.values.append(found)
             return found
         if self.taken == len(self.values):
             raise RuntimeError(
                 "a block calls `once` more often in its recomputation than in its forward: it must "
                 "take the same way both times"
             )
+        found = self.values[self.taken]
         self.taken += 1
-        found = self.values[self.taken - 1]
         return found
 
 

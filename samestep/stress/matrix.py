@@ -48,7 +48,8 @@ THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "router": 1e-5, "adamw": 2e-5, "mu
 LEARNING_RATE = 1e-3
 # Of an outcome: the largest of all ranks counts.
 WORST = (
-    "largest_gradient", "loss", "router", "norm", "adamw", "muon", "seconds", "graphs", "recompiled",
+    "largest_gradient", "loss", "router", "norm", "adamw", "muon", "seconds", "graphs",
+    "recompiled",
 )  # fmt: skip
 
 

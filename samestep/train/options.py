@@ -134,9 +134,9 @@ class Options:
             )
         if self.sp and self.tp == 1:
             raise BadRequestError("--sp divides the sequence among the ranks of --tp, which is 1")
-        about_experts = ("capacity", "expert_size", "shared_experts", "null_experts")
-        about_experts += ("balance_loss", "z_loss")
-        asked = ["--ep"] * (self.ep > 1) + [spelled(n) for n in about_experts if getattr(self, n)]
+        about = ["capacity", "expert_size", "shared_experts", "null_experts"]
+        about += ["balance_loss", "z_loss"]
+        asked = ["--ep"] * (self.ep > 1) + [spelled(name) for name in about if getattr(self, name)]
         if asked and not self.routed:
             raise BadRequestError(
                 f"{', '.join(asked)}: about experts, and there are none: add --moe"

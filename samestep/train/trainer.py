@@ -198,7 +198,8 @@ class Trainer:
         router = self._written_router_losses()
         self.journal.add(
             *(
-                {**row, "grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds} | own
+                {**row, "grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
+                | own
                 for row, loss, own in zip(self._unwritten, losses, router, strict=True)
             )
         )
@@ -208,7 +209,7 @@ class Trainer:
         self._losses, self._unwritten = [], []
 
     def _written_router_losses(self) -> list[dict[str, float]]:
-        """Both losses of routers by step, the mean over layers; nothing where none was asked for."""
+        """Both losses of routers by step, means over layers; nothing if none was asked for."""
         options, unwritten = self.options, self._router_losses
         self._router_losses = []
         if not (options.balance_loss or options.z_loss):

@@ -19,7 +19,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from samestep.parallel.experts import TokenDispatch, local
+from samestep.parallel.experts import TokenDispatch, load_of, local
 from samestep.parallel.grouped import Products, grouped_linear
 from samestep.parallel.recompute import once
 from samestep.parallel.router_losses import RouterLosses
@@ -174,7 +174,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(config.experts, config.width, config.expert_hidden))
         self.products: Products = config.expert_products
 
-    def forward(self, rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    def forward(self, rows: Tensor, counts: Sequence[int] | Tensor | None = None) -> Tensor:
         """Transform (n, C), ``counts`` of them for each expert in turn; or (E, slots, C)."""
         ups, downs = local(self.up), local(self.down)
         if counts is None:
@@ -205,7 +205,12 @@ class MixtureOfExperts(nn.Module):
         self.router = nn.Linear(config.width, config.choices, bias=False)
         self.losses = RouterLosses(config.balance_loss, config.z_loss)
         self.experts = Experts(config)
-        self.dispatch = TokenDispatch(config.experts, config.capacity, config.null_experts)
+        self.dispatch = TokenDispatch(
+            config.experts,
+            config.capacity,
+            config.null_experts,
+            device_counts=config.expert_products != "loop",
+        )
         shared = config.shared_experts * config.expert_hidden
         self.shared_experts = MLP(config.width, shared) if shared else None
         self.register_buffer("bias", torch.zeros(config.choices))
@@ -235,7 +240,7 @@ class MixtureOfExperts(nn.Module):
         """The experts of each token, (B T, K), counted."""
         chosen = (scores + self.bias).topk(self.active).indices
         if self.training:
-            self.load += chosen.flatten().bincount(minlength=len(self.load))
+            self.load += load_of(chosen, len(self.load))
         return chosen
 
     @torch.no_grad()

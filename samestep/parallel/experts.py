@@ -23,6 +23,13 @@ from samestep.parallel.recompute import once
 Experts = Callable[..., Tensor]
 
 
+def load_of(chosen: Tensor, choices: int) -> Tensor:
+    """How often each expert was chosen, (choices,), in whole numbers."""
+    flat = chosen.flatten()
+    # No bincount, whose size depends on data, as far as torch.compile knows.
+    return flat.new_zeros(choices).scatter_add(0, flat, torch.ones_like(flat))
+
+
 def local(param: Tensor) -> Tensor:
     """What this rank computes with, for a module that works on tokens of its own.
 
@@ -72,8 +79,8 @@ class TokenDispatch(nn.Module):
         mixed = self.dispatch(tokens, chosen, weights, self.experts)
 
     `self.experts` is called as `experts(rows, counts)`: rows (n, C) lie by expert, `counts` of them
-    for each expert of this rank. With a capacity it is called as `experts(rows)`, and rows are
-    (here, slots, C). It takes its stacks of matrices through `local`.
+    for each expert of this rank, a list. With a capacity it is called as `experts(rows)`, and rows
+    are (here, slots, C). It takes its stacks of matrices through `local`.
 
     Args:
         experts: Of all ranks together.
@@ -82,20 +89,31 @@ class TokenDispatch(nn.Module):
             and what does not fit adds nothing and is counted in `overflow`.
         null: Further choices, with numbers from `experts` on, that add nothing and cost nothing:
             no row of theirs is computed or sent.
+        device_counts: Give `counts` as a tensor, (here,), where all experts are on this rank and
+            none is null: then the host waits for nothing, and sizes follow from N alone.
     """
 
     overflow: Tensor
 
-    def __init__(self, experts: int, capacity: float = 0.0, null: int = 0) -> None:
+    def __init__(
+        self, experts: int, capacity: float = 0.0, null: int = 0, device_counts: bool = False
+    ) -> None:
         super().__init__()
         self.experts, self.capacity, self.null = experts, capacity, null
+        self.device_counts = device_counts
         self.places = Places()
         self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         """Mix (N, C) by `weights` (N, K) of `chosen` (N, K); the result is (N, C), in fp32."""
         tokens, chosen, weights = self._enter(tokens, chosen, weights)
-        run = self._with_room if self.capacity else self._all_that_come
+        run = self._all_that_come
+        if self.capacity:
+            run = self._with_room
+        elif self.device_counts and not (
+            self.places.exchange or self.places.same_tokens or self.null
+        ):
+            run = self._all_are_here
         made = run(tokens, chosen, experts).view(*chosen.shape, tokens.shape[1])
         wide = torch.promote_types(made.dtype, torch.float32)
         return self._leave((made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(dim=1))
@@ -125,13 +143,19 @@ class TokenDispatch(nn.Module):
 
     # --- sizes follow the data ---------------------------------------------------------------
 
+    def _all_are_here(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """The same without a look at the counts: every expert is here, and every row has one."""
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
+        return experts(rows, load_of(chosen, self.experts))[order.argsort()]
+
     # Sizes differ from step to step: it would be compiled again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _all_that_come(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """What the chosen experts make of every token, (N K, C)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        counts = flat.bincount(minlength=self.experts + self.null)[: self.experts]
+        counts = load_of(chosen, self.experts + self.null)[: self.experts]
         # Null experts have the highest numbers: their rows would be the last.
         to_experts = order[: int(counts.sum())] if self.null else order
         rows = tokens[to_experts.div(chosen.shape[1], rounding_mode="floor")]

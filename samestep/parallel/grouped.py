@@ -12,14 +12,14 @@ ALIGNMENT = 16  # bytes; torch's kernels want rows of all operands to begin at m
 
 
 def grouped_linear(
-    rows: Tensor, stack: Tensor, counts: Sequence[int], products: Products = "auto"
+    rows: Tensor, stack: Tensor, counts: Sequence[int] | Tensor, products: Products = "auto"
 ) -> Tensor:
     """(n, C) by (E, D, C): the first `counts[0]` rows by the first matrix, and so on; (n, D).
 
     Args:
         rows: By expert; as many as all counts together.
         stack: A matrix for each expert, as `linear` takes it.
-        counts: Rows of each expert; any of them may be 0.
+        counts: Rows of each expert, on the host or the device; any of them may be 0.
         products: "grouped": one call of torch's grouped_mm, which a GPU runs as one kernel.
             "loop": a call of `linear` for each expert. "auto": grouped in 16 bits on a GPU that
             has kernels for it, if sizes are aligned; otherwise the loop.
@@ -32,9 +32,27 @@ def grouped_linear(
         products = "grouped" if _pays(rows, stack) else "loop"
     if products == "grouped" and len(rows):
         _check(rows, stack)
-        ends = torch.tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
-        return grouped_mm(rows, stack.mT, offs=ends)
-    parts = zip(torch.split(rows, list(counts)), stack, strict=True)
+        counts = torch.as_tensor(counts, device=rows.device)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        # torch's compiler (2.13) knows this operation in bfloat16 alone.
+        product = grouped_mm if rows.dtype is torch.bfloat16 else _uncompiled_grouped_mm
+        made: Tensor = product(rows, stack.mT, offs=ends)
+        if made.requires_grad and not torch.compiler.is_compiling():
+            made.register_hook(Tensor.contiguous)  # the kernel takes no expanded gradient, of a sum
+        return made
+    return _one_by_one(rows, stack, counts)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled_grouped_mm(rows: Tensor, stack: Tensor, offs: Tensor) -> Tensor:
+    return grouped_mm(rows, stack, offs=offs)
+
+
+# Sizes differ from step to step: it would be compiled again and again.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _one_by_one(rows: Tensor, stack: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    sizes = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+    parts = zip(torch.split(rows, sizes), stack, strict=True)
     return torch.cat([linear(part, matrix) for part, matrix in parts])
 
 

@@ -10,8 +10,8 @@ experts a token has chosen, what is counted, what is asked of other ranks.
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
 from functools import partial
+from threading import local
 from typing import Any, TypeVar
 
 import torch
@@ -44,7 +44,13 @@ class _Kept:
         return found
 
 
-_current: ContextVar[_Kept | None] = ContextVar("kept", default=None)
+class _Current(local):
+    """What a thread runs: backward has threads of its own."""
+
+    kept: _Kept | None = None  # no ContextVar: torch.compile would stop at it
+
+
+_current = _Current()
 
 
 @torch.no_grad()
@@ -53,7 +59,7 @@ def once(compute: Callable[[], T]) -> T:
 
     For choices, counters and messages: nothing in it has a gradient. Elsewhere it just runs.
     """
-    kept = _current.get()
+    kept = _current.kept
     return compute() if kept is None else _next(kept, compute)
 
 
@@ -107,8 +113,8 @@ class _Again(AbstractContextManager[None]):
 
 @contextmanager
 def _using(kept: _Kept) -> Iterator[None]:
-    before = _current.set(kept)
+    before, _current.kept = _current.kept, kept
     try:
         yield
     finally:
-        _current.reset(before)
+        _current.kept = before

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from samestep.comm.collectives import total
 from samestep.comm.groups import RankGroup, registry
 from samestep.mesh import Mesh
+from samestep.parallel.experts import load_of
 from samestep.parallel.recompute import once
 
 
@@ -85,7 +86,7 @@ class RouterLosses(nn.Module):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _load(self, chosen: Tensor, experts: int) -> Tensor:
         """How often each expert was chosen, (E,), on all ranks. Whole numbers: exact."""
-        counts = chosen.flatten().bincount(minlength=experts)
+        counts = load_of(chosen, experts)
         if self.ranks is not None:
             counts = total("load of experts", counts, self.ranks).wait()
         return counts

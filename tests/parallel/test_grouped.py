@@ -40,6 +40,20 @@ def test_both_ways_give_the_same_bits(dtype):
         assert one[2][expert].abs().sum() > 0 or not count
 
 
+def test_gradients_of_a_sum():
+    x, stack, _ = given()
+    for one, loop in zip(
+        *(
+            torch.autograd.grad(
+                grouped_linear(x, stack, torch.tensor(COUNTS), how).sum(), (x, stack)
+            )
+            for how in ("grouped", "loop")
+        ),
+        strict=True,
+    ):
+        assert torch.equal(one, loop)
+
+
 def test_rows_of_another_expert_are_seen(monkeypatch):
     """A product that takes starts for ends."""
     x, stack, target = given()

@@ -107,12 +107,11 @@ class TokenDispatch(nn.Module):
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         """Mix (N, C) by `weights` (N, K) of `chosen` (N, K); the result is (N, C), in fp32."""
         tokens, chosen, weights = self._enter(tokens, chosen, weights)
+        all_are_here = self.places.exchange is None and self.places.same_tokens is None
         run = self._all_that_come
         if self.capacity:
             run = self._with_room
-        elif self.device_counts and not (
-            self.places.exchange or self.places.same_tokens or self.null
-        ):
+        elif self.device_counts and all_are_here and not self.null:
             run = self._all_are_here
         made = run(tokens, chosen, experts).view(*chosen.shape, tokens.shape[1])
         wide = torch.promote_types(made.dtype, torch.float32)

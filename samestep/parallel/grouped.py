@@ -21,8 +21,8 @@ def grouped_linear(
         stack: A matrix for each expert, as `linear` takes it.
         counts: Rows of each expert, on the host or the device; any of them may be 0.
         products: "grouped": one call of torch's grouped_mm, which a GPU runs as one kernel.
-            "loop": a call of `linear` for each expert. "auto": grouped in 16 bits on a GPU that
-            has kernels for it, if sizes are aligned; otherwise the loop.
+            "loop": a call of `linear` for each expert. "auto": grouped in bfloat16 on a GPU
+            that has a kernel for it, if sizes are aligned; otherwise the loop.
     """
     device = rows.device.type
     if torch.is_autocast_enabled(device):  # it knows linear, and not grouped_mm
@@ -30,17 +30,19 @@ def grouped_linear(
         rows, stack = rows.to(dtype), stack.to(dtype)
     if products == "auto":
         products = "grouped" if _pays(rows, stack) else "loop"
-    if products == "grouped" and len(rows):
-        _check(rows, stack)
-        counts = torch.as_tensor(counts, device=rows.device)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        # torch's compiler (2.13) knows this operation in bfloat16 alone.
-        product = grouped_mm if rows.dtype is torch.bfloat16 else _uncompiled_grouped_mm
-        made: Tensor = product(rows, stack.mT, offs=ends)
-        if made.requires_grad and not torch.compiler.is_compiling():
-            made.register_hook(Tensor.contiguous)  # the kernel takes no expanded gradient, of a sum
+    made: Tensor
+    if products == "loop" or not len(rows):
+        made = _one_by_one(rows, stack, counts)
         return made
-    return _one_by_one(rows, stack, counts)
+    _check(rows, stack)
+    ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+    # torch's compiler (2.11, 2.13) knows this operation in bfloat16 alone.
+    product = grouped_mm if rows.dtype is torch.bfloat16 else _uncompiled_grouped_mm
+    made = product(rows, stack.mT, offs=ends)
+    if made.requires_grad and not torch.compiler.is_compiling():
+        # The kernel takes no expanded gradient, as that of a sum is.
+        made.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return made
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -113,6 +113,8 @@ def router_losses(model: nn.Module) -> list[RouterLosses]:
 
 def place_on(model: nn.Module, mesh: Mesh) -> None:
     """Tell a model's router losses which ranks of a mesh have tokens of their own."""
+    if not router_losses(model):
+        return
     degrees = mesh.degrees
     axes = ["replicate", "data"]
     axes += ["expert"] * degrees.ep_carries_data + ["model"] * degrees.sequence_parallel

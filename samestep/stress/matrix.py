@@ -286,6 +286,10 @@ SHAPE: dict[str, Any] = {
 DENSE = GPTConfig(**SHAPE)
 EXPERTS = GPTConfig(**SHAPE, experts=8, expert_size=16)
 ROOMY = replace(EXPERTS, capacity=4.0)  # every expert has room for all tokens
+GROUPED = replace(EXPERTS, expert_products="grouped")
+KINDS = replace(
+    GROUPED, active_experts=3, shared_experts=1, null_experts=2, balance_loss=0.05, z_loss=0.01
+)
 LANE = GPTConfig(context=128, width=128, layers=16, heads=4, kv_heads=2, experts=8, expert_size=64)
 ROOMY_LANE = replace(LANE, capacity=4.0)
 SP = {"tp": 2, "sequence_parallel": True}
@@ -317,7 +321,13 @@ ROWS = (
     Case("LoRA, TP, SP x FSDP2", 4, DENSE, SP, lora=True),
     Case("LoRA, TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}, lora=True),
     Case("LoRA, PP x FSDP2", 4, DENSE, {"pp": 2}, lora=True),
+    Case("shared and null experts, router losses, EP x FSDP2", 4, KINDS, {"ep": 2}),
+    Case("the same, TP, SP x EP, recomputed", 4, KINDS, {**SP, "ep": 2}, recompute=True),
+    Case("the same, EP x PP, recomputed", 4, KINDS, {"ep": 2, "pp": 2}, recompute=True),
+    Case("TP, SP x PP, recomputed", 4, DENSE, {**SP, "pp": 2}, recompute=True),
     Case("TP, SP x FSDP2, compiled", 4, DENSE, SP, compile=True),
+    Case("TP, SP x PP, compiled", 4, DENSE, {**SP, "pp": 2}, compile=True),
+    Case("grouped experts, TP, SP x FSDP2, compiled", 4, GROUPED, SP, compile=True),
     Case("TP, SP x EP, compiled", 4, ROOMY, {**SP, "ep": 2}, compile=True),
     Case("lane, 4 ranks", 4, LANE, SAME_TOKENS, 2),
     Case("lane, 4 ranks, own tokens", 4, ROOMY_LANE, OWN_TOKENS, 2),
@@ -381,7 +391,9 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
         "compile": _decision(case).receipt(),
     }
     try:
-        outcomes = run_forked(case.ranks, run_rank, case, reference(case), timeout=timeout)
+        # Stages compile one after the other, and the others wait in a collective.
+        limits = {"timeout": timeout, "collective_timeout": timeout}
+        outcomes = run_forked(case.ranks, run_rank, case, reference(case), **limits)
     except RanksFailed as error:
         return {**asked, "verdict": "fail", "why": [str(error)[-2000:]]}
     found = reduce(Outcome.merged, outcomes)

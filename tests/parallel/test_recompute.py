@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from samestep.mesh import build
 from samestep.models import gpt
@@ -186,7 +187,7 @@ def _train(axes, again):
     loss = stack.backward(*batch(stack.batch_place))
     optimizer.step()
     held = {
-        name: getattr(value, "_local_tensor", value).detach().clone()
+        name: (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
         for name, value in (*model.named_parameters(), *model.named_buffers())
     }
     return {"loss": loss, **held}

@@ -41,7 +41,7 @@ def grouped_linear(
     made = product(rows, stack.mT, offs=ends)
     if made.requires_grad and not torch.compiler.is_compiling():
         # The kernel takes no expanded gradient, as that of a sum is.
-        made.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        made.register_hook(Tensor.contiguous)
     return made
 
 

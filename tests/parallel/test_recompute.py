@@ -14,6 +14,7 @@ from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel import experts
 from samestep.parallel.recompute import once, recompute
 from samestep.parallel.stack import Stack
+from tests.memory import peak_bytes
 from tests.ranks import run_forked
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
@@ -104,6 +105,21 @@ def test_another_choice_in_the_recomputation_is_seen(monkeypatch):
     monkeypatch.setattr(gpt, "once", lambda compute: compute())
     wrong = differing(*both(disturb))
     assert "blocks.0.mlp.experts.up" in wrong
+
+
+def test_less_is_kept():
+    """Of four blocks, only one at a time has what backward needs."""
+    torch.manual_seed(0)
+    peaks = []
+    for again in (False, True):
+        model = GPT(GPTConfig(**{**SHAPE, "layers": 4, "width": 64}))
+        for block in model.blocks if again else ():
+            recompute(block)
+        inputs, targets = batch(rows=32)
+        with peak_bytes() as peak:
+            mean_loss(model(inputs), targets).backward()
+        peaks.append(peak.value - sum(4 * param.numel() for param in model.parameters()))
+    assert peaks[1] < peaks[0] / 2
 
 
 def test_without_gradients_a_block_runs_once_as_ever():

@@ -196,9 +196,9 @@ def _forget_first_call(part: nn.Module) -> None:
     kept = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
     calls = 0
 
-    def restore(*_: Any) -> None:
+    def restore(called: nn.Module, *_: Any) -> None:
         nonlocal calls
-        calls += 1
+        calls += called is part  # stages of one rank are views, which share their hooks
         if calls == 2:
             handle.remove()
             with torch.no_grad():

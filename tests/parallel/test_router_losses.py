@@ -5,12 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.models.gpt import GPT, GPTConfig
+from samestep.mesh import build
+from samestep.models.gpt import GPT, GPTConfig, MixtureOfExperts, mean_loss
+from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel import router_losses, tensor
 from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.router_losses import RouterLosses
+from samestep.parallel.stack import Stack
 from samestep.stress.matrix import Case
 from tests.parallel.test_layouts import EXPERTS, SP, failures, prove_all
+from tests.ranks import run_forked
 
 # --- formulas -------------------------------------------------------------------------------------
 
@@ -268,3 +272,34 @@ def test_null_experts_in_the_sum_of_weights_are_seen():
     for block in model.blocks:
         block.mlp.null = 0
     assert not torch.allclose(model(tokens), right)
+
+
+# --- stages that lie apart ------------------------------------------------------------------------
+
+
+def first_step(rank):
+    """Loads and losses after the first step, for which torch calls every stage once more."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = replace(ALL, layers=4)
+    model = GPT(config)
+    options = {"micro_batches": 2, "schedule": "interleaved"}
+    stack = Stack(model, gpt_plan(config), build(pp=2), loss=mean_loss, **options)
+    tokens = torch.randint(32, (4, 9))
+    stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    loads = [module.load for module in model.modules() if isinstance(module, MixtureOfExperts)]
+    return loads, router_losses.collect(model)
+
+
+def test_interleaved_stages_count_once():
+    of_ranks = run_forked(2, first_step)
+    torch.manual_seed(0)
+    model = GPT(replace(ALL, layers=4))
+    tokens = torch.randint(32, (4, 9))
+    router_losses.set_share(model, 0.5)
+    for part in tokens.chunk(2):
+        model(part[:, :-1])
+    expected = router_losses.collect(model)
+    for loads, _ in of_ranks:
+        assert [int(load.sum()) for load in loads] == [4 * 8 * 3] * 2
+    torch.testing.assert_close(of_ranks[0][1] + of_ranks[1][1], expected)

@@ -101,6 +101,7 @@ class TokenDispatch(nn.Module):
         super().__init__()
         self.experts, self.capacity, self.null = experts, capacity, null
         self.device_counts = device_counts
+        self.gathered_experts = False  # by FSDP2, before they are called
         self.places = Places()
         self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -146,7 +147,9 @@ class TokenDispatch(nn.Module):
         """The same without a look at the counts: every expert is here, and every row has one."""
         order = chosen.flatten().argsort(stable=True)
         rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
-        return experts(rows, load_of(chosen, self.experts))[order.argsort()]
+        run = _uncompiled if self.gathered_experts else _run
+        made: Tensor = run(experts, rows, load_of(chosen, self.experts))
+        return made[order.argsort()]
 
     # Sizes differ from step to step: it would be compiled again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -234,6 +237,14 @@ class TokenDispatch(nn.Module):
             after = self.experts - first - here
             return torch.nn.functional.pad(made, (0, 0, 0, 0, first, after))
         return experts(rows)
+
+
+def _run(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    return experts(rows, counts)
+
+
+# What FSDP2 gathers first needs no gradient itself, and later does (torch 2.13): two graphs.
+_uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
 
 def capacity_errors(model: nn.Module) -> int:

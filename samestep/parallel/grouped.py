@@ -30,29 +30,33 @@ def grouped_linear(
         rows, stack = rows.to(dtype), stack.to(dtype)
     if products == "auto":
         products = "grouped" if _pays(rows, stack) else "loop"
+    if products == "grouped":
+        _check(rows, stack)
     made: Tensor
-    if products == "loop" or not len(rows):
-        made = _one_by_one(rows, stack, counts)
-        return made
-    _check(rows, stack)
-    ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
-    # torch's compiler (2.11, 2.13) knows this operation in bfloat16 alone.
-    product = grouped_mm if rows.dtype is torch.bfloat16 else _uncompiled_grouped_mm
-    made = product(rows, stack.mT, offs=ends)
-    if made.requires_grad and not torch.compiler.is_compiling():
-        # The kernel takes no expanded gradient, as that of a sum is.
-        made.register_hook(Tensor.contiguous)
+    if products == "grouped" and rows.dtype is torch.bfloat16 and len(rows):
+        made = _all_at_once(rows, stack, counts)
+    else:
+        made = _uncompiled(rows, stack, counts, products)
     return made
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _uncompiled_grouped_mm(rows: Tensor, stack: Tensor, offs: Tensor) -> Tensor:
-    return grouped_mm(rows, stack, offs=offs)
+def _all_at_once(rows: Tensor, stack: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
+    made = grouped_mm(rows, stack.mT, offs=ends)
+    if made.requires_grad and not torch.compiler.is_compiling():
+        # The kernel takes no expanded gradient, as that of a sum is.
+        made.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return made
 
 
-# Sizes differ from step to step: it would be compiled again and again.
+# A loop has sizes that differ from step to step, and would be compiled again and again. And torch's
+# compiler (2.11, 2.13) knows grouped_mm in bfloat16 alone.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _one_by_one(rows: Tensor, stack: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+def _uncompiled(
+    rows: Tensor, stack: Tensor, counts: Sequence[int] | Tensor, products: Products
+) -> Tensor:
+    if products == "grouped" and len(rows):
+        return _all_at_once(rows, stack, counts)
     sizes = counts.tolist() if isinstance(counts, Tensor) else list(counts)
     parts = zip(torch.split(rows, sizes), stack, strict=True)
     return torch.cat([linear(part, matrix) for part, matrix in parts])

@@ -1,25 +1,29 @@
 """A compact decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, experts.
 
 Shapes in the docstrings: B sequences, T tokens, C channels (``width``), H query heads,
-G key/value heads, D channels of one head, V vocabulary, E experts, K of them per token.
+G key/value heads, D channels of one head, V vocabulary, E experts, Z null experts, K of both per
+token.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import (
     cross_entropy,
     dropout,
-    linear,
     relu,
     scaled_dot_product_attention,
 )
 
-from samestep.parallel.experts import TokenDispatch, local
+from samestep.parallel.experts import TokenDispatch, load_of, local
 from samestep.parallel.fused import own_sizes
+from samestep.parallel.grouped import Products, grouped_linear
+from samestep.parallel.recompute import once
+from samestep.parallel.router_losses import RouterLosses
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,11 @@ class GPTConfig:
     active_experts: int = 2
     expert_size: int = 0  # channels inside an expert; 0: as many per token as one MLP has
     capacity: float = 0.0  # room per expert, as a multiple of an even share; 0: for all that come
+    shared_experts: int = 0  # that every token passes, beside those it chooses
+    null_experts: int = 0  # that a token may choose, and that add nothing
+    balance_loss: float = 0.0  # coefficients, per layer: see parallel/router_losses.py
+    z_loss: float = 0.0
+    expert_products: Products = "auto"  # see parallel/grouped.py
     dropout: float = 0.0
     fused_qkv: bool = False  # queries, keys and values in one weight
 
@@ -55,17 +64,38 @@ class GPTConfig:
             raise ValueError(
                 f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
             )
-        if self.experts and not 1 <= self.active_experts <= self.experts:
-            raise ValueError(
-                f"active_experts must be from 1 to experts = {self.experts}, "
-                f"got {self.active_experts}"
-            )
-        if self.expert_size < 0:
-            raise ValueError(f"expert_size must be at least 0, got {self.expert_size}")
-        if not 0 <= self.capacity < math.inf:
-            raise ValueError(f"capacity must be at least 0, got {self.capacity}")
+        self._check_experts()
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
+
+    def _check_experts(self) -> None:
+        for name in ("expert_size", "shared_experts", "null_experts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        for name in ("capacity", "balance_loss", "z_loss"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.expert_products not in get_args(Products):
+            choices = ", ".join(get_args(Products))
+            raise ValueError(
+                f"expert_products must be one of {choices}, got {self.expert_products!r}"
+            )
+        if self.experts:
+            if not 1 <= self.active_experts <= self.choices:
+                also = f" + null_experts = {self.choices}" if self.null_experts else ""
+                raise ValueError(
+                    f"active_experts must be from 1 to experts = {self.experts}{also}, "
+                    f"got {self.active_experts}"
+                )
+            return
+        for name in ("shared_experts", "null_experts", "balance_loss", "z_loss"):
+            if getattr(self, name):
+                raise ValueError(f"{name} is {getattr(self, name)}, and there are no experts")
+
+    @property
+    def choices(self) -> int:
+        """What a token chooses from: experts, and null experts after them."""
+        return self.experts + self.null_experts
 
     @property
     def head_dim(self) -> int:
@@ -140,10 +170,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """Two matrices with a squared ReLU between them, (B, T, C) to (B, T, C)."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, config.mlp_ratio * config.width, bias=False)
-        self.down = nn.Linear(config.mlp_ratio * config.width, config.width, bias=False)
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of (B, T, C) on its own."""
@@ -158,24 +188,27 @@ class Experts(nn.Module):
         super().__init__()
         self.up = nn.Parameter(torch.empty(config.experts, config.expert_hidden, config.width))
         self.down = nn.Parameter(torch.empty(config.experts, config.width, config.expert_hidden))
+        self.products: Products = config.expert_products
 
-    def forward(self, rows: Tensor, counts: Sequence[int] | None = None) -> Tensor:
+    def forward(self, rows: Tensor, counts: Sequence[int] | Tensor | None = None) -> Tensor:
         """Transform (n, C), ``counts`` of them for each expert in turn; or (E, slots, C)."""
         ups, downs = local(self.up), local(self.down)
         if counts is None:
             return relu(rows @ ups.mT).square() @ downs.mT
-        parts = zip(torch.split(rows, list(counts)), ups, downs, strict=True)
-        return torch.cat(
-            [linear(relu(linear(part, up)).square(), down) for part, up, down in parts]
-        )
+        inside = relu(grouped_linear(rows, ups, counts, self.products)).square()
+        return grouped_linear(inside, downs, counts, self.products)
 
 
 class MixtureOfExperts(nn.Module):
     """Each token uses the K experts that its router scores highest, (B, T, C) to (B, T, C).
 
-    No auxiliary loss: a bias that only takes part in the choice makes busy experts less likely,
-    and `balance` moves it by what was counted. Counts are whole numbers, so the bias does not
-    depend on how a batch was divided among ranks.
+    A bias that only takes part in the choice makes busy experts less likely, and `balance` moves
+    it by what was counted. Counts are whole numbers, so the bias does not depend on how a batch
+    was divided among ranks. Losses of the router come beside it if they are asked for.
+
+    Null experts add nothing, and the weights of the others are made to sum to one without them
+    (AdaMoE, arXiv 2406.13233). Shared experts (DeepSeekMoE, arXiv 2401.06066) are one MLP for all
+    tokens, whose result is added.
     """
 
     bias: Tensor
@@ -184,24 +217,47 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.active = config.active_experts
-        self.router = nn.Linear(config.width, config.experts, bias=False)
+        self.null = config.null_experts
+        self.router = nn.Linear(config.width, config.choices, bias=False)
+        self.losses = RouterLosses(config.balance_loss, config.z_loss)
         self.experts = Experts(config)
-        self.dispatch = TokenDispatch(config.experts, config.capacity)
-        self.register_buffer("bias", torch.zeros(config.experts))
-        counts = torch.zeros(config.experts, dtype=torch.int64)
+        self.dispatch = TokenDispatch(
+            config.experts,
+            config.capacity,
+            config.null_experts,
+            device_counts=config.expert_products != "loop",
+        )
+        shared = config.shared_experts * config.expert_hidden
+        self.shared_experts = MLP(config.width, shared) if shared else None
+        self.register_buffer("bias", torch.zeros(config.choices))
+        counts = torch.zeros(config.choices, dtype=torch.int64)
         self.register_buffer("load", counts, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform each position of (B, T, C) on its own."""
         tokens = x.flatten(0, 1)  # (B T, C)
-        scores = self.router(tokens).float().sigmoid()  # (B T, E)
-        chosen = (scores + self.bias).topk(self.active).indices  # (B T, K)
+        logits = self.router(tokens).float()  # (B T, E + Z)
+        scores = logits.sigmoid()
+        chosen = once(lambda: self._choose(scores))  # (B T, K)
         weights = scores.gather(1, chosen)
-        weights = weights / weights.sum(dim=1, keepdim=True)
-        if self.training:
-            self.load += chosen.flatten().bincount(minlength=len(self.load))
+        if self.null:
+            weights = weights.masked_fill(chosen >= self.dispatch.experts, 0.0)
+            # A token may have chosen nothing else.
+            weights = weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-20)
+        else:
+            weights = weights / weights.sum(dim=1, keepdim=True)
+        weights = self.losses(weights, logits, scores, chosen)
         mixed: Tensor = self.dispatch(tokens, chosen, weights, self.experts)
+        if self.shared_experts is not None:
+            mixed = mixed + self.shared_experts(tokens)
         return mixed.to(x.dtype).view_as(x)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """The experts of each token, (B T, K), counted."""
+        chosen = (scores + self.bias).topk(self.active).indices
+        if self.training:
+            self.load += load_of(chosen, len(self.load))
+        return chosen
 
     @torch.no_grad()
     def balance(self, load: Tensor, rate: float = 1e-3) -> None:
@@ -218,7 +274,11 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width)
-        self.mlp: nn.Module = MixtureOfExperts(config) if config.experts else MLP(config)
+        self.mlp: nn.Module = (
+            MixtureOfExperts(config)
+            if config.experts
+            else MLP(config.width, config.mlp_ratio * config.width)
+        )
         self.dropout = config.dropout
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -256,7 +316,7 @@ class GPT(nn.Module):
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5
                 # 2 * layers branches are summed, so each starts that much smaller.
-                if name.endswith(("attention.out", "mlp.down")):
+                if name.endswith(("attention.out", "mlp.down", "shared_experts.down")):
                     std /= math.sqrt(2 * self.config.layers)
                 # A small head starts near a uniform guess: loss about ln(vocab_size).
                 if name == "head":

@@ -10,6 +10,9 @@ def gpt_plan(config: GPTConfig) -> Plan:
     mlp = () if experts else ("blocks.*.mlp",)
     heads = (config.heads, config.kv_heads, config.kv_heads)
     qkv = tuple(map(FusedPart, config.qkv_sizes, heads))
+    whole = ["router"] if experts else []
+    if config.shared_experts:
+        whole += ["shared_experts.up", "shared_experts.down"]
     return Plan(
         blocks=("blocks.*",),
         embedding=("embedding",),
@@ -25,7 +28,7 @@ def gpt_plan(config: GPTConfig) -> Plan:
             "norm",
             "blocks.*.attention_norm",
             "blocks.*.mlp_norm",
-            *(("blocks.*.mlp.router",) if experts else ()),
+            *(f"blocks.*.mlp.{name}" for name in whole),
         ),
         on_heads=("blocks.*.attention.[qk]_norm",),
         experts={"blocks.*.mlp.experts.up": 1, "blocks.*.mlp.experts.down": 2} if experts else {},

@@ -9,11 +9,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from samestep.mesh import Mesh
 from samestep.mesh.replicate_list import ReplicateList, ShardRule, cuts, shapes
-from samestep.parallel import data, replicas, tensor
+from samestep.parallel import data, replicas, router_losses, tensor
 from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.fused import CUT_BY_PARTS, check_fused
 from samestep.parallel.lora import lora_shard_rules
 from samestep.parallel.plan import Plan, PlanError
+from samestep.parallel.recompute import recompute as recompute_block
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def apply(
     adapt: Callable[[nn.Module], object] | None = None,
     compile: bool | str = False,
     fsdp: bool = True,
+    recompute: bool = False,
 ) -> Applied:
     """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
@@ -59,6 +61,7 @@ def apply(
             whether that is wise.
         fsdp: Shard over the ranks whose losses are averaged. False: each of them keeps a copy, and
             the optimizer averages over copies, with the sharding and buffers that it is given.
+        recompute: Let every block compute again in backward what it would have kept.
     """
     plan.check(model)
     before = _hooks(model)
@@ -69,15 +72,19 @@ def apply(
     replicas.require_same_values(model)
     whole = shapes(model)
     data.place_experts(model, plan, mesh)
+    router_losses.place_on(model, mesh)
     asked = tensor.parallelize(model, plan, mesh)
     if mesh.axis("model") is not None:
         tensor.check_all_named(model)
     if adapt is not None:
         adapt(model)
     extra = {n: found - before.get(n, 0) - asked.get(n, 0) for n, found in _hooks(model).items()}
-    if compile:
-        for _, block in plan.named(model, "blocks"):
-            block.compile(backend=compile if isinstance(compile, str) else "inductor")
+    backend = compile if isinstance(compile, str) else "inductor"
+    for _, block in plan.named(model, "blocks"):
+        if recompute:
+            recompute_block(block, backend if compile else None)
+        elif compile:
+            block.compile(backend=backend)
     _refuse_unasked(extra)
     if fsdp:
         data.shard(model, plan, mesh, ordered=ordered)

@@ -49,6 +49,9 @@ def shard(model: nn.Module, plan: Plan, mesh: Mesh, *, ordered: bool) -> None:
     divisor = mesh.degrees.batch_ranks
     if mesh.dense.size() == mesh.expert.size() == 1:
         return
+    for module in model.modules():
+        if isinstance(module, TokenDispatch):
+            module.gathered_experts = True
     for name, module in plan.expert_modules(model):
         _check_alone(name, module)
         fully_shard(module, mesh=mesh.expert)

@@ -18,8 +18,16 @@ from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.parallel.exchange import all_to_all_single, all_to_all_single_autograd
+from samestep.parallel.recompute import once
 
 Experts = Callable[..., Tensor]
+
+
+def load_of(chosen: Tensor, choices: int) -> Tensor:
+    """How often each expert was chosen, (choices,), in whole numbers."""
+    flat = chosen.flatten()
+    # No bincount, whose size depends on data, as far as torch.compile knows.
+    return flat.new_zeros(choices).scatter_add(0, flat, torch.ones_like(flat))
 
 
 def local(param: Tensor) -> Tensor:
@@ -71,28 +79,41 @@ class TokenDispatch(nn.Module):
         mixed = self.dispatch(tokens, chosen, weights, self.experts)
 
     `self.experts` is called as `experts(rows, counts)`: rows (n, C) lie by expert, `counts` of them
-    for each expert of this rank. With a capacity it is called as `experts(rows)`, and rows are
-    (here, slots, C). It takes its stacks of matrices through `local`.
+    for each expert of this rank, a list. With a capacity it is called as `experts(rows)`, and rows
+    are (here, slots, C). It takes its stacks of matrices through `local`.
 
     Args:
         experts: Of all ranks together.
         capacity: 0: experts take all that come, and sizes follow the data. Otherwise an expert has
             room for this multiple of an even share of each rank's tokens, sizes never change,
             and what does not fit adds nothing and is counted in `overflow`.
+        null: Further choices, with numbers from `experts` on, that add nothing and cost nothing:
+            no row of theirs is computed or sent.
+        device_counts: Give `counts` as a tensor, (here,), where all experts are on this rank and
+            none is null: then the host waits for nothing, and sizes follow from N alone.
     """
 
     overflow: Tensor
 
-    def __init__(self, experts: int, capacity: float = 0.0) -> None:
+    def __init__(
+        self, experts: int, capacity: float = 0.0, null: int = 0, device_counts: bool = False
+    ) -> None:
         super().__init__()
-        self.experts, self.capacity = experts, capacity
+        self.experts, self.capacity, self.null = experts, capacity, null
+        self.device_counts = device_counts
+        self.gathered_experts = False  # by FSDP2, before they are called
         self.places = Places()
         self.register_buffer("overflow", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor, experts: Experts) -> Tensor:
         """Mix (N, C) by `weights` (N, K) of `chosen` (N, K); the result is (N, C), in fp32."""
         tokens, chosen, weights = self._enter(tokens, chosen, weights)
-        run = self._with_room if self.capacity else self._all_that_come
+        all_are_here = self.places.exchange is None and self.places.same_tokens is None
+        run = self._all_that_come
+        if self.capacity:
+            run = self._with_room
+        elif self.device_counts and all_are_here and not self.null:
+            run = self._all_are_here
         made = run(tokens, chosen, experts).view(*chosen.shape, tokens.shape[1])
         wide = torch.promote_types(made.dtype, torch.float32)
         return self._leave((made.to(wide) * weights.to(wide).unsqueeze(-1)).sum(dim=1))
@@ -122,20 +143,32 @@ class TokenDispatch(nn.Module):
 
     # --- sizes follow the data ---------------------------------------------------------------
 
+    def _all_are_here(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+        """The same without a look at the counts: every expert is here, and every row has one."""
+        order = chosen.flatten().argsort(stable=True)
+        rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
+        run = _uncompiled if self.gathered_experts else _run
+        made: Tensor = run(experts, rows, load_of(chosen, self.experts))
+        return made[order.argsort()]
+
     # Sizes differ from step to step: it would be compiled again and again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _all_that_come(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """What the chosen experts make of every token, (N K, C)."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
-        rows = tokens[order.div(chosen.shape[1], rounding_mode="floor")]
-        counts = flat.bincount(minlength=self.experts)
+        counts = load_of(chosen, self.experts + self.null)[: self.experts]
+        # Null experts have the highest numbers: their rows would be the last.
+        to_experts = order[: int(counts.sum())] if self.null else order
+        rows = tokens[to_experts.div(chosen.shape[1], rounding_mode="floor")]
         if self.places.exchange is not None:
             made = self._exchanged(rows, counts, experts, self.places.exchange)
         elif self.places.same_tokens is not None:
             made = self._own_part(rows, counts, experts, self.places.same_tokens)
         else:
             made = experts(rows, counts.tolist())
+        if self.null:
+            made = torch.nn.functional.pad(made, (0, 0, 0, len(order) - len(made)))
         return made[order.argsort()]
 
     def _exchanged(
@@ -146,7 +179,7 @@ class TokenDispatch(nn.Module):
         here = self.experts // ranks
         even = [here] * ranks
         # (ranks, here): by rank that they come from.
-        coming = all_to_all_single(counts, even, even, group).view(ranks, here)
+        coming = once(lambda: all_to_all_single(counts, even, even, group)).view(ranks, here)
         sent = counts.view(ranks, here).sum(dim=1).tolist()
         received = coming.sum(dim=1).tolist()
         rows = all_to_all_single_autograd(rows, received, sent, group)
@@ -171,12 +204,13 @@ class TokenDispatch(nn.Module):
     def _with_room(self, tokens: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
         """The same with equal room for every expert; what does not fit makes zeros."""
         flat = chosen.flatten()
-        slots = math.ceil(self.capacity * flat.numel() / self.experts)
+        slots = math.ceil(self.capacity * flat.numel() / (self.experts + self.null))
         # How many came to the same expert before: its slot there.
-        one_hot = torch.nn.functional.one_hot(flat, self.experts)
+        one_hot = torch.nn.functional.one_hot(flat, self.experts + self.null)
         slot = (one_hot.cumsum(dim=0) - 1).gather(1, flat[:, None]).squeeze(1)
-        fits = slot < slots
-        self.overflow += (~fits).sum()
+        is_null = flat >= self.experts
+        once(lambda: self.overflow.add_(((slot >= slots) & ~is_null).sum()))
+        fits = (slot < slots) & ~is_null
         nowhere = self.experts * slots
         place = torch.where(fits, flat * slots + slot, nowhere)  # (N K,)
         # Filled from a row of zeros where nobody is: reading has no duplicates to add up.
@@ -203,6 +237,14 @@ class TokenDispatch(nn.Module):
             after = self.experts - first - here
             return torch.nn.functional.pad(made, (0, 0, 0, 0, first, after))
         return experts(rows)
+
+
+def _run(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    return experts(rows, counts)
+
+
+# What FSDP2 gathers first needs no gradient itself, and later does (torch 2.13): two graphs.
+_uncompiled = torch.compiler.disable(_run)  # type: ignore[no-untyped-call]
 
 
 def capacity_errors(model: nn.Module) -> int:

@@ -27,6 +27,7 @@ from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.parallel.batched_sends import batched_sends
+from samestep.parallel.router_losses import set_share
 from samestep.parallel.stages import StagePlan, cut
 from samestep.placements.whole.reduction import more_to_come
 
@@ -112,6 +113,7 @@ class Pipeline:
         self.my_stages = range(self._ranks.rank, self.stages, self._ranks.size)
         self.model = model
         self.parts = cut(model, plan, self.stages, self.my_stages)
+        set_share(model, 1 / micro_batches)
         self._training: Any = None  # the schedules, made at the first step: parts may change
         self._evaluation: Any = None
 
@@ -210,9 +212,9 @@ def _forget_first_call(part: nn.Module) -> None:
     kept = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
     calls = 0
 
-    def restore(*_: Any) -> None:
+    def restore(called: nn.Module, *_: Any) -> None:
         nonlocal calls
-        calls += 1
+        calls += called is part  # stages of one rank are views, which share their hooks
         if calls == 2:
             handle.remove()
             with torch.no_grad():

@@ -36,7 +36,7 @@ class Stack:
         micro_batches: Of a pipeline: parts of what a rank is given.
         stages: Which modules the stages of a pipeline have.
         schedule: Of a pipeline, "1f1b" or "interleaved".
-        ordered, adapt, compile, fsdp: As in `apply`.
+        ordered, adapt, compile, recompute, fsdp: As in `apply`.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class Stack:
         ordered: bool = False,
         adapt: Callable[[nn.Module], object] | None = None,
         compile: bool | str = False,
+        recompute: bool = False,
         fsdp: bool = True,
     ) -> None:
         self.model, self.mesh, self.plan, self.loss = model, mesh, plan, loss
@@ -69,10 +70,9 @@ class Stack:
                 schedule=schedule,
             )
             parts = self.pipeline.parts
-        self.applied: list[Applied] = [
-            apply(part, plan, mesh, ordered=ordered, adapt=adapt, compile=compile, fsdp=fsdp)
-            for part in parts
-        ]
+        options: Any = {"ordered": ordered, "adapt": adapt, "fsdp": fsdp}
+        options |= {"compile": compile, "recompute": recompute}
+        self.applied: list[Applied] = [apply(part, plan, mesh, **options) for part in parts]
 
     @property
     def batch_place(self) -> int:

@@ -36,6 +36,7 @@ from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
+from samestep.parallel.router_losses import collect, set_share
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.gradients import combine_gradients
 from samestep.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
@@ -43,10 +44,13 @@ from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import write_files
 
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
-THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "adamw": 2e-5, "muon": 3e-4}
+THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "router": 1e-5, "adamw": 2e-5, "muon": 3e-4}
 LEARNING_RATE = 1e-3
 # Of an outcome: the largest of all ranks counts.
-WORST = "largest_gradient", "loss", "norm", "adamw", "muon", "seconds", "graphs", "recompiled"
+WORST = (
+    "largest_gradient", "loss", "router", "norm", "adamw", "muon", "seconds", "graphs",
+    "recompiled",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ class Case:
     more: int = 0
     lora: bool = False
     compile: bool | str = False
+    recompute: bool = False
     seed: int = 0
     shares: Mapping[str, Any] | None = None
 
@@ -82,6 +87,7 @@ class Reference(NamedTuple):
 
     start: GPT
     losses: list[float]
+    router: list[Tensor]  # balance and z, (2,), of all layers together
     norms: list[float]
     gradients: dict[int, dict[str, Tensor]]
     parameters: dict[str, Tensor]
@@ -95,6 +101,7 @@ class Outcome:
     gradient_of: str = ""
     largest_gradient: float = 0.0  # of the reference: what the difference is to be seen beside
     loss: float = 0.0
+    router: float = 0.0
     norm: float = 0.0
     adamw: float = 0.0
     muon: float = 0.0
@@ -161,11 +168,12 @@ def reference(case: Case) -> Reference:
     if case.lora:
         adapt(model)
     optimizer = samestep.MuonAdamW(model, **optimizer_keywords(case))
-    found = Reference(start, [], [], {}, {})
+    found = Reference(start, [], [], [], {}, {})
     for step in range(case.steps):
-        tokens = tokens_of(case, step)
-        loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:])
-        torch.autograd.backward(loss)
+        parts = _parts(case, tokens_of(case, step))
+        set_share(model, 1 / len(parts))
+        losses = [mean_loss(model(part[:, :-1]), part[:, 1:]) / len(parts) for part in parts]
+        torch.autograd.backward(losses)
         if step in COMPARED:
             found.gradients[step] = {
                 name: param.grad.clone()
@@ -175,10 +183,25 @@ def reference(case: Case) -> Reference:
         optimizer.step()
         optimizer.zero_grad()
         balance_experts(model, case.model.layers)
-        found.losses.append(loss.item())
+        found.losses.append(sum(loss.item() for loss in losses))
+        found.router.append(_collected(model))
         found.norms.append(float(optimizer.metrics()["grad_norm"]))
     found.parameters.update({n: p.detach().clone() for n, p in model.named_parameters()})
     return found
+
+
+def _parts(case: Case, tokens: Tensor) -> list[Tensor]:
+    """Sequences that meet in a router's balance loss: in a pipeline, those of a micro-batch."""
+    degrees = Degrees(case.ranks, **case.mesh)
+    if degrees.pp == 1 or not case.model.balance_loss:
+        return [tokens]
+    of_ranks = tokens.view(degrees.batch_ranks, degrees.pp, -1, tokens.shape[1])
+    return [part.flatten(0, 1) for part in of_ranks.unbind(dim=1)]
+
+
+def _collected(model: nn.Module) -> Tensor:
+    found = collect(model)
+    return torch.zeros(2, dtype=torch.float64) if found is None else found
 
 
 def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
@@ -193,6 +216,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         adapt=(lambda part: adapt(part, mesh)) if case.lora else None,
         compile=case.compile,
         fsdp=case.shares is None,
+        recompute=case.recompute,
     )
     optimizer = stack.optimizer(**optimizer_keywords(case), **(case.shares or {}))
     outcome = Outcome(trace=stack.trace(tell=lambda _: None), steps=case.steps + case.more)
@@ -215,6 +239,8 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         if step < case.steps:
             mean = total("loss", loss.detach().double().reshape(1), ranks).wait() / ranks.size
             outcome.see("loss", abs(float(mean) - expected.losses[step]))
+            router = total("router losses", _collected(model), ranks).wait() / stack.token_copies
+            outcome.see("router", float((router - expected.router[step]).abs().max()))
             norm = float(optimizer.metrics()["grad_norm"])
             outcome.see("norm", abs(norm - expected.norms[step]))
             outcome.clipped += norm > case.max_grad_norm
@@ -276,10 +302,15 @@ SHAPE: dict[str, Any] = {
 DENSE = GPTConfig(**SHAPE)
 EXPERTS = GPTConfig(**SHAPE, experts=8, expert_size=16)
 ROOMY = replace(EXPERTS, capacity=4.0)  # every expert has room for all tokens
+GROUPED = replace(EXPERTS, expert_products="grouped")
+KINDS = replace(
+    GROUPED, active_experts=3, shared_experts=1, null_experts=2, balance_loss=0.05, z_loss=0.01
+)
 LANE = GPTConfig(context=128, width=128, layers=16, heads=4, kv_heads=2, experts=8, expert_size=64)
 ROOMY_LANE = replace(LANE, capacity=4.0)
 SP = {"tp": 2, "sequence_parallel": True}
 OWN_TOKENS = {**SP, "ep": 2}
+EP_PP = {"ep": 2, "pp": 2}
 SAME_TOKENS = {**OWN_TOKENS, "ep_carries_data": False}
 ZERO2 = {"sharding": "zero2"}
 FLAT = {"sharding": "zero1", "buffers": "flat"}
@@ -298,7 +329,7 @@ ROWS = (
     Case("TP, SP x PP", 4, DENSE, {**SP, "pp": 2}),
     Case("TP x FSDP2", 4, DENSE, {"tp": 2}),
     Case("TP, SP x FSDP2", 4, DENSE, SP),
-    Case("EP x PP", 4, EXPERTS, {"ep": 2, "pp": 2}),
+    Case("EP x PP", 4, EXPERTS, EP_PP),
     Case("EP x FSDP2", 4, EXPERTS, {"ep": 2}),
     Case("PP x FSDP2", 4, DENSE, {"pp": 2}),
     Case("HSDP x TP", 8, DENSE, {"replicate": 2, "tp": 2}),
@@ -326,7 +357,13 @@ ROWS = (
     Case("LoRA, TP, SP x FSDP2", 4, DENSE, SP, lora=True),
     Case("LoRA, TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}, lora=True),
     Case("LoRA, PP x FSDP2", 4, DENSE, {"pp": 2}, lora=True),
+    Case("every kind of expert, EP x FSDP2", 4, KINDS, {"ep": 2}),
+    Case("every kind of expert, TP, SP x EP, recomputed", 4, KINDS, OWN_TOKENS, recompute=True),
+    Case("every kind of expert, EP x PP, recomputed", 4, KINDS, EP_PP, recompute=True),
+    Case("TP, SP x PP, recomputed", 4, DENSE, {**SP, "pp": 2}, recompute=True),
     Case("TP, SP x FSDP2, compiled", 4, DENSE, SP, compile=True),
+    Case("TP, SP x PP, compiled", 4, DENSE, {**SP, "pp": 2}, compile=True),
+    Case("grouped experts, TP, SP x FSDP2, compiled", 4, GROUPED, SP, compile=True),
     Case("TP, SP x EP, compiled", 4, ROOMY, {**SP, "ep": 2}, compile=True),
     Case("lane, 4 ranks", 4, LANE, SAME_TOKENS, 2),
     Case("lane, 4 ranks, own tokens", 4, ROOMY_LANE, OWN_TOKENS, 2),
@@ -386,10 +423,13 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
         "model": asdict(case.model),
         "sequences": case.sequences,
         "lora": case.lora,
+        "recompute": case.recompute,
         "compile": _decision(case).receipt(),
     }
     try:
-        outcomes = run_forked(case.ranks, run_rank, case, reference(case), timeout=timeout)
+        # Stages compile one after the other, and the others wait in a collective.
+        limits = {"timeout": timeout, "collective_timeout": timeout}
+        outcomes = run_forked(case.ranks, run_rank, case, reference(case), **limits)
     except RanksFailed as error:
         return {**asked, "verdict": "fail", "why": [str(error)[-2000:]]}
     found = reduce(Outcome.merged, outcomes)
@@ -445,6 +485,10 @@ torch.compile, in the first step and later; gates that are closed by default wer
 |---|---|---|---|---|---|---|---|---|---|
 """
 LANES = """
+Every kind of expert: one shared and two null ones beside eight to choose from, three choices per
+token, grouped products, and both losses of routers, which are compared too (bound {router:g}); in a
+pipeline one process has the same micro-batches. Recomputed: blocks run again in backward.
+
 The lanes have 16 layers of width 128 with heads of 32, 2 key and value heads, sequences of 128 and
 8 experts of size 64, of which a token uses 2; tp 2 with sequence parallel, ep 2, FSDP2; 256 tokens
 per step (512 on 8 ranks with tokens of their own). Ranks along the expert axis see the same tokens,
@@ -467,7 +511,7 @@ def table(rows: Mapping[str, Any]) -> str:
             f"| {name}{failed} | {row['ranks']} | {row['trace']['mesh']} | {figures} | "
             f"{row['overflow']} | {copies} | {graphs} |\n"
         )
-    return text + LANES
+    return text + LANES.format(**THRESHOLDS)
 
 
 if __name__ == "__main__":

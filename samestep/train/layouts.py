@@ -8,14 +8,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import samestep
+from samestep.comm.groups import registry
 from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
 from samestep.mesh.gates import CompileFacts, Decision, decide
 from samestep.models.gpt import GPT, mean_loss
 from samestep.models.gpt_plan import gpt_plan
+from samestep.parallel import router_losses
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import Pipeline
+from samestep.parallel.recompute import recompute
 from samestep.parallel.stack import Stack
 from samestep.tooling.request import BadRequestError
 from samestep.train.options import Layout, Options
@@ -159,6 +162,9 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     }
     by_fsdp = options.placed in ("fsdp2", "hsdp")
     if not by_fsdp and not options.meshed:
+        router_losses.place(model, registry.of(), world.size)
+        for block in model.blocks if options.recompute else ():
+            recompute(block)
         return Placed(samestep.MuonAdamW(model, **keywords), world)
     degrees = degrees_of(options, world)
     sizes = {name: value for name, value in vars(degrees).items() if name != "world"}
@@ -176,6 +182,7 @@ def place(model: GPT, options: Options, world: World) -> Placed:
         adapt=_adapter(options, mesh) if options.lora else None,
         compile=decision.compile,
         fsdp=by_fsdp,
+        recompute=options.recompute,
     )
     seat = World(stack.batch_place, degrees.batch_ranks, world.device)
     copies = world.size // degrees.batch_ranks

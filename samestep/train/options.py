@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from samestep.models.gpt import GPTConfig
+from samestep.parallel.grouped import Products
 from samestep.tooling.flags import parse_flags, spelled
 from samestep.tooling.request import BadRequestError
 
@@ -44,6 +45,7 @@ class Options:
         Literal["1f1b", "interleaved"], "of the pipeline; interleaved: two stages on each rank"
     ] = "1f1b"
     compile: Annotated[bool, "compile blocks, where no gate is closed"] = False
+    recompute: Annotated[bool, "blocks compute again in backward what they would have kept"] = False
     reduction: Annotated[
         Literal["ordered", "fast"],
         "ordered: the same bits every time; fast: whatever the backend does",
@@ -65,6 +67,13 @@ class Options:
     capacity: Annotated[
         float, "room of an expert, in even shares of the tokens; 0: for all that come"
     ] = 0.0
+    shared_experts: Annotated[int, "experts that every token passes, beside those it chooses"] = 0
+    null_experts: Annotated[int, "experts to choose from that add nothing and cost nothing"] = 0
+    balance_loss: Annotated[float, "coefficient of a loss of uneven use of experts"] = 0.0
+    z_loss: Annotated[float, "coefficient of a loss of large logits of routers"] = 0.0
+    expert_products: Annotated[
+        Products, "one kernel for all experts, or one for each; auto: whichever pays"
+    ] = "auto"
     lora: Annotated[bool, "train low-rank factors of attention (and MLP) matrices alone"] = False
     lora_rank: Annotated[int, "of these factors"] = 8
     lora_rule: Annotated[Literal["adamw", "muon"], "what updates them"] = "adamw"
@@ -127,10 +136,12 @@ class Options:
             )
         if self.sp and self.tp == 1:
             raise BadRequestError("--sp divides the sequence among the ranks of --tp, which is 1")
-        if not self.routed and (self.ep > 1 or self.capacity or self.expert_size):
+        about = ["capacity", "expert_size", "shared_experts", "null_experts"]
+        about += ["balance_loss", "z_loss"]
+        asked = ["--ep"] * (self.ep > 1) + [spelled(name) for name in about if getattr(self, name)]
+        if asked and not self.routed:
             raise BadRequestError(
-                "--ep, --capacity and --expert-size are about experts, and there are none: "
-                "add --moe"
+                f"{', '.join(asked)}: about experts, and there are none: add --moe"
             )
         if self.pp > 1 and self.dropout:
             raise BadRequestError(
@@ -174,6 +185,11 @@ class Options:
             active_experts=self.active_experts,
             expert_size=self.expert_size,
             capacity=self.capacity,
+            shared_experts=self.shared_experts,
+            null_experts=self.null_experts,
+            balance_loss=self.balance_loss,
+            z_loss=self.z_loss,
+            expert_products=self.expert_products,
             dropout=self.dropout,
         )
 

@@ -24,6 +24,7 @@ import samestep
 from samestep.models.balance import balance_experts
 from samestep.models.gpt import GPT
 from samestep.parallel.experts import capacity_errors
+from samestep.parallel.router_losses import collect, set_share
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import (
@@ -66,6 +67,7 @@ class Trainer:
         self.sequences = 0  # that were seen in them
         self._unwritten: list[dict[str, Any]] = []
         self._losses: list[Tensor] = []
+        self._router_losses: list[Tensor] = []
         self._since = time.perf_counter()  # when they were written last
 
     def run(self) -> None:
@@ -102,8 +104,9 @@ class Trainer:
                 mean = pipeline.step(*self._batch(self.corpus.train, starts))
             loss += mean * len(starts) / options.batch_size
         parts = () if pipeline else self._micro_batches(starts, options.batch_size)
-        for part in parts:
+        for number, part in enumerate(parts):
             last = part is parts[-1]
+            set_share(self.model, self._share(number, len(parts)))
             with nullcontext() if last else no_sync(self.model, self.optimizer):
                 # Gradients are averaged over ranks; what counts is the mean over the batch.
                 part_loss = self._summed_loss(self.corpus.train, part) / options.batch_size
@@ -115,6 +118,9 @@ class Trainer:
         self.step += 1
         self.sequences += options.batch_size
         self._losses.append(loss)
+        router_losses = collect(self.model)
+        if router_losses is not None:
+            self._router_losses.append(router_losses)
         self._unwritten.append(
             {
                 "step": self.step,
@@ -134,6 +140,12 @@ class Trainer:
         """This rank's part of ``count`` sequences, in as many pieces as every other rank has."""
         largest = self.seat.largest_share(count)
         return mine.tensor_split(-(-largest // (self.options.micro_batch or largest)))
+
+    def _share(self, number: int, parts: int) -> float:
+        """What a micro-batch has of a batch, on all ranks together."""
+        of_ranks = torch.arange(self.options.batch_size).tensor_split(self.seat.size)
+        rows = sum(len(own.tensor_split(parts)[number]) for own in of_ranks)
+        return rows / self.options.batch_size
 
     def _summed_loss(self, text: Tensor, starts: Tensor) -> Tensor:
         """The mean loss of every sequence, added up, (); there may be none."""
@@ -183,16 +195,29 @@ class Trainer:
         total = self.world.total(torch.stack(self._losses))
         losses = (total / self.placed.copies).tolist()
         seconds = (time.perf_counter() - self._since) / len(losses)
+        router = self._written_router_losses()
         self.journal.add(
             *(
                 {**row, "grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
-                for row, loss in zip(self._unwritten, losses, strict=True)
+                | own
+                for row, loss, own in zip(self._unwritten, losses, router, strict=True)
             )
         )
         speed = self.options.batch_size * self.options.context / seconds
         text = f"loss {losses[-1]:.4f}  {speed:,.0f} bytes/s"
         self.display.show(self.step, self.options.steps, text)
         self._losses, self._unwritten = [], []
+
+    def _written_router_losses(self) -> list[dict[str, float]]:
+        """Both losses of routers by step, means over layers; nothing if none was asked for."""
+        options, unwritten = self.options, self._router_losses
+        self._router_losses = []
+        if not (options.balance_loss or options.z_loss):
+            return [{} for _ in self._losses]
+        stack = self.placed.stack
+        copies = 1 if stack is None else stack.token_copies
+        means = self.world.total(torch.stack(unwritten)) / copies / options.layers
+        return [{"balance_loss": balance, "z_loss": z} for balance, z in means.tolist()]
 
     def _save(self) -> None:
         path = self.options.checkpoints / f"step_{self.step:08d}"

@@ -18,6 +18,7 @@ SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 4, "
 DENSE = GPTConfig(**SHAPE)
 EXPERTS = GPTConfig(**SHAPE, experts=4, expert_size=8)
 ROOMY = GPTConfig(**SHAPE, experts=4, expert_size=8, capacity=2.0)  # room for every token
+GROUPED = GPTConfig(**SHAPE, experts=4, expert_size=8, expert_products="grouped")
 SP = {"tp": 2, "sequence_parallel": True}
 
 TWO_RANKS = {
@@ -160,12 +161,18 @@ def quietly(rank, case, expected):
 @pytest.mark.skipif(
     not SOAK, reason="compiles for long: make soak runs it, and docs/hybrid_table.md shows it"
 )
-def test_blocks_compile_once():
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "model", "mesh"),
+    [(2, ROOMY, {"ep": 2}), (2, GROUPED, SP), (4, DENSE, {**SP, "pp": 2})],
+    ids=["ep", "tp sp, grouped experts", "tp sp pp"],
+)
+def test_blocks_compile_once(ranks, model, mesh, recompute):
     """Also experts of fixed capacity over an expert axis, where the gates are closed by default."""
     torch.set_num_threads(1)
-    options = {"sequences": 4, "steps": 3, "compile": "aot_eager"}
-    case = Case("compiled", 2, ROOMY, {"ep": 2}, **options)
-    found = reduce(Outcome.merged, run_forked(2, quietly, case, reference(case)))
+    options = {"sequences": 4, "steps": 3, "compile": "aot_eager", "recompute": recompute}
+    case = Case("compiled", ranks, model, mesh, **options)
+    found = reduce(Outcome.merged, run_forked(ranks, quietly, case, reference(case)))
     assert found.failures() == []
     assert found.graphs > 0
     assert found.recompiled == 0

@@ -96,7 +96,10 @@ def test_factors_on_a_mesh(tmp_path):
     [
         ("--replicate 2 --layout zero1", "--layout zero1 leaves every data rank a copy, and"),
         ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1"),
-        ("--ep 2", "--ep, --capacity and --expert-size are about experts, and there are none"),
+        ("--ep 2", "--ep: about experts, and there are none: add --moe"),
+        ("--null-experts 1 --z-loss 0.1", "--null-experts, --z-loss: about experts, and there are"),
+        ("--moe --z-loss -1", "z_loss must be at least 0, got -1.0"),
+        ("--moe --null-experts 2 --active-experts 11", "from 1 to experts = 8 + null_experts = 10"),
         ("--pp 2 --dropout 0.1", "--dropout draws once per batch, and --pp cuts it"),
         ("--layout hsdp --replicate 2", "--layout hsdp has --shards, and --replicate says"),
         ("--tp 2 --expert-tensor-parallel 3", "--expert-tensor-parallel must be 0, 1 or --tp"),

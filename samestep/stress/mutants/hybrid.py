@@ -121,16 +121,14 @@ def lora_not_synchronized(original: Any, *args: Any) -> Any:
 
 @mutant(
     "replicas",
-    "tensor_parallel_alone",
-    layout="tp_alone",
+    "fsdp2_alone",
+    layout="fsdp2_alone",
     world=4,
     steps=4,
     replaces=(planner, "refuse_copies_nobody_averages"),
 )
-def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
-    """tensor parallel on ranks that have data of their own,
-    and nobody averages over the data axis
-    """  # noqa: D205
+def nobody_averages_over_data(original: Any, named: Any, ranks: Any, outer: Any) -> None:
+    """FSDP2 on halves of the ranks that have data of their own, and nobody averages between them"""
     # Copies on other meshes are not looked for.
 
 

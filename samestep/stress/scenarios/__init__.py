@@ -37,7 +37,7 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
     for scenario in (
         hybrid.HybridGPT,
         hybrid.HybridLoRA,
-        hybrid.TensorParallelWithoutFSDP,
+        hybrid.FSDPOnHalves,
         hybrid.TwoOptimizersInOneBackward,
         hybrid.FusedQKVCut,
     )

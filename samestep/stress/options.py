@@ -15,7 +15,7 @@ from tyro.conf import arg
 import samestep
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
-from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
+from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
@@ -50,8 +50,8 @@ class Options:
 
     scenario: Annotated[str, arg(metavar="NAME|all")] = "all"
     """What happens to the gradients; --list shows all."""
-    layout: Annotated[str, arg(metavar="NAME|all")] = "all"
-    """Where state and work live; --list shows all."""
+    layout: Annotated[str, arg(metavar="NAME|all|copies")] = "all"
+    """Where state and work live; --list shows all. copies: DTensors that have some elsewhere."""
     world_size: Annotated[int | None, _unset("INT", "2, or torchrun's")] = None
     """Number of ranks."""
     backend: Annotated[Backend | None, _unset("{gloo,nccl}", "nccl under torchrun if possible")] = (
@@ -90,7 +90,7 @@ class Options:
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""
         _known("--scenario", self.scenario, {**SCENARIOS, **SCENARIOS_ON_REQUEST})
-        _known("--layout", self.layout, {**LAYOUTS, **LAYOUTS_ON_REQUEST})
+        _known("--layout", self.layout, {**LAYOUTS, **LAYOUTS_ON_REQUEST, **LAYOUT_SETS})
         for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -160,9 +160,7 @@ class Session:
     def cases(self) -> list[Case]:
         """Scenario by scenario, since layouts of one share its reference."""
         options = self.options
-        names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
-        if self.make_model is not None:
-            names = [name for name in names if SCENARIOS[name].takes_any_model]
+        names = options.scenarios()
         found = []
         for name in names:
             usual = (SCENARIOS.get(name) or scenario_named(name)).layouts or tuple(LAYOUTS)

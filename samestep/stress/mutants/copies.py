@@ -12,14 +12,23 @@ from samestep.placements import planner
 from samestep.placements.whole.mesh_parts import MeshParts
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.plan.schedule import Collect, Gather, Operation
+from samestep.plan import schedule
+from samestep.plan.schedule import BucketId, Collect, Gather, Operation
 from samestep.plan.sharding import Segment
 from samestep.stress.mutants.mutant import RANDOM, mutant
 
-PLACE = {"layout": "tp_dp_zero2", "world": 4}
+PLACE: dict[str, Any] = {"layout": "tp_dp_zero2", "world": 4}
 
 
-@mutant("replicas", RANDOM, **PLACE, replaces=(planner, "find_copies"))
+# Two steps, in which no rank lacks a summand: without copies ranks of a mesh have to run one graph.
+@mutant(
+    "replicas",
+    RANDOM,
+    layout="tp_dp_none",
+    world=4,
+    steps=2,
+    replaces=(planner, "find_copies"),
+)
 def copies_not_averaged(original: Any, named: Any, ranks: Any) -> Any:
     """tensor parallel on ranks that have data of their own,
     and nobody averages over the data axis
@@ -77,3 +86,19 @@ def gathered_before_applied(original: Any, *shapes: Any, **how: Any) -> Sequence
     late = [each for each in operations[first:] if isinstance(each, Gather)]
     rest = [each for each in operations[first:] if not isinstance(each, Gather)]
     return operations[:first] + late + rest
+
+
+@mutant(
+    "hang",
+    "expert_stacks",
+    layout="ep_tp_dp_flat_gather_overlap",
+    world=4,
+    steps=1,
+    replaces=(schedule, "_pipelines"),
+)
+def one_pipeline_for_all_meshes(original: Any, placements: Any) -> list[list[BucketId]]:
+    """chunks of all meshes share one pipeline,
+    so that a rank that answers for no block collects others sooner
+    """  # noqa: D205
+    # Met on the way: found by this harness.
+    return [sorted(chunk for chunks in original(placements) for chunk in chunks)]

@@ -261,9 +261,11 @@ class ExpertStacks(ConditionalCompute):
 
     def options(self) -> dict[str, Any]:
         """Muon with variance reduction, which is of whole matrices; biases by AdamW."""
-        rules = {"adamw": ["router", "norm", "bias_stack"], "muon": ["dense", "gate_stack"]}
-        groups = [{"params": names, "rule": rule} for rule, names in rules.items()]
-        groups.append({"params": ["stack"], "rule": "muon", "variance_beta2": 0.9})
+        groups: list[dict[str, Any]] = [
+            {"params": ["router", "norm", "bias_stack"], "rule": "adamw"},
+            {"params": ["dense", "gate_stack"], "rule": "muon"},
+            {"params": ["stack"], "rule": "muon", "variance_beta2": 0.9},
+        ]
         return {**super().options(), "groups": groups}
 
     def gradient(

@@ -59,8 +59,23 @@ coverage: venv
 # SOAK_LANES=6. What was interrupted goes on where it was, also one number of ranks: make soak_8.
 SOAK_RANKS ?= 2 3 4 8
 SOAK_LANES ?= 2
-soak: $(SOAK_RANKS:%=soak_%)
+soak: $(foreach n,$(SOAK_RANKS),soak_$n copies_$n copies_conditional_$n)
 	SAMESTEP_SOAK=1 $(PY) -m pytest
+
+# The same of DTensors whose copies the optimizer averages, in the scenarios that tell most.
+copies_conditional_%: SCENARIOS := expert_stacks,conditional_compute,megatron_conditional
+copies_conditional_%: venv
+	$(COPIES)
+copies_%: SCENARIOS := dist_adamw_muon,normuon_cautious
+copies_%: venv
+	$(COPIES)
+
+define COPIES
+$(PY) -m samestep stress --continue --scenario $(SCENARIOS) --layout copies --world-size $* \
+	--lanes $(SOAK_LANES) --watchdog 60 --out out/$@
+mkdir -p receipts/$@
+cp out/$@/receipt.json receipts/$@/
+endef
 
 soak_%: venv
 	$(PY) -m samestep stress --continue --world-size $* --lanes $(SOAK_LANES) --watchdog 60 \

@@ -222,11 +222,11 @@ def step_schedule(
         operations.append(Clip())
     if any(placement.defers for placement in placements):
         buckets.reverse()  # what forward uses first is on its way first
-    chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
+    pipelines = _pipelines(placements)
     with_blocks = [bucket for bucket in buckets if placements[bucket.placement].has_parts]
     if not clip:
         operations += [placements[bucket.placement].average(bucket) for bucket in with_blocks]
-    ahead = chunks[:chunks_ahead]
+    ahead = [chunk for chunks in pipelines for chunk in chunks[:chunks_ahead]]
     operations += [placements[chunk.placement].collect(chunk) for chunk in ahead]
     before: tuple[BucketId, ...] = ()
     for wave in _waves(placements, buckets, waves):
@@ -237,12 +237,28 @@ def step_schedule(
         operations += [placements[bucket.placement].gather(bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
         before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
-    operations += _chunks(placements, chunks, chunks_ahead)
+    for chunks in pipelines:
+        operations += _chunks(placements, chunks, chunks_ahead)
     operations += [placements[bucket.placement].gather(bucket) for bucket in with_blocks]
     before += tuple(b for b in with_blocks if not placements[b.placement].defers)
     if measure:
         operations.append(Measure())
     return (*operations, *(Place(bucket) for bucket in before))
+
+
+def _pipelines(placements: Sequence[PlacementShape]) -> list[list[BucketId]]:
+    """Chunks that follow each other.
+
+    How many there are of blocks whose copies are averaged depends on what a rank answers for among
+    the copies. So these have pipelines of their own, or all others would be collected sooner on
+    some ranks than on others, and groups of ranks are shared.
+    """
+    each = [[BucketId(n, c) for c in range(p.chunks)] for n, p in enumerate(placements)]
+    alike = [
+        c for chunks, p in zip(each, placements, strict=True) if not p.has_parts for c in chunks
+    ]
+    own = [chunks for chunks, p in zip(each, placements, strict=True) if p.has_parts]
+    return [alike, *own]
 
 
 def _chunks(

@@ -29,7 +29,7 @@ from samestep.stress.display import (
     results_table,
 )
 from samestep.stress.lanes import Lanes
-from samestep.stress.layouts import LAYOUTS
+from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Progress, go_on, key
@@ -160,13 +160,12 @@ class Session:
     def cases(self) -> list[Case]:
         """Scenario by scenario, since layouts of one share its reference."""
         options = self.options
-        names = list(SCENARIOS) if options.scenario == "all" else [options.scenario]
-        if self.make_model is not None:
-            names = [name for name in names if SCENARIOS[name].takes_any_model]
+        names = options.scenarios()
         found = []
         for name in names:
             usual = (SCENARIOS.get(name) or scenario_named(name)).layouts or tuple(LAYOUTS)
-            for layout in usual if options.layout == "all" else [options.layout]:
+            sets = {"all": usual, **LAYOUT_SETS}
+            for layout in sets.get(options.layout, (options.layout,)):
                 is_long = name in LONG_SCENARIOS and layout in LONG_LAYOUTS
                 steps = options.steps if is_long else options.other_steps or options.steps
                 every = min(options.sample_every, steps)

@@ -10,8 +10,9 @@ if TYPE_CHECKING:
 
 # Where the parameters themselves are: whole on every rank, or DTensors.
 Parameters = Literal[
-    "plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "hybrid", "tp_alone", "two_optimizers"
-]
+    "plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "copies", "hybrid", "fsdp2_alone",
+    "two_optimizers",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,9 @@ class Layout:
 
     one_process: all ranks' gradients are averaged and applied by a single process.
     parameters: `sharded_training` tells what the kinds are.
-    mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`.
+    mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`; of "copies", the sizes of the
+        axes that have parts.
+    turn: of "copies", how the first parameter is cut; the next ones are in the other ways.
     """
 
     name: str
@@ -29,19 +32,30 @@ class Layout:
     one_process: bool = False
     parameters: Parameters = "plain"
     mesh: Mapping[str, Any] = field(default_factory=dict)
+    turn: int = 0
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
         """Why a scenario does not apply here on so many ranks, if it does not."""
         odd = world < 4 or world % 2
         if self.parameters == "hsdp" and odd:
             return "two copies of a sharded model need an even number of ranks, four or more"
-        if self.parameters == "tp_alone" and odd:
+        if self.parameters == "fsdp2_alone" and odd:
             return "pairs of ranks with data of their own need an even number, four or more"
         if self.parameters == "hybrid":
             return self._reason_against_mesh(scenario, world)
+        least = prod(self.mesh.values()) if self.parameters == "copies" else 1
+        if least > 2 and self.mesh_sizes(world)["data"] == world:
+            return f"it needs a multiple of {least} ranks, and copies"
         if scenario.starts_differ and self.parameters != "plain":
             return "each rank begins with its own part: no start is common to all"
         return None
+
+    def mesh_sizes(self, world: int) -> dict[str, int]:
+        """Of "copies": by name of an axis. Axes that would leave no copies have one rank."""
+        inner, size = dict(self.mesh), prod(self.mesh.values())
+        if world % size or (world == size and len(inner) == 1):
+            inner, size = dict.fromkeys(inner, 1), 1
+        return {"data": world // size, **inner}
 
     def _reason_against_mesh(self, scenario: "type[Scenario]", world: int) -> str | None:
         if not scenario.has_plan:
@@ -115,21 +129,115 @@ for _layout in (
 ):
     register(_layout)
 
-# Mistakes that have to be refused; then the training goes on as one does it right.
+# What must not go wrong, tried first; then the training goes on as one does it right.
 for _layout in (
     Layout(
-        "tp_alone",
-        "tensor parallel on pairs of ranks without FSDP2 over the pairs is refused; then tp_fsdp2",
-        parameters="tp_alone",
+        "fsdp2_alone",
+        "FSDP2 on halves of the ranks that have data of their own is refused; then hsdp",
+        parameters="fsdp2_alone",
     ),
     Layout(
         "two_optimizers",
-        "two optimizers that reduce inside one backward are refused; then zero2_overlap",
+        "two optimizers that reduce inside one backward launch in one order; then zero2_overlap",
         {**_ZERO2, **_OVERLAP},
         parameters="two_optimizers",
     ),
 ):
     register(_layout, on_request=True)
+
+# DTensors of which other meshes hold copies, that the optimizer averages.
+_TENSOR, _EXPERT = {"model": 2}, {"expert": 2}
+_PLAIN_TP = "tensor parallel, in copies along a data axis"
+_PLAIN_EP = "experts on an axis of their own, in copies along a data axis"
+_BOTH = {**_OVERLAP, **_LATE}
+_COPIES: tuple[tuple[str, str, dict[str, Any], dict[str, int]], ...] = (
+    ("tp_dp_none", f"{_PLAIN_TP}; everything on every copy", {"sharding": "none"}, _TENSOR),
+    ("tp_dp_zero1", f"{_PLAIN_TP}; zero1", _ZERO1, _TENSOR),
+    ("tp_dp_zero2", f"{_PLAIN_TP}; zero2", _ZERO2, _TENSOR),
+    (
+        "tp_dp_gather",
+        f"{_PLAIN_TP}; every rank of a mesh computes all of its blocks",
+        {**_ZERO2, "muon_schedule": "gather"},
+        _TENSOR,
+    ),
+    (
+        "tp_dp_zero2_overlap",
+        f"{_PLAIN_TP}; zero2, reduced inside backward",
+        {**_ZERO2, **_OVERLAP},
+        _TENSOR,
+    ),
+    ("tp_dp_flat_zero1", f"{_PLAIN_TP}; flat buffers, zero1", {**_FLAT, **_ZERO1}, _TENSOR),
+    ("tp_dp_flat_zero2", f"{_PLAIN_TP}; flat buffers, zero2", {**_FLAT, **_ZERO2}, _TENSOR),
+    (
+        "tp_dp_flat_gather_overlap",
+        f"{_PLAIN_TP}; flat buffers, zero2, both overlaps, NaN until waited for",
+        {**_FLAT, **_ZERO2, **_BOTH},
+        _TENSOR,
+    ),
+    ("tp4_dp_zero2", "the same over meshes of four; zero2", _ZERO2, {"model": 4}),
+    ("ep_dp_none", f"{_PLAIN_EP}; everything on every copy", {"sharding": "none"}, _EXPERT),
+    ("ep_dp_zero1", f"{_PLAIN_EP}; zero1", _ZERO1, _EXPERT),
+    ("ep_dp_zero2", f"{_PLAIN_EP}; zero2", _ZERO2, _EXPERT),
+    (
+        "ep_dp_flat_gather_overlap",
+        f"{_PLAIN_EP}; flat buffers, zero2, both overlaps, NaN until waited for",
+        {**_FLAT, **_ZERO2, **_BOTH},
+        _EXPERT,
+    ),
+    (
+        "ep_tp_dp_zero2",
+        "experts cut twice, all else tensor parallel with copies along the expert axis too; zero2",
+        _ZERO2,
+        _EXPERT | _TENSOR,
+    ),
+    (
+        "ep_tp_dp_flat_gather_overlap",
+        "the same with flat buffers, zero2, both overlaps, NaN until waited for",
+        {**_FLAT, **_ZERO2, **_BOTH},
+        _EXPERT | _TENSOR,
+    ),
+)
+for _turn, (_name, _story, _options, _sizes) in enumerate(_COPIES):
+    register(
+        Layout(_name, _story, _options, parameters="copies", mesh=_sizes, turn=_turn),
+        on_request=True,
+    )
+# Names for several layouts at once.
+LAYOUT_SETS: dict[str, tuple[str, ...]] = {
+    "copies": ("one_process", *(name for name, *_ in _COPIES)),
+}
+
+
+def table_of_copies() -> str:
+    """The layouts of copies as docs/stress.md shows them: copies x parts x buffers x overlap."""
+    lines = [
+        "| layout | copies along | parts along | ranks on 4, on 8 | sharding | buffers | overlap |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, _, options, sizes in _COPIES:
+        layout, both = LAYOUTS_ON_REQUEST[name], len(sizes) > 1
+        ranks = []
+        for world in (4, 8):
+            own = layout.mesh_sizes(world)
+            applies = prod(sizes.values()) == 2 or own["data"] < world
+            ranks.append(" x ".join(map(str, own.values())) if applies else "-")
+        overlap = ["reduction"] * ("overlap_grad_reduce" in options)
+        overlap += ["gather"] * ("overlap_param_gather" in options)
+        sharding = options["sharding"]
+        if "muon_schedule" in options:
+            sharding += f", {options['muon_schedule']}"
+        row = (
+            f"`{name}`",
+            "data; data and expert for what is no expert" if both else "data",
+            "expert and model; model" if both else next(iter(sizes)),
+            ", ".join(ranks),
+            sharding,
+            options.get("buffers", "per parameter"),
+            " and ".join(overlap) or "no",
+        )
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
 
 # The hybrid stack: every axis alone, pairs, and all of them. FSDP2 has the ranks that are left.
 _TP, _TP_SP, _EP = {"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"ep": 2}

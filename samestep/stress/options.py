@@ -15,7 +15,7 @@ from tyro.conf import arg
 import samestep
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
-from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
+from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
@@ -48,10 +48,10 @@ class Options:
         samestep stress --compare A.json B.json     # what changed between two receipts?
     """
 
-    scenario: Annotated[str, arg(metavar="NAME|all")] = "all"
+    scenario: Annotated[str, arg(metavar="NAME,...|all")] = "all"
     """What happens to the gradients; --list shows all."""
-    layout: Annotated[str, arg(metavar="NAME|all")] = "all"
-    """Where state and work live; --list shows all."""
+    layout: Annotated[str, arg(metavar="NAME|all|copies")] = "all"
+    """Where state and work live; --list shows all. copies: DTensors that have some elsewhere."""
     world_size: Annotated[int | None, _unset("INT", "2, or torchrun's")] = None
     """Number of ranks."""
     backend: Annotated[Backend | None, _unset("{gloo,nccl}", "nccl under torchrun if possible")] = (
@@ -89,8 +89,10 @@ class Options:
 
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""
-        _known("--scenario", self.scenario, {**SCENARIOS, **SCENARIOS_ON_REQUEST})
-        _known("--layout", self.layout, {**LAYOUTS, **LAYOUTS_ON_REQUEST})
+        for name in () if self.scenario == "all" else self.scenario.split(","):
+            _known("--scenario", name, {**SCENARIOS, **SCENARIOS_ON_REQUEST})
+        if self.layout != "all":
+            _known("--layout", self.layout, {**LAYOUTS, **LAYOUTS_ON_REQUEST, **LAYOUT_SETS})
         for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -131,19 +133,27 @@ class Options:
             raise BadRequestError("--device is cuda, and torch sees no GPU here")
         return device
 
+    def scenarios(self) -> tuple[str, ...]:
+        """Those that were asked for; of all, those that take the model that was."""
+        if self.scenario != "all":
+            return tuple(dict.fromkeys(self.scenario.split(",")))
+        any_model = self.model == "tiny"
+        return tuple(name for name in SCENARIOS if any_model or SCENARIOS[name].takes_any_model)
+
     def make_model(self) -> MakeModel | None:
         """The factory of the model, None for the scenarios' own."""
         if self.model == "tiny":
             return None
-        if self.scenario != "all" and not scenario_named(self.scenario).takes_any_model:
-            raise BadRequestError(
-                f"scenario {self.scenario!r} has a model of its own: leave out --model"
-            )
+        for name in self.scenarios():
+            if not scenario_named(name).takes_any_model:
+                raise BadRequestError(
+                    f"scenario {name!r} has a model of its own: leave out --model"
+                )
         return own_model(self.model, gpt if self.model == "gpt" else None, self.seed)
 
 
 def _known(flag: str, name: str, known: dict[str, Any]) -> None:
-    if name != "all" and name not in known:
+    if name not in known:
         raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
 
 

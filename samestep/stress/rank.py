@@ -134,12 +134,16 @@ class Relay:
         return path if group is None else gather_everywhere(path, group)[0]
 
     def _another_layout(self) -> Layout:
-        """Half the registry away: plain parameters become DTensors, and the other way round."""
+        """Half the registry away: plain parameters become DTensors, and the other way round.
+
+        One that is not in it counts as its last.
+        """
         world = self.scenario.world
         kind = type(self.scenario)
-        fitting = (each for each in LAYOUTS.values() if not each.reason_against(kind, world))
+        known = {**LAYOUTS, self.layout.name: self.layout}.values()
+        fitting = (each for each in known if not each.reason_against(kind, world))
         layouts = [layout for layout in fitting if not layout.one_process]
-        here = [layout.name for layout in layouts].index(self.layout.name)
+        here = layouts.index(self.layout)
         return layouts[(here + len(layouts) // 2) % len(layouts)]
 
 

@@ -217,8 +217,12 @@ def loss_with(model: nn.Module, grads: Mapping[str, Tensor]) -> Tensor | None:
         return None
     params = named_params(model)
     # Views, so that gradients arrive in an order: the last parameter's first.
-    members = [params[name].view_as(params[name]) for name in grads]
-    loss: Tensor = _Given.apply(list(grads.values()), *members)  # type: ignore[no-untyped-call]
+    return loss_giving(list(grads.values()), [params[name].view_as(params[name]) for name in grads])
+
+
+def loss_giving(grads: Sequence[Tensor], members: Sequence[Tensor]) -> Tensor:
+    """Something of which backward gives these gradients to these tensors."""
+    loss: Tensor = _Given.apply(grads, *members)  # type: ignore[no-untyped-call]
     return loss
 
 

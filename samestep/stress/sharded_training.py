@@ -8,34 +8,29 @@ tp_fsdp2, ep_fsdp2  scenarios have no parallel plan: parameters are placed as `f
 hybrid              the model is cut over a mesh as its plan says, and its own forward runs; ranks
                     that share a batch (those of tensor parallel, of a pipeline) read what all of
                     them would read alone, so that every layout has gradients of the same mean
-tp_alone,           begin with a mistake, which has to be refused on every rank; then they go on as
-two_optimizers      one does it right, and have to end like all others. If nobody refuses the
-                    mistake, they go on with it, and a check has to find what comes of it
+copies              DTensors whose copies the optimizer averages: see `copies_training`
+fsdp2_alone         begins with a mistake, which has to be refused on every rank; then it goes on as
+                    one does it right, and has to end like all others. If nobody refuses the
+                    mistake, it goes on with it, and a check has to find what comes of it
+two_optimizers      begins with two optimizers on a copy of the model, which both want to reduce
+                    inside of one backward; then one has all parameters
 """
 
-import copy
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 import samestep
-from samestep.comm.collectives import gather_segments, sum_in_order
-from samestep.comm.diagnosis import recorder
-from samestep.comm.diagnosis.recorder import FlightRecorder, Record
+from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.groups import registry
-from samestep.comm.meshes import held, mesh_group
 from samestep.comm.messages import gather_everywhere
-from samestep.comm.presence import RankProblemError
 from samestep.fsdp import skip, take_part, use_ordered_reduction
 from samestep.mesh import Mesh, build
 from samestep.mesh.replicate_list import ReplicateListError
@@ -43,49 +38,14 @@ from samestep.models.gpt import mean_loss
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
+from samestep.stress.check import check
+from samestep.stress.copies_training import CopiesTraining
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
 from samestep.stress.scenarios.hybrid import HybridGPT
-from samestep.stress.training import (
-    Training,
-    backward,
-    mean_gradients,
-    mean_over_ranks,
-    rank_gradients,
-)
-
-
-class DTensorTraining(Training):
-    """Ranks hold parts of the parameters."""
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Those that the optimizer has, whole; collective."""
-        names = [name for group in self.optimizer.param_groups for name in group["param_names"]]
-        return {name: self.optimizer.full_parameter(name).cpu() for name in names}
-
-    def _edit(self, param: Tensor, value: Tensor) -> None:
-        assert isinstance(param, DTensor)
-        param.to_local().copy_(self._part(param, value))
-
-    def _part(self, param: DTensor, whole: Tensor) -> Tensor:
-        """What this rank holds of a tensor that is placed as a parameter is."""
-        if param not in self._slices:
-            group = mesh_group(param.device_mesh)
-            self._slices[param] = held(param, group).boxes[group.rank].slices
-        return whole[self._slices[param]]
-
-    def _new_model(self) -> nn.Module:
-        self._slices: dict[Tensor, tuple[slice, ...]] = {}
-        return super()._new_model()
-
-    def _resume(self) -> None:
-        """Through torch's own state dicts, into a new model and a new optimizer."""
-        saved = copy.deepcopy(get_state_dict(self.model, self.optimizer))
-        self._start_anew()
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1]
-        )
+from samestep.stress.training import Training, backward
+from samestep.stress.twin_training import DTensorTraining, GroupLogs, TwinTraining, device_mesh
 
 
 class FSDPTraining(DTensorTraining):
@@ -93,10 +53,9 @@ class FSDPTraining(DTensorTraining):
 
     def _new_model(self) -> nn.Module:
         model = super()._new_model()
-        ranks, copies = self.scenario.world, 2 if self.layout.parameters == "hsdp" else 1
-        shape = copies, ranks // copies
-        mesh = _mesh(self._device.type, shape, ("replicate", "shard"))
-        if self.layout.parameters == "fsdp2":
+        ranks, copies = self.scenario.world, 1 if self.layout.parameters == "fsdp2" else 2
+        mesh = device_mesh(self._device.type, (copies, ranks // copies), ("replicate", "shard"))
+        if not self._averages_copies:
             mesh = mesh["shard"]
         self._root = Loss(self.scenario, model, self.rank)
         for layer in self._root.layers:
@@ -112,6 +71,10 @@ class FSDPTraining(DTensorTraining):
             self._root.set_gradient_divide_factor(1.0)
         take_part(self._root)
         return model
+
+    @property
+    def _averages_copies(self) -> bool:
+        return self.layout.parameters == "hsdp"
 
     @property
     def _sums_every_time(self) -> bool:
@@ -153,151 +116,25 @@ class Loss(nn.Module):
         return nothing * 1.0
 
 
-class TwinTraining(DTensorTraining):
-    """Gradients of a plain twin, averaged as one process does it."""
-
-    def _new_model(self) -> nn.Module:
-        self._twin = super()._new_model()
-        # By rank, once needed: the parts of the twin that it holds, and how long they are.
-        self._held_by: list[tuple[list[Tensor], list[int]]] = []
-        model = super()._new_model()
-        ranks = self.scenario.world
-        inner = 2 if ranks > 2 and ranks % 2 == 0 else ranks
-        mesh = _mesh(self._device.type, (ranks // inner, inner), ("data", "inner"))
-        for place, (name, param) in enumerate(list(model.named_parameters())):
-            placement = self._inner_placement(place, param)
-            spread = distribute_tensor(param.detach(), mesh["inner"], [placement])
-            owner, _, last = name.rpartition(".")
-            new = nn.Parameter(spread, requires_grad=param.requires_grad)
-            model.get_submodule(owner).register_parameter(last, new)
-        self._over_data(model, mesh)
-        return model
-
-    def _over_data(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        fully_shard(model, mesh=mesh["data"])
-
-    def _inner_placement(self, place: int, param: Tensor) -> Shard | Replicate:
-        """Stacks by expert; or matrices by rows and columns in turn, vectors in copies."""
-        if self.layout.parameters == "ep_fsdp2":
-            return Shard(0) if param.dim() == 3 else Replicate()
-        return Shard(place % 2) if param.dim() > 1 else Replicate()
-
-    def _train(self, wanted: Mapping[str, bool]) -> None:
-        super()._train(wanted)
-        twins = named_params(self._twin)
-        for name, trained in wanted.items():
-            twins[name].requires_grad_(trained)
-
-    def _make_gradients(self, number: int) -> None:
-        twins, mine = named_params(self._twin), self._named
-        means = self._means(number)
-        for name, twin in twins.items():
-            if twin in means:
-                param = mine[name]
-                assert isinstance(param, DTensor)
-                grad = torch.empty_like(param, requires_grad=False)
-                assert isinstance(grad, DTensor)
-                grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
-                param.grad = grad
-
-    def _means(self, number: int) -> dict[Tensor, Tensor]:
-        if self.scenario.loop == "closed":
-            self._follow()
-            return self._mean_over_ranks(number)
-        return mean_gradients(self.scenario, self._twin, number)
-
-    def _mean_over_ranks(self, number: int) -> dict[Tensor, Tensor]:
-        """As `mean_gradients`; each rank computes its own, and they travel in one collective."""
-        twins = named_params(self._twin)
-        (mine,) = rank_gradients(self.scenario, self._twin, number, self.rank)  # in one round
-        present = torch.tensor([float(name in mine) for name in twins])
-        values = [mine.get(name, torch.zeros_like(twin)) for name, twin in twins.items()]
-        segment = torch.cat([present.to(values[0]), *(value.reshape(-1) for value in values)])
-        sizes = [len(present), *(value.numel() for value in values)]
-        ranks = [sum(sizes)] * self._group.size
-        of_ranks = gather_segments("gradients of twins", segment, ranks, self._group).wait()
-        flags, *means = torch.split(sum_in_order(of_ranks) / len(ranks), sizes)
-        known = zip(flags.tolist(), twins.values(), means, strict=True)
-        return {twin: mean.view(twin.shape) for flag, twin, mean in known if flag}
-
-    @torch.no_grad()
-    def _follow(self) -> None:
-        """Give the twin the values of the parameters, in one collective."""
-        params = [param for param in self._named.values() if isinstance(param, DTensor)]
-        if not self._held_by:
-            self._group = mesh_group(params[0].device_mesh)
-            boxes = [held(param, self._group).boxes for param in params]
-            twins = [twin.detach() for twin in self._twin.parameters()]
-            for of_rank in zip(*boxes, strict=True):
-                parts = [twin[box.slices] for twin, box in zip(twins, of_rank, strict=True)]
-                self._held_by.append((parts, [part.numel() for part in parts]))
-        mine = torch.cat([param.to_local().reshape(-1) for param in params])
-        sizes = [sum(of_parts) for _, of_parts in self._held_by]
-        of_ranks = gather_segments("values for the twin", mine, sizes, self._group).wait()
-        for (parts, of_parts), values in zip(self._held_by, of_ranks, strict=True):
-            for part, value in zip(parts, torch.split(values, of_parts), strict=True):
-                part.copy_(value.view(part.shape))
-
-
-class GroupLogs:
-    """Logs of collectives by group, for ranks that are in different groups."""
-
-    def __init__(self) -> None:
-        self._logs: dict[tuple[int, ...], hashlib._Hash] = {}
-        if recorder.current is not None:
-            recorder.current.on_launch.append(self._note)
-
-    def _note(self, record: Record) -> None:
-        line = f"{record.kind} {record.name} {record.elements} {record.dtype}\n"
-        self._logs.setdefault(record.ranks, hashlib.sha256()).update(line.encode())
-
-    def compared(self, flights: FlightRecorder) -> tuple[int, str]:
-        """The same on all ranks if in every group all members have launched the same."""
-        mine = {members: log.hexdigest() for members, log in self._logs.items()}
-        of_ranks = gather_everywhere((flights.count, mine), registry.of().handle)
-        known = {(members, digest) for _, logs in of_ranks for members, digest in logs.items()}
-        if len(known) > len({members for members, _ in known}):  # members have different logs
-            return flights.count, f"of rank {dist.get_rank()}: {flights.digest}"
-        count = max(count for count, _ in of_ranks)
-        return count, hashlib.sha256(repr(sorted(known)).encode()).hexdigest()
-
-
-_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
-
-
-def _mesh(kind: str, shape: tuple[int, int], names: tuple[str, str]) -> DeviceMesh:
-    """Made once for the present default group: groups of ranks take a while."""
-    key = (dist.group.WORLD, kind, shape, names)
-    if key not in _meshes:
-        for old in [other for other in _meshes if other[0] is not dist.group.WORLD]:
-            del _meshes[old]
-        _meshes[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
-    return _meshes[key]
-
-
 # --- mistakes --------------------------------------------------------------------------------
 
 
-class TensorParallelAlone(TwinTraining):
-    """Tensor parallel on pairs of ranks that have data of their own, and no FSDP2 over the pairs.
-
-    Each pair has the gradients of its own data. Done right, FSDP2 averages over the pairs.
-    """
+class FSDPAlone(FSDPTraining):
+    """FSDP2 on each half of the ranks, which have data of their own; done right, HSDP."""
 
     _alone = True
 
     def _new_model(self) -> nn.Module:
         if self._alone:
-            self._logs = GroupLogs()  # pairs begin in groups of their own
+            self._logs = GroupLogs()  # halves begin in groups of their own
         return super()._new_model()
+
+    @property
+    def _averages_copies(self) -> bool:
+        return not self._alone
 
     def log(self, recorder: FlightRecorder) -> tuple[int, str]:
         return self._logs.compared(recorder)
-
-    def _over_data(self, model: nn.Module, mesh: DeviceMesh) -> None:
-        self._pair = mesh["inner"].mesh.flatten().tolist()
-        if not self._alone:
-            super()._over_data(model, mesh)
 
     def _new_optimizer(self) -> RuleOptimizer:
         try:
@@ -309,17 +146,12 @@ class TensorParallelAlone(TwinTraining):
         self.model = self._new_model()
         return super()._new_optimizer()
 
-    def _means(self, number: int) -> dict[Tensor, Tensor]:
-        if not self._alone:
-            return super()._means(number)
-        ranks = [rank_gradients(self.scenario, self._twin, number, rank) for rank in self._pair]
-        return mean_over_ranks(self._twin, ranks)
-
 
 class TwoOptimizers(Training):
     """Two optimizers on one model, which both reduce inside its backward, tried on a copy of it.
 
-    Done right, one optimizer has all parameters.
+    They launch in their steps, in one order, and all ranks end with the same values. Then one
+    optimizer has all parameters.
     """
 
     STEPS = 8  # ranks lack gradients of all kinds meanwhile
@@ -338,20 +170,14 @@ class TwoOptimizers(Training):
             loss = self.scenario.loss(copy, step, self.rank, 0)
             if loss is not None:
                 backward(loss)
-            if any(_refuses(optimizer) for optimizer in both):
-                break
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="two optimizers have gradients")
+                for optimizer in both:
+                    optimizer.step()
             copy.zero_grad(set_to_none=True)
+        for optimizer in both:
+            check(copy, optimizer)
         return super()._new_optimizer()
-
-
-def _refuses(optimizer: torch.optim.Optimizer) -> bool:
-    try:
-        optimizer.step()
-    except RuntimeError as error:
-        if not isinstance(error, RankProblemError) and "two optimizers reduce" not in str(error):
-            raise
-        return True
-    return False
 
 
 # --- the hybrid stack ------------------------------------------------------------------------
@@ -426,7 +252,8 @@ TRAININGS: dict[str, type[Training]] = {
     "tp_fsdp2": TwinTraining,
     "ep_fsdp2": TwinTraining,
     "hybrid": HybridTraining,
-    "tp_alone": TensorParallelAlone,
+    "copies": CopiesTraining,
+    "fsdp2_alone": FSDPAlone,
     "two_optimizers": TwoOptimizers,
 }
 

@@ -37,6 +37,7 @@ shapes = st.builds(
     defers=st.just(False),
     chunks=st.integers(0, 5),
     gives_back=st.booleans(),
+    has_parts=st.just(False),
     places=st.just(()),
     transfers=st.just(()),
     chunk_transfers=st.just(()),
@@ -54,11 +55,23 @@ def build(case):
 @given(schedules, st.integers(0, 3))
 def test_chunks_go_through_a_pipeline(case, ahead):
     placements, waves, clip, measure = case
+    placements = [p._replace(has_parts=bool(n % 2)) for n, p in enumerate(placements)]
     schedule = step_schedule(
         placements, waves=waves, clip=clip, measure=measure, chunks_ahead=ahead
     )
     where = {(type(op), op.bucket): i for i, op in enumerate(schedule) if hasattr(op, "bucket")}
-    chunks = [BucketId(n, c) for n, p in enumerate(placements) for c in range(p.chunks)]
+    each = [[BucketId(n, c) for c in range(p.chunks)] for n, p in enumerate(placements)]
+    # Blocks whose copies are averaged have pipelines of their own.
+    alike = [c for own, p in zip(each, placements, strict=True) if not p.has_parts for c in own]
+    apart = [own for own, p in zip(each, placements, strict=True) if p.has_parts]
+    for chunks in (alike, *apart):
+        check_pipeline(placements, schedule, where, chunks, ahead, clip)
+    counted = [op for op in schedule if isinstance(op, Collect | Transform | GiveBack | Apply)]
+    back = sum(p.chunks for p in placements if p.gives_back)
+    assert len(counted) == 3 * sum(map(len, each)) + back
+
+
+def check_pipeline(placements, schedule, where, chunks, ahead, clip):
     for place, chunk in enumerate(chunks):
         kinds = [Collect, Transform, Apply]
         if placements[chunk.placement].gives_back:
@@ -75,9 +88,28 @@ def test_chunks_go_through_a_pipeline(case, ahead):
             assert where[Apply, chunks[place - 1]] > where[Transform, chunk]
         if place and not ahead:  # no pipeline: one is over before the next begins
             assert where[Apply, chunks[place - 1]] < order[0]
-    counted = [op for op in schedule if isinstance(op, Collect | Transform | GiveBack | Apply)]
-    back = sum(p.chunks for p in placements if p.gives_back)
-    assert len(counted) == 3 * len(chunks) + back
+
+
+@given(schedules, st.integers(0, 3), st.lists(st.integers(0, 3), min_size=4, max_size=4))
+def test_how_many_blocks_a_rank_answers_for_moves_nothing_else(case, ahead, chunks):
+    """Ranks share groups: what some have more of must not come between what all have."""
+    placements, waves, clip, measure = case
+
+    def others(numbers):
+        """Every operation, but for those about chunks of blocks whose copies are averaged."""
+        own = [
+            placement._replace(has_parts=bool(n % 2), chunks=number if n % 2 else placement.chunks)
+            for n, (placement, number) in enumerate(zip(placements, numbers, strict=False))
+        ]
+        schedule = step_schedule(own, waves=waves, clip=clip, measure=measure, chunks_ahead=ahead)
+        about_chunks = Collect | Transform | GiveBack | Apply
+        return [
+            op
+            for op in schedule
+            if not (isinstance(op, about_chunks) and own[op.bucket.placement].has_parts)
+        ]
+
+    assert others(chunks) == others([0] * 4)
 
 
 @given(schedules)

@@ -5,6 +5,7 @@
 """
 
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -65,8 +66,8 @@ class BlockExchange:
         self.plan = planned(specs, ranks, distribution, device)
         values = [held.value_of(index) for index in range(len(held.specs))]
         transfers = transfers_of(self.plan, values, held.specs, ranks, distribution, device)
-        local = sum(value.numel() for value in values)
-        self.shape = shape_of(transfers, distribution, local)
+        share = sum(prod(spec.shape) for spec in held.specs) // ranks
+        self.shape = shape_of(transfers, distribution, share)
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, Stages] = {}  # chunks that are on their way
@@ -136,11 +137,11 @@ def planned(
 
 
 def shape_of(
-    transfers: tuple[ChunkTransfers, ...], distribution: Distribution, held: int
+    transfers: tuple[ChunkTransfers, ...], distribution: Distribution, share: int
 ) -> PlacementShape:
-    """What a schedule depends on; `held`: elements of this rank."""
+    """What a schedule depends on; `share`: elements of a rank, the same number on all of them."""
     return PlacementShape(
-        bucket_sizes=(held,),
+        bucket_sizes=(share,),
         agrees=True,
         reduces=False,
         chunks=len(transfers),

@@ -83,13 +83,14 @@ class ReplicatedParameters(Placement):
         self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
-        self.plan = planned(specs if mesh is None else mesh.shares, group.size, distribution)
-        self._plan_lines = self.plan.lines()
+        shares = planned(specs if mesh is None else mesh.shares, group.size, distribution)
+        self.plan = shares
+        self._plan_lines = shares.lines()
         if mesh is not None:
             self._groups.append(mesh.group)
             self.sums_over = everyone
             self._plan_lines += mesh.lines()
-            self.plan = narrowed(self.plan, mesh.specs, flat=distribution.buffers == "flat")
+            self.plan = narrowed(shares, mesh.specs, flat=distribution.buffers == "flat")
             specs = self.plan.params
         values = self.held.values()
         self.device = values[0].device
@@ -139,6 +140,8 @@ class ReplicatedParameters(Placement):
             mesh.plan_blocks(self.plan, group, distribution, self.device)
             for_blocks = mesh.exchange.shape
             self.shape = self.shape._replace(
+                # Waves are the same on all ranks, also where parts are not equal.
+                bucket_sizes=tuple(bucket.size for bucket in shares.buckets),
                 chunks=for_blocks.chunks,
                 gives_back=for_blocks.gives_back,
                 chunk_transfers=for_blocks.chunk_transfers,

@@ -19,6 +19,7 @@ from samestep.placements import planner
 from samestep.placements.parts import sharded
 from samestep.placements.parts.gradients import Mark
 from samestep.placements.parts.held_parts import HeldParts
+from samestep.placements.parts.sharded import DTensorParts
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.rules.muon import MuonRule
 from samestep.stress.mutants.mutant import RANDOM, mutant
@@ -121,16 +122,14 @@ def lora_not_synchronized(original: Any, *args: Any) -> Any:
 
 @mutant(
     "replicas",
-    "tensor_parallel_alone",
-    layout="tp_alone",
+    "fsdp2_alone",
+    layout="fsdp2_alone",
     world=4,
     steps=4,
     replaces=(planner, "refuse_copies_nobody_averages"),
 )
-def nobody_averages_over_data(original: Any, named: Any, groups: Any) -> None:
-    """tensor parallel on ranks that have data of their own,
-    and nobody averages over the data axis
-    """  # noqa: D205
+def nobody_averages_over_data(original: Any, named: Any, ranks: Any, outer: Any) -> None:
+    """FSDP2 on halves of the ranks that have data of their own, and nobody averages between them"""
     # Copies on other meshes are not looked for.
 
 
@@ -177,8 +176,8 @@ def shards_orthogonalized(original: Any, self: MuonRule, direction: Tensor, *res
     return torch.cat([part for part, _ in parts], -2), parts[0][1]
 
 
-@mutant("state", RANDOM, layout="fsdp2_parallel", replaces=(HeldParts, "gradient_of"))
-def reduced_gradients_divided_again(original: Any, self: HeldParts, index: int) -> Any:
+@mutant("state", RANDOM, layout="fsdp2_parallel", replaces=(DTensorParts, "gradient_of"))
+def reduced_gradients_divided_again(original: Any, self: DTensorParts, index: int) -> Any:
     """gradients of DTensors, which come averaged, are divided by the number of ranks again"""
     # Invisible in Muon's parameters, not in its momentum.
     return original(self, index) / self.group.size

@@ -35,9 +35,10 @@ SCENARIOS: dict[str, type[Scenario]] = {
 SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
     scenario.name: scenario
     for scenario in (
+        patterns.ExpertStacks,
         hybrid.HybridGPT,
         hybrid.HybridLoRA,
-        hybrid.TensorParallelWithoutFSDP,
+        hybrid.FSDPOnHalves,
         hybrid.TwoOptimizersInOneBackward,
         hybrid.FusedQKVCut,
     )

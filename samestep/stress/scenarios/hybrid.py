@@ -49,7 +49,10 @@ class HybridGPT(Scenario):
     story = "a GPT with experts over tensor, sequence, expert, pipeline and data parallel"
     loop: ClassVar[Loop] = "closed"
     has_plan = True
-    layouts = ("one_process", *(n for n, own in LAYOUTS_ON_REQUEST.items() if own.mesh))
+    layouts = (
+        "one_process",
+        *(name for name, own in LAYOUTS_ON_REQUEST.items() if own.parameters == "hybrid"),
+    )
     config: ClassVar[GPTConfig] = GPTConfig(
         vocab_size=16, context=8, width=16, layers=2, heads=4, kv_heads=2, experts=4, expert_size=8
     )
@@ -110,19 +113,19 @@ class HybridLoRA(HybridGPT):
         add_lora(model, layers, rank=4, seed=self.seed, mesh=mesh)
 
 
-class TensorParallelWithoutFSDP(FourPatternsRandom):
-    """The copies of each pair of ranks drift apart, if nobody refuses."""
+class FSDPOnHalves(FourPatternsRandom):
+    """The copies of each half of the ranks drift apart, if nobody refuses."""
 
-    name = "tensor_parallel_alone"
-    story = "tensor parallel beside data parallel without FSDP2: refused, then done right"
-    layouts = ("one_process", "tp_alone")
+    name = "fsdp2_alone"
+    story = "FSDP2 on halves of the ranks, and nobody averages between them: refused, then HSDP"
+    layouts = ("one_process", "fsdp2_alone")
 
 
 class TwoOptimizersInOneBackward(FourPatternsRandom):
-    """Their reductions meet in another order on each rank, if nobody refuses."""
+    """Their reductions meet in another order on each rank, if nobody holds them back."""
 
     name = "two_optimizers"
-    story = "two optimizers that reduce inside one backward: refused, then one for both"
+    story = "two optimizers that reduce inside one backward: in one order, then one for both"
     layouts = ("one_process", "two_optimizers")
 
 

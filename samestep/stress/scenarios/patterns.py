@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from samestep.stress.layouts import LAYOUT_SETS
 from samestep.stress.models import GPT, TINY_GROUPS, Matrices, MixtureOfExperts, tiny
 from samestep.stress.scenario import (
     RATES,
@@ -237,3 +238,43 @@ class ConditionalCompute(FixedCapacity):
 
     def without_tokens(self, param: Tensor) -> Tensor | None:
         return None
+
+
+class ExpertStacks(ConditionalCompute):
+    """Stacks that an axis of experts cuts evenly; a rank without any token for one lacks it."""
+
+    name = "expert_stacks"
+    story = "stacks of four experts, of which ranks without tokens have no gradient"
+    layouts = LAYOUT_SETS["copies"]
+
+    def own_model(self) -> nn.Module:
+        return Matrices(
+            {
+                "router": (8, 6),
+                "stack": (4, 10, 8),
+                "gate_stack": (4, 6, 8),
+                "bias_stack": (4, 6, 4),
+                "norm": (10,),
+                "dense": (12, 8),
+            }
+        )
+
+    def options(self) -> dict[str, Any]:
+        """Muon with variance reduction, which is of whole matrices; biases by AdamW."""
+        groups: list[dict[str, Any]] = [
+            {"params": ["router", "norm", "bias_stack"], "rule": "adamw"},
+            {"params": ["dense", "gate_stack"], "rule": "muon"},
+            {"params": ["stack"], "rule": "muon", "variance_beta2": 0.9},
+        ]
+        return {**super().options(), "groups": groups}
+
+    def gradient(
+        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
+    ) -> Tensor | None:
+        """Zeros for experts without tokens, None where there is none for the whole stack."""
+        grad = self.random(param.shape, place, step, rank)
+        if param.dim() < 3:
+            return None if (step + place + rank) % 3 == 0 else grad
+        having = [self._has_tokens(expert, step + place, rank) for expert in range(len(grad))]
+        grad[[not has for has in having]] = 0
+        return grad if any(having) else None

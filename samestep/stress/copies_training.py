@@ -1,0 +1,255 @@
+"""One rank's training where DTensors have copies on other meshes, which the optimizer averages.
+
+As `parallelize_module` leaves a model whose data parallel ranks nobody has told FSDP2 of: each
+mesh of tensor or expert parallel has the parts of some parameters, and the ranks along the data
+axis have copies of these parts. Beside them are plain parameters, which every rank has.
+
+Scenarios say what gradient each rank has, and all layouts must have the same mean, to the bit. So
+a mesh is given sums of the gradients of several ranks: see `share_out`. Backward passes are real,
+through `to_local` as in tensor parallel layers, so that gradients arrive one by one, as parts or as
+summands, in another order on every rank, or not at all.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from math import prod
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+import samestep
+from samestep.comm.diagnosis.recorder import FlightRecorder
+from samestep.stress.models import named_params
+from samestep.stress.scenario import Gradients, loss_giving
+from samestep.stress.training import backward, rank_gradients
+from samestep.stress.twin_training import DTensorTraining, GroupLogs, device_mesh
+
+Kind = Literal["rows", "columns", "summands", "plain", "whole"]
+# What parameters are, one after the other. Where only experts are cut, the last three.
+KINDS: tuple[Kind, ...] = ("rows", "columns", "summands", "plain", "whole")
+
+
+class Cut(NamedTuple):
+    """How a parameter lies along some axes; along the others it has copies. No axes: plain."""
+
+    axes: tuple[str, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    summands: bool = False  # gradients are added up over the axis
+
+    @property
+    def is_cut(self) -> bool:
+        return any(isinstance(placement, Shard) for placement in self.placements)
+
+
+class CopiesTraining(DTensorTraining):
+    """Gradients of a plain twin, given to DTensors and plain parameters by real backward passes."""
+
+    _logs: GroupLogs | None = None
+
+    def _new_model(self) -> nn.Module:
+        if self._logs is None:
+            self._logs = GroupLogs()  # ranks are in groups of their own
+        self._twin, model = super()._new_model(), super()._new_model()
+        self._sizes = self.layout.mesh_sizes(self.scenario.world)
+        mesh = device_mesh(self._device.type, tuple(self._sizes.values()), tuple(self._sizes))
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        self._here = dict(zip(self._sizes, coordinate, strict=True))
+        self._cuts: dict[str, Cut] = {}
+        fused = self._fused()
+        for place, (name, param) in enumerate(named_params(model).items()):
+            cut = self._cuts[name] = self._cut(place, param, name in fused)
+            if cut.axes:
+                _spread(model, name, param, mesh[cut.axes], cut.placements)
+        return model
+
+    def _fused(self) -> set[str]:
+        """Parameters with several blocks one below the other."""
+        alone = samestep.MuonAdamW(self._twin, grads="reduced", **self.scenario.options())
+        groups = [group for group in alone.param_groups if group.get("split_sizes")]
+        return {name for group in groups for name in group["param_names"]}
+
+    def _cut(self, place: int, param: Tensor, fused: bool) -> Cut:
+        """Stacks by expert where there is such an axis; all else in every way, in turn."""
+        if param.dim() == 3 and "expert" in self._sizes:
+            along: dict[str, Placement] = {"expert": Shard(0)}
+            if "model" in self._sizes:
+                along["model"] = Shard(1 + place % 2)
+            if all(self._may_cut(param, axis, how, False) for axis, how in along.items()):
+                return Cut(tuple(along), tuple(along.values()))
+        axis = "model" if "model" in self._sizes else "expert"
+        kinds = KINDS if axis == "model" else KINDS[2:]
+        kind = kinds[(place + self.layout.turn) % len(kinds)]
+        if kind in ("rows", "columns"):
+            how = Shard(0 if kind == "rows" else param.dim() - 1)
+            if self._may_cut(param, axis, how, fused and kind == "rows"):
+                return Cut((axis,), (how,))
+            kind = "summands"
+        return Cut() if kind == "plain" else Cut((axis,), (Replicate(),), kind == "summands")
+
+    def _may_cut(self, param: Tensor, axis: str, how: Placement, fused: bool) -> bool:
+        """Flat buffers want equal parts of every block."""
+        if self.layout.options.get("buffers") != "flat":
+            return True
+        assert isinstance(how, Shard)
+        return not fused and param.shape[how.dim] % self._sizes[axis] == 0
+
+    # --- gradients -----------------------------------------------------------------------
+
+    def _make_gradients(self, number: int) -> None:
+        if self.scenario.loop == "closed":
+            self._follow()
+        world, count = range(self.scenario.world), self.scenario.micro_batches(number)
+        by_rank = [rank_gradients(self.scenario, self._twin, number, rank) for rank in world]
+        rounds = [self._shares(number, grads) for grads in zip(*by_rank, strict=True)]
+        places = {name: place for place, name in enumerate(self._cuts)}
+        for micro in range(count):
+            last = micro == count - 1
+            if self.scenario.accumulation == "synchronize":
+                self._backward(number, rounds[micro])
+                if not last:
+                    self.optimizer.synchronize()
+                continue
+            (shares,) = rounds
+            # Each parameter's in one of the micro-batches: sums of sums would be rounded otherwise.
+            now = {n: share for n, share in shares.items() if (places[n] + number) % count == micro}
+            with nullcontext() if last else self.optimizer.no_sync():
+                self._backward(number, now)
+
+    @torch.no_grad()
+    def _shares(self, number: int, by_rank: Sequence[Gradients]) -> Gradients:
+        """What this rank gives to the mean of the gradients of all, and holds of it."""
+        found = {}
+        for place, (name, cut) in enumerate(self._cuts.items()):
+            mine = by_rank[self.rank].get(name)
+            if cut.axes:
+                given = [grads[name] for grads in by_rank if name in grads]
+                others = [axis for axis in self._sizes if axis not in cut.axes]
+                copies = prod(self._sizes[axis] for axis in others)
+                whole = share_out(given, copies, number + place)[self._place_along(others)]
+                # The mean is over copies, and each stands for as many ranks as its mesh has.
+                size = self.scenario.world // copies
+                mine = None if whole is None else self._held_of(name, whole / size, number + place)
+            if mine is not None:
+                found[name] = mine
+        return found
+
+    def _place_along(self, axes: Sequence[str]) -> int:
+        place = 0
+        for axis in axes:
+            place = place * self._sizes[axis] + self._here[axis]
+        return place
+
+    def _held_of(self, name: str, whole: Tensor, turn: int) -> Tensor | None:
+        """A part of a gradient, or a summand; None: other ranks of the mesh have all there is."""
+        cut, param = self._cuts[name], self._named[name]
+        assert isinstance(param, DTensor)
+        if cut.summands:
+            (axis,) = cut.axes
+            size, here = self._sizes[axis], self._here[axis]
+            if turn // 2 % 3 == 0:
+                return whole if turn % size == here else None
+            numbers = torch.arange(whole.numel(), device=whole.device).view(whole.shape)
+            return torch.where((numbers + turn) % size == here, whole, 0.0)
+        part = self._part(param, whole)
+        # An expert without tokens, of which another rank of the mesh has some.
+        return None if cut.is_cut and turn % 2 and whole.any() and not part.any() else part
+
+    def _backward(self, number: int, grads: Mapping[str, Tensor]) -> None:
+        names = list(grads)
+        if not names:
+            return
+        turn = (7 * self.rank + number) % len(names)  # an order that ranks do not share
+        named, members = self._named, {}
+        for name in names[turn:] + names[:turn]:
+            param, cut = named[name], self._cuts[name]
+            if isinstance(param, DTensor):
+                placements = [Partial()] if cut.summands else cut.placements
+                members[name] = param.to_local(grad_placements=placements)
+            else:
+                members[name] = param.view_as(param)
+        backward(self._scaled(loss_giving([grads[n] for n in members], list(members.values()))))
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Give the twin the values of the parameters."""
+        twins = named_params(self._twin)
+        for name, value in self.parameters().items():
+            twins[name].copy_(value)
+
+    # --- values --------------------------------------------------------------------------
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Whole; those that are not cut as they are on this rank, so that copies are compared."""
+        found = super().parameters()
+        for name in found:
+            if not self._cuts[name].is_cut:
+                found[name] = _local(self._named[name]).cpu().clone()
+        return found
+
+    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
+        assert self._logs is not None
+        return self._logs.compared(recorder)
+
+    def _train(self, wanted: Mapping[str, bool]) -> None:
+        super()._train(wanted)
+        twins = named_params(self._twin)
+        for name, trained in wanted.items():
+            twins[name].requires_grad_(trained)
+
+    def _edit(self, param: Tensor, value: Tensor) -> None:
+        _local(param).copy_(self._part(param, value) if isinstance(param, DTensor) else value)
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        """Through the optimizer's own state dict: pieces of ranks, which torch's cannot take."""
+        self.optimizer.wait_for_parameters()
+        values = {name: _local(param).clone() for name, param in self._named.items()}
+        saved = copy.deepcopy(self.optimizer.state_dict())
+        self._start_anew()
+        for name, param in self._named.items():
+            _local(param).copy_(values[name])
+        self.optimizer.load_state_dict(saved)
+
+
+def share_out(given: Sequence[Tensor], copies: int, turn: int) -> list[Tensor | None]:
+    """What each of some copies gives, so that added up in order it has the bits of sum(given).
+
+    A sum in floating point has an order: whoever comes first gives the sum of several, those that
+    follow one each. By `turn` these are more or fewer, and others give nothing.
+    """
+    if not given:
+        return [None] * copies
+    alone = turn % min(len(given), copies)
+    several = len(given) - alone
+    parts = [reduce(torch.add, given[:several]), *given[several:]]
+    idle = copies - len(parts)
+    before = turn // 2 % (idle + 1)
+    return [*[None] * before, *parts, *[None] * (idle - before)]
+
+
+def _spread(
+    model: nn.Module, name: str, param: nn.Parameter, mesh: DeviceMesh, how: Sequence[Placement]
+) -> None:
+    spread = distribute_tensor(param.detach(), mesh, how)
+    owner, _, last = name.rpartition(".")
+    new = nn.Parameter(spread, requires_grad=param.requires_grad)
+    model.get_submodule(owner).register_parameter(last, new)
+
+
+def _local(param: Tensor) -> Tensor:
+    """What a rank has of a parameter, to read and write."""
+    local: Tensor = param.to_local() if isinstance(param, DTensor) else param
+    return local.detach()

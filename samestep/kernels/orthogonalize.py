@@ -132,6 +132,8 @@ def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None)
         alone = last and Q is None
         # Eigenvalues of the first A are about 1 / m: a shift of the order of 1 would round them.
         shift = _shift((a, b, c)) if last and not (alone and scales is not None) else 0.0
+        next_is_last = number + 2 == len(table)
+        residue = A.new_empty(A.shape[:2], dtype=torch.float32) if next_is_last else None
         P = symmetric_product(
             A,
             A,
@@ -140,6 +142,7 @@ def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None)
             beta=b,
             gamma=a - c * shift * shift,
             scales=scales if alone else None,
+            residue=residue,
         )
         if Q is None:
             Q = P
@@ -147,10 +150,13 @@ def _polynomial(A: Tensor, table: Sequence[Coefficients], scales: Tensor | None)
             Q = symmetric_product(P, Q, scales=scales if last else None)
         if not last:
             # P A P of the very P that is part of Q. All would commute but for rounding, and a
-            # mirrored A P would be another matrix: small singular values would suffer.
-            next_is_last = number + 2 == len(table)
+            # mirrored P A would be another matrix. What rounding did to the diagonal of P can be
+            # put right. What it did elsewhere is little, but would grow: only in the last A, which
+            # is squared and no more, it does not.
             shift = _shift(table[number + 1]) if next_is_last else 0.0
-            A = symmetric_product(torch.bmm(P, A), P, shift=shift)
+            whole = residue is None
+            PA = torch.bmm(P, A) if whole else symmetric_product(P, A, left_residue=residue)
+            A = symmetric_product(PA, P, shift=shift)
     assert Q is not None
     return Q
 

@@ -61,8 +61,8 @@ def symmetric_product(
 ) -> Tensor:
     """scales (alpha left right^T + beta addend + gamma I) + shift I, (B, m, m), symmetric.
 
-    With `left_residue` (and nothing but two operands) it is as symmetric as the product is. Products
-    by torch are whole: they write no residue and need none.
+    With `left_residue` (and nothing else but two operands) it is as symmetric as the product is.
+    Products by torch are whole: they write no residue and need none.
     """
     count, size, depth = left.shape
     way = way or way_of(size, depth)
@@ -91,7 +91,7 @@ def symmetric_product(
         scales,
         residue,
         left_residue,
-        None if left_residue is None else right,
+        None if left_residue is None else tiled(right, rows, cols),
         alpha,
         beta,
         gamma,
@@ -106,6 +106,8 @@ def symmetric_product(
         HAS_SHIFT=shift != 0.0,
         num_warps=tiling.warps,
         num_stages=min(tiling.stages, 3) if addend is not None else tiling.stages,  # it takes room
+        # So that a multiprocessor has room for two programs, as without a residue.
+        maxnreg=128 if left_residue is not None and rows == cols else None,
     )
     return out
 
@@ -147,7 +149,7 @@ def _symmetric_kernel(
     scales,
     residue,
     left_residue,
-    right_values,
+    right_tiles,
     alpha,
     beta,
     gamma,
@@ -176,14 +178,14 @@ def _symmetric_kernel(
     if IN_BAND == 2 and row == col:  # the right half of this tile is above the diagonal
         _tile(
             left, right_half, addend, addend_tiles, out_tiles, out, scale, residue, left_residue,
-            right_values, alpha, beta, gamma, shift, batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_GAMMA, HAS_SHIFT,
-            WHOLE=False,
+            right_tiles, alpha, beta, gamma, shift, batch, row, col, size, depth,
+            ROWS, ROWS, DEPTH, HAS_GAMMA, HAS_SHIFT, WHOLE=False,
         )  # fmt: skip
     else:
         _tile(
             left, right, addend, addend_tiles, out_tiles, out, scale, residue, left_residue,
-            right_values, alpha, beta, gamma, shift, batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_GAMMA, HAS_SHIFT,
-            WHOLE=True,
+            right_tiles, alpha, beta, gamma, shift, batch, row, col, size, depth,
+            ROWS, COLS, DEPTH, HAS_GAMMA, HAS_SHIFT, WHOLE=True,
         )  # fmt: skip
 
 
@@ -198,7 +200,7 @@ def _tile(
     scale,
     residue,
     left_residue,
-    right_values,
+    right_tiles,
     alpha,
     beta,
     gamma,
@@ -245,15 +247,17 @@ def _tile(
     own = batch * size
     if residue is not None:
         if row < col + COLS:  # the diagonal is in this tile
-            added = tl.where(rows == cols, result.to(tl.float32) - total, 0.0)
+            moved = tl.where(rows == cols, result.to(tl.float32) - total, 0.0)
             place = row + tl.arange(0, ROWS)
-            tl.store(residue + own + place, tl.sum(added, 1), place < size)
-    if left_residue is not None:
-        apart = tl.load(left_residue + own + cols, cols < size, 0.0)
-        apart -= tl.load(left_residue + own + rows, rows < size, 0.0)
-        values = tl.load(right_values + begin + rows * size + cols, inside, 0.0)
-        result = (total + values.to(tl.float32) * apart).to(out.dtype.element_ty)
+            tl.store(residue + own + place, tl.sum(moved, 1), place < size)
     # Squares on the diagonal are complete: a second writer there would be a race.
-    rows, cols = row + tl.arange(0, ROWS)[None, :], col + tl.arange(0, COLS)[:, None]
-    below = (rows // ROWS > cols // ROWS) & (rows < size) & (cols < size)
-    tl.store(out + begin + cols * size + rows, result.T, below)
+    if WHOLE:
+        if row != col:
+            if left_residue is not None:
+                apart = tl.load(left_residue + own + cols, cols < size, 0.0)
+                apart -= tl.load(left_residue + own + rows, rows < size, 0.0)
+                values = right_tiles.load([batch, row, col]).reshape(ROWS, COLS)
+                result = (total + values.to(tl.float32) * apart).to(out.dtype.element_ty)
+            row_, col_ = row + tl.arange(0, ROWS)[None, :], col + tl.arange(0, COLS)[:, None]
+            below = (row_ // ROWS > col_ // ROWS) & (row_ < size) & (col_ < size)
+            tl.store(out + begin + col_ * size + row_, result.T, below)

@@ -30,34 +30,51 @@ class NormAhead:
         # Gradients come back to where they were, step after step: most sums are prepared.
         self._known: object = None
         self._sum: SquareSum | None = None
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     @contextmanager
-    def started(self, groups: Sequence[Group]) -> Iterator[None]:
-        """Inside, the sum of all gradients of the groups is known, where a kernel can sum them."""
+    def started(self, groups: Sequence[Group], *, as_graph: bool) -> Iterator[None]:
+        """Inside, the sum of all gradients of the groups is known, where a kernel can sum them.
+
+        as_graph: gradients that are where they were before are summed by a CUDA graph.
+        """
         grads = [grad for group in groups for p in group["params"] if (grad := p.grad) is not None]
         if _are_plain(grads) and missing_kernels(grads[0].device) is None:
-            self._start(grads)
+            self._start(grads, as_graph)
         try:
             yield
         finally:
             self._grads = []  # whoever sets gradients to None gets their memory back
 
-    def _start(self, grads: list[Tensor]) -> None:
-        stream = torch.cuda.current_stream(grads[0].device).cuda_stream
+    def _start(self, grads: list[Tensor], as_graph: bool) -> None:
+        from samestep.kernels.call import recorded
+        from samestep.kernels.norm import SquareSum
+
+        if torch.cuda.is_current_stream_capturing():
+            return
+        device = grads[0].device
+        stream = torch.cuda.current_stream(device).cuda_stream
         known = [(g.data_ptr(), g.numel(), g.dtype, g.is_contiguous()) for g in grads], stream
-        if known != self._known:
-            self._known = self._sum = None
+        again = known == self._known
+        if not again:
+            self._known = self._sum = self._graph = None
             if not can_sum_with_kernels(grads):
                 return
-            from samestep.kernels.norm import SquareSum
-
             self._sum, self._known = SquareSum(grads), known
-        assert self._sum is not None
-        square = self._sum.run()
-        if self._square is None or self._square.device != square.device:
-            self._square = torch.empty_like(square)
-        self._square.copy_(square)
+        if self._square is None or self._square.device != device:
+            self._square = torch.zeros((), dtype=torch.float64, device=device)
+        if self._graph is None and again and as_graph:
+            self._graph, _ = recorded(self._write, device)
+        if self._graph is None:
+            self._write()
+        else:
+            self._graph.replay()
         self._grads = grads
+
+    def _write(self) -> None:
+        assert self._sum is not None
+        assert self._square is not None
+        self._square.copy_(self._sum.run())
 
     def sum_of(self, grads: Sequence[Tensor]) -> Tensor | None:
         """The sum of squares of these very gradients, (); None: it was not begun."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.kernels.call import addresses_from
+from samestep.kernels.call import addresses_from, recorded
 from samestep.kernels.choice import missing
 from samestep.placements.local import KnownGroup
 from samestep.update.metrics import StepNumbers
@@ -92,18 +92,9 @@ class RecordedStep:
 
     def _record(self, grads: Sequence[Tensor], execute: Callable[[], StepNumbers]) -> None:
         self._shape = self._graph = self._slots = None  # what they keep is free again
-        graph, slots = torch.cuda.CUDAGraph(), Slots(grads)
-        device = grads[0].device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # Not `torch.cuda.graph`, which waits for the device first.
-        with torch.cuda.stream(stream), addresses_from(slots):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._numbers = execute()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        slots = Slots(grads)
+        with addresses_from(slots):
+            graph, self._numbers = recorded(execute, grads[0].device)
         self._graph, self._slots = graph, slots
         self._recordings += 1
 

@@ -119,7 +119,7 @@ class StepRunner:
     ) -> AbstractContextManager[None]:
         """Inside, the device sums up gradients while the host looks at groups: before `run`."""
         if alone and self._stages is None and self._needs_norm(scaled):
-            return self._norm_ahead.started(groups)
+            return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
         return nullcontext()
 
     def _needs_norm(self, scaled: bool) -> bool:

@@ -274,7 +274,9 @@ def computed_flops(rows: int, cols: int) -> int:
         return len(USUAL_TABLE) * (3 * m * m * n + m**3)
     counts = [stop - start for start, stop in gram_segments(USUAL_TABLE, torch.float16, m)]
     # X X^T and Q X; per step A A, and between steps P Q, P A, (P A) P.
-    return sum(3 * m * m * n + (count + 4 * (count - 1)) * m**3 for count in counts)
+    # The last P A of several steps is half of one too.
+    squares = [count + 4 * (count - 1) - (count > 1) for count in counts]
+    return sum(3 * m * m * n + square * m**3 for square in squares)
 
 
 def run(options: argparse.Namespace, command: str) -> None:

@@ -86,6 +86,7 @@ def _polynomial(
         P = P if shift else P + b * A
         if Q is None and last:
             return (P if scales is None else P * scales).to(dtype).float()
+        exact = P
         P = P.half().float()
         if Q is None:
             Q = P
@@ -94,8 +95,10 @@ def _polynomial(
             if last:
                 return (Q if scales is None else Q * scales).to(dtype).float()
             Q = Q.half().float()
-        shift = _shift(table[number + 1]) if number + 2 == len(table) else 0.0
-        A = (_symmetric((P @ A).half().float(), P) + shift * identity).half().float()
+        next_is_last = number + 2 == len(table)
+        PA = _mirrored(P, A, P - exact) if next_is_last else P @ A
+        shift = _shift(table[number + 1]) if next_is_last else 0.0
+        A = (_symmetric(PA.half().float(), P) + shift * identity).half().float()
     raise AssertionError("a polynomial has at least one step")
 
 
@@ -103,6 +106,12 @@ def _symmetric(left: Tensor, right: Tensor) -> Tensor:
     """One triangle of the product, mirrored."""
     lower = torch.tril(left @ right.mT)
     return lower + torch.tril(lower, -1).mT
+
+
+def _mirrored(P: Tensor, A: Tensor, rounding: Tensor) -> Tensor:
+    """One triangle of P A; the other is its mirror image but for what P's diagonal differs by."""
+    lower, d = torch.tril(P @ A), rounding.diagonal(dim1=-2, dim2=-1)
+    return lower + torch.tril(lower + A * (d[:, None, :] - d[:, :, None]), -1).mT
 
 
 def _shift(triple: Coefficients) -> float:

@@ -3,12 +3,12 @@
 With a table of addresses one launch works on many tensors where they lie.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, reduce
 from operator import or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from samestep.rules.rule import Options
 FUSION = False
 CHUNK = 4096  # elements of one tensor that one program works on
 TILE = 64  # rows and columns of a block or part that one program works on
+
+
+T = TypeVar("T")
 
 
 def tiled() -> dict[str, Any]:
@@ -107,6 +110,25 @@ class Table:
         # Tensors come back to where they were, step after step: most tables are known.
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         self.addresses = _known_table(found, device, stream)
+
+
+def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
+    """What a function launches, as a graph, and what it gives; nothing runs yet.
+
+    Not by `torch.cuda.graph`, which waits for the device first.
+    """
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Other threads (gloo's, NCCL's, a data loader's) allocate and wait as they like.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            result = function()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return graph, result
 
 
 @lru_cache(maxsize=256)

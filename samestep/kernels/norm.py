@@ -1,6 +1,7 @@
 """The sum of squares of many tensors in one launch."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
@@ -12,22 +13,46 @@ from samestep.kernels.call import CHUNK, Table, chunk_table
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+class _Launch(NamedTuple):
+    """Of tensors of one dtype, which it does not keep."""
+
+    addresses: Tensor
+    aligned: bool
+    chunks: Tensor
+    sums: Tensor  # of each chunk, float64
+    dtype: tl.dtype
+
+
+class SquareSum:
+    """The sum of squares of contiguous tensors of one device where they lie; may run many times."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._launches = []
+        for dtype in dict.fromkeys([tensor.dtype for tensor in tensors]):
+            alike = [tensor for tensor in tensors if tensor.dtype is dtype]
+            chunks = chunk_table(tuple(map(Tensor.numel, alike)), alike[0].device)
+            sums = torch.empty(len(chunks), dtype=torch.float64, device=alike[0].device)
+            table = Table([alike])
+            self._launches.append(
+                _Launch(table.addresses, table.aligned, chunks, sums, DTYPES[dtype])
+            )
+
+    def run(self) -> Tensor:
+        """() float64."""
+        for addresses, aligned, chunks, sums, dtype in self._launches:
+            elementwise.square_sums[(len(chunks),)](
+                addresses,
+                chunks,
+                sums,
+                dtype=dtype,
+                ALIGNED=aligned,
+                BLOCK=CHUNK,
+                num_warps=8,
+            )
+        parts = [launch.sums.sum() for launch in self._launches]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+
+
 def square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """The sum of squares of contiguous tensors of one device, () float64."""
-    parts = []
-    for dtype in dict.fromkeys([tensor.dtype for tensor in tensors]):
-        alike = [tensor for tensor in tensors if tensor.dtype is dtype]
-        chunks = chunk_table(tuple(map(Tensor.numel, alike)), alike[0].device)
-        table = Table([alike])
-        sums = torch.empty(len(chunks), dtype=torch.float64, device=alike[0].device)
-        elementwise.square_sums[(len(chunks),)](
-            table.addresses,
-            chunks,
-            sums,
-            dtype=DTYPES[dtype],
-            ALIGNED=table.aligned,
-            BLOCK=CHUNK,
-            num_warps=8,
-        )
-        parts.append(sums.sum())
-    return parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+    return SquareSum(tensors).run()

@@ -8,6 +8,10 @@ for a scale `s` per block. That covers every m x m product of an orthogonalizati
 polynomial `a I + b A + c A A` of a symmetric `A`, and products of polynomials of the same `A`,
 which commute.
 
+They would, but for rounding. Of `P = p(A)` it is the diagonal that is rounded most: `a` is there.
+What rounding has added to it, `d`, can be kept (`residue`) and given to the product with `A`, whose
+other triangle is then `P A` too: `A P` and `P A` differ by `A_ij (d_j - d_i)`.
+
 Tiles are read through Hopper's copy engine (TMA), which also clips them at the edges.
 """
 
@@ -49,11 +53,17 @@ def symmetric_product(
     beta: float = 0.0,
     gamma: float = 0.0,
     shift: float = 0.0,
+    residue: Tensor | None = None,  # (B, m) float32, written: the result's diagonal, less unrounded
+    left_residue: Tensor | None = None,  # (B, m) float32: why `left` and a square `right` differ
     dtype: torch.dtype | None = None,
     way: Way | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """scales (alpha left right^T + beta addend + gamma I) + shift I, (B, m, m), symmetric."""
+    """scales (alpha left right^T + beta addend + gamma I) + shift I, (B, m, m), symmetric.
+
+    With `left_residue` (and nothing else but two operands) it is as symmetric as the product is.
+    Products by torch are whole: they write no residue and need none.
+    """
     count, size, depth = left.shape
     way = way or way_of(size, depth)
     if alpha == 0.0 or (tiling is None and way == "torch"):  # kernels divide by alpha
@@ -79,6 +89,9 @@ def symmetric_product(
         None if addend is None else tiled(out, rows, cols),
         out,
         scales,
+        residue,
+        left_residue,
+        None if left_residue is None else tiled(right, rows, cols),
         alpha,
         beta,
         gamma,
@@ -93,6 +106,8 @@ def symmetric_product(
         HAS_SHIFT=shift != 0.0,
         num_warps=tiling.warps,
         num_stages=min(tiling.stages, 3) if addend is not None else tiling.stages,  # it takes room
+        # So that a multiprocessor has room for two programs, as without a residue.
+        maxnreg=128 if left_residue is not None and rows == cols else None,
     )
     return out
 
@@ -132,6 +147,9 @@ def _symmetric_kernel(
     out_tiles,
     out,
     scales,
+    residue,
+    left_residue,
+    right_tiles,
     alpha,
     beta,
     gamma,
@@ -159,15 +177,15 @@ def _symmetric_kernel(
         scale = tl.load(scales + batch)
     if IN_BAND == 2 and row == col:  # the right half of this tile is above the diagonal
         _tile(
-            left, right_half, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
-            shift, batch, row, col, size, depth, ROWS, ROWS, DEPTH, HAS_GAMMA, HAS_SHIFT,
-            WHOLE=False,
+            left, right_half, addend, addend_tiles, out_tiles, out, scale, residue, left_residue,
+            right_tiles, alpha, beta, gamma, shift, batch, row, col, size, depth,
+            ROWS, ROWS, DEPTH, HAS_GAMMA, HAS_SHIFT, WHOLE=False,
         )  # fmt: skip
     else:
         _tile(
-            left, right, addend, addend_tiles, out_tiles, out, scale, alpha, beta, gamma,
-            shift, batch, row, col, size, depth, ROWS, COLS, DEPTH, HAS_GAMMA, HAS_SHIFT,
-            WHOLE=True,
+            left, right, addend, addend_tiles, out_tiles, out, scale, residue, left_residue,
+            right_tiles, alpha, beta, gamma, shift, batch, row, col, size, depth,
+            ROWS, COLS, DEPTH, HAS_GAMMA, HAS_SHIFT, WHOLE=True,
         )  # fmt: skip
 
 
@@ -180,6 +198,9 @@ def _tile(
     out_tiles,
     out,
     scale,
+    residue,
+    left_residue,
+    right_tiles,
     alpha,
     beta,
     gamma,
@@ -223,7 +244,20 @@ def _tile(
         out_tiles.store([batch, row, col], result.reshape(1, ROWS, COLS))
     else:
         tl.store(out + begin + rows * size + cols, result, inside)
+    own = batch * size
+    if residue is not None:
+        if row < col + COLS:  # the diagonal is in this tile
+            moved = tl.where(rows == cols, result.to(tl.float32) - total, 0.0)
+            place = row + tl.arange(0, ROWS)
+            tl.store(residue + own + place, tl.sum(moved, 1), place < size)
     # Squares on the diagonal are complete: a second writer there would be a race.
-    rows, cols = row + tl.arange(0, ROWS)[None, :], col + tl.arange(0, COLS)[:, None]
-    below = (rows // ROWS > cols // ROWS) & (rows < size) & (cols < size)
-    tl.store(out + begin + cols * size + rows, result.T, below)
+    if WHOLE:
+        if row != col:
+            if left_residue is not None:
+                apart = tl.load(left_residue + own + cols, cols < size, 0.0)
+                apart -= tl.load(left_residue + own + rows, rows < size, 0.0)
+                values = right_tiles.load([batch, row, col]).reshape(ROWS, COLS)
+                result = (total + values.to(tl.float32) * apart).to(out.dtype.element_ty)
+            row_, col_ = row + tl.arange(0, ROWS)[None, :], col + tl.arange(0, COLS)[:, None]
+            below = (row_ // ROWS > col_ // ROWS) & (row_ < size) & (col_ < size)
+            tl.store(out + begin + col_ * size + row_, result.T, below)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.kernels.call import addresses_from
+from samestep.kernels.call import addresses_from, recorded
 from samestep.kernels.choice import missing
 from samestep.placements.local import KnownGroup
 from samestep.update.metrics import StepNumbers
@@ -30,8 +30,10 @@ class StepShape(NamedTuple):
 
     groups: tuple[KnownGroup, ...]  # parameters and state: the same objects until one is replaced
     options: tuple[tuple[Mapping[str, Any], bool], ...]  # of each group, and `maximize`
-    gradients: tuple[tuple[torch.dtype, bool, bool] | None, ...]  # None: absent
+    gradients: list[tuple[torch.dtype, bool] | None]  # and contiguity; None: absent
+    unaligned: list[int]  # places of those that do not begin at a multiple of 16 bytes
     scaled: bool  # whether a GradScaler is in use
+    has_norm: bool  # whether gradients are summed before it (`NormAhead`), not in it
 
 
 class RecordedStep:
@@ -59,15 +61,18 @@ class RecordedStep:
         groups: Sequence[KnownGroup],
         maths: Sequence[GroupMath],
         scaled: bool,
+        has_norm: bool,
         plans: Mapping[object, KernelPlan],
         execute: Callable[[], StepNumbers],
     ) -> StepNumbers:
         """One step; where it is replayed its numbers are in the same tensors every time."""
         all_grads = [param.grad for group in groups for param in group.params]
         options = tuple((math.options, math.maximize) for math in maths)
-        shapes = tuple(map(_gradient_shape, all_grads))
-        shape = StepShape(tuple(groups), options, shapes, scaled)
+        shapes = [None if g is None else (g.dtype, g.is_contiguous()) for g in all_grads]
         grads = [grad for grad in all_grads if grad is not None]
+        begins = [grad.data_ptr() for grad in grads]
+        unaligned = [place for place, begin in enumerate(begins) if begin % 16]
+        shape = StepShape(tuple(groups), options, shapes, unaligned, scaled, has_norm)
         last, self._last = self._last, shape
         if self._asked_for and shape != last:
             _refuse(shape, maths)
@@ -81,24 +86,15 @@ class RecordedStep:
             self._shape = shape
         assert self._graph is not None
         assert self._slots is not None
-        self._slots.fill([grad.data_ptr() for grad in grads])
+        self._slots.fill(begins)
         self._graph.replay()
         return self._numbers
 
     def _record(self, grads: Sequence[Tensor], execute: Callable[[], StepNumbers]) -> None:
         self._shape = self._graph = self._slots = None  # what they keep is free again
-        graph, slots = torch.cuda.CUDAGraph(), Slots(grads)
-        device = grads[0].device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        # Not `torch.cuda.graph`, which waits for the device first.
-        with torch.cuda.stream(stream), addresses_from(slots):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                self._numbers = execute()
-            finally:
-                graph.capture_end()
-        torch.cuda.current_stream(device).wait_stream(stream)
+        slots = Slots(grads)
+        with addresses_from(slots):
+            graph, self._numbers = recorded(execute, grads[0].device)
         self._graph, self._slots = graph, slots
         self._recordings += 1
 
@@ -135,13 +131,6 @@ def _reason_against(group: KnownGroup, math: GroupMath) -> str | None:
     return reason or reason_against(math, operands)
 
 
-def _gradient_shape(grad: Tensor | None) -> tuple[torch.dtype, bool, bool] | None:
-    """What kernels are compiled for: dtype, contiguity, alignment."""
-    if grad is None:
-        return None
-    return grad.dtype, grad.is_contiguous(), grad.data_ptr() % 16 == 0
-
-
 class Slots:
     """Places on the device for the addresses that a graph reads: of gradients, and inside them."""
 
@@ -152,11 +141,13 @@ class Slots:
         self._sizes = [grads[place].nbytes for place in self._order]
         self._gradients: list[int] = []  # which one an address lies in; one past the last: none
         self._offsets: list[int] = []
+        self._taken: tuple[Tensor, Tensor] | None = None  # both, once a graph has taken its slots
+        self._filled: list[int] = []  # where gradients were when slots were filled
         self._room = torch.zeros(ROOM, dtype=torch.int64, device=grads[0].device)
 
     def take(self, addresses: Sequence[Sequence[int]]) -> Tensor:
         """Slots for rows of addresses, (rows, columns)."""
-        begin = len(self._gradients)
+        begin, self._taken, self._filled = len(self._gradients), None, []
         for address in chain.from_iterable(addresses):
             found = bisect_right(self._begins, address) - 1
             inside = found >= 0 and address < self._begins[found] + self._sizes[found]
@@ -170,9 +161,14 @@ class Slots:
             )
         return self._room[begin:end].view(len(addresses), -1)
 
-    def fill(self, begins: Sequence[int]) -> None:
+    def fill(self, begins: list[int]) -> None:
         """Say where the gradients are now; nobody waits for it."""
+        if begins == self._filled:
+            return
+        self._filled = begins
+        if self._taken is None:
+            self._taken = torch.tensor(self._gradients), torch.tensor(self._offsets)
         bases = torch.tensor([*begins, 0], dtype=torch.int64)
-        table = bases[self._gradients] + torch.tensor(self._offsets, dtype=torch.int64)
+        table = bases[self._taken[0]] + self._taken[1]
         pinned = table.pin_memory() if self._room.is_cuda else table
         self._room[: len(table)].copy_(pinned, non_blocking=True)

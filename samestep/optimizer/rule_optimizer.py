@@ -478,9 +478,13 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
         self.wait_for_parameters()
-        problem = self._find_problem()
-        placements = self._all_placements()
-        self._runner.run(self.param_groups, self.state, placements, problem, inverse_scale)
+        alone = self._rank_group is None and not self._placed
+        with self._runner.norm_begun(
+            self.param_groups, alone=alone, scaled=inverse_scale is not None
+        ):
+            problem = self._find_problem()
+            placements = self._all_placements()
+            self._runner.run(self.param_groups, self.state, placements, problem, inverse_scale)
         if self._watch.waits:
             flags = [flag for _, flag in self._runner.present()]
             ranks = 1 if self._rank_group is None else self._rank_group.size

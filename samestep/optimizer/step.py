@@ -1,6 +1,7 @@
 """The step of every optimizer here: presence -> reduce -> check, clip -> rule -> gather."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,6 +17,7 @@ from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
 from samestep.groups.step_options import StepOptions
 from samestep.kernels.choice import missing as missing_kernels
+from samestep.optimizer.norm_ahead import NormAhead
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
 from samestep.plan.schedule import (
@@ -98,6 +100,7 @@ class StepRunner:
         backend = "inductor" if options.compile is True else options.compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
         self._recorded = _new_recorded_step(asked_for=True) if options.cuda_graph else None
+        self._norm_ahead = NormAhead()
         self._scalars = StepScalars()
         self.outliers = Outliers()
         self._known_keys: dict[str, tuple[str, ...]] = {}  # options that rules read, by their name
@@ -110,6 +113,17 @@ class StepRunner:
     def forget_plans(self) -> None:
         """Parameters or their state were replaced."""
         self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
+
+    def norm_begun(
+        self, groups: Sequence[Group], *, alone: bool, scaled: bool
+    ) -> AbstractContextManager[None]:
+        """Inside, the device sums up gradients while the host looks at groups: before `run`."""
+        if alone and self._stages is None and self._needs_norm(scaled):
+            return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
+        return nullcontext()
+
+    def _needs_norm(self, scaled: bool) -> bool:
+        return self._options.max_grad_norm is not None or scaled
 
     def run(
         self,
@@ -188,15 +202,16 @@ class StepRunner:
             return StepNumbers(self.grad_norm, self._sizes)
 
         scaled = self._inverse_scale is not None
+        has_norm = self._norm_ahead.sum_of(local.gradients()) is not None
         self.grad_norm, self._sizes = recorded.run(
-            local.known, maths, scaled, self._kernel_plans, all_operations
+            local.known, maths, scaled, has_norm, self._kernel_plans, all_operations
         )
 
     def _schedule(self) -> Schedule:
         return _step_schedule(
             tuple(placement.shape for placement in self._placements),
             waves=self._distribution.waves,
-            clip=self._options.max_grad_norm is not None or self._inverse_scale is not None,
+            clip=self._needs_norm(self._inverse_scale is not None),
             measure=self._sizes is not None,
             chunks_ahead=self._distribution.chunks_ahead,
         )
@@ -285,7 +300,9 @@ class StepRunner:
             together.setdefault(ranks, []).append(placement)
         squares = []
         for ranks, placements in together.items():
-            square = square_sum(chain.from_iterable(p.gradients() for p in placements))
+            grads = list(chain.from_iterable(p.gradients() for p in placements))
+            square = self._norm_ahead.sum_of(grads)
+            square = square_sum(grads) if square is None else square
             if ranks is not None:
                 own = torch.zeros((), dtype=torch.float64, device=self._device)
                 own = own if square is None else square

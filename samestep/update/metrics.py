@@ -131,7 +131,7 @@ def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
     if not grads:
         return None
     device = grads[0].device
-    if missing_kernels(device) is None and _are_plain(grads):
+    if missing_kernels(device) is None and can_sum_with_kernels(grads):
         from samestep.kernels import norm
 
         return norm.square_sum(grads)
@@ -139,8 +139,8 @@ def square_sum(grads: Iterable[Tensor]) -> Tensor | None:
     return torch.stack([norm.to(device) for norm in norms]).square().sum()
 
 
-def _are_plain(grads: list[Tensor]) -> bool:
-    """Whether the kernel can read them."""
+def can_sum_with_kernels(grads: list[Tensor]) -> bool:
+    """Whether the kernel can read them, where there is one."""
     return (
         len({grad.device for grad in grads}) == 1
         and all(map(Tensor.is_contiguous, grads))

@@ -111,6 +111,31 @@ def test_polynomials_of_symmetric_matrices_are_right(size, tiling):
     assert (found - found.mT).abs().max() <= 4e-3
 
 
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_product_with_a_residue_is_right_in_both_triangles(tiling):
+    """P = p(A) and A commute but for rounding: a mirrored triangle of P A is not the other one."""
+    size = 40 if INTERPRETED else 1000
+    X = random(2, size, 2 * size) * torch.linspace(0.5, 1.5, size, device=DEVICE)[:, None]
+    X = X / torch.linalg.matrix_norm(X, keepdim=True)
+    A = (X @ X.mT).half()
+    residue = torch.full((2, size), torch.nan, device=DEVICE)
+    P = symmetric_product(
+        A, A, addend=A, alpha=15.9, beta=-22.5, gamma=8.16, residue=residue, tiling=tiling
+    )
+    exact = 15.9 * A.double() @ A.double() - 22.5 * A.double() + 8.16 * torch.eye(size).to(A.device)
+    moved = (P.double() - exact).diagonal(dim1=-2, dim2=-1)
+    assert float(moved.abs().max()) > 1e-3
+    assert torch.allclose(residue.double(), moved, rtol=0, atol=1e-5)
+    wanted = P.double() @ A.double()
+    found, mirrored = (
+        symmetric_product(P, A, left_residue=given, dtype=torch.float32, tiling=tiling)
+        for given in (residue, None)
+    )
+    assert torch.equal(torch.tril(found), torch.tril(mirrored))
+    assert distance(mirrored, wanted) > 2e-5
+    assert distance(found, wanted) < 0.2 * distance(mirrored, wanted)
+
+
 def test_every_element_of_a_product_is_written(monkeypatch):
     plain = torch.Tensor.new_empty
 

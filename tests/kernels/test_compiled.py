@@ -14,6 +14,8 @@ from triton.compiler import ASTSource, compile  # noqa: A004, E402
 
 from samestep.kernels import muon_tiles, part_tiles  # noqa: E402
 from samestep.kernels.call import FUSION  # noqa: E402
+from samestep.kernels.symmetric import TILINGS, _symmetric_kernel  # noqa: E402
+from tests.soak import SOAK  # noqa: E402
 
 HOPPER = GPUTarget("cuda", 90, 32)
 NUMBERS = "only_if writes mu factor lr weight_decay sums"
@@ -49,7 +51,7 @@ def compiled(kernel, types=(), **constants):
         {(names.index(name),): given[name] for name in names if name not in types},
         {(names.index(n),): [["tt.divisibility", 16]] for n in names if n in types},
     )
-    options = {"num_warps": 4, "enable_fp_fusion": FUSION}
+    options = {"num_warps": given.get("warps", 4), "enable_fp_fusion": FUSION}
     return compile(source, target=HOPPER, options=options).asm["ptx"]
 
 
@@ -120,3 +122,36 @@ def test_numbers_of_blocks_compile(known):
         {"square_sums": "*fp32", "variances": "*i64", "beta2": "*fp64"},
         RENORMALIZE=known, SIZE=1024, variance_dtype=tl.float32,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["residue", "left_residue"])
+@pytest.mark.parametrize("way", TILINGS if SOAK else ["small"])
+def test_symmetric_products_compile(way, given):
+    """As they are launched for `a I + b A + c A A` and for `P A`."""
+    rows, cols, depth, warps, _ = TILINGS[way]
+
+    def tiles(*block):
+        return f"tensordesc<fp16[1, {block[0]}, {block[1]}]>"
+
+    types = {
+        **dict.fromkeys(["alpha", "beta", "gamma", "shift"], "fp32"),
+        "left": tiles(rows, depth), "right": tiles(cols, depth), "out": "*fp16", "size": "i32",
+        given: "*fp32",
+    }  # fmt: skip
+    names = ["right_half", "addend", "addend_tiles", "out_tiles", "right_tiles", "scales"]
+    absent = dict.fromkeys([*names, "residue", "left_residue"])
+    if cols > rows:
+        types["right_half"] = tiles(rows, depth)
+    if given == "residue":
+        types |= {
+            "addend": "*fp16",
+            **dict.fromkeys(["addend_tiles", "out_tiles"], tiles(rows, cols)),
+        }
+    else:
+        types["right_tiles"] = tiles(rows, cols)
+    ptx = compiled(
+        _symmetric_kernel, types, warps=warps, ROWS=rows, COLS=cols, DEPTH=depth, depth=2048,
+        HAS_GAMMA=given == "residue", HAS_SHIFT=False,
+        **{name: None for name in absent if name not in types},
+    )  # fmt: skip
+    assert "wgmma" in ptx

@@ -149,6 +149,33 @@ def test_a_recorded_step_is_the_same_step(options):
     assert pair[1]._runner._recorded._graph is not None
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_norm_that_is_begun_ahead_is_the_norm(graph):
+    """Gradients that stay where they are, one that moves, one that is not finite."""
+    nets = [model(), model()]
+    pair = [samestep.MuonAdamW(net, max_grad_norm=1.0, cuda_graph=graph) for net in nets]
+    pair[1]._runner.norm_begun = lambda *_, **__: nullcontext()
+    for step in range(9):
+        generator = torch.Generator("cuda").manual_seed(step)
+        for net in nets:
+            generator.manual_seed(step)
+            for param in net.parameters():
+                noise = torch.randn(param.shape, generator=generator, device="cuda")
+                param.grad = noise if step in (0, 5) or param.grad is None else param.grad
+                param.grad.copy_(noise)
+            if step == 7:
+                next(net.parameters()).grad[0, 0] = torch.inf
+        for optimizer in pair:
+            with no_host_wait() if step > 2 else nullcontext():
+                optimizer.step()
+        first, second = (optimizer.metrics()["grad_norm"] for optimizer in pair)
+        assert torch.equal(first, second), step
+        assert all(map(torch.equal, nets[0].parameters(), nets[1].parameters())), step
+    ahead = [optimizer._runner._norm_ahead for optimizer in pair]
+    assert (ahead[0]._graph is not None) == graph
+    assert ahead[1]._square is None
+
+
 def test_a_recorded_step_measures_muon():
     nets = [model(), model()]
     pair = [

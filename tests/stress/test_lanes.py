@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep import cli
-from samestep.stress import command
+from samestep.stress import command, options
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.lanes import LaneDiedError, Lanes
 from tests.limits import eventually
@@ -56,7 +56,8 @@ def test_a_lane_that_dies_or_fails_is_told(end):
 
 def test_receipts_are_those_of_one_lane(tmp_path, no_torchrun, monkeypatch):
     few = {name: command.SCENARIOS[name] for name in SCENARIOS}
-    monkeypatch.setattr(command, "SCENARIOS", few)
+    for module in (command, options):
+        monkeypatch.setattr(module, "SCENARIOS", few)
     receipts = []
     for lanes in ("1", "2"):
         out = tmp_path / lanes

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.stress import command, progress
+from samestep.stress import command, options, progress
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.judge import Distance, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
@@ -34,7 +34,8 @@ def few_cases(no_torchrun, monkeypatch):
     """Two scenarios in four layouts."""
     names = ("dist_adamw_muon", "clipped")
     scenarios = {name: command.SCENARIOS[name] for name in names}
-    monkeypatch.setattr(command, "SCENARIOS", scenarios)
+    for module in (command, options):
+        monkeypatch.setattr(module, "SCENARIOS", scenarios)
     monkeypatch.setattr(command, "LAYOUTS", {name: LAYOUTS[name] for name in FEW})
 
 

@@ -127,11 +127,15 @@ class LayerMemory:
 
     def block_passes(self, number: int, recompute: Recompute) -> float:
         """What the backward pass of a layer adds: gradients, and all that it computes again."""
-        hidden = self.shape.hidden / self.degrees.tp
-        if self.is_sparse(number):
-            hidden = self.shape.active_experts * self.shape.expert_hidden / self.degrees.expert_tp
-        heads = self.shape.heads * (self.shape.head + self.shape.rope) / self.degrees.tp
-        gradients = self.tokens * self.width * (3 * max(hidden, heads) + 2 * self.shape.width)
+        shape, degrees = self.shape, self.degrees
+        hidden, stream = shape.hidden / degrees.tp, 2 * shape.width * self.width
+        if self.is_sparse(number):  # one expert after the other, on what all of them were sent
+            rows, held, _ = self.rows()
+            at_once = 1.0 if shape.capacity else degrees.ep / shape.experts
+            hidden = at_once * held / self.tokens * shape.expert_hidden / degrees.expert_tp
+            stream += rows / self.tokens * shape.width * (4 + self.width)
+        heads = shape.heads * (shape.head + shape.rope) / degrees.tp
+        gradients = self.tokens * (3 * max(hidden, heads) * self.width + stream)
         again = sum(self.block(number).values()) - sum(self.block(number, recompute).values())
         return gradients + again
 

@@ -30,18 +30,20 @@ from samestep.plan.transfers import Traffic, Transfer, of_segments
 
 
 class Sends(NamedTuple):
-    """Of one layer and micro-batch, in order. `again`: of forward what is sent again in backward."""
+    """Of one layer and micro-batch, in order.
+
+    again: of forward what is sent again where backward computes a layer once more.
+    opening: how many of backward come before that.
+    """
 
     forward: tuple[Collective, ...] = ()
     backward: tuple[Collective, ...] = ()
     again: tuple[Collective, ...] = ()
-
-    def both(self, recompute: Recompute) -> list[Collective]:
-        """All of them; in backward those of the layer, computed once more, come first."""
-        return [*self.forward, *self.in_backward(recompute)]
+    opening: int = 0
 
     def in_backward(self, recompute: Recompute) -> list[Collective]:
-        return [*(self.again if recompute != "none" else ()), *self.backward]
+        again = self.again if recompute != "none" else ()
+        return [*self.backward[: self.opening], *again, *self.backward[self.opening :]]
 
 
 class LayerSends:
@@ -85,7 +87,7 @@ class LayerSends:
         forward = tuple(each for part in parts for each in part.forward)
         backward = tuple(each for part in reversed(parts) for each in part.backward)
         again = (*(each for part in parts[:-1] for each in part.forward), *parts[-1].again)
-        return Sends(forward, backward, again)
+        return Sends(forward, backward, again, parts[-1].opening)
 
     def head(self) -> Sends:
         if self._model.size == 1:
@@ -108,7 +110,7 @@ class LayerSends:
         into, out = self._enter(name), self._enter_backward(name)
         if not self._degrees.sequence_parallel:
             return Sends((*into, self._sum(name, self._model)), out, into)
-        return Sends((*into, self._scatter(name)), (self._gather(name), *out), into)
+        return Sends((*into, self._scatter(name)), (self._gather(name), *out), into, opening=1)
 
     def _enter(self, name: str) -> tuple[Collective, ...]:
         return (self._gather(name),) if self._degrees.sequence_parallel else ()
@@ -134,6 +136,7 @@ class LayerSends:
             (*model.again, *inside.forward, *model.forward[out:]),
             (*model.backward[:before], *inside.backward, *model.backward[before:]),
             (*model.again, *inside.again),
+            model.opening,
         )
 
     def _on_model(self) -> Sends:
@@ -155,7 +158,7 @@ class LayerSends:
         )
         out = self._scatter("experts", dtype=torch.float32)
         back = self._gather("experts", dtype=torch.float32)
-        return Sends((*into, out), (back, *self._into_backward()), into)
+        return Sends((*into, out), (back, *self._into_backward()), into, opening=1)
 
     def _into_backward(self) -> tuple[Collective, ...]:
         """Gradients of what ranks of tensor parallel took into their experts."""

@@ -22,6 +22,7 @@ from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut
 from tests.estimate.test_activations import MOE, ROOM, SMALL, SP, recomputing
 from tests.ranks import run_cases
+from tests.soak import SOAK
 
 KINDS = {
     "all_gather_into_tensor": "all_gather",
@@ -98,16 +99,17 @@ def foreseen(case, rank, world):
     stage = degrees.coordinates(rank)["pipe"]
     grid = stack_grid(degrees, stage)
     per_rank = 2 if micro_batches == 4 else 1
-    batch = Batch(64, micro_batches, recompute, per_rank)
+    tokens = 64
+    if degrees.pp == 1:
+        tokens, micro_batches = 64 * micro_batches, 1
+    batch = Batch(tokens, micro_batches, recompute, per_rank)
     sends = stage_sends(
         gpt_shape(config), degrees, grid, batch, stage, torch.float32, on_cpu=True
     )
-    launched = [
-        each
-        for layers in sends.layers.values()
-        for layer in layers
-        for each in layer.both(recompute)
-    ] * micro_batches
+    layers = [layer for of_stage in sends.layers.values() for layer in of_stage]
+    launched = [each for layer in layers for each in layer.forward]
+    launched += [each for layer in reversed(layers) for each in layer.in_backward(recompute)]
+    launched *= micro_batches
     with torch.device("meta"):
         model = GPT(config)
     if degrees.pp > 1:
@@ -133,32 +135,53 @@ def foreseen(case, rank, world):
 
 PAIRS = [
     ({"tp": 2}, {}, "none", 1),
-    ({"tp": 2}, {}, "full", 1),
-    (SP, {}, "none", 1),
     (SP, {}, "full", 1),
-    ({"tp": 2}, MOE, "none", 1),
-    (SP, MOE, "none", 1),
     (SP, MOE, "full", 1),
-    ({**SP, "expert_tensor_parallel": 1}, MOE, "none", 1),
     ({"tp": 2, "expert_tensor_parallel": 1}, MOE, "none", 1),
-    ({"ep": 2}, ROOM, "none", 1),
     ({"ep": 2}, ROOM, "full", 1),
     ({"ep": 2, "ep_carries_data": False}, MOE, "none", 1),
     ({"pp": 2}, {}, "none", 3),
     ({"pp": 2}, {"layers": 4}, "none", 4),
 ]
-FOURS = [
-    ({"pp": 2, **SP}, {}, "none", 2),
-    ({"ep": 2, **SP}, ROOM, "none", 1),
-    ({"ep": 2, "tp": 2}, ROOM, "none", 1),
-    ({"ep": 2, "tp": 2, "ep_carries_data": False}, MOE, "none", 1),
-]
+FOURS = [({"pp": 2, **SP}, {}, "none", 2), ({"ep": 2, **SP}, ROOM, "none", 1)]
+if SOAK:
+    PAIRS += [
+        ({"tp": 2}, MOE, "none", 1),
+        (SP, {}, "none", 1),
+        (SP, MOE, "none", 1),
+        ({**SP, "expert_tensor_parallel": 1}, MOE, "none", 1),
+        ({"ep": 2}, ROOM, "none", 1),
+        ({"ep": 2, "ep_carries_data": False}, MOE, "full", 1),
+    ]
+    FOURS += [
+        ({"ep": 2, "tp": 2}, ROOM, "none", 1),
+        ({"ep": 2, "tp": 2}, ROOM, "full", 1),
+        ({"ep": 2, "tp": 2, "ep_carries_data": False}, MOE, "none", 1),
+        ({"ep": 2, **SP, "ep_carries_data": False}, MOE, "none", 1),
+        ({"pp": 2, "tp": 2}, MOE, "none", 3),
+        ({"pp": 4}, {"layers": 8}, "none", 4),
+        ({"pp": 2}, {"layers": 4}, "none", 4),
+    ]
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, PAIRS), (4, FOURS)])
 def test_every_call_of_forward_and_backward_is_foreseen(world, cases):
     for case, ranks in run_cases(world, cases, measured):
         for rank, found in enumerate(ranks):
-            expected = Counter(foreseen(case, rank, world))
-            assert Counter(found) == expected, (case, rank, Counter(found) - expected, expected - Counter(found))
+            expected = foreseen(case, rank, world)
+            assert Counter(found) == Counter(expected), (case, rank)
             assert len(found) > 2, case
+            if not case[0].keys() & {"pp", "ep"}:  # nobody gathers parameters meanwhile
+                assert found == expected, (case, rank)
+
+
+def test_tokens_that_choose_freely_travel_as_expected():
+    """Every call is foreseen; bytes as if all experts were chosen as often, which is about right."""
+    case = ({"ep": 2}, MOE, "none", 16)
+    ((_, ranks),) = run_cases(2, [case], measured)
+    for rank, calls in enumerate(ranks):
+        planned = [sent for kind, sent, _ in foreseen(case, rank, 2) if kind == "all_to_all"]
+        found = [sent for kind, sent, _ in calls if kind == "all_to_all"]
+        assert len(found) == len(planned) == 2 * 5
+        assert sum(found) == pytest.approx(sum(planned), rel=0.1)
+        assert [sent for sent in found if sent < 100] == [16, 16]  # how many come

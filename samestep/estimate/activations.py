@@ -1,7 +1,7 @@
 """Bytes that forward keeps for backward on a rank, part by part, and what backward adds to them.
 
-After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models" (arXiv
-2205.05198), who count s b h (34 + 5 a s / h) bytes in a 16-bit layer: 4 s b h in norms, 11 in
+After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198), who count s b h (34 + 5 a s / h) bytes in a 16-bit layer: 4 s b h in norms, 11 in
 attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. What is different here:
 
     attention    is fused: it keeps queries, keys, values, what it gives and a number per head and
@@ -128,7 +128,7 @@ class LayerMemory:
     def block_passes(self, number: int, recompute: Recompute) -> float:
         """What the backward pass of a layer adds: gradients, and all that it computes again."""
         shape, degrees = self.shape, self.degrees
-        hidden, stream = shape.hidden / degrees.tp, 2 * shape.width * self.width
+        hidden, stream = shape.hidden / degrees.tp, 2.0 * shape.width * self.width
         if self.is_sparse(number):  # one expert after the other, on what all of them were sent
             rows, held, _ = self.rows()
             at_once = 1.0 if shape.capacity else degrees.ep / shape.experts

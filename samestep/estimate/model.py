@@ -364,19 +364,25 @@ def layers_of(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
-def stage_of(module: nn.Module, stage: int, stages: int) -> nn.Module:
-    """A pipeline stage: its layers, with what comes before them in the first, after in the last."""
-    if stages == 1:
+def stage_of(module: nn.Module, stage: int, stages: int, per_rank: int = 1) -> nn.Module:
+    """A pipeline stage: its layers, with what comes before them in the first, after in the last.
+
+    With several per rank, those of one rank of `stages`: number `stage` and every so many after it.
+    """
+    if stages * per_rank == 1:
         return module
     found = layers_of(module)
-    if found is None or len(found[1]) < stages:
+    if found is None or len(found[1]) < stages * per_rank:
         count = 0 if found is None else len(found[1])
-        raise BadRequestError(f"pp={stages} needs as many layers, and the model has {count}")
+        each = f" with {per_rank} stages per rank" if per_rank > 1 else ""
+        raise BadRequestError(f"pp={stages}{each} needs as many layers, and the model has {count}")
     path, _ = found
     own = shallow(module)
     layers = own_submodule(own, path)
     assert isinstance(layers, nn.ModuleList)
-    here = spread(len(layers), stages)[stage]
+    mine = range(stage, stages * per_rank, stages)
+    spread_out = spread(len(layers), stages * per_rank)
+    here = {layer for number in mine for layer in spread_out[number]}
     for number, layer in enumerate(list(layers)):
         if number not in here:
             layers[number] = Elsewhere(layer)

@@ -11,8 +11,8 @@ Of one micro-batch, as `samestep.parallel` does it (n tokens, C channels, K expe
                  tokens, and counted as if all experts were chosen as often
     stages       what a layer gives, n C, to the next stage; its gradient back
 
-What is computed again in backward is sent again, but for the sum that ends a block: torch stops when
-it has what it needs.
+What is computed again in backward is sent again, but for the sum that ends a block: torch stops
+when it has what it needs.
 """
 
 from collections.abc import Iterator
@@ -178,7 +178,9 @@ class LayerSends:
         """Ranks have the same tokens, and each makes a summand."""
         active = self._tokens * self._shape.active_experts
         shares = self._sum(f"shares of {name}", peers, active, torch.float32)
-        return Sends((self._sum(name, peers, dtype=torch.float32),), (shares, self._sum(name, peers)))
+        return Sends(
+            (self._sum(name, peers, dtype=torch.float32),), (shares, self._sum(name, peers))
+        )
 
     def _exchanges(self, forward: bool) -> Iterator[Collective]:
         _, held, _ = self._memory.rows()
@@ -196,9 +198,7 @@ class LayerSends:
         transfer = Transfer(Traffic.ALL_REDUCE, f"{name}: sum", dtype or self._dtype, elements)
         return Collective((transfer,), peers)
 
-    def _gather(
-        self, name: str, elements: int = 0, dtype: torch.dtype | None = None
-    ) -> Collective:
+    def _gather(self, name: str, elements: int = 0, dtype: torch.dtype | None = None) -> Collective:
         return self._segments(Traffic.ALL_GATHER, name, self._model, elements, dtype)
 
     def _scatter(

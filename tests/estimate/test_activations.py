@@ -7,15 +7,16 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from samestep.estimate.activations import Batch, LayerMemory, rank_activations
-from samestep.estimate.model import gpt_shape
-from samestep.estimate.slots import most_in_flight, passes_of
+from samestep.estimate.model import SHAPES, gpt_shape
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, mean_loss
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.stack import Stack
+from tests.counting_group import CountingGroup
 from tests.estimate.saved import saved_for_backward
 from tests.memory import peak_bytes
 from tests.ranks import run_cases
+from tests.soak import SOAK
 
 SMALL = GPTConfig(vocab_size=96, context=64, width=64, layers=2, heads=4, kv_heads=2)
 
@@ -71,17 +72,20 @@ ROOM = {**MOE, "capacity": 1.5}
 SP = {"tp": 2, "sequence_parallel": True}
 CASES = [
     ({"tp": 2}, {}, 3, 32),
-    (SP, {}, 3, 32),
     (SP, {"width": 96, "heads": 6, "kv_heads": 6}, 2, 18),
-    ({"tp": 2}, MOE, 3, 32),
-    (SP, MOE, 3, 32),
     ({**SP, "expert_tensor_parallel": 1}, MOE, 3, 32),
-    ({"tp": 2, "expert_tensor_parallel": 1}, ROOM, 3, 32),
     ({"ep": 2}, ROOM, 3, 32),
     ({"ep": 2}, MOE, 3, 31),
-    ({"ep": 2, "ep_carries_data": False}, ROOM, 3, 32),
-    ({"ep": 2, "ep_carries_data": False}, MOE, 3, 31),
 ]
+if SOAK:
+    CASES += [
+        (SP, {}, 3, 32),
+        ({"tp": 2}, MOE, 3, 32),
+        (SP, MOE, 3, 32),
+        ({"tp": 2, "expert_tensor_parallel": 1}, ROOM, 3, 32),
+        ({"ep": 2, "ep_carries_data": False}, ROOM, 3, 32),
+        ({"ep": 2, "ep_carries_data": False}, MOE, 3, 31),
+    ]
 
 
 def test_ranks_keep_what_is_foreseen():
@@ -116,10 +120,14 @@ def recomputing(model, recompute):
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    ("more", "rows"),
-    [({}, 6), ({"vocab_size": 2000, "kv_heads": 4}, 4), ({"experts": 4, "active_experts": 1}, 5)],
+    ("more", "rows", "within"),
+    [
+        ({}, 6, 0.03),
+        ({"vocab_size": 2000, "kv_heads": 4}, 4, 0.0001),  # where the loss decides
+        ({"experts": 4, "active_experts": 1}, 5, 0.06),  # experts compute one after the other
+    ],
 )
-def test_recomputation_keeps_and_peaks_as_foreseen(recompute, more, rows):
+def test_recomputation_keeps_and_peaks_as_foreseen(recompute, more, rows, within):
     config = GPTConfig(**{**vars(SMALL), "layers": 4, **more})
     torch.manual_seed(0)
     model = GPT(config)
@@ -131,10 +139,54 @@ def test_recomputation_keeps_and_peaks_as_foreseen(recompute, more, rows):
     del loss
     with peak_bytes() as both:
         mean_loss(model(inputs), targets).backward()
-    found = rank_activations(
-        gpt_shape(config), Degrees(1), Batch(rows * 64, recompute=recompute), 0, torch.float32,
-        on_cpu=True,
+    given = Batch(rows * 64, recompute=recompute)
+    found = rank_activations(gpt_shape(config), Degrees(1), given, 0, torch.float32, on_cpu=True)
+    assert forward.live == sum(found.kept.values()) + 4  # and the loss itself
+    assert (1 - within) * found.peak <= both.value <= found.peak + 64
+
+
+def pipelined(rank, case):
+    """The peak of a second step, and what torch's stages keep for good since the first."""
+    micro_batches, schedule = case
+    torch.set_num_threads(1)
+    CountingGroup.install()
+    torch.manual_seed(0)
+    config = GPTConfig(**{**vars(SMALL), "layers": 4})
+    stack = Stack(
+        GPT(config), gpt_plan(config), build(pp=2), loss=mean_loss, micro_batches=micro_batches,
+        schedule=schedule,
     )  # fmt: skip
-    kept = sum(found.kept.values())
-    assert forward.live == pytest.approx(kept, rel=0.01)
-    print(recompute, more, both.value / found.peak, (both.value-kept), found.passing, both.blocks[:14])
+    tokens, targets = batch(config, 4 * micro_batches, 64)
+    with peak_bytes() as first:
+        stack.backward(tokens, targets)
+    gradients = sum(param.grad.nbytes for param in stack.model.parameters())
+    with peak_bytes() as second:
+        stack.backward(tokens, targets)
+    return first.live - gradients + second.value
+
+
+def test_stages_peak_as_foreseen():
+    cases = [(3, "1f1b"), (4, "interleaved"), *([(2, "1f1b")] * SOAK)]
+    shape = gpt_shape(GPTConfig(**{**vars(SMALL), "layers": 4}))
+    for (micro_batches, schedule), found in run_cases(2, cases, pipelined):
+        given = Batch(256, micro_batches, "none", 1 + (schedule == "interleaved"))
+        for stage, peak in enumerate(found):
+            expected = rank_activations(
+                shape, Degrees(2, pp=2), given, stage, torch.float32, on_cpu=True
+            )
+            assert peak == pytest.approx(expected.peak, rel=0.03), (schedule, stage)
+        assert found[0] > 1.4 * found[1]  # the first stage has more in flight
+
+
+def test_the_layer_of_the_paper():
+    """34 s b h: without dropout two masks less, and with fused attention one more output."""
+    gpt = SHAPES["gpt-175b"]
+    tokens = 2048
+    parts = LayerMemory(gpt, Degrees(1), tokens).block(0)
+    unit = tokens * gpt.width
+    numbers = tokens * (2 * 8 + 4 * gpt.heads)  # of rows and heads
+    assert sum(parts.values()) == (34 - 2 + 2) * unit + numbers
+    shared = LayerMemory(gpt, Degrees(8, tp=8), tokens).block(0)
+    # In the paper 10 + 24 / t: the same but for two masks, and the output that is kept twice.
+    inside = 4 + 2 + 2  # norms, and the inputs of both branches
+    assert sum(shared.values()) == (inside + (34 - inside) / 8) * unit + tokens * (16 + 4 * 96 / 8)

@@ -1,8 +1,8 @@
 """Bytes that forward keeps for backward on a rank, part by part, and what backward adds to them.
 
 After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"
-(arXiv 2205.05198), who count s b h (34 + 5 a s / h) bytes in a 16-bit layer: 4 s b h in norms, 11 in
-attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. What is different here:
+(arXiv 2205.05198), who count s b h (34 + 5 a s / h) bytes in a 16-bit layer: 4 s b h in norms, 11
+in attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. What is different here:
 
     attention    is fused: it keeps queries, keys, values, what it gives and a number per head and
                  token, and no scores; what it gives is copied for the projection after it

@@ -68,29 +68,23 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
 
 
 def activations_table(stages: list[StageFigures]) -> Table:
-    """Forward and backward; no rows, where activations were not counted."""
-    rows, names = [], dict[str, None]()
-    for each in stages:
-        names |= dict.fromkeys(each.activations.kept if each.activations else ())
-    for each in stages:
-        found = each.activations
-        if found is None:
-            continue
-        kept = [size(found.kept[name]) if name in found.kept else "-" for name in names]
-        total = each.beside + found.peak
-        rows.append(
-            [
-                f"{each.stage}", str(found.in_flight), *kept, size(found.passing),
-                size(each.beside), size(total),
-            ]
-        )  # fmt: skip
+    """Forward and backward, a column per stage; no rows, where activations were not counted."""
+    known = [(each, each.activations) for each in stages if each.activations is not None]
+    parts = dict.fromkeys(name for _, found in known for name in found.kept)
+    rows = [["micro-batches in flight", *(str(found.in_flight) for _, found in known)]]
+    for name in parts:
+        kept = (size(found.kept[name]) if name in found.kept else "-" for _, found in known)
+        rows.append([f"kept: {name}", *kept])
+    rows.append(["added in backward", *(size(found.passing) for _, found in known)])
+    rows.append(["besides", *(size(each.beside) for each, _ in known)])
+    rows.append(["peak", *(size(each.beside + found.peak) for each, found in known)])
     return Table(
-        "Memory of forward and backward",
-        "What forward keeps when most micro-batches wait for their backward pass, by what it is "
-        "for; what the costliest moment of backward adds; and what is there besides: parameters, "
-        "state, gradients of other micro-batches, units that FSDP2 has gathered.",
-        ["stage", "in flight", *names, "backward", "besides", "peak"],
-        rows,
+        "Memory of the worst rank in forward and backward",
+        "What forward keeps when most micro-batches wait for their backward pass; what the "
+        "costliest moment of backward adds; and what is there besides: parameters, state, "
+        "gradients of other micro-batches, units that FSDP2 has gathered.",
+        ["", *(f"stage {each.stage}" for each, _ in known)],
+        rows if known else [],
     )
 
 
@@ -106,7 +100,7 @@ def traffic_table(figures: StageFigures) -> Table:
         "Traffic of a step",
         "Bytes that a rank must send at least: the mean over ranks, and the busiest rank. What "
         "layers and stages send each other while tp, ep or pp cut the model is in it if tokens "
-        "were given; experts that take all who come are counted as if they were chosen equally often.",
+        "were given; experts that take all who come are counted as if chosen equally often.",
         ["axes (ranks)", "kind", "by", "collectives", "mean", "busiest"],
         rows,
     )

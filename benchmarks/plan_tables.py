@@ -23,7 +23,8 @@ from samestep.estimate.hardware import PRESETS, Link
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
 from samestep.estimate.pictures import RANKS, gantt, picture, point
-from samestep.estimate.timeline import Timeline, Training, chrome_trace, simulate
+from samestep.estimate.timeline import Timeline, chrome_trace, simulate
+from samestep.estimate.training import Training
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.stress.models import Matrices

@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -25,6 +26,7 @@ from samestep.estimate.blueprint import Beside, Blueprint, Grid, Spread, SpreadO
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.model import (
     Model,
+    Shape,
     is_expert,
     layers_of,
     own_submodule,
@@ -225,7 +227,7 @@ def _part(param: Tensor, axes: _Axes, share: Share) -> Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """Keywords of the optimizer, as far as a plan asks for them."""
+    """Keywords of the optimizer, as far as a plan asks for them; and how a pipeline is cut."""
 
     sharding: Stage = "zero2"
     buffers: str = "per_parameter"
@@ -238,6 +240,7 @@ class Settings:
     muon_schedule: str = "parallel"
     owners: str = "balanced"
     reduction: str = "fast"
+    stages_per_rank: int = 1
 
 
 def stage_blueprint(
@@ -246,14 +249,14 @@ def stage_blueprint(
     """All ranks of one pipeline stage; raises BadRequestError for what does not exist."""
     _check(degrees, settings)
     spreads = settings.sharding == "zero3" or degrees.tp > 1
-    module = stage_of(model.module, stage, degrees.pp)
+    module = stage_of(model.module, stage, degrees.pp, settings.stages_per_rank)
     if degrees.ep > 1:
         module = _with_own_experts(module, degrees.ep, cut=not spreads)
     optimizer = _optimizer(module, settings, spreads)
     if spreads:
         shards = settings.sharding == "zero3"
         return stack_blueprint(
-            optimizer, degrees, guessed_share, stage=stage, shards=shards, device=device
+            optimizer, degrees, guessed_shares(degrees), stage=stage, shards=shards, device=device
         )
     grid = stack_grid(degrees, stage)
     own = {}
@@ -272,11 +275,22 @@ def stage_blueprint(
     )
 
 
-def fsdp_units(module: nn.Module, degrees: Degrees) -> list[Unit]:
-    """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them."""
+def fsdp_units(module: nn.Module, degrees: Degrees, shape: Shape | None = None) -> list[Unit]:
+    """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
+
+    With a shape, experts see the tokens that choose them, not all.
+    """
     found = layers_of(module)
     layers = {} if found is None else {f"{found[0]}.{i}": m for i, m in enumerate(found[1])}
-    return stack_units(module, layers, guessed_share, degrees)
+    units = stack_units(module, layers, guessed_shares(degrees), degrees)
+    if shape is None or not shape.active_experts:
+        return units
+    chosen = shape.active_experts / shape.experts
+    return [
+        unit._replace(brings_tokens=unit.brings_tokens * chosen) if is_stack else unit
+        for unit in units
+        for is_stack in [all(param.ndim == 3 for param in unit.params)]
+    ]
 
 
 def _check(degrees: Degrees, settings: Settings) -> None:
@@ -337,13 +351,18 @@ def _with_own_experts(module: nn.Module, ep: int, *, cut: bool) -> nn.Module:
     return own
 
 
-def guessed_share(name: str, param: Tensor) -> Share:
+def guessed_shares(degrees: Degrees) -> ShareOf:
     """What a plan would say, by the names that models use."""
+    return partial(guessed_share, own_stream=degrees.sequence_parallel)
+
+
+def guessed_share(name: str, param: Tensor, *, own_stream: bool = False) -> Share:
+    """The same; `own_stream`: ranks of tensor parallel have positions of their own."""
     takes_in = bool(TAKES_IN.search(f"{name}."))
     if is_expert(name, param):
         return Share(1 + takes_in, is_expert=True)
     if WHOLE.search(name):
-        return Share(own_positions=bool(ON_HEADS.search(name)))
+        return Share(own_positions=own_stream or bool(ON_HEADS.search(name)))
     if param.ndim < 2:  # a bias is cut with the outputs of its layer
         return Share(0 if name.endswith(".bias") and not takes_in else None)
     return Share(1 if takes_in or EMBEDDING_NAME.search(name) else 0)

@@ -1,6 +1,6 @@
 """Bytes of tensors on each rank: what stays, and the peak of what comes and goes.
 
-Activations are not in it: they belong to the model, not to the optimizer. For what comes and goes,
+Activations are not in it: `activations` has them. For what comes and goes,
 the operations of a schedule are walked through: what the optimizer allocates in each of them is
 written into a ledger, and taken out where the optimizer lets go of it.
 """
@@ -147,6 +147,22 @@ def _spread_state(
         else:
             of_blocks = (rule.state_shapes(block.shape, group)[key] for block in spec.blocks)
             yield key, sum(map(prod, of_blocks)) * width
+
+
+def whole_gradients(blueprint: Blueprint, rank: int) -> int:
+    """Gradients that backward passes leave before any is reduced."""
+    found = 0
+    for placement in blueprint.placements:
+        place = blueprint.grid.place(rank, placement.peers)
+        for index, param in enumerate(placement.params):
+            elements = param.numel()
+            if isinstance(placement, Spreading):
+                elements = placement.stored(index, place)
+            found += elements * gradient_dtype(param).itemsize
+    if not blueprint.placements:
+        params = (param for group in blueprint.groups for param in group["params"])
+        found = sum(param.numel() * gradient_dtype(param).itemsize for param in params)
+    return found
 
 
 def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:

@@ -12,7 +12,9 @@ import samestep.optimizer.step
 from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
 from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.hardware import Hardware, Link
-from samestep.estimate.timeline import Training, chrome_trace, simulate, spans
+from samestep.estimate.links import spans
+from samestep.estimate.timeline import chrome_trace, simulate
+from samestep.estimate.training import Training
 from samestep.layout.boxes import Cut
 from samestep.optimizer.step import execute
 from samestep.plan.schedule import line_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from samestep.estimate.activations import Activations, Batch, rank_activations
-from samestep.estimate.blueprint import Blueprint, Spreading
+from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.cluster import (
     STAGES,
     Settings,
@@ -28,6 +28,7 @@ from samestep.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory, whole_gradients
 from samestep.estimate.model import Model, stage_of
+from samestep.estimate.placed import CopiedParts, Spreading
 from samestep.estimate.timeline import Timeline, simulate
 from samestep.estimate.training import layer_traffic, stage_traffic, training_of
 from samestep.estimate.walks import Then
@@ -194,28 +195,27 @@ def sample_ranks(plan: Blueprint) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
     found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}
     for placement in plan.placements:
-        owned = [0] * placement.peers.size
         if isinstance(placement, Spreading):
-            for route in chain.from_iterable(placement.plan.chunks):
-                owned[route.owner] += route.box.numel
+            owner = _busiest_owner(placement)
         else:
+            owned = [0] * placement.peers.size
             sharded = (bucket.filled for bucket in placement.plan.buckets if not bucket.replicated)
             for rank, segment in chain.from_iterable(sharded):
                 owned[rank] += segment.size
-        place = owned.index(max(owned))
-        found.add(_rank_at(plan, placement.peers.axes, place))
+            owner = owned.index(max(owned))
+        found.add(plan.grid.rank_at(placement.peers, owner))
+        if isinstance(placement, CopiedParts):
+            of_mesh = _busiest_owner(placement.by_place[owner])
+            of_copies = plan.grid.rank_at(placement.peers, owner)  # axes of both are not the same
+            found.add(of_copies + plan.grid.rank_at(placement.mesh, of_mesh))
     return sorted(found)
 
 
-def _rank_at(plan: Blueprint, axes: Sequence[str], place: int) -> int:
-    """A rank that has this place among its peers."""
-    places = {}
-    for axis in reversed(axes):
-        place, places[axis] = divmod(place, plan.grid.sizes[axis])
-    rank = 0
-    for axis, size in plan.grid.sizes.items():
-        rank = rank * size + places.get(axis, 0)
-    return rank
+def _busiest_owner(spreading: Spreading) -> int:
+    owned = [0] * spreading.peers.size
+    for route in chain.from_iterable(spreading.plan.chunks):
+        owned[route.owner] += route.box.numel
+    return owned.index(max(owned))
 
 
 def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[GroupTraffic]:
@@ -226,7 +226,7 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
     for key, members in alike.items():
         sent = plan.grid.zeros()
         for each in members:
-            sent += plan.grid.spread(each.sent_by_all(), each.among or each.peers)
+            sent += each.spread(each.sent_by_all(), plan.grid)
         found.append(GroupTraffic(*key, by, len(members), float(sent.mean()), float(sent.max())))
     return found
 

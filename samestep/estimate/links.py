@@ -12,9 +12,8 @@ from samestep.estimate.hardware import Hardware
 
 def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
     """Of the busiest direction of any peer, by group of peers; the shape of the grid."""
-    among = each.among or each.peers
     carried = maximum(each.sent_by_all(), each.received_by_all())
-    spread = grid.maximum(grid.spread(carried, among), each.peers)
+    spread = grid.maximum(each.spread(carried, grid), each.peers)
     kind, ranks = each.traffic.kind, each.peers.size
     inside = spans(grid, each.peers) <= hardware.ranks_per_host
     fixed = hardware.seconds(kind, ranks, 0.0, inside=inside)

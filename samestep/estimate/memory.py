@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
+    CopiedWalk,
     Ledger,
     Operand,
     SharingWalk,
@@ -87,7 +89,7 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     master_weights = blueprint.optimizer._masters
-    for sharing in blueprint.shared:
+    for sharing in _sharings(blueprint, rank):
         place = blueprint.grid.place(rank, sharing.peers)
         params += _whole_parameters(sharing)
         entries += _shared_state(sharing, place, blueprint.groups, master_weights)
@@ -106,6 +108,15 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
             entries += ((key, tensor.nbytes) for key, tensor in state.items())
     main = sum(size for key, size in entries if key == MASTER)
     return Kept(params, main, sum(size for _, size in entries) - main)
+
+
+def _sharings(blueprint: Blueprint, rank: int) -> Iterator[Sharing]:
+    """What a rank holds that others have copies of, which they average together."""
+    for placement in blueprint.placements:
+        if isinstance(placement, Sharing):
+            yield placement
+        elif isinstance(placement, CopiedParts):
+            yield placement.by_mesh_place[blueprint.grid.place(rank, placement.mesh)]
 
 
 def _whole_parameters(sharing: Sharing) -> int:
@@ -151,14 +162,11 @@ def _spread_state(
 
 def whole_gradients(blueprint: Blueprint, rank: int) -> int:
     """Gradients that backward passes leave before any is reduced."""
-    found = 0
-    for placement in blueprint.placements:
-        place = blueprint.grid.place(rank, placement.peers)
-        for index, param in enumerate(placement.params):
-            elements = param.numel()
-            if isinstance(placement, Spreading):
-                elements = placement.stored(index, place)
-            found += elements * gradient_dtype(param).itemsize
+    held = [(param.numel(), param) for each in _sharings(blueprint, rank) for param in each.params]
+    for spreading in blueprint.spread:
+        place = blueprint.grid.place(rank, spreading.peers)
+        held += [(spreading.stored(i, place), param) for i, param in enumerate(spreading.params)]
+    found = sum(elements * gradient_dtype(param).itemsize for elements, param in held)
     if not blueprint.placements:
         params = (param for group in blueprint.groups for param in group["params"])
         found = sum(param.numel() * gradient_dtype(param).itemsize for param in params)
@@ -173,6 +181,9 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
         place = blueprint.grid.place(rank, placement.peers)
         if isinstance(placement, Sharing):
             walks.append(SharingWalk(len(walks), placement, place, ledger))
+        elif isinstance(placement, CopiedParts):
+            at = blueprint.grid.place(rank, placement.mesh)
+            walks.append(CopiedWalk(len(walks), placement, at, place, ledger, blueprint))
         else:
             walks.append(SpreadingWalk(len(walks), placement, place, ledger, blueprint))
     for walk in walks:

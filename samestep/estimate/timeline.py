@@ -16,23 +16,26 @@ it begins; in a pipeline units stay whole from the first backward pass on.
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Peers, Sharing, Spreading, per_peer
+from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import Unit, gather_of, reductions_of
+from samestep.estimate.grid import Peers, per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.links import Counted, seconds_of
+from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.slots import Pass, Slot
 from samestep.estimate.training import Training
 from samestep.estimate.work import (
     Work,
     bucket_work,
+    chunk_count,
     chunk_flops,
     chunk_parts,
     elementwise_work,
@@ -196,13 +199,13 @@ class _Simulator:
         self._layers_send(busy.forward if run.kind == "F" else busy.backward)
 
     def _forward_shared(self, flops: float) -> None:
-        for number, sharing in enumerate(self._blueprint.shared):
+        for number, sharing in self._blueprint.reduced():
             for place, bucket in reversed([*enumerate(sharing.plan.buckets)]):
                 self._wait("gather", BucketId(number, place))
                 self._compute(f"forward {place}", bucket.size * flops)
 
     def _backward_shared(self, flops: float, *, reduces: bool) -> None:
-        for number, sharing in enumerate(self._blueprint.shared):
+        for number, sharing in self._blueprint.reduced():
             for place, bucket in enumerate(sharing.plan.buckets):
                 self._compute(f"backward {place}", bucket.size * flops)
                 if reduces and sharing.distribution.overlap_grad_reduce:
@@ -322,8 +325,7 @@ class _Simulator:
                 self._launch("collect", chunk, operation)
             case Transform(chunk):
                 self._wait("collect", chunk)
-                spreading = self._spreading(chunk)
-                self._do(chunk_flops(spreading, chunk.bucket, self._hardware), spreading.peers)
+                self._spend(self._of_blocks(chunk, self._seconds_of_chunk))
             case GiveBack(chunk):
                 self._launch("return", chunk, operation)
             case Apply(chunk):
@@ -331,8 +333,23 @@ class _Simulator:
                 self._elementwise(chunk, 12)
         self._tell(line_of(operation), before)
 
-    def _spreading(self, chunk: BucketId) -> Spreading:
-        return self._blueprint.spread[chunk.placement - len(self._blueprint.shared)]
+    def _of_blocks(self, chunk: BucketId, count: Callable[[Spreading, int], Tensor]) -> Tensor:
+        """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
+        placement = self._blueprint.placements[chunk.placement]
+        if not isinstance(placement, CopiedParts):
+            assert isinstance(placement, Spreading)
+            return self._grid.spread(count(placement, chunk.bucket), placement.peers)
+        nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
+        known = {id(each): each for each in placement.by_place}  # where all have the same
+        rows = {
+            key: count(each, chunk.bucket) if chunk.bucket < len(each.plan.chunks) else nothing
+            for key, each in known.items()
+        }
+        together = torch.stack([rows[id(each)] for each in placement.by_place])
+        return self._grid.spread_both(together, placement.peers, placement.mesh)
+
+    def _seconds_of_chunk(self, spreading: Spreading, number: int) -> Tensor:
+        return chunk_flops(spreading, number, self._hardware).seconds(self._hardware)
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """What a transfer sends is put side by side, or what it brought into place."""
@@ -361,7 +378,8 @@ class _Simulator:
             if sharing is not None:
                 self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers)
             elif bucket.placement < len(self._blueprint.placements):
-                spreading = self._spreading(bucket)
+                spreading = self._blueprint.placements[bucket.placement]
+                assert isinstance(spreading, Spreading)
                 self._do(elementwise_work(spreading, self._hardware), spreading.peers)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
@@ -376,14 +394,12 @@ class _Simulator:
         self._bytes(own * 2 * transfer.dtype.itemsize * copies, sharing.peers)
 
     def _elementwise(self, chunk: BucketId, per_element: int) -> None:
-        spreading = self._spreading(chunk)
-        elements = chunk_parts(spreading, chunk.bucket)
-        self._bytes(elements * per_element, spreading.peers)
-        pieces = len({route.key for route in spreading.plan.chunks[chunk.bucket]})
-        self._spend(pieces * self._hardware.call)
+        elements = self._of_blocks(chunk, chunk_parts)
+        self._spend(elements * (per_element / self._hardware.bytes_rate))
+        self._spend(self._of_blocks(chunk, chunk_count) * self._hardware.call)
 
     def _read_gradients(self) -> None:
-        for sharing in self._blueprint.shared:
+        for _, sharing in self._blueprint.reduced():
             numbers = range(len(sharing.plan.buckets))
             owned = torch.stack([_to_update(sharing, number) for number in numbers])
             self._bytes(owned.sum(0) * 4, sharing.peers)

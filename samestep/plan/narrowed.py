@@ -157,15 +157,20 @@ def answered_blocks(
     `held`: who of a mesh holds what of each whole parameter; the same on all its ranks.
     """
     found = []
+    known: dict[tuple[Block, int], tuple[Box, ...]] = {}  # layers are alike
     for bucket in plan.buckets:
         counted = place == 0 or not bucket.replicated
         for piece in bucket.segments[0 if bucket.replicated else place].pieces:
-            found += _answered(piece, plan.params[piece.param], held[piece.param], counted)
+            found += _answered(piece, plan.params[piece.param], held[piece.param], counted, known)
     return found
 
 
 def _answered(
-    piece: Piece, spec: ParamSpec, held: ShardedSpec, counted: bool
+    piece: Piece,
+    spec: ParamSpec,
+    held: ShardedSpec,
+    counted: bool,
+    known: dict[tuple[Block, int], tuple[Box, ...]],
 ) -> list[AnsweredBlock]:
     if piece.block is None or spec.whole is None:
         return []
@@ -183,7 +188,9 @@ def _answered(
             spec.state_per_element,
             (spec.whole.state_of_blocks[number],),
         )
-        boxes = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
-        of_item = ShardedSpec(item.name, item.shape, item.blocks or (), boxes, held.replicas)
+        key = block, id(held.boxes)
+        if key not in known:
+            known[key] = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
+        of_item = ShardedSpec(item.name, item.shape, item.blocks or (), known[key], held.replicas)
         found.append(AnsweredBlock(piece, stack, len(blocks), item, of_item, counted))
     return found

@@ -255,6 +255,8 @@ class Launches:
         grid, reduce = self._blueprint.grid, placement.widest.shape.transfers[bucket.bucket].reduce
         wide = torch.promote_types(reduce.dtype, torch.float32)
         for summands in dict.fromkeys(filter(None, (placement.summands[i] for i in members))):
+            if summands.peers.size == 1:
+                continue
             others = (a for a in placement.everyone.axes if a not in summands.peers.axes)
             among = grid.peers(*others)
             sums: list[Transfer | None] = []

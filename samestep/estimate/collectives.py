@@ -128,7 +128,12 @@ class Launches:
     def of_step(self, rank: int | None = None) -> list[Collective]:
         """Those that a rank launches; None: those of all."""
         operations = self._blueprint.schedule(rank)
-        found = [*self.of_beginning(), *(each for op in operations for each in self._of(op))]
+        inside = 0  # backward, which is over when a step begins
+        if self._blueprint.distribution.overlap_grad_reduce:
+            inside = sum(isinstance(operation, Reduce) for operation in operations)
+        found = [each for op in operations[:inside] for each in self._of(op)]
+        found += self.of_beginning()
+        found += [each for op in operations[inside:] for each in self._of(op)]
         if rank is None:
             return found
         grid = self._blueprint.grid

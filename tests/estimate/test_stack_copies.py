@@ -139,7 +139,11 @@ def measured(rank, cases):
             everyone = registry.of()
             summed = total("loss", loss.detach().double().reshape(1), everyone).wait()
             losses.append(float(summed) / everyone.size)
-        records = [(r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks) for r in recorder.records]
+        records = [
+            (r.name, r.kind, r.elements, r.dtype, r.sent, r.ranks)
+            for r in recorder.records
+            if r.name != "loss of the pipeline"  # which is told to all stages
+        ]
         params = sum(storages(stack.model.parameters()).values())
         state = [t for own in optimizer.state.values() for t in own.values()]
         bytes_of = params, sum(storages(state).values()), passing
@@ -204,7 +208,8 @@ def check(world, cases):
             memory = rank_memory(plan, at)
             assert (params, state) == (memory.parameters, memory.state), about
             whole = params + state + passing
-            if not case.shares.get("overlap_grad_reduce"):  # of which backward is a part
+            inside = case.shares.get("overlap_grad_reduce") and "buffers" not in case.shares
+            if not inside:  # a backward that makes and frees gradients is a part of it
                 worst = max(worst, abs(whole / memory.peak - 1))
     return worst
 
@@ -213,4 +218,4 @@ def check(world, cases):
 def test_everything_is_foreseen(world, cases, record_property):
     worst = check(world, cases)
     record_property("worst", worst)
-    assert worst < 0.03
+    assert worst < 0.001  # as found: some bytes

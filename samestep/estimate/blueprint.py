@@ -226,25 +226,18 @@ def blueprint(
             for spec, found in zip(specs, lying, strict=True)
         )
         if mesh in copies:
-            of_copies = copies[mesh]
-            shares = tuple(
-                even_share(spec, own.boxes) for spec, own in zip(specs, held, strict=True)
-            )
-            on_meshes.append(
-                CopiedParts(
-                    members,
-                    held,
-                    _shared_plan(shares, of_copies.size, beside),
-                    of_copies,
-                    peers,
-                    grid.peers(*of_copies.axes, *peers.axes),
-                    tuple(_summands(grid, lie[param]) for param in params),
-                    beside,
-                    beside.bucket_policy(of_copies.size, 1, device),
-                    device,
-                    optimizer._in_flight.all_watched(params),
-                )
-            )
+            summands = tuple(_summands(grid, lie[param]) for param in params)
+            shares = tuple(map(even_share, specs, (own.boxes for own in held)))
+            plan = _shared_plan(shares, copies[mesh].size, beside)
+            policy = beside.bucket_policy(copies[mesh].size, 1, device)
+            watched = optimizer._in_flight.all_watched(params)
+            everywhere = grid.peers(*copies[mesh].axes, *peers.axes)
+            parts = CopiedParts(
+                members, held, plan, copies[mesh], peers, everywhere, summands, beside, policy,
+                device, watched,
+            )  # fmt: skip
+            assert len(parts.by_mesh_place) == peers.size  # or it raises, as ranks would
+            on_meshes.append(parts)
             continue
         exchange = planned_blocks(held, peers.size, distribution, device)
         sums = _sums(params, [lie[param] for param in params], grid)

@@ -4,6 +4,7 @@ Among them a Llama-70B at 1/64 of its width, on two ranks of each axis.
 """
 
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -66,10 +67,7 @@ ON_FOUR = [
     Case(DENSE, TP_SP, {"sharding": "zero2"}),
     Case(EXPERTS, {"ep": 2}, {"sharding": "zero1", **OVERLAPS}),
 ]
-ON_EIGHT = [
-    Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero2"}),
-    Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero1", **OVERLAPS}),
-]
+ON_EIGHT = [Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero2"})]
 if SOAK:
     ON_FOUR += [
         Case(config, mesh, shares)
@@ -82,6 +80,7 @@ if SOAK:
         )
     ]
     ON_EIGHT += [
+        Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero1", **OVERLAPS}),
         Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero2", **OVERLAPS}),
         Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "none"}),
         Case(EXPERTS, {**TP_SP, "ep": 2}, {"sharding": "zero2"}),
@@ -105,13 +104,13 @@ def tokens(config, step):
     return torch.randint(config.vocab_size, (ROWS, config.context + 1), generator=generator)
 
 
-def alone(case):
+@cache
+def alone(config):
     """The losses of one process."""
-    model = new_model(case.config)
-    own = {k: v for k, v in case.keywords().items() if k not in case.shares}
-    optimizer, losses = samestep.MuonAdamW(model, **own), []
+    model = new_model(config)
+    optimizer, losses = samestep.MuonAdamW(model, **Case(config, {}, {}).keywords()), []
     for step in range(STEPS):
-        batch = tokens(case.config, step)
+        batch = tokens(config, step)
         loss = mean_loss(model(batch[:, :-1]), batch[:, 1:])
         loss.backward()
         optimizer.step()
@@ -195,7 +194,7 @@ def expected(plan, degrees, rank):
 def check(world, cases):
     ranks, worst = run_forked(world, measured, cases), 0.0
     for number, case in enumerate(cases):
-        losses = alone(case)
+        losses = alone(case.config)
         for rank, of_rank in enumerate(ranks):
             found, schedule, records, (params, state, passing) = of_rank[number]
             about = case, rank

@@ -93,7 +93,14 @@ def refused(words, capsys):
         (["gpt2-xl", "--mesh", "dp=3", "--ranks", "8"], "dp 3 = 3 ranks, and there are 8; dp 8"),
         (["gpt2-xl", "--hardware", "h900"], "is no preset (h200x8,"),
         (["gpt2-xl", "--hardware", "none.json"], "cannot read 'none.json'"),
-        (["gpt2-xl", "--mesh", "dp=2,tp=2"], "sharding zero2 does not go with tp=2"),
+        (
+            ["gpt2-xl", "--mesh", "replicate=2,dp=2,tp=2"],
+            "replicate=2 with tp=2, ep=1 needs --sharding zero3",
+        ),
+        (
+            ["gpt2-xl", "--mesh", "dp=2,tp=7", "--buffers", "flat"],
+            "flat buffers need equal ones",
+        ),
         (["gpt2-xl", "--reserve", "1"], "--reserve must be from 0 to below 1"),
         (["deepseek-v3", "--mesh", "dp=2,ep=3"], "ep=3 does not divide 256 experts"),
         (["none.json"], "cannot read 'none.json'"),

@@ -150,7 +150,8 @@ class Launches:
             case Average(bucket, sums, outer):
                 yield from self._of_bucket(bucket, sums, lambda own: own.sums)
                 yield from self._over_outer(bucket, outer)
-                yield from self._in_mesh(bucket)
+                if bucket.placement < len(self._blueprint.placements):  # or of one process
+                    yield from self._in_mesh(bucket)
             case Clip():
                 yield from self._clip()
             case Reduce(bucket, transfer):
@@ -240,8 +241,10 @@ class Launches:
         which: Callable[[BucketTransfers], Transfer | None],
     ) -> Iterator[Collective]:
         """A transfer between the ranks that have copies of a placement."""
+        if transfer is None:
+            return
         placement = self._blueprint.placements[bucket.placement]
-        if transfer is None or placement.peers.size == 1:
+        if placement.peers.size == 1:
             return
         if isinstance(placement, CopiedParts):
             shapes = [each.shape for each in placement.by_mesh_place]

@@ -102,7 +102,7 @@ def _plan(options: Options) -> None:
     shown = [
         tables.memory_table(figures, degrees.world // degrees.pp),
         tables.activations_table(figures),
-        tables.traffic_table(worst),
+        tables.traffic_table(max(figures, key=lambda each: each.sent), degrees.pp),
         tables.owner_table(worst),
         tables.time_table(max(figures, key=lambda each: each.step_seconds), batch),
         tables.stages_table(every, hardware.device_memory),

@@ -211,7 +211,8 @@ class LayerSends:
     ) -> Collective:
         """Every rank has `own` elements, an equal part of them for each."""
         sizes = (own - own // peers.size,) * peers.size
-        return Collective((of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes),), peers)
+        parts = of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes)
+        return Collective((parts._replace(incoming=sizes),), peers)
 
     def _segments(
         self,

@@ -76,8 +76,8 @@ def activations_table(stages: list[StageFigures]) -> Table:
         kept = (size(found.kept[name]) if name in found.kept else "-" for _, found in known)
         rows.append([f"kept: {name}", *kept])
     rows.append(["added in backward", *(size(found.passing) for _, found in known)])
-    rows.append(["besides", *(size(each.beside) for each, _ in known)])
-    rows.append(["peak", *(size(each.beside + found.peak) for each, found in known)])
+    rows.append(["besides", *(size(each.beside.peak) for each, _ in known)])
+    rows.append(["peak", *(size(each.model_peak) for each, _ in known)])
     return Table(
         "Activations of the worst rank",
         "In forward and backward: what forward keeps when most micro-batches wait for their "
@@ -88,7 +88,7 @@ def activations_table(stages: list[StageFigures]) -> Table:
     )
 
 
-def traffic_table(figures: StageFigures) -> Table:
+def traffic_table(figures: StageFigures, stages: int) -> Table:
     rows = [
         [
             f"{each.axes} ({each.ranks})", each.kind, each.by, f"{each.collectives:,}",
@@ -97,7 +97,7 @@ def traffic_table(figures: StageFigures) -> Table:
         for each in figures.traffic
     ]  # fmt: skip
     return Table(
-        "Traffic of a step",
+        "Traffic of a step" + (f" of stage {figures.stage}" if stages > 1 else ""),
         "Bytes that a rank must send at least: the mean over ranks, and the busiest rank. What "
         "layers and stages send each other while tp, ep or pp cut the model is in it if tokens "
         "were given; experts that take all who come are counted as if chosen equally often.",

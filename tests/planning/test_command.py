@@ -91,7 +91,9 @@ def test_activations_sends_and_bubbles_are_shown_and_written(tmp_path, capsys):
     for stage in (first, last):
         found = stage["activations"]
         assert found["peak"] == sum(found["kept"].values()) + found["passing"]
-        assert stage["peak"] == max(stage["memory"]["peak"], found["beside"] + found["peak"])
+        assert stage["peak"] == max(
+            stage["memory"]["peak"], stage["beside"]["peak"] + found["peak"]
+        )
         sent = {(t["by"], t["kind"]): t for t in stage["traffic"]}
         assert sent["stages", "send"]["mean_sent"] == 4 * 32 * 64 * 2
         # Per block two gathers and two sums in forward, and two in backward; computed again, all

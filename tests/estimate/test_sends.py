@@ -160,7 +160,6 @@ if SOAK:
         ({"ep": 2, "tp": 2, "ep_carries_data": False, "expert_tensor_parallel": 1}, MOE, "none", 1),
         ({"pp": 2, "tp": 2}, MOE, "none", 3),
         ({"pp": 4}, {"layers": 8}, "none", 4),
-        ({"pp": 2}, {"layers": 4}, "none", 4),
     ]
 
 

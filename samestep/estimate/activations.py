@@ -5,7 +5,8 @@ After Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Trans
 in attention, 19 in the MLP, and 5 a s^2 b in the matrix of scores. What is different here:
 
     attention    is fused: it keeps queries, keys, values, what it gives and a number per head and
-                 token, and no scores; what it gives is copied for the projection after it
+                 token, and no scores; what it gives is copied for the projection after it, but for
+                 the kernel that a GPU has for 32 bit
     dropout      there is none: no masks
     norms        RMSNorm keeps its input and a number per token, where torch has a kernel for it; on
                  a CPU it is made of several operations, which keep 32-bit copies
@@ -152,7 +153,8 @@ class LayerMemory:
         queries = shape.heads * (shape.head + shape.rope) / tp
         keys = shape.kv_heads * (shape.head + shape.rope) / tp
         values, given = shape.kv_heads * shape.head / tp, shape.heads * shape.head / tp
-        inside = shape.width + queries + keys + values + 2 * given
+        copies = 1 if self.width == 4 and not self.on_cpu else 2  # as the kernel lays it down
+        inside = shape.width + queries + keys + values + copies * given
         found = tokens * (inside * self.width + 4 * shape.heads / tp)
         if shape.qk_norms:
             heads = (shape.heads + shape.kv_heads) / tp

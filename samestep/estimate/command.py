@@ -39,7 +39,7 @@ from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
-MOST_DRAWN = 8  # ranks in a picture of a timeline
+MOST_DRAWN, DRAWN_OF_A_STAGE = 8, 2  # ranks in a picture of a timeline
 # Shares of the device's memory that stay free: for activations that nobody counted, or for what the
 # allocator and NCCL take.
 FOR_ACTIVATIONS, FREE = 0.3, 0.1
@@ -81,7 +81,8 @@ def _plan(options: Options) -> None:
         check_folder(options.out)
     settings = settings_of(options)
     console = Console(highlight=False)
-    drawn = 0 if options.out is None else MOST_DRAWN
+    most = MOST_DRAWN if degrees.pp == 1 else DRAWN_OF_A_STAGE
+    drawn = 0 if options.out is None else most
     figures, timelines = [], []
     for stage in distinct_stages(model, degrees, settings.stages_per_rank):
         found, _, timeline = stage_figures(
@@ -102,7 +103,7 @@ def _plan(options: Options) -> None:
     shown = [
         tables.memory_table(figures, degrees.world // degrees.pp),
         tables.activations_table(figures),
-        tables.traffic_table(worst),
+        tables.traffic_table(max(figures, key=lambda each: each.sent), degrees.pp),
         tables.owner_table(worst),
         tables.time_table(max(figures, key=lambda each: each.step_seconds), batch),
         tables.stages_table(every, hardware.device_memory),
@@ -144,8 +145,9 @@ def _plan(options: Options) -> None:
     console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
-        slowest = max(timelines, key=lambda each: each.seconds)
-        files = _files(options, content, shown, figures, slowest, hardware, every)
+        pairs = zip(figures, timelines, strict=True)
+        named = {f"stage {each.stage}" if degrees.pp > 1 else "step": t for each, t in pairs}
+        files = _files(options, content, shown, figures, named, hardware, every)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
 
@@ -223,14 +225,14 @@ def _files(
     content: dict[str, Any],
     shown: list[tables.Table],
     figures: list[StageFigures],
-    timeline: Timeline,
+    timelines: dict[str, Timeline],
     hardware: Hardware,
     every: dict[Stage, StageNeeds],
 ) -> dict[str, bytes]:
     from samestep.estimate.pictures import gantt, memory_bars, scaling
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
-    drawn = gantt({"step": timeline}, title)
+    drawn = gantt(timelines, title)
     memory = memory_bars(every, hardware.device_memory)
     for table in shown:
         if table.title.startswith("Every stage"):
@@ -248,7 +250,7 @@ def _files(
         "plan.json": json.dumps(content, indent=1).encode() + b"\n",
         "plan.html": page.encode(),
         "timeline.png": drawn,
-        "timeline_trace.json.gz": chrome_trace({"step": timeline}),
+        "timeline_trace.json.gz": chrome_trace(timelines),
     }
 
 

@@ -68,7 +68,7 @@ class StageNeeds:
     """Memory and traffic of one pipeline stage, which need no simulation.
 
     activations: None without tokens, or where nobody knows the shape of the model.
-    beside: what is there besides, when most of these are alive: what stays, gradients of other
+    beside: what is there when most of these are alive: what stays, gradients of other
         micro-batches, units that FSDP2 has gathered.
     """
 
@@ -80,13 +80,17 @@ class StageNeeds:
     most_kept: int
     traffic: list[GroupTraffic]
     activations: Activations | None
-    beside: int
+    beside: RankMemory
 
     @property
     def peak(self) -> int:
         """Of the step, or of forward and backward if that is more."""
-        of_model = 0 if self.activations is None else self.beside + self.activations.peak
-        return max(self.memory.peak, of_model)
+        return max(self.memory.peak, self.model_peak)
+
+    @property
+    def model_peak(self) -> int:
+        """Of forward and backward; 0, where activations are not known."""
+        return 0 if self.activations is None else self.beside.peak + self.activations.peak
 
     @property
     def sent(self) -> float:
@@ -129,14 +133,14 @@ def stage_needs(
         of_units = fsdp_peak(units, passes)
         memories = {rank: memory.or_then(of_units) for rank, memory in memories.items()}
     worst = max(memories, key=lambda rank: memories[rank].peak)
-    beside, activations = memories[worst].stays + of_units.total, None
+    beside, activations = memories[worst].at(of_units), None
     if batch is not None and model.shape is not None:
         on_cpu = plan.device.type == "cpu"
         dtype = next(module.parameters()).dtype
         activations = rank_activations(model.shape, degrees, batch, stage, dtype, on_cpu=on_cpu)
         traffic += _of_model(model, degrees, plan, batch, stage, on_cpu=on_cpu)
         if micro_batches > 1 and settings.sharding != "zero3":
-            beside += whole_gradients(plan, worst)
+            beside = beside.at(Then(whole_gradients(plan, worst), 0, 0))
     kept = [memory.stays for memory in memories.values()]
     parameters = sum(param.numel() for param in module.parameters())
     return StageNeeds(
@@ -240,7 +244,8 @@ def figures_as_json(figures: StageFigures) -> dict[str, Any]:
     }
     if figures.activations is not None:
         found = figures.activations
-        content["activations"] = {**found._asdict(), "peak": found.peak, "beside": figures.beside}
+        content["activations"] = {**found._asdict(), "peak": found.peak}
+    content["beside"] = {**figures.beside._asdict(), "peak": figures.beside.peak}
     content["peak"] = figures.peak
     return content
 

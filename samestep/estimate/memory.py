@@ -62,13 +62,15 @@ class RankMemory(NamedTuple):
         """All of it when most is alive."""
         return self.stays + self.gradients_then + self.in_flight
 
+    def at(self, then: Then) -> "RankMemory":
+        """With another moment."""
+        return self._replace(
+            gradients_then=then.gradients, buffers=then.buffers, temporaries=then.temporaries
+        )
+
     def or_then(self, inside: Then) -> "RankMemory":
         """With another moment, of forward and backward, if more is alive then."""
-        if inside.total <= self.gradients_then + self.in_flight:
-            return self
-        return self._replace(
-            gradients_then=inside.gradients, buffers=inside.buffers, temporaries=inside.temporaries
-        )
+        return self if inside.total <= self.gradients_then + self.in_flight else self.at(inside)
 
 
 class Kept(NamedTuple):

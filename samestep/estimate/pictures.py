@@ -27,17 +27,16 @@ from samestep.tooling.request import BadRequestError
 COLOURS = {
     "forward": "#a9cbee", "backward": "#f2b872", "Transform": "#4f8fd0", "Update": "#4f8fd0",
     "Collect": "#9bd19b", "Apply": "#9bd19b", "wait": "#c8243b", "transfer": "#7b5ea7",
-    "bubble": "#ffffff", "other": "#bbbbbb",
+    "bubble": "#eeeeee", "other": "#bbbbbb",
 }  # fmt: skip
 LABELS = {
     "forward": "forward", "backward": "backward", "Update": "updates", "Collect": "elementwise",
-    "wait": "waiting", "transfer": "on the link",
+    "wait": "waiting", "bubble": "bubble", "transfer": "on the link",
 }  # fmt: skip
 MEMORY = {
     "parameters": "#4f8fd0", "gradients_then": "#f2b872", "main_parameters": "#9bd19b",
     "state": "#2f7d4f", "buffers": "#7b5ea7", "temporaries": "#c9b6e4",
 }  # fmt: skip
-STAYS = ("parameters", "main_parameters", "state")
 IN_MODEL = {"kept": "#8c8c8c", "passing": "#d0d0d0"}  # of activations
 CURVES = {
     "busiest owner / mean": {"balanced": "balance", "bound": "bound"},
@@ -61,7 +60,8 @@ def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
             ticks.append((host - 0.4, f"rank {rank}"))
             colours = [COLOURS.get(s.name.split()[0], COLOURS["other"]) for s in shown.operations]
             _bars(ax, host, shown.operations, colours, 0.8)
-            _bars(ax, host, shown.waits, [COLOURS["wait"]], 0.8)
+            waits = [COLOURS["bubble" if s.name == "stages" else "wait"] for s in shown.waits]
+            _bars(ax, host, shown.waits, waits, 0.8)
             _bars(ax, host - 0.75, shown.transfers, [COLOURS["transfer"]], 0.5)
         about = f"{1e3 * timeline.seconds:.3g} ms, {1e3 * timeline.exposed_seconds:.3g} exposed"
         ax.set_title(f"{name}: {about}", loc="left", fontsize=10)
@@ -90,12 +90,10 @@ def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
     for stage, needs in every.items():
         moments.append((stage, {part: getattr(needs.memory, part) for part in MEMORY}))
         if needs.activations is not None:
-            stays = {part: getattr(needs.memory, part) for part in STAYS}
-            stays["buffers"] = needs.beside - needs.memory.stays
-            kept = sum(needs.activations.kept.values())
-            passing = needs.activations.passing
-            moments.append((f"{stage}, model", {**stays, "kept": kept, "passing": passing}))
-    figure = Figure(figsize=(8, 0.6 + 0.55 * len(moments)))
+            besides = {part: getattr(needs.beside, part) for part in MEMORY}
+            kept, passing = sum(needs.activations.kept.values()), needs.activations.passing
+            moments.append((f"{stage}, model", {**besides, "kept": kept, "passing": passing}))
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(moments)))
     ax = figure.subplots()
     for row, (_, parts) in enumerate(moments):
         left = 0.0
@@ -116,8 +114,7 @@ def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
         labels |= {"kept": "activations", "passing": "of backward"}
     colours = {**MEMORY, **IN_MODEL}
     handles = [Patch(color=colours[part], label=label) for part, label in labels.items()]
-    above = 1.0 + 2.5 / max(5, len(moments))
-    ax.legend(handles=handles, fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, above),
+    ax.legend(handles=handles, fontsize=7, ncol=4, loc="lower center", bbox_to_anchor=(0.5, 1.0),
               frameon=False)  # fmt: skip
     figure.tight_layout()
     return _png(figure)

@@ -129,7 +129,9 @@ class LayerSends:
             forward, backward = tuple(self._exchanges(True)), tuple(self._exchanges(False))
             inside = Sends(forward, backward, forward)
         else:  # all have the tokens, and make a part
-            inside = self._summed("same tokens", self._expert)
+            rows, _, _ = self._memory.rows()
+            here = round(rows) // self._shape.active_experts
+            inside = self._summed("same tokens", self._expert, here)
         out = len(model.again)  # what comes after the experts in forward, before them in backward
         before = len(model.backward) - len(self._into_backward())
         return Sends(
@@ -145,7 +147,7 @@ class LayerSends:
         whole_experts = self._degrees.expert_tp == 1
         if not self._degrees.sequence_parallel:
             if not whole_experts:
-                return self._summed("experts", self._model)
+                return self._summed("experts", self._model, self._tokens)
             out = self._gather("experts", dtype=torch.float32)
             return Sends((out,), self._into_backward())
         if whole_experts:
@@ -172,15 +174,14 @@ class LayerSends:
             return self._scatter("shares of experts", active, wide), self._scatter("experts")
         if whole_experts:
             return self._gather("shares of experts", active, wide), self._gather("experts")
-        return self._summed("experts", self._model).backward
+        return self._summed("experts", self._model, self._tokens).backward
 
-    def _summed(self, name: str, peers: Peers) -> Sends:
+    def _summed(self, name: str, peers: Peers, tokens: int) -> Sends:
         """Ranks have the same tokens, and each makes a summand."""
-        active = self._tokens * self._shape.active_experts
+        active, whole = tokens * self._shape.active_experts, tokens * self._shape.width
         shares = self._sum(f"shares of {name}", peers, active, torch.float32)
-        return Sends(
-            (self._sum(name, peers, dtype=torch.float32),), (shares, self._sum(name, peers))
-        )
+        mixed = self._sum(name, peers, whole, torch.float32)
+        return Sends((mixed,), (shares, self._sum(name, peers, whole)))
 
     def _exchanges(self, forward: bool) -> Iterator[Collective]:
         _, held, _ = self._memory.rows()
@@ -211,7 +212,8 @@ class LayerSends:
     ) -> Collective:
         """Every rank has `own` elements, an equal part of them for each."""
         sizes = (own - own // peers.size,) * peers.size
-        return Collective((of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes),), peers)
+        parts = of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes)
+        return Collective((parts._replace(incoming=sizes),), peers)
 
     def _segments(
         self,

@@ -57,9 +57,9 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
         ]  # fmt: skip
         rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
     return Table(
-        "Memory of the worst rank in a step of the optimizer",
-        "Gradients when backward is over; buffers (with zero3 units that FSDP2 has gathered) and "
-        "temporaries when most is alive. Between steps ranks keep "
+        "Memory of the worst rank",
+        "In a step of the optimizer: gradients when backward is over; buffers (with zero3 units "
+        "that FSDP2 has gathered) and temporaries when most is alive. Between steps ranks keep "
         + ", ".join(f"{size(s.least_kept)} to {size(s.most_kept)}" for s in stages[:1])
         + " (first stage).",
         ["stage: rank", "params", "grads", "main", "state", "buffers", "temps", "peak"],
@@ -76,19 +76,19 @@ def activations_table(stages: list[StageFigures]) -> Table:
         kept = (size(found.kept[name]) if name in found.kept else "-" for _, found in known)
         rows.append([f"kept: {name}", *kept])
     rows.append(["added in backward", *(size(found.passing) for _, found in known)])
-    rows.append(["besides", *(size(each.beside) for each, _ in known)])
-    rows.append(["peak", *(size(each.beside + found.peak) for each, found in known)])
+    rows.append(["besides", *(size(each.beside.peak) for each, _ in known)])
+    rows.append(["peak", *(size(each.model_peak) for each, _ in known)])
     return Table(
-        "Memory of the worst rank in forward and backward",
-        "What forward keeps when most micro-batches wait for their backward pass; what the "
-        "costliest moment of backward adds; and what is there besides: parameters, state, "
-        "gradients of other micro-batches, units that FSDP2 has gathered.",
+        "Activations of the worst rank",
+        "In forward and backward: what forward keeps when most micro-batches wait for their "
+        "backward pass; what the costliest moment of backward adds; and what is there besides: "
+        "parameters, state, gradients of other micro-batches, units that FSDP2 has gathered.",
         ["", *(f"stage {each.stage}" for each, _ in known)],
         rows if known else [],
     )
 
 
-def traffic_table(figures: StageFigures) -> Table:
+def traffic_table(figures: StageFigures, stages: int) -> Table:
     rows = [
         [
             f"{each.axes} ({each.ranks})", each.kind, each.by, f"{each.collectives:,}",
@@ -97,7 +97,7 @@ def traffic_table(figures: StageFigures) -> Table:
         for each in figures.traffic
     ]  # fmt: skip
     return Table(
-        "Traffic of a step",
+        "Traffic of a step" + (f" of stage {figures.stage}" if stages > 1 else ""),
         "Bytes that a rank must send at least: the mean over ranks, and the busiest rank. What "
         "layers and stages send each other while tp, ep or pp cut the model is in it if tokens "
         "were given; experts that take all who come are counted as if chosen equally often.",

@@ -193,10 +193,18 @@ class _Simulator:
             else:
                 self._run_whole_units(training.units, run, flops, is_first=is_first)
             self._by_operation["FSDP2"] += self._now - self._computing - before
-        elif self._blueprint.spread:
-            whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
+        elif not self._blueprint.shared or self._blueprint.spread:
+            whole = sum(param.numel() for param in self._spread_or_alone())
             self._compute(_name(run), whole / self._grid.sizes.get("model", 1) * flops)
         self._layers_send(busy.forward if run.kind == "F" else busy.backward)
+
+    def _spread_or_alone(self) -> Iterable[Tensor]:
+        """DTensors; or in one process all parameters."""
+        for spreading in self._blueprint.spread:
+            yield from spreading.params
+        if not self._blueprint.placements:
+            for group in self._blueprint.groups:
+                yield from group["params"]
 
     def _forward_shared(self, flops: float) -> None:
         for number, sharing in self._blueprint.reduced():

@@ -4,14 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from torch.distributed.pipelining import PipelineStage
 
 import samestep.parallel.pipeline as pipelines
 from samestep.estimate.fsdp import passes_1f1b
 from samestep.estimate.slots import Pass, bubble, most_in_flight, passes_of, play
 from samestep.mesh import build
 from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.parallel.pipeline import Pipeline
+from samestep.parallel.pipeline import Pipeline, Stage
 from tests.ranks import run_cases
 from tests.soak import SOAK
 
@@ -56,7 +55,7 @@ def recorded(rank, case):
     torch.manual_seed(0)
     found = []
 
-    class Recorded(PipelineStage):
+    class Recorded(Stage):
         def forward_one_chunk(self, chunk, *args, **kwargs):
             found.append(Pass("F", self.stage_index, chunk))
             return super().forward_one_chunk(chunk, *args, **kwargs)
@@ -65,7 +64,7 @@ def recorded(rank, case):
             found.append(Pass("B", self.stage_index, chunk))
             return super().backward_one_chunk(chunk, *args, **kwargs)
 
-    pipelines.PipelineStage = Recorded  # in this process alone
+    pipelines.Stage = Recorded  # in this process alone
     config = GPTConfig(vocab_size=40, context=8, width=16, layers=ranks * per_rank, heads=2)
     pipeline = Pipeline(
         GPT(config), build(pp=ranks).axis("pipe"), loss=mean_loss, micro_batches=micro_batches,

@@ -37,7 +37,7 @@ from samestep.mesh.degrees import Degrees
 
 # From "when to use each" of Megatron's documentation: shares of the device's memory.
 USE = {
-    "none": "nothing is sharded: the fewest bytes travel",
+    "none": "nothing is sharded: every rank updates all that it holds",
     "zero1": "state is sharded; gradients stay whole",
     "zero2": "state and gradients are sharded; parameters stay whole",
     "zero3": "parameters are sharded too, and gathered layer by layer in forward and backward",

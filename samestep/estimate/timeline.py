@@ -181,11 +181,10 @@ class _Simulator:
         """Forward or backward of the layers of a stage over one micro-batch."""
         busy = training.stages[run.stage]
         flops = busy.share * training.flops[run.kind] * training.tokens / training.micro_batches
-        reduces = is_last and not training.slots  # a pipeline runs inside `no_sync`
         if run.kind == "F":
             self._forward_shared(flops)
         else:
-            self._backward_shared(flops, reduces=reduces)
+            self._backward_shared(flops, reduces=is_last)
         if training.units:
             before = self._now - self._computing
             if not training.slots:

@@ -189,7 +189,7 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
         else:
             walks.append(SpreadingWalk(len(walks), placement, place, ledger, blueprint))
     for walk in walks:
-        walk.backward()
+        walk.backward(again=blueprint.stages is not None)  # a pipeline has several micro-batches
     if not walks:
         return _alone(blueprint, ledger)
     gradients = ledger.now[GRADIENTS]

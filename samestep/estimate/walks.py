@@ -80,7 +80,8 @@ class Walk:
     def __init__(self, number: int, place: int, ledger: Ledger) -> None:
         self._number, self._place, self._ledger = number, place, ledger
 
-    def backward(self) -> None: ...
+    def backward(self, *, again: bool) -> None:
+        """Gradients arrive; `again`: those of earlier micro-batches are there."""
 
     def begin(self) -> None:
         """What comes before the first operation."""
@@ -132,12 +133,18 @@ class SharingWalk(Walk):
 
     # --- backward ----------------------------------------------------------------------------
 
-    def backward(self) -> None:
+    def backward(self, *, again: bool) -> None:
         """Gradients arrive from the last parameter to the first."""
         distribution = self._sharing.distribution
         missing = [set(members) for members in self._members]
-        for index in range(len(self._sharing.params) - 1, -1, -1):
+        order = range(len(self._sharing.params) - 1, -1, -1)
+        for index in order if again else ():
             self._arrive(index)
+        for index in order:
+            if again:  # added to what is there
+                self._ledger.passing(self._gradient_bytes(index))
+            else:
+                self._arrive(index)
             for bucket in self._buckets_of[index]:
                 missing[bucket].discard(index)
             while (
@@ -149,9 +156,12 @@ class SharingWalk(Walk):
                     self._land(number)
                 self._launch()
 
-    def _arrive(self, index: int) -> None:
+    def _gradient_bytes(self, index: int) -> int:
         param = self._sharing.params[index]
-        self._add("gradient", index, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
+        return param.numel() * gradient_dtype(param).itemsize
+
+    def _arrive(self, index: int) -> None:
+        self._add("gradient", index, self._gradient_bytes(index), GRADIENTS)
         place = self._places[index] if self._flat else None
         if place is not None:  # moved into its buffer
             self._buffer(place.bucket)
@@ -299,7 +309,7 @@ class SpreadingWalk(Walk):
         super().__init__(number, place, ledger)
         self._spreading, self._blueprint = spreading, blueprint
 
-    def backward(self) -> None:
+    def backward(self, *, again: bool) -> None:
         """Gradients come reduced, in parts."""
         for index, param in enumerate(self._spreading.params):
             stored = self._spreading.stored(index, self._place)

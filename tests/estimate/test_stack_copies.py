@@ -83,6 +83,7 @@ if SOAK:
         Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero1", **OVERLAPS}),
         Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero2", **OVERLAPS}),
         Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "none"}),
+        Case(LLAMA, {"tp": 2, "pp": 2}, {"sharding": "zero2", "overlap_grad_reduce": True}),
         Case(EXPERTS, {**TP_SP, "ep": 2}, {"sharding": "zero2"}),
         Case(EXPERTS, {"pp": 2, "ep": 2}, {"sharding": "zero2"}),
         Case(
@@ -156,7 +157,11 @@ def stepped(optimizer, case, *, last):
         optimizer.step()
         optimizer.wait_for_parameters()
         return 0
-    before = sum(storages(buffers_of(optimizer)).values())
+    kept = [*buffers_of(optimizer)]
+    for placement in optimizer.shared_parameters:  # what was reduced inside backward
+        placement.reducer._land_all()
+        kept += [summed for summed in placement.reducer._sums if summed is not None]
+    before = sum(storages(kept).values())
     with settled(), peak_bytes() as peak:
         if case.shares.get("buffers") != "flat":
             for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -203,13 +208,11 @@ def check(world, cases):
             assert found == pytest.approx(losses, abs=1e-4), about
             assert schedule == tuple(map(line_of, plan.schedule(at))), about
             assert records == expected(plan, degrees, rank), about
-            assert len(records) > 8, about
+            assert len(records) > 5, about
             memory = rank_memory(plan, at)
             assert (params, state) == (memory.parameters, memory.state), about
             whole = params + state + passing
-            inside = case.shares.get("overlap_grad_reduce") and "buffers" not in case.shares
-            if not inside:  # a backward that makes and frees gradients is a part of it
-                worst = max(worst, abs(whole / memory.peak - 1))
+            worst = max(worst, abs(whole / memory.peak - 1))
     return worst
 
 

@@ -157,17 +157,19 @@ def stepped(optimizer, case, *, last):
         optimizer.step()
         optimizer.wait_for_parameters()
         return 0
-    kept = [*buffers_of(optimizer)]
-    for placement in optimizer.shared_parameters:  # what was reduced inside backward
+    before = sum(storages(buffers_of(optimizer)).values())
+    placements = optimizer.shared_parameters
+    for placement in placements:  # what was reduced inside backward
         placement.reducer._land_all()
-        kept += [summed for summed in placement.reducer._sums if summed is not None]
-    before = sum(storages(kept).values())
     with settled(), peak_bytes() as peak:
+        # What is freed inside only shows if it is made there.
         if case.shares.get("buffers") != "flat":
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if param.grad is not None:
                     is_plain = type(param.grad) is torch.Tensor
                     param.grad = param.grad.clone() if is_plain else copied(param.grad)
+        for reducer in (p.reducer for p in placements if p.distribution.frees_gradients):
+            reducer._sums = [None if kept is None else kept.clone() for kept in reducer._sums]
         optimizer.step()
         optimizer.wait_for_parameters()
     return before + peak.value

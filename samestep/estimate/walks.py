@@ -253,6 +253,7 @@ class SharingWalk(Walk):
         sums = self._transfers[number].sums
         if sums is not None and self._ranks > 1:
             self._gather("gathered sums", number, sums, cat=False, into=False)
+            self._add("gathered sums", number, self._arriving(sums) * sums.dtype.itemsize)
             self._add("sum", number, sums.elements * sums.dtype.itemsize)
             self._drop(number, "gathered sums", "packed", "received")
 
@@ -293,8 +294,15 @@ class SharingWalk(Walk):
             self._add(what, number, (own * cat + whole * (not into)) * width)
             return
         copies = 0 if self._ranks == 2 else own * self._copies
-        arrives = 0 if into else whole if self._in_middle else whole - own
+        arrives = 0 if into else self._arriving(transfer)
         self._add(what, number, (own * cat + copies + arrives) * width)
+
+    def _arriving(self, transfer: Transfer) -> int:
+        """Elements of room for what others send."""
+        assert transfer.sizes is not None
+        if self._in_middle or transfer.traffic is Traffic.ALL_GATHER:
+            return transfer.elements
+        return transfer.elements - transfer.sizes[self._place]
 
     def on_place(self, number: int) -> None:
         self._drop(number, "gather", "room")

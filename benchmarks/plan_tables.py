@@ -15,6 +15,7 @@ import torch
 import tyro
 
 import samestep
+from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.command import distinct_stages
@@ -23,7 +24,8 @@ from samestep.estimate.hardware import PRESETS, Link
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
 from samestep.estimate.pictures import RANKS, gantt, picture, point
-from samestep.estimate.timeline import Timeline, Training, chrome_trace, simulate
+from samestep.estimate.timeline import Timeline, chrome_trace, simulate
+from samestep.estimate.training import Training
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.stress.models import Matrices
@@ -39,7 +41,7 @@ class Options:
 
     out: Path = Path("out/bench")
     only: str = ""
-    """One of stages, muon, timelines, overlap, scale, scaling; empty: all."""
+    """One of stages, muon, timelines, overlap, copies, scale, scaling; empty: all."""
 
 
 def stages() -> Iterator[str]:
@@ -151,6 +153,7 @@ def scale() -> Iterator[str]:
         ("llama-70b", Degrees(1024, replicate=16), "zero3"),
         ("llama-70b", Degrees(1024, replicate=128), "zero2"),
         ("llama-70b", Degrees(1024), "zero2"),
+        ("llama-70b", Degrees(1024, tp=8), "zero2"),
     ):
         begun = time.process_time()
         model = load_model(name, torch.bfloat16)
@@ -165,6 +168,40 @@ def scale() -> Iterator[str]:
             f"| {name} | {degrees.name} | {sharding} | {spent:.1f} | {memory:.2f} GB | "
             f"{max(f.peak for f in found) / GB:,.1f} GB | "
             f"{max(f.step_seconds for f in found):,.3g} s |"
+        )
+
+
+def copies() -> Iterator[str]:
+    """Llama-70B with tensor 4, pipeline 4, data 4: copies that the optimizer averages, and FSDP2.
+
+    Iterations of 16 micro-batches of 4,096 tokens, blocks computed again in backward.
+    """
+    model, degrees = load_model("llama-70b", torch.bfloat16), Degrees(64, tp=4, pp=4)
+    device = {name: PRESETS[f"{name}x8"].device_memory for name in ("h100", "h200")}
+    batch = Batch(4096, 16, "full", 1)
+    yield (
+        "| sharding | buffers | kept | peak of a step | of an H100 | of an H200 | sent per rank "
+        "| step | iteration, with activations |"
+    )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for sharding, buffers in (
+        ("none", "per_parameter"), ("zero1", "per_parameter"), ("zero2", "per_parameter"),
+        ("zero1", "flat"), ("zero2", "flat"), ("zero3", "per_parameter"),
+    ):  # fmt: skip
+        settings = Settings(sharding=sharding, buffers=buffers)  # type: ignore[arg-type]
+        hardware, stages = PRESETS["h200x8"], list(distinct_stages(model, degrees))
+        found = [stage_figures(model, degrees, settings, hardware, s)[0] for s in stages]
+        whole = [
+            stage_figures(model, degrees, settings, hardware, s, batch=batch)[0] for s in stages
+        ]
+        worst = max(found, key=lambda each: each.memory.peak)
+        peak, step = worst.memory.peak, f"{max(f.step_seconds for f in found):.2f} s"
+        yield (
+            f"| {sharding} | {buffers} | {worst.memory.stays / GB:.1f} GB | {peak / GB:.1f} GB "
+            f"| {peak / device['h100']:.0%} | {peak / device['h200']:.0%} "
+            f"| {max(f.sent for f in found) / GB:.1f} GB | {step} "
+            f"| {max(f.step_seconds for f in whole):.1f} s, "
+            f"{max(f.peak for f in whole) / GB:.1f} GB |"
         )
 
 
@@ -193,6 +230,7 @@ def main(options: Options) -> None:
         "stages": stages(),
         "muon": muon_savings(),
         "overlap": overlap(),
+        "copies": copies(),
         "scale": scale(),
         "timelines": timelines(files),
         "scaling": scaling(files),

@@ -7,7 +7,6 @@ Plans are made by the functions that the optimizer calls, once for all ranks: wh
 is part of a plan.
 """
 
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -17,102 +16,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from samestep.estimate.grid import Beside as Beside
+from samestep.estimate.grid import Grid as Grid
+from samestep.estimate.grid import Peers as Peers
+from samestep.estimate.grid import one_axis as one_axis
+from samestep.estimate.grid import per_peer as per_peer
+from samestep.estimate.placed import CopiedParts, GradientSum, Placed, Sharing, Spreading, Summands
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import LocalParameters
 from samestep.placements.parts.block_exchange import planned as planned_blocks
-from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
 from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.whole.buffers import gradient_dtype
+from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.replicated import planned as planned_shares
 from samestep.placements.whole.replicated import shape_of as shape_of_shares
-from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
+from samestep.plan.block_exchange import ShardedSpec
+from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
-from samestep.plan.transfers import BucketPolicy
-
-
-class Peers(NamedTuple):
-    """Ranks that differ at most in these axes of a grid, in the order of the grid."""
-
-    axes: tuple[str, ...]
-    size: int
-
-    @property
-    def name(self) -> str:
-        """For tables: "data x expert"."""
-        return " x ".join(self.axes) or "one rank"
-
-
-class Beside(NamedTuple):
-    """An axis along which a grid has one place of several: others have grids of their own."""
-
-    place: int
-    size: int
-
-
-class Grid:
-    """All ranks that train one model (or one stage of it); the last axis varies fastest.
-
-    beside: axes outside of it, such as the stages of a pipeline.
-    """
-
-    def __init__(
-        self, sizes: Mapping[str, int], beside: Mapping[str, Beside] | None = None
-    ) -> None:
-        self.sizes = dict(sizes)
-        self.beside = dict(beside or {})
-        self.ranks = prod(self.sizes.values())
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.sizes.values())
-
-    def peers(self, *axes: str) -> Peers:
-        """The group of a rank along some axes: the same ranks are the same peers."""
-        sizes = {**{axis: size for axis, (_, size) in self.beside.items()}, **self.sizes}
-        ordered = tuple(axis for axis, size in sizes.items() if axis in axes and size > 1)
-        return Peers(ordered, prod(sizes[axis] for axis in ordered))
-
-    def place(self, rank: int, peers: Peers) -> int:
-        """Which one of its peers a rank is."""
-        places = dict(self.beside)
-        for axis, size in reversed(self.sizes.items()):
-            rank, at = divmod(rank, size)
-            places[axis] = Beside(at, size)
-        number = 0
-        for axis in peers.axes:
-            number = number * places[axis].size + places[axis].place
-        return number
-
-    def spread(self, values: Tensor, peers: Peers) -> Tensor:
-        """What each peer has, (peers.size,), for all ranks: the shape of the grid."""
-        for axis in peers.axes:
-            if axis in self.beside:
-                place, size = self.beside[axis]
-                values = values.reshape(size, -1)[place]
-        inner = [self.sizes[axis] if axis in peers.axes else 1 for axis in self.sizes]
-        return values.reshape(inner).expand(self.shape)
-
-    def maximum(self, values: Tensor, peers: Peers) -> Tensor:
-        """The largest among the peers of each rank; `values` has the shape of the grid."""
-        dims = [dim for dim, axis in enumerate(self.sizes) if axis in peers.axes]
-        return values.amax(dim=dims, keepdim=True).expand(self.shape) if dims else values
-
-    def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=torch.float64)
-
-
-def one_axis(ranks: int) -> Grid:
-    return Grid({"data": ranks})
-
-
-def per_peer(numbers: Sequence[float]) -> Tensor:
-    """One number of each; in a tenth of the time that `torch.tensor` takes for a thousand."""
-    return torch.frombuffer(array("d", numbers), dtype=torch.float64)
-
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
@@ -123,12 +47,15 @@ class SpreadOver(NamedTuple):
     (("data", "expert"),) with (Cut(0),) is what `fully_shard` does over both as one.
     summed: numbers of the mesh axes on which backward leaves every rank a summand of the gradient.
     padded: FSDP2 shards it, with room for as many rows on every rank.
+    by_fsdp: FSDP2 manages it, and averages its gradients. Other DTensors are averaged by the
+        optimizer, over the ranks of which it knows that they hold the same parts elsewhere.
     """
 
     mesh: tuple[tuple[str, ...], ...]
     cuts: tuple[Cut, ...]
     summed: tuple[int, ...] = ()
     padded: bool = False
+    by_fsdp: bool = False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -139,66 +66,14 @@ Spread = Callable[[str, Tensor], SpreadOver | None]  # by name; None: a plain pa
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """Parameters that peers hold whole, and how they share the work on them."""
-
-    params: tuple[Tensor, ...]
-    plan: ShardingPlan
-    peers: Peers
-    outer: Peers | None
-    distribution: Distribution
-    policy: BucketPolicy
-    shape: PlacementShape
-
-    @property
-    def specs(self) -> tuple[ParamSpec, ...]:
-        """In order of use."""
-        return self.plan.params
-
-
-class GradientSum(NamedTuple):
-    """Gradients that are added up at once when a step begins: numbers of their parameters."""
-
-    peers: Peers
-    dtype: torch.dtype
-    params: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Spreading:
-    """DTensors of one mesh, and how their blocks come together."""
-
-    params: tuple[Tensor, ...]
-    specs: tuple[ParamSpec, ...]
-    held: tuple[ShardedSpec, ...]
-    plan: ExchangePlan
-    transfers: tuple[ChunkTransfers, ...]
-    peers: Peers
-    distribution: Distribution
-    sums: tuple[GradientSum, ...] = ()
-    # Elements of each that every rank has room for; None: its own.
-    room: tuple[int | None, ...] = ()
-
-    def stored(self, index: int, place: int) -> int:
-        """Elements of a parameter, and of its gradient, in the memory of a rank."""
-        room = self.room[index]
-        return self.held[index].boxes[place].numel if room is None else room
-
-    def shape(self, place: int) -> PlacementShape:
-        """What the schedule of a rank depends on."""
-        elements = sum(spec.boxes[place].numel for spec in self.held)
-        return shape_of_blocks(self.transfers, self.distribution, elements)
-
-
-@dataclass(frozen=True)
 class Blueprint:
     """Everything that is decided before the first step, for all ranks of a grid."""
 
     optimizer: RuleOptimizer
     grid: Grid
     everyone: Peers  # that the optimizer knows
-    shared: tuple[Sharing, ...]
-    spread: tuple[Spreading, ...]
+    shared: tuple[Sharing, ...]  # plain parameters
+    on_meshes: tuple[CopiedParts | Spreading, ...]
     device: torch.device
     clips: bool = False
     measures: bool = False
@@ -212,9 +87,14 @@ class Blueprint:
         return self.optimizer._distribution
 
     @property
-    def placements(self) -> tuple[Sharing | Spreading, ...]:
+    def placements(self) -> tuple[Placed, ...]:
         """In the order of the schedule's numbers; none: one process."""
-        return (*self.shared, *self.spread)
+        return (*self.shared, *self.on_meshes)
+
+    @property
+    def spread(self) -> tuple[Spreading, ...]:
+        """DTensors whose gradients somebody else averages."""
+        return tuple(each for each in self.on_meshes if isinstance(each, Spreading))
 
     @property
     def stages(self) -> Peers | None:
@@ -222,13 +102,25 @@ class Blueprint:
         peers = self.grid.peers(*self.grid.beside)
         return peers if peers.size > 1 else None
 
-    def shared_by(self, bucket: BucketId) -> Sharing | None:
-        """What a bucket is of; None: of DTensors, or of the parameters of this process alone."""
-        return self.shared[bucket.placement] if bucket.placement < len(self.shared) else None
+    def reduced(self) -> list[tuple[int, Sharing]]:
+        """Placements that are averaged by the optimizer, with their numbers.
 
-    def schedule(self, rank: int = 0) -> Schedule:
-        shapes: list[PlacementShape] = [placement.shape for placement in self.shared]
-        shapes += [s.shape(self.grid.place(rank, s.peers)) for s in self.spread]
+        Of DTensors as the first rank of a mesh has them.
+        """
+        found = enumerate(self.placements)
+        return [
+            (number, each if isinstance(each, Sharing) else each.widest)
+            for number, each in found
+            if not isinstance(each, Spreading)
+        ]
+
+    def shared_by(self, bucket: BucketId) -> Sharing | None:
+        """What a bucket is of, likewise; None: of what nobody averages here."""
+        return dict(self.reduced()).get(bucket.placement)
+
+    def schedule(self, rank: int | None = None) -> Schedule:
+        """Of one rank; None: of the first, with as many chunks of blocks as any has."""
+        shapes = [self._shape(placement, rank) for placement in self.placements]
         if not self.shared and (self.everyone.size == 1 or not shapes):
             shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
         return _schedule(
@@ -238,6 +130,17 @@ class Blueprint:
             measure=self.measures,
             chunks_ahead=self.distribution.chunks_ahead,
         )
+
+    def _shape(self, placement: Placed, rank: int | None) -> PlacementShape:
+        if isinstance(placement, Sharing):
+            return placement.shape
+        place = self.grid.place(rank or 0, placement.peers)
+        if isinstance(placement, Spreading):
+            return placement.shape(place)
+        if rank is None:
+            chunks = [len(each.transfers) for each in placement.by_place]
+            place = chunks.index(max(chunks))
+        return placement.shape(self.grid.place(rank or 0, placement.mesh), place)
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)
@@ -283,7 +186,13 @@ def blueprint(
                 lie[param] = found
     distribution = optimizer._distribution
     clips, measures = optimizer._steps.max_grad_norm is not None, optimizer._steps.update_rms
-    beside = distribution.beside_dtensors() if lie else distribution
+    meshes = dict.fromkeys(found.mesh for found in lie.values())
+    copies = {
+        mesh: peers
+        for mesh in meshes
+        if (peers := _copies(grid, everyone, [o for o in lie.values() if o.mesh == mesh])).size > 1
+    }
+    beside = distribution.beside_dtensors() if meshes.keys() - copies.keys() else distribution
     plain: dict[Peers, list[int]] = {everyone: []}  # groups reduced over the same ranks
     for index, group in enumerate(groups):
         if any(param not in lie for param in group["params"]):
@@ -299,11 +208,12 @@ def blueprint(
         watched = optimizer._in_flight.all_watched(members.params)
         shape = shape_of_shares(plan, members, beside, policy, watched=watched)
         shared.append(Sharing(members.params, plan, peers, own_outer, beside, policy, shape))
-    spreads = []
-    for mesh in dict.fromkeys(found.mesh for found in lie.values()):
+    on_meshes: list[CopiedParts | Spreading] = []
+    for mesh in meshes:
         own = _only(groups, lie, mesh)
         indices = [index for index, group in enumerate(own) if group["params"]]
-        params, specs, *_ = optimizer._planner.members(own, indices, optimizer._blocks)
+        members = optimizer._planner.members(own, indices, optimizer._blocks)
+        params, specs, *_ = members
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
             raise ValueError(
@@ -315,16 +225,47 @@ def blueprint(
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
             for spec, found in zip(specs, lying, strict=True)
         )
+        if mesh in copies:
+            summands = tuple(_summands(grid, lie[param]) for param in params)
+            shares = tuple(map(even_share, specs, (own.boxes for own in held)))
+            plan = _shared_plan(shares, copies[mesh].size, beside)
+            policy = beside.bucket_policy(copies[mesh].size, 1, device)
+            watched = optimizer._in_flight.all_watched(params)
+            everywhere = grid.peers(*copies[mesh].axes, *peers.axes)
+            parts = CopiedParts(
+                members, held, plan, copies[mesh], peers, everywhere, summands, beside, policy,
+                device, watched,
+            )  # fmt: skip
+            assert len(parts.by_mesh_place) == peers.size  # or it raises, as ranks would
+            on_meshes.append(parts)
+            continue
         exchange = planned_blocks(held, peers.size, distribution, device)
         sums = _sums(params, [lie[param] for param in params], grid)
         room = tuple(found.room for found in lying)
         transfers = transfers_of(exchange, params, specs, peers.size, distribution, device)
-        spreads.append(
+        on_meshes.append(
             Spreading(params, specs, held, exchange, transfers, peers, distribution, sums, room)
         )
     return Blueprint(
-        optimizer, grid, everyone, tuple(shared), tuple(spreads), device, clips, measures
+        optimizer, grid, everyone, tuple(shared), tuple(on_meshes), device, clips, measures
     )
+
+
+def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:
+    """Who else has the parts that a rank has of the DTensors of a mesh, and averages them."""
+    if any(over.by_fsdp for over in lie):
+        return grid.peers()
+    return grid.peers(*(axis for axis in everyone.axes if axis not in lie[0].axes))
+
+
+def _summands(grid: Grid, over: SpreadOver) -> Summands | None:
+    if not over.summed:
+        return None
+    kinds = [REPLICATED if cut.dim is None else 0 for cut in over.cuts]
+    for place in over.summed:
+        kinds[place] = SUMMAND
+    peers = grid.peers(*(axis for place in over.summed for axis in over.mesh[place]))
+    return Summands(peers, tuple(kinds))
 
 
 def _sums(

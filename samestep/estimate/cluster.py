@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -25,10 +26,9 @@ from samestep.estimate.blueprint import Beside, Blueprint, Grid, Spread, SpreadO
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.model import (
     Model,
+    Shape,
     is_expert,
     layers_of,
-    own_submodule,
-    shallow,
     stage_of,
 )
 from samestep.groups.routing import EMBEDDING_NAME
@@ -114,17 +114,20 @@ def stack_grid(degrees: Degrees, stage: int = 0) -> Grid:
     return Grid(_Axes(degrees).sizes, {"pipe": Beside(stage, degrees.pp)})
 
 
-def stack_spread(degrees: Degrees, share_of: ShareOf, *, shards: bool = True) -> Spread:
-    """How parameters lie; `shards=False`: with copies where FSDP2 would shard."""
+def stack_spread(degrees: Degrees, share_of: ShareOf, *, fsdp: bool = True) -> Spread:
+    """How parameters lie; `fsdp=False`: with copies where FSDP2 would shard."""
     axes = _Axes(degrees)
+    by_fsdp = fsdp and axes.has_fsdp
 
     def spread(name: str, param: Tensor) -> SpreadOver | None:
         share = share_of(name, param)
         inner = axes.inner(share)
         if share.is_factor:
+            if axes.has_fsdp and not fsdp:
+                raise ValueError(f"{name!r} is of LoRA, which is planned with FSDP2 alone")
             return _factor(axes, share)
         after = tuple((axis,) for axis in inner)
-        if not axes.has_fsdp:
+        if not by_fsdp:
             sums = share.own_positions and "model" in inner
             where = (after.index(("model",)),) if sums else ()
             return SpreadOver(after, tuple(inner.values()), where) if inner else None
@@ -132,8 +135,7 @@ def stack_spread(degrees: Degrees, share_of: ShareOf, *, shards: bool = True) ->
         of_data = Cut(0, before, strided=True) if before > 1 else Cut(0)
         mesh = (*((axis,) for axis in axes.copies), axes.shard(share), *after)
         kept = (Cut(),) * len(axes.copies)
-        cuts = (*kept, of_data if shards else Cut(), *inner.values())
-        return SpreadOver(mesh, cuts, padded=shards)
+        return SpreadOver(mesh, (*kept, of_data, *inner.values()), padded=True, by_fsdp=True)
 
     return spread
 
@@ -158,16 +160,16 @@ def stack_blueprint(
     share_of: ShareOf,
     *,
     stage: int = 0,
-    shards: bool = True,
+    fsdp: bool = True,
     device: torch.device | None = None,
 ) -> Blueprint:
     """What an optimizer of one stage, built in one process, would do on all ranks of it."""
     grid = stack_grid(degrees, stage)
     everyone = grid.peers(*grid.sizes)
-    if degrees.pp > 1:  # as `Stack` chooses it
+    if degrees.pp > 1 and fsdp:  # as `Stack` chooses it
         same = degrees.ep > 1 and not degrees.ep_carries_data
         everyone = grid.peers("expert" if same else "data")
-    spread = stack_spread(degrees, share_of, shards=shards)
+    spread = stack_spread(degrees, share_of, fsdp=fsdp)
     return blueprint(optimizer, grid, everyone=everyone, spread=spread, device=device)
 
 
@@ -225,7 +227,7 @@ def _part(param: Tensor, axes: _Axes, share: Share) -> Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """Keywords of the optimizer, as far as a plan asks for them."""
+    """Keywords of the optimizer, as far as a plan asks for them; and how a pipeline is cut."""
 
     sharding: Stage = "zero2"
     buffers: str = "per_parameter"
@@ -238,6 +240,7 @@ class Settings:
     muon_schedule: str = "parallel"
     owners: str = "balanced"
     reduction: str = "fast"
+    stages_per_rank: int = 1
 
 
 def stage_blueprint(
@@ -245,50 +248,47 @@ def stage_blueprint(
 ) -> Blueprint:
     """All ranks of one pipeline stage; raises BadRequestError for what does not exist."""
     _check(degrees, settings)
-    spreads = settings.sharding == "zero3" or degrees.tp > 1
-    module = stage_of(model.module, stage, degrees.pp)
-    if degrees.ep > 1:
-        module = _with_own_experts(module, degrees.ep, cut=not spreads)
-    optimizer = _optimizer(module, settings, spreads)
-    if spreads:
-        shards = settings.sharding == "zero3"
-        return stack_blueprint(
-            optimizer, degrees, guessed_share, stage=stage, shards=shards, device=device
-        )
+    shards = settings.sharding == "zero3"
+    module = stage_of(model.module, stage, degrees.pp, settings.stages_per_rank)
+    _check_experts(module, degrees.ep)
+    optimizer = _optimizer(module, settings, shards)
+    if shards or degrees.tp * degrees.ep > 1:
+        shares = guessed_shares(degrees)
+        try:
+            return stack_blueprint(
+                optimizer, degrees, shares, stage=stage, fsdp=shards, device=device
+            )
+        except ValueError as error:  # flat buffers, and parts that are not equal
+            raise BadRequestError(str(error)) from error
     grid = stack_grid(degrees, stage)
-    own = {}
-    if degrees.ep > 1:
-        for index, group in enumerate(optimizer.param_groups):
-            names = zip(group["param_names"], group["params"], strict=True)
-            if all(is_expert(name, param) for name, param in names):
-                own[index] = grid.peers("data")
-    return blueprint(
-        optimizer,
-        grid,
-        everyone=grid.peers("data", "expert"),
-        outer=grid.peers("replicate") if degrees.replicate > 1 else None,
-        own_peers=own,
-        device=device,
-    )
+    outer = grid.peers("replicate") if degrees.replicate > 1 else None
+    return blueprint(optimizer, grid, everyone=grid.peers("data"), outer=outer, device=device)
 
 
-def fsdp_units(module: nn.Module, degrees: Degrees) -> list[Unit]:
-    """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them."""
+def fsdp_units(module: nn.Module, degrees: Degrees, shape: Shape | None = None) -> list[Unit]:
+    """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
+
+    With a shape, experts see the tokens that choose them, not all.
+    """
     found = layers_of(module)
     layers = {} if found is None else {f"{found[0]}.{i}": m for i, m in enumerate(found[1])}
-    return stack_units(module, layers, guessed_share, degrees)
+    units = stack_units(module, layers, guessed_shares(degrees), degrees)
+    if shape is None or not shape.active_experts:
+        return units
+    chosen = shape.active_experts / shape.experts
+    return [
+        unit._replace(brings_tokens=unit.brings_tokens * chosen) if is_stack else unit
+        for unit in units
+        for is_stack in [all(param.ndim == 3 for param in unit.params)]
+    ]
 
 
 def _check(degrees: Degrees, settings: Settings) -> None:
-    if degrees.tp > 1 and settings.sharding in ("zero1", "zero2"):
+    if degrees.replicate > 1 and degrees.tp * degrees.ep > 1 and settings.sharding != "zero3":
         raise BadRequestError(
-            f"sharding {settings.sharding} does not go with tp={degrees.tp}: what tensor parallel "
-            "cuts are DTensors, which stay where they are; take zero3 (FSDP2 over it), or none"
-        )
-    if degrees.replicate > 1 and degrees.ep > 1 and settings.sharding != "zero3":
-        raise BadRequestError(
-            f"replicate={degrees.replicate} with ep={degrees.ep} needs --sharding zero3: experts "
-            "with ranks of their own exclude an outer group"
+            f"replicate={degrees.replicate} with tp={degrees.tp}, ep={degrees.ep} needs --sharding "
+            "zero3: copies of parts are averaged over all ranks that have them, in no groups; take "
+            f"dp={degrees.replicate * degrees.data} without replicate"
         )
     if settings.buffers == "flat" and settings.sharding in ("none", "zero3"):
         raise BadRequestError(f"flat buffers are for zero1 and zero2, not {settings.sharding}")
@@ -323,27 +323,24 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
         )
 
 
-def _with_own_experts(module: nn.Module, ep: int, *, cut: bool) -> nn.Module:
-    """Every rank of the expert axis holds its experts alone."""
-    own = shallow(module)
-    for name, param in list(own.named_parameters()):
-        if is_expert(name, param):
-            if param.shape[0] % ep:
-                raise BadRequestError(f"ep={ep} does not divide {param.shape[0]} experts ({name})")
-            if cut:
-                owner, _, last = name.rpartition(".")
-                smaller = param.new_empty((param.shape[0] // ep, *param.shape[1:]))
-                setattr(own_submodule(own, owner), last, nn.Parameter(smaller))
-    return own
+def _check_experts(module: nn.Module, ep: int) -> None:
+    for name, param in module.named_parameters():
+        if is_expert(name, param) and param.shape[0] % ep:
+            raise BadRequestError(f"ep={ep} does not divide {param.shape[0]} experts ({name})")
 
 
-def guessed_share(name: str, param: Tensor) -> Share:
+def guessed_shares(degrees: Degrees) -> ShareOf:
     """What a plan would say, by the names that models use."""
+    return partial(guessed_share, own_stream=degrees.sequence_parallel)
+
+
+def guessed_share(name: str, param: Tensor, *, own_stream: bool = False) -> Share:
+    """The same; `own_stream`: ranks of tensor parallel have positions of their own."""
     takes_in = bool(TAKES_IN.search(f"{name}."))
     if is_expert(name, param):
         return Share(1 + takes_in, is_expert=True)
     if WHOLE.search(name):
-        return Share(own_positions=bool(ON_HEADS.search(name)))
+        return Share(own_positions=own_stream or bool(ON_HEADS.search(name)))
     if param.ndim < 2:  # a bias is cut with the outputs of its layer
         return Share(0 if name.endswith(".bias") and not takes_in else None)
     return Share(1 if takes_in or EMBEDDING_NAME.search(name) else 0)

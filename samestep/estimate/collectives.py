@@ -3,14 +3,17 @@
 `comm.recorder` sees the same: tests hold every layout's records against it, one by one.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Peers, Sharing, per_peer
+from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.grid import Grid, Peers, per_peer
+from samestep.estimate.placed import CopiedParts, Placed, Sharing
+from samestep.plan.block_exchange import ChunkTransfers
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -23,68 +26,94 @@ from samestep.plan.schedule import (
     Operation,
     Reduce,
 )
-from samestep.plan.transfers import Traffic, Transfer, gather_of
+from samestep.plan.transfers import BucketTransfers, Traffic, Transfer, gather_of
+
+SUM = "sum of gradients"
 
 
 @dataclass(frozen=True)
 class Collective:
     """One collective of all ranks; `transfers` has one, or one per place in `among`.
 
-    Those are ranks that meet different peers at the same time, each with a transfer of its own.
+    Those are ranks that meet different peers at the same time, each with a transfer of its own;
+    None: they launch nothing.
     """
 
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer | None, ...]
     peers: Peers
     among: Peers | None = None
 
+    @cached_property
+    def _first(self) -> Transfer:
+        return next(each for each in self.transfers if each is not None)
+
     @property
     def name(self) -> str:
-        return self.transfers[0].name
+        return self._first.name
 
     @property
     def traffic(self) -> Traffic:
-        return self.transfers[0].traffic
+        return self._first.traffic
 
-    def of(self, place_among: int) -> Transfer:
+    def of(self, place_among: int) -> Transfer | None:
         """That of the ranks at a place in `among`."""
         return self.transfers[place_among if self.among is not None else 0]
 
-    @cached_property
-    def _segments(self) -> Tensor:
-        """Bytes per peer, where each has a part of its own: (size,)."""
-        assert self.transfers[0].sizes is not None
-        return per_peer(self.transfers[0].sizes) * self.transfers[0].dtype.itemsize
+    def of_rank(self, rank: int, grid: Grid) -> Transfer | None:
+        """That of a rank."""
+        return self.of(0 if self.among is None else grid.place(rank, self.among))
 
     def sent_by_all(self) -> Tensor:
-        """Bytes that all peers, or all ranks of `among`, must send at least: (size,)."""
-        ranks = self.peers.size
-        if self.among is not None:
-            known = {id(each): each for each in self.transfers}  # many are one
-            most = {
-                key: max(each.sent(rank, ranks) for rank in range(ranks if each.sizes else 1))
-                for key, each in known.items()
-            }
-            return per_peer([most[id(each)] for each in self.transfers])
-        (transfer,) = self.transfers
-        if transfer.sizes is None:
-            return torch.full((ranks,), float(transfer.sent(0, ranks)), dtype=torch.float64)
-        whole = transfer.elements * transfer.dtype.itemsize
-        base, one_more = (round(transfer.traffic.sent(whole, mine, ranks)) for mine in (0, 1))
-        return base + (one_more - base) * self._segments  # it is linear in a rank's own
+        """Bytes that peers must send at least: (size,), or (places in `among`, size)."""
+        return self._by_place(_sent)
 
     def received_by_all(self) -> Tensor:
-        """Bytes that peers get at least: (size,)."""
-        transfer, ranks = self.transfers[0], self.peers.size
-        if transfer.sizes is None or self.among is not None:
-            return self.sent_by_all()
-        if transfer.incoming is not None:
-            return per_peer(transfer.incoming) * transfer.dtype.itemsize
-        mine = self._segments
-        if transfer.traffic is Traffic.EXCHANGE:
-            return mine * (ranks - 1)
-        if transfer.traffic is Traffic.REDUCE_SCATTER:  # backends add up on the way
-            return mine.sum().expand(ranks) * (ranks - 1) / ranks
-        return mine.sum() - mine
+        """Bytes that they get at least, likewise."""
+        return self._by_place(_received)
+
+    def spread(self, values: Tensor, grid: Grid) -> Tensor:
+        """Such numbers for all ranks: the shape of the grid."""
+        if self.among is None:
+            return grid.spread(values, self.peers)
+        return grid.spread_both(values, self.among, self.peers)
+
+    def _by_place(self, count: Callable[[Transfer, int], Tensor]) -> Tensor:
+        ranks = self.peers.size
+        if self.among is None:
+            return count(self._first, ranks)
+        nothing = torch.zeros(ranks, dtype=torch.float64)
+        known = {id(each): each for each in self.transfers}  # many are one
+        rows = {key: nothing if e is None else count(e, ranks) for key, e in known.items()}
+        return torch.stack([rows[id(each)] for each in self.transfers])
+
+
+def _segments(transfer: Transfer) -> Tensor:
+    """Bytes per peer, where each has a part of its own: (size,)."""
+    assert transfer.sizes is not None
+    return per_peer(transfer.sizes) * transfer.dtype.itemsize
+
+
+def _sent(transfer: Transfer, ranks: int) -> Tensor:
+    """Bytes that each of so many ranks must send at least: (ranks,)."""
+    if transfer.sizes is None:
+        return torch.full((ranks,), float(transfer.sent(0, ranks)), dtype=torch.float64)
+    whole = transfer.elements * transfer.dtype.itemsize
+    base, one_more = (round(transfer.traffic.sent(whole, mine, ranks)) for mine in (0, 1))
+    return base + (one_more - base) * _segments(transfer)  # it is linear in a rank's own
+
+
+def _received(transfer: Transfer, ranks: int) -> Tensor:
+    """Bytes that they get at least: (ranks,)."""
+    if transfer.sizes is None:
+        return _sent(transfer, ranks)
+    if transfer.incoming is not None:
+        return per_peer(transfer.incoming) * transfer.dtype.itemsize
+    mine = _segments(transfer)
+    if transfer.traffic is Traffic.EXCHANGE:
+        return mine * (ranks - 1)
+    if transfer.traffic is Traffic.REDUCE_SCATTER:  # backends add up on the way
+        return mine.sum().expand(ranks) * (ranks - 1) / ranks
+    return mine.sum() - mine
 
 
 class Launches:
@@ -96,9 +125,19 @@ class Launches:
     def of(self, operation: Operation) -> list[Collective]:
         return list(self._of(operation))
 
-    def of_step(self, rank: int = 0) -> list[Collective]:
+    def of_step(self, rank: int | None = None) -> list[Collective]:
+        """Those that a rank launches; None: those of all."""
         operations = self._blueprint.schedule(rank)
-        return [*self.of_beginning(), *(each for op in operations for each in self._of(op))]
+        inside = 0  # backward, which is over when a step begins
+        if self._blueprint.distribution.overlap_grad_reduce:
+            inside = sum(isinstance(operation, Reduce) for operation in operations)
+        found = [each for op in operations[:inside] for each in self._of(op)]
+        found += self.of_beginning()
+        found += [each for op in operations[inside:] for each in self._of(op)]
+        if rank is None:
+            return found
+        grid = self._blueprint.grid
+        return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
         """What comes before the first operation: sums of gradients, problems of other stages."""
@@ -109,17 +148,20 @@ class Launches:
             case Agree(number):
                 yield from self._agree(number)
             case Average(bucket, sums, outer):
-                yield from self._between(bucket, sums)
+                yield from self._of_bucket(bucket, sums, lambda own: own.sums)
                 yield from self._over_outer(bucket, outer)
+                if bucket.placement < len(self._blueprint.placements):  # or of one process
+                    yield from self._in_mesh(bucket)
             case Clip():
                 yield from self._clip()
-            case (
-                Reduce(bucket, transfer)
-                | Gather(bucket, transfer)
-                | Collect(bucket, transfer)
-                | GiveBack(bucket, transfer)
-            ):
-                yield from self._between(bucket, transfer)
+            case Reduce(bucket, transfer):
+                yield from self._of_bucket(bucket, transfer, lambda own: own.reduce)
+            case Gather(bucket, transfer):
+                yield from self._of_bucket(bucket, transfer, lambda own: own.gather)
+            case Collect(chunk, transfer):
+                yield from self._of_chunk(chunk, transfer, lambda own: own.to)
+            case GiveBack(chunk, transfer):
+                yield from self._of_chunk(chunk, transfer, lambda own: own.back)
             case Measure():
                 elements = 2 * len(self._blueprint.groups)
                 everyone = self._blueprint.everyone
@@ -133,7 +175,7 @@ class Launches:
         Over which ranks is decided as the optimizer does.
         """
         blueprint = self._blueprint
-        held_by = dict.fromkeys(placement.peers for placement in blueprint.placements)
+        held_by = dict.fromkeys(map(_holders, blueprint.placements))
         if len(held_by) < 2 or blueprint.device.type != "cpu":
             return
         axes = {axis for peers in held_by for axis in peers.axes}
@@ -145,14 +187,19 @@ class Launches:
         if number == 0:
             yield from self._on_all("problems")
         placement = self._blueprint.placements[number]
-        for peers in (placement.peers, placement.outer if isinstance(placement, Sharing) else None):
-            if peers is not None:
-                yield from _summed("presence", peers, torch.int64, len(placement.params) + 1)
+        asked: list[Peers | None] = [placement.peers]
+        if isinstance(placement, Sharing):
+            asked.append(placement.outer)
+        elif isinstance(placement, CopiedParts):
+            asked.append(placement.mesh)
+        for peers in filter(None, asked):
+            yield from _summed("presence", peers, torch.int64, len(placement.params) + 1)
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint
         over = dict.fromkeys(
-            [blueprint.everyone for _ in blueprint.shared] + [s.peers for s in blueprint.spread]
+            blueprint.everyone if isinstance(each, Sharing) else _holders(each)
+            for each in blueprint.placements
         )
         for peers in over:
             yield from _summed("gradient norm", peers, torch.float64, 1)
@@ -176,21 +223,82 @@ class Launches:
             for peers, dtype, params in spreading.sums:
                 if peers.size == 1:
                     continue
-                held = [spreading.held[param].boxes for param in params]
-                sizes = (sum(box.numel for box in boxes) for boxes in zip(*held, strict=True))
-                name = "sum of gradients"
-                sums = (Transfer(Traffic.ALL_REDUCE, name, dtype, size) for size in sizes)
-                yield Collective(tuple(sums), peers, among=spreading.peers)
+                grid = self._blueprint.grid
+                among = grid.peers(*(a for a in spreading.peers.axes if a not in peers.axes))
+                sums = []
+                for place in range(among.size):
+                    at = grid.place(grid.rank_at(among, place), spreading.peers)
+                    size = sum(spreading.held[param].boxes[at].numel for param in params)
+                    sums.append(Transfer(Traffic.ALL_REDUCE, SUM, dtype, size))
+                yield Collective(tuple(sums), peers, among=among)
 
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 
-    def _between(self, bucket: BucketId, transfer: Transfer | None) -> Iterator[Collective]:
-        """A transfer between the ranks of a placement."""
-        if transfer is None or (transfer.traffic is Traffic.PARTS and not transfer.elements):
+    def _of_bucket(
+        self,
+        bucket: BucketId,
+        transfer: Transfer | None,
+        which: Callable[[BucketTransfers], Transfer | None],
+    ) -> Iterator[Collective]:
+        """A transfer between the ranks that have copies of a placement."""
+        if transfer is None:
             return
-        peers = self._blueprint.placements[bucket.placement].peers
-        if peers.size > 1:
-            yield Collective((transfer,), peers)
+        placement = self._blueprint.placements[bucket.placement]
+        if placement.peers.size == 1:
+            return
+        if isinstance(placement, CopiedParts):
+            shapes = [each.shape for each in placement.by_mesh_place]
+            found = tuple(which(shape.transfers[bucket.bucket]) for shape in shapes)
+            if len(set(map(id, found))) > 1:
+                yield Collective(found, placement.peers, among=placement.mesh)
+                return
+        yield Collective((transfer,), placement.peers)
+
+    def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
+        """Averaged gradients of which ranks of a mesh have summands."""
+        placement = self._blueprint.placements[bucket.placement]
+        if not isinstance(placement, CopiedParts):
+            return
+        members = placement.widest.plan.buckets[bucket.bucket].params
+        grid, reduce = self._blueprint.grid, placement.widest.shape.transfers[bucket.bucket].reduce
+        wide = torch.promote_types(reduce.dtype, torch.float32)
+        for summands in dict.fromkeys(filter(None, (placement.summands[i] for i in members))):
+            if summands.peers.size == 1:
+                continue
+            others = (a for a in placement.everyone.axes if a not in summands.peers.axes)
+            among = grid.peers(*others)
+            sums: list[Transfer | None] = []
+            for place in range(among.size):
+                rank = grid.rank_at(among, place)
+                places = grid.place(rank, placement.mesh), grid.place(rank, placement.peers)
+                size = placement.sums(bucket.bucket, *places).get(summands)
+                if size is None:
+                    sums.append(None)
+                else:
+                    sums.append(Transfer(Traffic.ALL_REDUCE, SUM, wide, size))
+            if any(each is not None for each in sums):
+                yield Collective(tuple(sums), summands.peers, among=among)
+
+    def _of_chunk(
+        self,
+        chunk: BucketId,
+        transfer: Transfer | None,
+        which: Callable[[ChunkTransfers], Transfer | None],
+    ) -> Iterator[Collective]:
+        """A transfer between the ranks of a mesh; nothing, if nothing travels."""
+        placement = self._blueprint.placements[chunk.placement]
+        if not isinstance(placement, CopiedParts):
+            if transfer is not None and transfer.elements and placement.peers.size > 1:
+                yield Collective((transfer,), placement.peers)
+            return
+        found: list[Transfer | None] = []
+        for each in placement.by_place:
+            own = None
+            if chunk.bucket < len(each.transfers):
+                own = which(each.transfers[chunk.bucket])
+            found.append(own if own is not None and own.elements else None)
+        if any(found):
+            yield Collective(tuple(found), placement.mesh, among=placement.peers)
 
     def _over_outer(
         self, bucket: BucketId, by_place: Sequence[tuple[Transfer, ...]]
@@ -203,6 +311,11 @@ class Launches:
         assert sharing.outer is not None
         for together in zip(*by_place, strict=True):
             yield Collective(together, sharing.outer, among=sharing.peers)
+
+
+def _holders(placement: Placed) -> Peers:
+    """All ranks that hold some of it."""
+    return placement.everyone if isinstance(placement, CopiedParts) else placement.peers
 
 
 def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Iterator[Collective]:

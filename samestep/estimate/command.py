@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
 from samestep.estimate import tables
+from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import STAGES, Settings, Stage, stage_blueprint
 from samestep.estimate.figures import (
     StageFigures,
@@ -26,19 +27,22 @@ from samestep.estimate.figures import (
     judge,
     stage_figures,
     stage_needs,
-    training_of,
 )
 from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
 from samestep.estimate.model import Model, load_model, stage_of
 from samestep.estimate.options import Options as Options
-from samestep.estimate.options import not_counted, questions, read_mesh
+from samestep.estimate.options import not_counted, questions, read_batch, read_mesh
+from samestep.estimate.slots import bubble
 from samestep.estimate.timeline import Timeline, chrome_trace
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
-MOST_DRAWN = 8  # ranks in a picture of a timeline
+MOST_DRAWN, DRAWN_OF_A_STAGE = 8, 2  # ranks in a picture of a timeline
+# Shares of the device's memory that stay free: for activations that nobody counted, or for what the
+# allocator and NCCL take.
+FOR_ACTIVATIONS, FREE = 0.3, 0.1
 
 
 def run(options: Options) -> None:
@@ -67,39 +71,46 @@ def _plan(options: Options) -> None:
     since = time.monotonic()
     if not options.model:
         raise BadRequestError("say which MODEL: `samestep plan --help` lists what it may be")
-    if not 0 <= options.reserve < 1:
+    if options.reserve is not None and not 0 <= options.reserve < 1:
         raise BadRequestError(f"--reserve must be from 0 to below 1, got {options.reserve}")
-    if options.tokens < 0:
-        raise BadRequestError(f"--tokens must be 0 or more, got {options.tokens}")
     hardware = find_hardware(options.hardware)
-    degrees = read_mesh(options.mesh, options.ranks)
+    degrees = read_mesh(options.mesh, options.ranks, sequence_parallel=options.sequence_parallel)
+    batch = read_batch(options, degrees)
     model = load_model(options.model, getattr(torch, options.dtype))
     if options.out is not None:
         check_folder(options.out)
     settings = settings_of(options)
     console = Console(highlight=False)
-    drawn = 0 if options.out is None else MOST_DRAWN
+    most = MOST_DRAWN if degrees.pp == 1 else DRAWN_OF_A_STAGE
+    drawn = 0 if options.out is None else most
     figures, timelines = [], []
-    for stage in distinct_stages(model, degrees):
-        own = training_of(options.tokens, model, degrees, settings, stage)
+    for stage in distinct_stages(model, degrees, settings.stages_per_rank):
         found, _, timeline = stage_figures(
-            model, degrees, settings, hardware, stage, training=own, drawn=drawn
+            model, degrees, settings, hardware, stage, batch=batch, drawn=drawn
         )
         figures.append(found)
         timelines.append(timeline)
     worst = max(figures, key=lambda each: each.peak)
-    every = _every_stage(model, degrees, settings, hardware, worst)
+    every = _every_stage(model, degrees, settings, hardware, worst, batch)
     peaks = {stage: needs.peak for stage, needs in every.items()}
-    verdict = judge(options.sharding, peaks, hardware.device_memory, options.reserve)
+    has_activations = worst.activations is not None
+    reserve = options.reserve
+    if reserve is None:
+        reserve = FREE if has_activations else FOR_ACTIVATIONS
+    verdict = judge(
+        options.sharding, peaks, hardware.device_memory, reserve, activations=has_activations
+    )
     shown = [
         tables.memory_table(figures, degrees.world // degrees.pp),
-        tables.traffic_table(worst),
+        tables.activations_table(figures),
+        tables.traffic_table(max(figures, key=lambda each: each.sent), degrees.pp),
         tables.owner_table(worst),
-        tables.time_table(max(figures, key=lambda each: each.step_seconds), options.tokens),
+        tables.time_table(max(figures, key=lambda each: each.step_seconds), batch),
         tables.stages_table(every, hardware.device_memory),
     ]
     shown = [table for table in shown if table.rows]
-    asks, lacks = questions(model, degrees), not_counted(degrees, options.sharding, options.tokens)
+    asks = questions(model, degrees, options.sequence)
+    lacks = not_counted(model, degrees, options.sharding, batch)
     content = {
         "kind": "samestep plan",
         "format": 1,
@@ -110,7 +121,9 @@ def _plan(options: Options) -> None:
         },
         "mesh": {**degrees.sizes, "ranks": degrees.world},
         "settings": asdict(settings),
-        "tokens": options.tokens,
+        "tokens": 0 if batch is None else batch.all_tokens,
+        "batch": None if batch is None else asdict(batch),
+        "bubble": None if batch is None else bubble_of(degrees, batch),
         "hardware": {"name": hardware.name, "source": hardware.source},
         "questions": asks,
         "not_counted": lacks,
@@ -132,8 +145,9 @@ def _plan(options: Options) -> None:
     console.print(verdict.text, soft_wrap=True)
     content["planning"] = cost_of_planning(since)
     if options.out is not None:
-        slowest = max(timelines, key=lambda each: each.seconds)
-        files = _files(options, content, shown, figures, slowest, hardware, every)
+        pairs = zip(figures, timelines, strict=True)
+        named = {f"stage {each.stage}" if degrees.pp > 1 else "step": t for each, t in pairs}
+        files = _files(options, content, shown, figures, named, hardware, every)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
 
@@ -160,14 +174,23 @@ def settings_of(options: Options) -> Settings:
         muon=options.rule == "muon",
         master_weights=options.dtype == "bfloat16",
         bucket_size=options.bucket_size,
+        stages_per_rank=options.stages_per_rank,
     )
 
 
-def distinct_stages(model: Model, degrees: Degrees) -> Iterator[int]:
-    """Of pipeline stages with the same shapes the first: their plans are the same."""
+def bubble_of(degrees: Degrees, batch: Batch) -> float:
+    """The share of the time in which ranks of a pipeline of equal stages wait for each other."""
+    return float(bubble(degrees.pp, batch.micro_batches, batch.stages_per_rank))
+
+
+def distinct_stages(model: Model, degrees: Degrees, per_rank: int = 1) -> Iterator[int]:
+    """Of pipeline stages with the same shapes the first: their plans are the same.
+
+    And it holds the activations of the most micro-batches.
+    """
     seen = set()
     for stage in range(degrees.pp):
-        module = stage_of(model.module, stage, degrees.pp)
+        module = stage_of(model.module, stage, degrees.pp, per_rank)
         shapes = tuple(tuple(param.shape) for param in module.parameters())
         if shapes not in seen:
             seen.add(shapes)
@@ -175,7 +198,12 @@ def distinct_stages(model: Model, degrees: Degrees) -> Iterator[int]:
 
 
 def _every_stage(
-    model: Model, degrees: Degrees, settings: Settings, hardware: Hardware, worst: StageFigures
+    model: Model,
+    degrees: Degrees,
+    settings: Settings,
+    hardware: Hardware,
+    worst: StageFigures,
+    batch: Batch | None,
 ) -> dict[Stage, StageNeeds]:
     """Of all stages that exist on this mesh."""
     every: dict[Stage, StageNeeds] = {}
@@ -188,7 +216,7 @@ def _every_stage(
         other = replace(settings, sharding=stage, buffers=buffers)
         with suppress(BadRequestError):  # does not exist here
             plan = stage_blueprint(model, degrees, other, device_of(hardware), worst.stage)
-            every[stage] = stage_needs(model, degrees, other, plan, worst.stage)
+            every[stage] = stage_needs(model, degrees, other, plan, worst.stage, batch)
     return every
 
 
@@ -197,14 +225,14 @@ def _files(
     content: dict[str, Any],
     shown: list[tables.Table],
     figures: list[StageFigures],
-    timeline: Timeline,
+    timelines: dict[str, Timeline],
     hardware: Hardware,
     every: dict[Stage, StageNeeds],
 ) -> dict[str, bytes]:
     from samestep.estimate.pictures import gantt, memory_bars, scaling
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
-    drawn = gantt({"step": timeline}, title)
+    drawn = gantt(timelines, title)
     memory = memory_bars(every, hardware.device_memory)
     for table in shown:
         if table.title.startswith("Every stage"):
@@ -213,14 +241,16 @@ def _files(
             table.pictures.append(tables.Picture.of("timeline of a step", drawn))
     if options.scaling:
         model = load_model(options.model, getattr(torch, options.dtype))
-        content["scaling"], table = scaling(model, settings_of(options), hardware, options.tokens)
+        content["scaling"], table = scaling(
+            model, settings_of(options), hardware, content["tokens"]
+        )
         shown.append(table)
     page = _page(content, shown, figures)
     return {
         "plan.json": json.dumps(content, indent=1).encode() + b"\n",
         "plan.html": page.encode(),
         "timeline.png": drawn,
-        "timeline_trace.json.gz": chrome_trace({"step": timeline}),
+        "timeline_trace.json.gz": chrome_trace(timelines),
     }
 
 

@@ -7,14 +7,15 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from samestep.estimate.blueprint import Blueprint, Spreading
+from samestep.estimate.activations import Activations, Batch, rank_activations
+from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.cluster import (
     STAGES,
     Settings,
@@ -25,15 +26,18 @@ from samestep.estimate.cluster import (
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.estimate.memory import RankMemory, rank_memory, whole_gradients
 from samestep.estimate.model import Model, stage_of
-from samestep.estimate.timeline import Timeline, Training, simulate
+from samestep.estimate.placed import CopiedParts, Spreading
+from samestep.estimate.timeline import Timeline, simulate
+from samestep.estimate.training import layer_traffic, stage_traffic, training_of
+from samestep.estimate.walks import Then
 from samestep.estimate.work import OwnerBalance, balance
 from samestep.mesh.degrees import Degrees
 
 # From "when to use each" of Megatron's documentation: shares of the device's memory.
 USE = {
-    "none": "nothing is sharded: the fewest bytes travel",
+    "none": "nothing is sharded: every rank updates all that it holds",
     "zero1": "state is sharded; gradients stay whole",
     "zero2": "state and gradients are sharded; parameters stay whole",
     "zero3": "parameters are sharded too, and gathered layer by layer in forward and backward",
@@ -47,15 +51,26 @@ class GroupTraffic:
     axes: str
     ranks: int
     kind: str
-    by: str  # the optimizer, or FSDP2 in forward and backward
+    by: str  # the optimizer; FSDP2, layers or stages in forward and backward
     collectives: int
-    mean_sent: float  # bytes per rank
+    mean_sent: float  # bytes per rank and step
     most_sent: float
+
+    def times(self, count: int) -> "GroupTraffic":
+        """As many of them."""
+        mean, most = count * self.mean_sent, count * self.most_sent
+        collectives = count * self.collectives
+        return replace(self, collectives=collectives, mean_sent=mean, most_sent=most)
 
 
 @dataclass(frozen=True)
 class StageNeeds:
-    """Memory and traffic of one pipeline stage, which need no simulation."""
+    """Memory and traffic of one pipeline stage, which need no simulation.
+
+    activations: None without tokens, or where nobody knows the shape of the model.
+    beside: what is there when most of these are alive: what stays, gradients of other
+        micro-batches, units that FSDP2 has gathered.
+    """
 
     stage: int
     parameters: int
@@ -64,10 +79,18 @@ class StageNeeds:
     least_kept: int
     most_kept: int
     traffic: list[GroupTraffic]
+    activations: Activations | None
+    beside: RankMemory
 
     @property
     def peak(self) -> int:
-        return self.memory.peak
+        """Of the step, or of forward and backward if that is more."""
+        return max(self.memory.peak, self.model_peak)
+
+    @property
+    def model_peak(self) -> int:
+        """Of forward and backward; 0, where activations are not known."""
+        return 0 if self.activations is None else self.beside.peak + self.activations.peak
 
     @property
     def sent(self) -> float:
@@ -88,21 +111,57 @@ class StageFigures(StageNeeds):
 
 
 def stage_needs(
-    model: Model, degrees: Degrees, settings: Settings, plan: Blueprint, stage: int
+    model: Model,
+    degrees: Degrees,
+    settings: Settings,
+    plan: Blueprint,
+    stage: int,
+    batch: Batch | None = None,
 ) -> StageNeeds:
-    module = stage_of(model.module, stage, degrees.pp)
+    module = stage_of(model.module, stage, degrees.pp, settings.stages_per_rank)
+    micro_batches = degrees.pp if batch is None else batch.micro_batches  # as many as stages
     memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
     traffic = list(_traffic(plan, Launches(plan).of_step(), "optimizer"))
+    of_units = Then(0, 0, 0)
     if settings.sharding == "zero3":
-        units = fsdp_units(module, degrees)
-        passes = passes_1f1b(stage, degrees.pp, degrees.pp)  # as many micro-batches as stages
-        traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
-        inside = fsdp_peak(units, passes)
-        memories = {rank: memory.or_then(inside) for rank, memory in memories.items()}
+        units = fsdp_units(module, degrees, model.shape)
+        passes, times = "FB", micro_batches
+        if degrees.pp > 1:
+            passes, times = passes_1f1b(stage, degrees.pp, micro_batches), 1
+        found = _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
+        traffic += [each.times(times) for each in found]
+        of_units = fsdp_peak(units, passes)
+        memories = {rank: memory.or_then(of_units) for rank, memory in memories.items()}
     worst = max(memories, key=lambda rank: memories[rank].peak)
+    beside, activations = memories[worst].at(of_units), None
+    if batch is not None and model.shape is not None:
+        on_cpu = plan.device.type == "cpu"
+        dtype = next(module.parameters()).dtype
+        activations = rank_activations(model.shape, degrees, batch, stage, dtype, on_cpu=on_cpu)
+        traffic += _of_model(model, degrees, plan, batch, stage, on_cpu=on_cpu)
+        if micro_batches > 1 and settings.sharding != "zero3":
+            beside = beside.at(Then(whole_gradients(plan, worst), 0, 0))
     kept = [memory.stays for memory in memories.values()]
     parameters = sum(param.numel() for param in module.parameters())
-    return StageNeeds(stage, parameters, worst, memories[worst], min(kept), max(kept), traffic)
+    return StageNeeds(
+        stage, parameters, worst, memories[worst], min(kept), max(kept), traffic, activations,
+        beside,
+    )  # fmt: skip
+
+
+def _of_model(
+    model: Model, degrees: Degrees, plan: Blueprint, batch: Batch, stage: int, *, on_cpu: bool
+) -> Iterator[GroupTraffic]:
+    """What layers and stages send."""
+    sends = stage_traffic(model, degrees, batch, stage, on_cpu=on_cpu)
+    if sends is None:
+        return
+    for each in _traffic(plan, layer_traffic(sends, batch), "layers"):
+        yield each.times(batch.micro_batches)
+    if degrees.pp > 1:
+        count = (sends.sends_forward + sends.sends_backward) * batch.micro_batches
+        size = float(count * sends.boundary)
+        yield GroupTraffic("pipe", degrees.pp, "send", "stages", count, size, size)
 
 
 def device_of(hardware: Hardware) -> torch.device:
@@ -116,15 +175,16 @@ def stage_figures(
     hardware: Hardware,
     stage: int,
     *,
-    training: Training | None = None,
+    batch: Batch | None = None,
     drawn: int = 0,
 ) -> tuple[StageFigures, Blueprint, Timeline]:
     """Plan one stage and read everything off it; the timeline shows the first `drawn` ranks."""
     plan = stage_blueprint(model, degrees, settings, device_of(hardware), stage)
     show = range(min(plan.grid.ranks, drawn))
+    training = training_of(batch, model, degrees, settings, hardware, stage)
     timeline = simulate(plan, hardware, show=show, training=training)
     figures = StageFigures(
-        **vars(stage_needs(model, degrees, settings, plan, stage)),
+        **vars(stage_needs(model, degrees, settings, plan, stage, batch)),
         owners=[found for found in map(balance, plan.placements) if found is not None],
         step_seconds=timeline.seconds,
         parts=timeline.by_operation,
@@ -135,43 +195,31 @@ def stage_figures(
     return figures, plan, timeline
 
 
-def training_of(
-    tokens: int, model: Model, degrees: Degrees, settings: Settings, stage: int = 0
-) -> Training | None:
-    """Forward and backward around a step, with FSDP2's transfers; None for no tokens."""
-    if not tokens:
-        return None
-    sharded = settings.sharding == "zero3"
-    module = stage_of(model.module, stage, degrees.pp)
-    return Training(tokens, tuple(fsdp_units(module, degrees)) if sharded else ())
-
-
 def sample_ranks(plan: Blueprint) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
     found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}
     for placement in plan.placements:
-        owned = [0] * placement.peers.size
         if isinstance(placement, Spreading):
-            for route in chain.from_iterable(placement.plan.chunks):
-                owned[route.owner] += route.box.numel
+            owner = _busiest_owner(placement)
         else:
+            owned = [0] * placement.peers.size
             sharded = (bucket.filled for bucket in placement.plan.buckets if not bucket.replicated)
             for rank, segment in chain.from_iterable(sharded):
                 owned[rank] += segment.size
-        place = owned.index(max(owned))
-        found.add(_rank_at(plan, placement.peers.axes, place))
+            owner = owned.index(max(owned))
+        found.add(plan.grid.rank_at(placement.peers, owner))
+        if isinstance(placement, CopiedParts):
+            of_mesh = _busiest_owner(placement.by_place[owner])
+            of_copies = plan.grid.rank_at(placement.peers, owner)  # axes of both are not the same
+            found.add(of_copies + plan.grid.rank_at(placement.mesh, of_mesh))
     return sorted(found)
 
 
-def _rank_at(plan: Blueprint, axes: Sequence[str], place: int) -> int:
-    """A rank that has this place among its peers."""
-    places = {}
-    for axis in reversed(axes):
-        place, places[axis] = divmod(place, plan.grid.sizes[axis])
-    rank = 0
-    for axis, size in plan.grid.sizes.items():
-        rank = rank * size + places.get(axis, 0)
-    return rank
+def _busiest_owner(spreading: Spreading) -> int:
+    owned = [0] * spreading.peers.size
+    for route in chain.from_iterable(spreading.plan.chunks):
+        owned[route.owner] += route.box.numel
+    return owned.index(max(owned))
 
 
 def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[GroupTraffic]:
@@ -182,7 +230,7 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
     for key, members in alike.items():
         sent = plan.grid.zeros()
         for each in members:
-            sent += plan.grid.spread(each.sent_by_all(), each.among or each.peers)
+            sent += each.spread(each.sent_by_all(), plan.grid)
         found.append(GroupTraffic(*key, by, len(members), float(sent.mean()), float(sent.max())))
     return found
 
@@ -192,8 +240,13 @@ def figures_as_json(figures: StageFigures) -> dict[str, Any]:
     content["memory"] = {
         **figures.memory._asdict(),
         "in_flight": figures.memory.in_flight,
-        "peak": figures.peak,
+        "peak": figures.memory.peak,
     }
+    if figures.activations is not None:
+        found = figures.activations
+        content["activations"] = {**found._asdict(), "peak": found.peak}
+    content["beside"] = {**figures.beside._asdict(), "peak": figures.beside.peak}
+    content["peak"] = figures.peak
     return content
 
 
@@ -214,20 +267,33 @@ class Verdict:
     text: str
 
 
-def judge(asked: Stage, peaks: Mapping[Stage, int], device_memory: int, reserve: float) -> Verdict:
-    """The least sharding whose worst rank leaves the reserve for activations."""
+def judge(
+    asked: Stage,
+    peaks: Mapping[Stage, int],
+    device_memory: int,
+    reserve: float,
+    *,
+    activations: bool = False,
+) -> Verdict:
+    """The least sharding whose worst rank leaves the reserve.
+
+    activations: whether the peaks have them; if not, the reserve is for them.
+    """
     room = (1 - reserve) * device_memory
     fits = peaks[asked] <= device_memory
     choose = next((stage for stage in STAGES if stage in peaks and peaks[stage] <= room), None)
     share = f"{peaks[asked] / 1e9:,.1f} of {device_memory / 1e9:,.1f} GB"
     percent = f"{peaks[asked] / device_memory:.0%}"
+    apart = "with activations" if activations else "activations apart"
     lines = [f"{asked}: the worst rank peaks at {share} ({percent})"]
-    lines.append("it fits, activations apart" if fits else "it does not fit")
+    lines.append(f"it fits, {apart}" if fits else "it does not fit")
     if choose is None:
         least = min(peaks, key=lambda stage: peaks[stage])
+        for_whom = "free" if activations else "for activations"
         lines.append(
-            f"no stage leaves {reserve:.0%} for activations: {least} needs the least, "
+            f"no stage leaves {reserve:.0%} {for_whom}: {least} needs the least, "
             f"{peaks[least] / 1e9:,.1f} GB; take more ranks, tensor or pipeline parallel"
+            + (", smaller micro-batches or recomputation" if activations else "")
         )
     else:
         why = f"{USE[choose]}, at {peaks[choose] / device_memory:.0%} of the memory"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from samestep.estimate.blueprint import Peers
 from samestep.estimate.collectives import Collective
+from samestep.estimate.slots import passes_of
 from samestep.estimate.walks import BUFFERS, GRADIENTS, Ledger, Then
 from samestep.plan.transfers import Traffic, Transfer, of_segments
 
@@ -31,7 +32,7 @@ class Unit(NamedTuple):
     summands: of these the ranks of tensor parallel, `model`, have summands of the gradients, which
         are added up before FSDP2 reduces them.
     early: whose gradients come before those of the units inside.
-    brings_tokens: ranks whose tokens come to it, of experts.
+    brings_tokens: tokens that come to it, of experts, in those of one rank.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Unit(NamedTuple):
     model: Peers = ALONE
     summands: tuple[Tensor, ...] = ()
     early: tuple[Tensor, ...] = ()
-    brings_tokens: int = 1
+    brings_tokens: float = 1
 
     @property
     def trained(self) -> list[Tensor]:
@@ -56,8 +57,7 @@ def padded_shard(params: Sequence[Tensor], ranks: int) -> int:
 
 def passes_1f1b(stage: int, stages: int, micro_batches: int) -> str:
     """Forward and backward passes of a stage in turn, such as FFBFBB."""
-    first = min(micro_batches, stages - stage)
-    return "F" * first + "BF" * (micro_batches - first) + "B" * first
+    return "".join(each.kind for each in passes_of(stage, stages, micro_batches))
 
 
 def fsdp_collectives(units: Sequence[Unit], *, passes: str = "FB") -> list[Collective]:

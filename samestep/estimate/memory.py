@@ -1,6 +1,6 @@
 """Bytes of tensors on each rank: what stays, and the peak of what comes and goes.
 
-Activations are not in it: they belong to the model, not to the optimizer. For what comes and goes,
+Activations are not in it: `activations` has them. For what comes and goes,
 the operations of a schedule are walked through: what the optimizer allocates in each of them is
 written into a ledger, and taken out where the optimizer lets go of it.
 """
@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
+    CopiedWalk,
     Ledger,
     Operand,
     SharingWalk,
@@ -60,13 +62,15 @@ class RankMemory(NamedTuple):
         """All of it when most is alive."""
         return self.stays + self.gradients_then + self.in_flight
 
+    def at(self, then: Then) -> "RankMemory":
+        """With another moment."""
+        return self._replace(
+            gradients_then=then.gradients, buffers=then.buffers, temporaries=then.temporaries
+        )
+
     def or_then(self, inside: Then) -> "RankMemory":
         """With another moment, of forward and backward, if more is alive then."""
-        if inside.total <= self.gradients_then + self.in_flight:
-            return self
-        return self._replace(
-            gradients_then=inside.gradients, buffers=inside.buffers, temporaries=inside.temporaries
-        )
+        return self if inside.total <= self.gradients_then + self.in_flight else self.at(inside)
 
 
 class Kept(NamedTuple):
@@ -87,7 +91,7 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     master_weights = blueprint.optimizer._masters
-    for sharing in blueprint.shared:
+    for sharing in _sharings(blueprint, rank):
         place = blueprint.grid.place(rank, sharing.peers)
         params += _whole_parameters(sharing)
         entries += _shared_state(sharing, place, blueprint.groups, master_weights)
@@ -106,6 +110,15 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
             entries += ((key, tensor.nbytes) for key, tensor in state.items())
     main = sum(size for key, size in entries if key == MASTER)
     return Kept(params, main, sum(size for _, size in entries) - main)
+
+
+def _sharings(blueprint: Blueprint, rank: int) -> Iterator[Sharing]:
+    """What a rank holds that others have copies of, which they average together."""
+    for placement in blueprint.placements:
+        if isinstance(placement, Sharing):
+            yield placement
+        elif isinstance(placement, CopiedParts):
+            yield placement.by_mesh_place[blueprint.grid.place(rank, placement.mesh)]
 
 
 def _whole_parameters(sharing: Sharing) -> int:
@@ -149,6 +162,19 @@ def _spread_state(
             yield key, sum(map(prod, of_blocks)) * width
 
 
+def whole_gradients(blueprint: Blueprint, rank: int) -> int:
+    """Gradients that backward passes leave before any is reduced."""
+    held = [(param.numel(), param) for each in _sharings(blueprint, rank) for param in each.params]
+    for spreading in blueprint.spread:
+        place = blueprint.grid.place(rank, spreading.peers)
+        held += [(spreading.stored(i, place), param) for i, param in enumerate(spreading.params)]
+    found = sum(elements * gradient_dtype(param).itemsize for elements, param in held)
+    if not blueprint.placements:
+        params = (param for group in blueprint.groups for param in group["params"])
+        found = sum(param.numel() * gradient_dtype(param).itemsize for param in params)
+    return found
+
+
 def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
     """Gradients when backward is over, and the moment when most is alive."""
     ledger = Ledger()
@@ -157,10 +183,13 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
         place = blueprint.grid.place(rank, placement.peers)
         if isinstance(placement, Sharing):
             walks.append(SharingWalk(len(walks), placement, place, ledger))
+        elif isinstance(placement, CopiedParts):
+            at = blueprint.grid.place(rank, placement.mesh)
+            walks.append(CopiedWalk(len(walks), placement, at, place, ledger, blueprint))
         else:
             walks.append(SpreadingWalk(len(walks), placement, place, ledger, blueprint))
     for walk in walks:
-        walk.backward()
+        walk.backward(again=blueprint.stages is not None)  # a pipeline has several micro-batches
     if not walks:
         return _alone(blueprint, ledger)
     gradients = ledger.now[GRADIENTS]

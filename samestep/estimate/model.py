@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from samestep.groups.routing import Elsewhere
 from samestep.parallel.stages import spread
 from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.request import BadRequestError
+
+if TYPE_CHECKING:
+    from samestep.models.gpt import GPTConfig
 
 # Where families differ from the usual names.
 SPELLINGS = {
@@ -61,6 +64,8 @@ class Shape:
     q_rank: int = 0
     kv_rank: int = 0
     rope: int = 0
+    qk_norms: bool = False
+    capacity: float = 0.0  # room of an expert, in even shares; 0: for all that come
     source: str = ""
 
 
@@ -184,6 +189,27 @@ def build(shape: Shape, dtype: torch.dtype) -> nn.Module:
         return Decoder(shape).to(dtype)
 
 
+def gpt_shape(config: "GPTConfig") -> Shape:
+    """Of the example GPT."""
+    return Shape(
+        name="gpt",
+        vocabulary=config.vocab_size,
+        width=config.width,
+        layers=config.layers,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head=config.head_dim,
+        hidden=config.mlp_ratio * config.width,
+        gated=False,
+        experts=config.experts,
+        expert_hidden=config.expert_hidden if config.experts else 0,
+        active_experts=config.active_experts if config.experts else 0,
+        qk_norms=True,
+        capacity=config.capacity,
+        source="samestep.models.gpt",
+    )
+
+
 def read_config(path: Path) -> Shape:
     """Raises BadRequestError, in one line, for a file that does not tell the shape."""
     try:
@@ -262,7 +288,7 @@ def _missing(path: Path, key: str) -> BadRequestError:
 
 @dataclass(frozen=True)
 class Model:
-    """What is planned. `shape` is None for a factory's."""
+    """What is planned. `shape` is None for a factory's, unless that made the example GPT."""
 
     name: str
     source: str
@@ -284,7 +310,8 @@ def load_model(text: str, dtype: torch.dtype) -> Model:
         shape = read_config(Path(text))
         return Model(shape.name, shape.source, build(shape, dtype), shape)
     if ":" in text:
-        return Model(text, "built by this function on the meta device", _made(text, dtype), None)
+        module = _made(text, dtype)
+        return Model(text, "built by this function on the meta device", module, _own_shape(module))
     close = difflib.get_close_matches(text, SHAPES, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise BadRequestError(
@@ -317,6 +344,13 @@ def _made(path: str, dtype: torch.dtype) -> nn.Module:
     return module.to(dtype)
 
 
+def _own_shape(module: nn.Module) -> Shape | None:
+    """Of a factory's module only that of the example GPT is known."""
+    from samestep.models.gpt import GPT  # with DTensors, which take long to import
+
+    return gpt_shape(module.config) if isinstance(module, GPT) else None
+
+
 def is_expert(name: str, param: Tensor) -> bool:
     """Whether it is a stack of experts, which the expert axis cuts."""
     return param.ndim == 3 and EXPERT_PART in name
@@ -330,19 +364,25 @@ def layers_of(module: nn.Module) -> tuple[str, nn.ModuleList] | None:
     return max(lists.items(), key=lambda item: sum(p.numel() for p in item[1].parameters()))
 
 
-def stage_of(module: nn.Module, stage: int, stages: int) -> nn.Module:
-    """A pipeline stage: its layers, with what comes before them in the first, after in the last."""
-    if stages == 1:
+def stage_of(module: nn.Module, stage: int, stages: int, per_rank: int = 1) -> nn.Module:
+    """A pipeline stage: its layers, with what comes before them in the first, after in the last.
+
+    With several per rank, those of one rank of `stages`: number `stage` and every so many after it.
+    """
+    if stages * per_rank == 1:
         return module
     found = layers_of(module)
-    if found is None or len(found[1]) < stages:
+    if found is None or len(found[1]) < stages * per_rank:
         count = 0 if found is None else len(found[1])
-        raise BadRequestError(f"pp={stages} needs as many layers, and the model has {count}")
+        each = f" with {per_rank} stages per rank" if per_rank > 1 else ""
+        raise BadRequestError(f"pp={stages}{each} needs as many layers, and the model has {count}")
     path, _ = found
     own = shallow(module)
     layers = own_submodule(own, path)
     assert isinstance(layers, nn.ModuleList)
-    here = spread(len(layers), stages)[stage]
+    mine = range(stage, stages * per_rank, stages)
+    spread_out = spread(len(layers), stages * per_rank)
+    here = {layer for number in mine for layer in spread_out[number]}
     for number, layer in enumerate(list(layers)):
         if number not in here:
             layers[number] = Elsewhere(layer)

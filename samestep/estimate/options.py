@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from samestep.estimate.activations import Batch
 from samestep.estimate.model import Model, layers_of
 from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
@@ -49,11 +50,23 @@ class Options:
     overlap: bool = True
     """Reduce inside backward, and with flat buffers gather inside the next forward."""
     tokens: int = 0
-    """Of one rank per iteration: simulate forward and backward too."""
+    """Of one rank per iteration: count activations and what layers send, simulate iterations."""
+    batch: int = 0
+    """The same in sequences, of --sequence tokens each."""
+    sequence: int = 0
+    """Tokens of a sequence."""
+    micro_batches: int = 0
+    """Parts of a rank's batch that run one after the other; 0: as many as pipeline stages."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again: nothing, all but products and attention, whole blocks."""
+    sequence_parallel: bool = False
+    """Ranks of tp share the sequence between matrices."""
+    stages_per_rank: int = 1
+    """Of a pipeline: 1 is 1F1B, more are interleaved."""
     bucket_size: int = 25 * (1 << 18)
     """Elements that travel together."""
-    reserve: float = 0.3
-    """Share of the device's memory that activations shall have."""
+    reserve: float | None = None
+    """Share of the device's memory to stay free: 0.3 for activations, 0.1 if they are counted."""
     scaling: bool = False
     """Plot strong and weak scaling at 8, 64, 512 and 4096 ranks."""
     calibrate: bool = False
@@ -64,7 +77,7 @@ class Options:
     """Folder for plan.json, plan.html and the timeline; with --calibrate for hardware.json."""
 
 
-def read_mesh(text: str, ranks: int | None) -> Degrees:
+def read_mesh(text: str, ranks: int | None, *, sequence_parallel: bool = False) -> Degrees:
     """Raises BadRequestError, in one line with the numbers, for axes that do not fit."""
     sizes: dict[str, int] = {}
     for item in filter(None, text.replace(" ", "").split(",")):
@@ -86,7 +99,7 @@ def read_mesh(text: str, ranks: int | None) -> Degrees:
     try:
         return Degrees(
             world, sizes.get("pp", 1), sizes.get("replicate", 1), sizes.get("ep", 1),
-            sizes.get("tp", 1),
+            sizes.get("tp", 1), sequence_parallel,
         )  # fmt: skip
     except DegreesError as error:
         raise BadRequestError(f"--mesh: {error}") from error
@@ -110,9 +123,56 @@ def _question(sizes: dict[str, int], world: int, ranks: int) -> str:
     return "; ".join(parts)
 
 
-def questions(model: Model, degrees: Degrees) -> list[str]:
+def read_batch(options: Options, degrees: Degrees) -> Batch | None:
+    """What a rank is given per iteration, None for no tokens; raises BadRequestError."""
+    for name in ("tokens", "batch", "sequence", "micro_batches"):
+        if getattr(options, name) < 0:
+            flag = name.replace("_", "-")
+            raise BadRequestError(f"--{flag} must be 0 or more, got {getattr(options, name)}")
+    if options.stages_per_rank < 1:
+        raise BadRequestError(f"--stages-per-rank must be 1 or more, got {options.stages_per_rank}")
+    if options.stages_per_rank > 1 and degrees.pp == 1:
+        raise BadRequestError("--stages-per-rank is of a pipeline: give --mesh pp=...")
+    if options.stages_per_rank > 1 and options.sharding == "zero3":
+        raise BadRequestError(
+            "--stages-per-rank is planned with none, zero1 and zero2: FSDP2 gathers every stage of "
+            "a rank at times of its own, which zero3 here does not follow"
+        )
+    tokens = options.tokens
+    if options.batch:
+        if not options.sequence:
+            raise BadRequestError("--batch counts sequences: give --sequence, their length, too")
+        if tokens not in (0, options.batch * options.sequence):
+            raise BadRequestError(
+                f"--batch {options.batch} of --sequence {options.sequence} are "
+                f"{options.batch * options.sequence} tokens, not --tokens {tokens}: leave one out"
+            )
+        tokens = options.batch * options.sequence
+    parts = options.micro_batches or degrees.pp
+    if not tokens:
+        return None
+    unit = parts * (options.sequence or 1)
+    if tokens % unit:
+        raise BadRequestError(
+            f"{tokens} tokens do not divide into {parts} micro-batches"
+            + (f" of sequences of {options.sequence}" if options.sequence else "")
+            + f": take a multiple of {unit}"
+        )
+    if options.stages_per_rank == 1 and parts < degrees.pp:
+        raise BadRequestError(
+            f"--micro-batches {parts} do not fill pp={degrees.pp}: take at least as many"
+        )
+    if options.stages_per_rank > 1 and parts % degrees.pp:
+        raise BadRequestError(
+            f"--micro-batches {parts} are no multiple of pp={degrees.pp}, which interleaved stages "
+            "need"
+        )
+    return Batch(tokens // parts, parts, options.recompute, options.stages_per_rank)
+
+
+def questions(model: Model, degrees: Degrees, sequence: int = 0) -> list[str]:
     """What can be planned, and still deserves a second look: lines of the contract, and hosts."""
-    found = [str(term) for term in terms(_sizes(model), degrees) if not term.holds]
+    found = [str(term) for term in terms(_sizes(model, sequence), degrees) if not term.holds]
     if degrees.ep > 1 and model.shape is not None and not model.shape.experts:
         found.append(f"ep={degrees.ep}, and the model has no experts: they are data parallel")
     if degrees.tp > HOST:
@@ -120,31 +180,34 @@ def questions(model: Model, degrees: Degrees) -> list[str]:
     return found
 
 
-def not_counted(degrees: Degrees, sharding: str, tokens: int = 0) -> list[str]:
+def not_counted(
+    model: Model, degrees: Degrees, sharding: str, batch: Batch | None = None
+) -> list[str]:
     """What a step has beside what a plan of these axes tells."""
-    found = ["activations, in memory"]
+    found = []
     cut = [f"{name}={getattr(degrees, name)}" for name in ("tp", "ep", "pp")]
     cut = [text for text in cut if not text.endswith("=1")]
-    if cut:
-        found.append(
-            f"what layers and stages send each other under {', '.join(cut)}, in bytes and time: it "
-            "depends on the batch"
-        )
-    if sharding == "zero3" and not tokens:
+    if batch is None or model.shape is None:
+        unknown = "--tokens counts them" if batch is None else "the model's shape is not known"
+        found.append(f"activations, in memory: {unknown}")
+        if cut:
+            found.append(
+                f"what layers and stages send each other under {', '.join(cut)}, in bytes and "
+                f"time: {unknown}"
+            )
+    if sharding == "zero3" and batch is None:
         found.append(
             "FSDP2's gathers and reductions, in time: the step is the optimizer's alone; --tokens "
             "simulates whole iterations"
         )
-    if tokens and degrees.pp > 1:
-        found.append("waits of pipeline stages for each other, in time")
     return found
 
 
-def _sizes(model: Model) -> ModelSizes:
+def _sizes(model: Model, sequence: int) -> ModelSizes:
     layers = layers_of(model.module)
     count = 0 if layers is None else len(layers[1])
     if model.shape is None:
-        return ModelSizes(layers=count)
+        return ModelSizes(layers=count, sequence=sequence)
     shape = model.shape
     return ModelSizes(
         heads=shape.heads,
@@ -153,4 +216,5 @@ def _sizes(model: Model) -> ModelSizes:
         experts=shape.experts,
         expert_width=shape.expert_hidden,
         layers=count,
+        sequence=sequence,
     )

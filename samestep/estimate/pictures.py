@@ -11,12 +11,14 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Settings, Stage, stage_blueprint
-from samestep.estimate.figures import StageNeeds, device_of, training_of
+from samestep.estimate.figures import StageNeeds, device_of
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.model import Model
 from samestep.estimate.tables import Picture, Table
 from samestep.estimate.timeline import Span, Timeline, simulate
+from samestep.estimate.training import training_of
 from samestep.estimate.work import balance
 from samestep.mesh.degrees import Degrees
 from samestep.stress.report.numbers import duration
@@ -25,16 +27,17 @@ from samestep.tooling.request import BadRequestError
 COLOURS = {
     "forward": "#a9cbee", "backward": "#f2b872", "Transform": "#4f8fd0", "Update": "#4f8fd0",
     "Collect": "#9bd19b", "Apply": "#9bd19b", "wait": "#c8243b", "transfer": "#7b5ea7",
-    "other": "#bbbbbb",
+    "bubble": "#eeeeee", "other": "#bbbbbb",
 }  # fmt: skip
 LABELS = {
     "forward": "forward", "backward": "backward", "Update": "updates", "Collect": "elementwise",
-    "wait": "waiting", "transfer": "on the link",
+    "wait": "waiting", "bubble": "bubble", "transfer": "on the link",
 }  # fmt: skip
 MEMORY = {
     "parameters": "#4f8fd0", "gradients_then": "#f2b872", "main_parameters": "#9bd19b",
     "state": "#2f7d4f", "buffers": "#7b5ea7", "temporaries": "#c9b6e4",
 }  # fmt: skip
+IN_MODEL = {"kept": "#8c8c8c", "passing": "#d0d0d0"}  # of activations
 CURVES = {
     "busiest owner / mean": {"balanced": "balance", "bound": "bound"},
     "seconds of a step": {"step": "step", "exposed": "exposed"},
@@ -57,7 +60,8 @@ def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
             ticks.append((host - 0.4, f"rank {rank}"))
             colours = [COLOURS.get(s.name.split()[0], COLOURS["other"]) for s in shown.operations]
             _bars(ax, host, shown.operations, colours, 0.8)
-            _bars(ax, host, shown.waits, [COLOURS["wait"]], 0.8)
+            waits = [COLOURS["bubble" if s.name == "stages" else "wait"] for s in shown.waits]
+            _bars(ax, host, shown.waits, waits, 0.8)
             _bars(ax, host - 0.75, shown.transfers, [COLOURS["transfer"]], 0.5)
         about = f"{1e3 * timeline.seconds:.3g} ms, {1e3 * timeline.exposed_seconds:.3g} exposed"
         ax.set_title(f"{name}: {about}", loc="left", fontsize=10)
@@ -78,23 +82,39 @@ def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], heig
 
 
 def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
-    """What the worst rank holds at its peak, per stage, against the device's memory."""
-    figure = Figure(figsize=(8, 0.6 + 0.55 * len(every)))
+    """What the worst rank holds at its peak, per stage, against the device's memory.
+
+    With activations there are two moments: below the step, that of forward and backward.
+    """
+    moments: list[tuple[str, dict[str, float]]] = []
+    for stage, needs in every.items():
+        moments.append((stage, {part: getattr(needs.memory, part) for part in MEMORY}))
+        if needs.activations is not None:
+            besides = {part: getattr(needs.beside, part) for part in MEMORY}
+            kept, passing = sum(needs.activations.kept.values()), needs.activations.passing
+            moments.append((f"{stage}, model", {**besides, "kept": kept, "passing": passing}))
+    figure = Figure(figsize=(8, 1.2 + 0.45 * len(moments)))
     ax = figure.subplots()
-    for row, needs in enumerate(every.values()):
+    for row, (_, parts) in enumerate(moments):
         left = 0.0
-        for part, colour in MEMORY.items():
-            width = getattr(needs.memory, part) / 1e9
-            ax.barh(-row, width, left=left, color=colour, height=0.7)
+        for part, size in parts.items():
+            width = size / 1e9
+            ax.barh(-row, width, left=left, color={**MEMORY, **IN_MODEL}[part], height=0.7)
             left += width
         ax.text(left, -row, f" {left:.4g} GB", va="center", fontsize=8)
     ax.axvline(device_memory / 1e9, color="#c8243b", linestyle="--", linewidth=1)
-    ax.set_yticks([-row for row in range(len(every))], list(every))
-    ax.set_xlabel("GB of the worst rank at its peak, activations apart (dashed: the device)")
+    ax.set_yticks([-row for row in range(len(moments))], [name for name, _ in moments])
+    counted = any(needs.activations is not None for needs in every.values())
+    apart = "" if counted else ", activations apart"
+    ax.set_xlabel(f"GB of the worst rank at its peak{apart} (dashed: the device)")
     ax.margins(x=0.12)
     ax.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=c, label=part.replace("_", " ")) for part, c in MEMORY.items()]
-    ax.legend(handles=handles, fontsize=7, ncol=3, loc="upper center", bbox_to_anchor=(0.5, 1.45),
+    labels = {part: part.replace("_", " ") for part in MEMORY}
+    if counted:
+        labels |= {"kept": "activations", "passing": "of backward"}
+    colours = {**MEMORY, **IN_MODEL}
+    handles = [Patch(color=colours[part], label=label) for part, label in labels.items()]
+    ax.legend(handles=handles, fontsize=7, ncol=4, loc="lower center", bbox_to_anchor=(0.5, 1.0),
               frameon=False)  # fmt: skip
     figure.tight_layout()
     return _png(figure)
@@ -181,7 +201,9 @@ def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, toke
     step = simulate(plan, hardware)
     share = max(1, tokens * RANKS[0] // ranks)
     strong, weak = (
-        simulate(plan, hardware, training=training_of(each, model, degrees, settings))
+        simulate(
+            plan, hardware, training=training_of(Batch(each), model, degrees, settings, hardware)
+        )
         for each in (share, tokens)
     )
     return Point(

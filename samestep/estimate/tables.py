@@ -8,6 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as ScreenTable
 
+from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Stage
 from samestep.estimate.figures import StageFigures, StageNeeds
 from samestep.stress.report.numbers import duration, size
@@ -52,13 +53,13 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
         memory = each.memory
         cells = [
             memory.parameters, memory.gradients, memory.main_parameters, memory.state,
-            memory.buffers, memory.temporaries, each.peak,
+            memory.buffers, memory.temporaries, memory.peak,
         ]  # fmt: skip
         rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
     return Table(
         "Memory of the worst rank",
-        "Gradients when backward is over; buffers (with zero3 units that FSDP2 has gathered) and "
-        "temporaries when most is alive. Between steps ranks keep "
+        "In a step of the optimizer: gradients when backward is over; buffers (with zero3 units "
+        "that FSDP2 has gathered) and temporaries when most is alive. Between steps ranks keep "
         + ", ".join(f"{size(s.least_kept)} to {size(s.most_kept)}" for s in stages[:1])
         + " (first stage).",
         ["stage: rank", "params", "grads", "main", "state", "buffers", "temps", "peak"],
@@ -66,7 +67,28 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
     )
 
 
-def traffic_table(figures: StageFigures) -> Table:
+def activations_table(stages: list[StageFigures]) -> Table:
+    """Forward and backward, a column per stage; no rows, where activations were not counted."""
+    known = [(each, each.activations) for each in stages if each.activations is not None]
+    parts = dict.fromkeys(name for _, found in known for name in found.kept)
+    rows = [["micro-batches in flight", *(str(found.in_flight) for _, found in known)]]
+    for name in parts:
+        kept = (size(found.kept[name]) if name in found.kept else "-" for _, found in known)
+        rows.append([f"kept: {name}", *kept])
+    rows.append(["added in backward", *(size(found.passing) for _, found in known)])
+    rows.append(["besides", *(size(each.beside.peak) for each, _ in known)])
+    rows.append(["peak", *(size(each.model_peak) for each, _ in known)])
+    return Table(
+        "Activations of the worst rank",
+        "In forward and backward: what forward keeps when most micro-batches wait for their "
+        "backward pass; what the costliest moment of backward adds; and what is there besides: "
+        "parameters, state, gradients of other micro-batches, units that FSDP2 has gathered.",
+        ["", *(f"stage {each.stage}" for each, _ in known)],
+        rows if known else [],
+    )
+
+
+def traffic_table(figures: StageFigures, stages: int) -> Table:
     rows = [
         [
             f"{each.axes} ({each.ranks})", each.kind, each.by, f"{each.collectives:,}",
@@ -75,10 +97,10 @@ def traffic_table(figures: StageFigures) -> Table:
         for each in figures.traffic
     ]  # fmt: skip
     return Table(
-        "Traffic of a step",
-        "Bytes that a rank must send at least: the mean over ranks, and the busiest rank. Of "
-        "parameters and gradients alone: what layers and stages send each other while tp, ep or pp "
-        "cut the model depends on the batch, and is not in it.",
+        "Traffic of a step" + (f" of stage {figures.stage}" if stages > 1 else ""),
+        "Bytes that a rank must send at least: the mean over ranks, and the busiest rank. What "
+        "layers and stages send each other while tp, ep or pp cut the model is in it if tokens "
+        "were given; experts that take all who come are counted as if chosen equally often.",
         ["axes (ranks)", "kind", "by", "collectives", "mean", "busiest"],
         rows,
     )
@@ -100,15 +122,16 @@ def owner_table(figures: StageFigures) -> Table:
     )
 
 
-def time_table(figures: StageFigures, tokens: int) -> Table:
+def time_table(figures: StageFigures, batch: Batch | None) -> Table:
     """The parts of a step on the slowest rank; with tokens, of an iteration around it."""
     rows = [[name, duration(seconds)] for name, seconds in figures.parts.items() if seconds > 0]
     rows.append(["all", duration(figures.step_seconds)])
     rows.append(["exposed communication, mean", duration(figures.exposed_seconds)])
     rows.append(["waiting for other ranks, mean", duration(figures.idle_seconds)])
     return Table(
-        f"Time of {'an iteration' if tokens else 'the optimizer step'} on the slowest rank",
-        "Operations of the schedule; each with what it waits for.",
+        f"Time of {'an iteration' if batch else 'the optimizer step'} on the slowest rank",
+        "Operations of the schedule; each with what it waits for. Layers: what they send each "
+        "other. Bubble: a stage waits for another one.",
         ["operation", "time"],
         rows,
     )
@@ -134,4 +157,5 @@ def tiles(plan: Mapping[str, Any], figures: StageFigures) -> list[tuple[str, str
         ("peak of the worst rank", size(figures.peak)),
         ("iteration" if plan["tokens"] else "optimizer step", duration(figures.step_seconds)),
         ("exposed communication", duration(figures.exposed_seconds)),
+        *([("bubble", f"{plan['bubble']:.0%}")] if plan["bubble"] else []),
     ]

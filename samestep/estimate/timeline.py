@@ -7,28 +7,35 @@ does one operation after the other, and a link on which transfers follow each ot
     end(k)   = start(k) + latency + bytes / bandwidth
 
 A rank that waits either waits for peers that have not launched yet (idle), or for the link
-(exposed communication). While a model runs, FSDP2 gathers the next unit as one computes, in forward
-and in backward; a reduction goes on while the next unit computes, and has to be over before the one
-after it begins.
+(exposed communication). While a model runs, layers wait for what they send each other, and stages
+of a pipeline for their neighbours. FSDP2 gathers the next unit as one computes, in forward and in
+backward; a reduction goes on while the next unit computes, and has to be over before the one after
+it begins; in a pipeline units stay whole from the first backward pass on.
 """
 
 import gzip
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Grid, Peers, Sharing, Spreading, per_peer
+from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import Unit, gather_of, reductions_of
+from samestep.estimate.grid import Peers, per_peer
 from samestep.estimate.hardware import Hardware
+from samestep.estimate.links import Counted, seconds_of
+from samestep.estimate.placed import CopiedParts, Sharing, Spreading
+from samestep.estimate.slots import Pass, Slot
+from samestep.estimate.training import Training
 from samestep.estimate.work import (
     Work,
     bucket_work,
+    chunk_count,
     chunk_flops,
     chunk_parts,
     elementwise_work,
@@ -53,7 +60,6 @@ from samestep.plan.schedule import (
 )
 from samestep.plan.transfers import Traffic, Transfer
 
-FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token
 ROWS = {"operations": 0, "waits": 1, "transfers": 2}  # of a trace
 
 
@@ -73,17 +79,6 @@ class Shown:
     operations: list[Span] = field(default_factory=list)
     waits: list[Span] = field(default_factory=list)
     transfers: list[Span] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Training:
-    """Forward and backward around the step: FLOPs of a token are 6 per parameter.
-
-    units: what FSDP2 gathers and reduces meanwhile.
-    """
-
-    tokens: int  # of one rank
-    units: tuple[Unit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -130,6 +125,7 @@ class _Simulator:
         # Collectives in flight: per rank when each may begin and when it is over.
         self._flying: dict[tuple[str, object], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._launched: set[BucketId] = set()
+        self._gathered: set[str] = set()  # units that a pipeline keeps whole
         self._show = list(show)
         self.begin_anew()
 
@@ -155,39 +151,98 @@ class _Simulator:
     # --- an iteration ------------------------------------------------------------------------
 
     def iterate(self, training: Training) -> None:
-        tokens = training.tokens
-        for number, sharing in enumerate(self._blueprint.shared):
+        begun = self._now
+        passes = training.slots or [
+            Slot(Pass(kind, stage, number), 0.0, 0.0)
+            for number in range(training.micro_batches)
+            for kind in "FB"
+            for stage in training.stages
+        ]
+        for number, slot in enumerate(passes):
+            if training.slots:
+                self._await_stages(begun + slot.start)
+            is_last = number == len(passes) - 1
+            self._pass(training, slot.run, is_first=number == 0, is_last=is_last)
+        if training.slots and training.units:
+            self._reduce_units(training.units)
+        self.step()
+
+    def _await_stages(self, until: Tensor) -> None:
+        """The bubble: a neighbour has not sent yet."""
+        before = self._now
+        self._now = torch.maximum(before, until)
+        self._idle += self._now - before
+        for shown, (start, stop) in self._drawn(before, self._now):
+            if stop > start:
+                shown.waits.append(Span("stages", start, stop))
+        self._tell("bubble", before)
+
+    def _pass(self, training: Training, run: Pass, *, is_first: bool, is_last: bool) -> None:
+        """Forward or backward of the layers of a stage over one micro-batch."""
+        busy = training.stages[run.stage]
+        flops = busy.share * training.flops[run.kind] * training.tokens / training.micro_batches
+        if run.kind == "F":
+            self._forward_shared(flops)
+        else:
+            self._backward_shared(flops, reduces=is_last)
+        if training.units:
+            before = self._now - self._computing
+            if not training.slots:
+                self._run_units(training.units, run.kind, flops)
+            else:
+                self._run_whole_units(training.units, run, flops, is_first=is_first)
+            self._by_operation["FSDP2"] += self._now - self._computing - before
+        elif not self._blueprint.shared or self._blueprint.spread:
+            whole = sum(param.numel() for param in self._spread_or_alone())
+            self._compute(_name(run), whole / self._grid.sizes.get("model", 1) * flops)
+        self._layers_send(busy.forward if run.kind == "F" else busy.backward)
+
+    def _spread_or_alone(self) -> Iterable[Tensor]:
+        """DTensors; or in one process all parameters."""
+        for spreading in self._blueprint.spread:
+            yield from spreading.params
+        if not self._blueprint.placements:
+            for group in self._blueprint.groups:
+                yield from group["params"]
+
+    def _forward_shared(self, flops: float) -> None:
+        for number, sharing in self._blueprint.reduced():
             for place, bucket in reversed([*enumerate(sharing.plan.buckets)]):
                 self._wait("gather", BucketId(number, place))
-                self._compute(f"forward {place}", bucket.size * FORWARD * tokens)
-        for number, sharing in enumerate(self._blueprint.shared):
+                self._compute(f"forward {place}", bucket.size * flops)
+
+    def _backward_shared(self, flops: float, *, reduces: bool) -> None:
+        for number, sharing in self._blueprint.reduced():
             for place, bucket in enumerate(sharing.plan.buckets):
-                self._compute(f"backward {place}", bucket.size * BACKWARD * tokens)
-                if sharing.distribution.overlap_grad_reduce:
+                self._compute(f"backward {place}", bucket.size * flops)
+                if reduces and sharing.distribution.overlap_grad_reduce:
                     if sharing.distribution.one_in_flight and place:
                         self._wait("reduce", BucketId(number, place - 1))
                     self._run(sharing.shape.reduce(BucketId(number, place)))
-        if training.units:
-            before = self._now - self._computing
-            self._run_units(training.units, tokens)
-            waits = self._now - self._computing - before
-            self._by_operation["FSDP2"] += waits
-        elif self._blueprint.spread:
-            whole = sum(p.numel() for s in self._blueprint.spread for p in s.params)
-            share = self._grid.sizes.get("model", 1)
-            for flops, name in (FORWARD, "forward"), (BACKWARD, "backward"):
-                self._compute(name, whole / share * flops * tokens)
-        self.step()
 
-    def _run_units(self, units: Sequence[Unit], tokens: int) -> None:
-        """Forward and backward of what FSDP2 has sharded."""
-        for place, unit in enumerate(units):
-            if place == 0:
-                self._send("unit", unit.name, gather_of(unit))
-            self._wait("unit", unit.name)
-            for later in units[place + 1 : place + 2]:
-                self._send("unit", later.name, gather_of(later))
-            self._compute(f"forward {unit.name}", FORWARD * tokens * _elements(unit))
+    def _layers_send(self, collectives: Counted) -> None:
+        """What the layers of a pass send; nothing computes meanwhile."""
+        before = self._now
+        for each, count in collectives:
+            seconds = count * seconds_of(each, self._grid, self._hardware)
+            self._occupy("layers", None, each, seconds)
+            self._wait("layers", None)
+        if collectives:
+            self._by_operation["layers"] += self._now - before
+
+    # --- FSDP2 -------------------------------------------------------------------------------
+
+    def _run_units(self, units: Sequence[Unit], kind: str, flops: float) -> None:
+        """Forward or backward of what FSDP2 has sharded."""
+        if kind == "F":
+            for place, unit in enumerate(units):
+                if place == 0:
+                    self._send("unit", unit.name, gather_of(unit))
+                self._wait("unit", unit.name)
+                for later in units[place + 1 : place + 2]:
+                    self._send("unit", later.name, gather_of(later))
+                self._compute(f"forward {unit.name}", flops * _elements(unit))
+            return
         order = [unit for unit in reversed(units) if unit.reshards]
         order += [unit for unit in units if not unit.reshards]  # whole still; reduced at the end
         for unit in order[:1] if order[0].reshards else ():
@@ -197,11 +252,32 @@ class _Simulator:
             self._wait("unit", unit.name)
             for later in order[place + 1 : place + 2]:
                 self._send("unit", later.name, gather_of(later) if later.reshards else ())
-            self._compute(f"backward {unit.name}", BACKWARD * tokens * _elements(unit))
+            self._compute(f"backward {unit.name}", flops * _elements(unit))
             self._wait("reduce", before)
             self._send("reduce", unit.name, reductions_of(unit))
             before = unit.name
         self._wait("reduce", before)
+
+    def _run_whole_units(
+        self, units: Sequence[Unit], run: Pass, flops: float, *, is_first: bool
+    ) -> None:
+        """In a pipeline: units stay whole from the first backward pass on."""
+        if is_first:
+            self._gathered.clear()
+        for unit in units if run.kind == "F" else reversed(units):
+            if unit.name not in self._gathered:
+                self._send("unit", unit.name, gather_of(unit))
+                self._wait("unit", unit.name)
+            if run.kind == "B" or not unit.reshards:
+                self._gathered.add(unit.name)
+        self._compute(_name(run), flops * sum(map(_elements, units)))
+
+    def _reduce_units(self, units: Sequence[Unit]) -> None:
+        before = self._now
+        for unit in units:
+            self._send("reduce", unit.name, reductions_of(unit))
+            self._wait("reduce", unit.name)
+        self._by_operation["FSDP2"] += self._now - before
 
     def _compute(self, name: str, flops: float) -> None:
         """A part of the model, on every rank."""
@@ -256,8 +332,7 @@ class _Simulator:
                 self._launch("collect", chunk, operation)
             case Transform(chunk):
                 self._wait("collect", chunk)
-                spreading = self._spreading(chunk)
-                self._do(chunk_flops(spreading, chunk.bucket, self._hardware), spreading.peers)
+                self._spend(self._of_blocks(chunk, self._seconds_of_chunk))
             case GiveBack(chunk):
                 self._launch("return", chunk, operation)
             case Apply(chunk):
@@ -265,8 +340,23 @@ class _Simulator:
                 self._elementwise(chunk, 12)
         self._tell(line_of(operation), before)
 
-    def _spreading(self, chunk: BucketId) -> Spreading:
-        return self._blueprint.spread[chunk.placement - len(self._blueprint.shared)]
+    def _of_blocks(self, chunk: BucketId, count: Callable[[Spreading, int], Tensor]) -> Tensor:
+        """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
+        placement = self._blueprint.placements[chunk.placement]
+        if not isinstance(placement, CopiedParts):
+            assert isinstance(placement, Spreading)
+            return self._grid.spread(count(placement, chunk.bucket), placement.peers)
+        nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
+        known = {id(each): each for each in placement.by_place}  # where all have the same
+        rows = {
+            key: count(each, chunk.bucket) if chunk.bucket < len(each.plan.chunks) else nothing
+            for key, each in known.items()
+        }
+        together = torch.stack([rows[id(each)] for each in placement.by_place])
+        return self._grid.spread_both(together, placement.peers, placement.mesh)
+
+    def _seconds_of_chunk(self, spreading: Spreading, number: int) -> Tensor:
+        return chunk_flops(spreading, number, self._hardware).seconds(self._hardware)
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """What a transfer sends is put side by side, or what it brought into place."""
@@ -295,7 +385,8 @@ class _Simulator:
             if sharing is not None:
                 self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers)
             elif bucket.placement < len(self._blueprint.placements):
-                spreading = self._spreading(bucket)
+                spreading = self._blueprint.placements[bucket.placement]
+                assert isinstance(spreading, Spreading)
                 self._do(elementwise_work(spreading, self._hardware), spreading.peers)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
@@ -310,14 +401,12 @@ class _Simulator:
         self._bytes(own * 2 * transfer.dtype.itemsize * copies, sharing.peers)
 
     def _elementwise(self, chunk: BucketId, per_element: int) -> None:
-        spreading = self._spreading(chunk)
-        elements = chunk_parts(spreading, chunk.bucket)
-        self._bytes(elements * per_element, spreading.peers)
-        pieces = len({route.key for route in spreading.plan.chunks[chunk.bucket]})
-        self._spend(pieces * self._hardware.call)
+        elements = self._of_blocks(chunk, chunk_parts)
+        self._spend(elements * (per_element / self._hardware.bytes_rate))
+        self._spend(self._of_blocks(chunk, chunk_count) * self._hardware.call)
 
     def _read_gradients(self) -> None:
-        for sharing in self._blueprint.shared:
+        for _, sharing in self._blueprint.reduced():
             numbers = range(len(sharing.plan.buckets))
             owned = torch.stack([_to_update(sharing, number) for number in numbers])
             self._bytes(owned.sum(0) * 4, sharing.peers)
@@ -341,26 +430,17 @@ class _Simulator:
     def _send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
         """Launch transfers, after what the link has to do already."""
         for each in collectives:
-            seconds = self._seconds(each)
-            ready = self._grid.maximum(self._now, each.peers)
-            start = torch.maximum(ready, self._grid.maximum(self._link, each.peers))
-            end = start + seconds
-            self._link = end
-            self._busy += seconds
-            self._flying[kind, about].append((ready, end))
-            for shown, times in self._drawn(start, end, self._now):
-                shown.transfers.append(Span(each.name, *times))
+            self._occupy(kind, about, each, seconds_of(each, self._grid, self._hardware))
 
-    def _seconds(self, each: Collective) -> Tensor:
-        """Of the busiest direction of any peer, by group of peers."""
-        among = each.among or each.peers
-        carried = torch.maximum(each.sent_by_all(), each.received_by_all())
-        spread = self._grid.maximum(self._grid.spread(carried, among), each.peers)
-        kind, ranks = each.traffic.kind, each.peers.size
-        inside = spans(self._grid, each.peers) <= self._hardware.ranks_per_host
-        fixed = self._hardware.seconds(kind, ranks, 0.0, inside=inside)
-        per_byte = self._hardware.seconds(kind, ranks, 1e9, inside=inside) - fixed
-        return fixed + spread * (per_byte / 1e9)
+    def _occupy(self, kind: str, about: object, each: Collective, seconds: Tensor) -> None:
+        ready = self._grid.maximum(self._now, each.peers)
+        start = torch.maximum(ready, self._grid.maximum(self._link, each.peers))
+        end = start + seconds
+        self._link = end
+        self._busy += seconds
+        self._flying[kind, about].append((ready, end))
+        for shown, times in self._drawn(start, end, self._now):
+            shown.transfers.append(Span(each.name, *times))
 
     def _wait(self, kind: str, about: object) -> None:
         """Until transfers are over, where there are any."""
@@ -395,21 +475,14 @@ def _to_update(sharing: Sharing, number: int) -> Tensor:
     return per_peer([bucket.size] * ranks if bucket.replicated else bucket.segment_sizes)
 
 
-def _elements(unit: Unit) -> int:
+def _elements(unit: Unit) -> float:
     """Of what a token meets here: a rank's experts see the tokens of all that share the others."""
     return sum(param.numel() for param in unit.params) * unit.brings_tokens
 
 
-def spans(grid: Grid, peers: Peers) -> int:
-    """How many neighbouring ranks hold a whole group: those of its outermost axis and inside."""
-    reach = 1
-    for axis, size in reversed(
-        [*((a, b.size) for a, b in grid.beside.items()), *grid.sizes.items()]
-    ):
-        reach *= size
-        if axis == (peers.axes[0] if peers.axes else None):
-            return reach
-    return 1
+def _name(run: Pass) -> str:
+    """Of a pass, for pictures."""
+    return f"{'forward' if run.kind == 'F' else 'backward'} {run.stage}.{run.micro_batch}"
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> bytes:

@@ -2,7 +2,8 @@
 
 `SharingWalk` has the memory of parameters that peers hold whole, operation by operation: it follows
 `replicated`, `reduction` and `buffers` of `placements.whole`. `SpreadingWalk` has that of
-DTensors and of blocks on their way: it follows `block_exchange` and `block_moves`.
+DTensors and of blocks on their way: it follows `block_exchange` and `block_moves`. `CopiedWalk` has
+both, of DTensors that other meshes have copies of: it follows `mesh_parts`.
 """
 
 from collections import defaultdict
@@ -10,7 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from samestep.estimate.blueprint import Blueprint, Sharing, Spreading
+from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
@@ -78,7 +80,8 @@ class Walk:
     def __init__(self, number: int, place: int, ledger: Ledger) -> None:
         self._number, self._place, self._ledger = number, place, ledger
 
-    def backward(self) -> None: ...
+    def backward(self, *, again: bool) -> None:
+        """Gradients arrive; `again`: those of earlier micro-batches are there."""
 
     def begin(self) -> None:
         """What comes before the first operation."""
@@ -105,7 +108,7 @@ class Walk:
 
 
 class SharingWalk(Walk):
-    """Parameters that peers hold whole."""
+    """Parameters that peers hold copies of."""
 
     def __init__(self, number: int, sharing: Sharing, place: int, ledger: Ledger) -> None:
         super().__init__(number, place, ledger)
@@ -130,12 +133,18 @@ class SharingWalk(Walk):
 
     # --- backward ----------------------------------------------------------------------------
 
-    def backward(self) -> None:
+    def backward(self, *, again: bool) -> None:
         """Gradients arrive from the last parameter to the first."""
         distribution = self._sharing.distribution
         missing = [set(members) for members in self._members]
-        for index in range(len(self._sharing.params) - 1, -1, -1):
+        order = range(len(self._sharing.params) - 1, -1, -1)
+        for index in order if again else ():
             self._arrive(index)
+        for index in order:
+            if again:  # added to what is there
+                self._ledger.passing(self._gradient_bytes(index))
+            else:
+                self._arrive(index)
             for bucket in self._buckets_of[index]:
                 missing[bucket].discard(index)
             while (
@@ -147,9 +156,12 @@ class SharingWalk(Walk):
                     self._land(number)
                 self._launch()
 
-    def _arrive(self, index: int) -> None:
+    def _gradient_bytes(self, index: int) -> int:
         param = self._sharing.params[index]
-        self._add("gradient", index, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
+        return param.numel() * gradient_dtype(param).itemsize
+
+    def _arrive(self, index: int) -> None:
+        self._add("gradient", index, self._gradient_bytes(index), GRADIENTS)
         place = self._places[index] if self._flat else None
         if place is not None:  # moved into its buffer
             self._buffer(place.bucket)
@@ -241,16 +253,17 @@ class SharingWalk(Walk):
         sums = self._transfers[number].sums
         if sums is not None and self._ranks > 1:
             self._gather("gathered sums", number, sums, cat=False, into=False)
+            self._add("gathered sums", number, self._arriving(sums) * sums.dtype.itemsize)
             self._add("sum", number, sums.elements * sums.dtype.itemsize)
             self._drop(number, "gathered sums", "packed", "received")
 
     # --- updates -----------------------------------------------------------------------------
 
     def _owned(self, number: int) -> Segment:
-        bucket = self._sharing.plan.buckets[number]
-        return bucket.segments[0 if bucket.replicated else self._place]
+        return self._sharing.owned(number, self._place)
 
     def operands(self, number: int) -> list[Operand]:
+        """Not the blocks of which there are parts here."""
         return [
             Operand(
                 self._sharing.specs[piece.param].group,
@@ -258,6 +271,7 @@ class SharingWalk(Walk):
                 (piece.size,) if piece.block is None else piece.block.shape,
             )
             for piece in self._owned(number).pieces
+            if piece.block is None or not self._sharing.has_parts
         ]
 
     def updated(self, number: int) -> None:
@@ -280,8 +294,15 @@ class SharingWalk(Walk):
             self._add(what, number, (own * cat + whole * (not into)) * width)
             return
         copies = 0 if self._ranks == 2 else own * self._copies
-        arrives = 0 if into else whole if self._in_middle else whole - own
+        arrives = 0 if into else self._arriving(transfer)
         self._add(what, number, (own * cat + copies + arrives) * width)
+
+    def _arriving(self, transfer: Transfer) -> int:
+        """Elements of room for what others send."""
+        assert transfer.sizes is not None
+        if self._in_middle or transfer.traffic is Traffic.ALL_GATHER:
+            return transfer.elements
+        return transfer.elements - transfer.sizes[self._place]
 
     def on_place(self, number: int) -> None:
         self._drop(number, "gather", "room")
@@ -296,7 +317,7 @@ class SpreadingWalk(Walk):
         super().__init__(number, place, ledger)
         self._spreading, self._blueprint = spreading, blueprint
 
-    def backward(self) -> None:
+    def backward(self, *, again: bool) -> None:
         """Gradients come reduced, in parts."""
         for index, param in enumerate(self._spreading.params):
             stored = self._spreading.stored(index, self._place)
@@ -394,3 +415,51 @@ def _lies_together(item: Item, route: Route) -> bool:
     sizes = item.part.in_block.sizes
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     return sizes[first + 1 :] == route.box.sizes[first + 1 :]
+
+
+class CopiedWalk(SharingWalk):
+    """DTensors of a mesh that other meshes have copies of."""
+
+    def __init__(
+        self,
+        number: int,
+        parts: CopiedParts,
+        mesh_place: int,
+        place: int,
+        ledger: Ledger,
+        blueprint: Blueprint,
+    ) -> None:
+        super().__init__(number, parts.by_mesh_place[mesh_place], place, ledger)
+        self._parts, self._mesh_place = parts, mesh_place
+        self._blocks = SpreadingWalk(number, parts.by_place[place], mesh_place, ledger, blueprint)
+
+    def on_collect(self, number: int) -> None:
+        self._blocks.on_collect(number)
+
+    def on_transform(self, number: int) -> None:
+        self._blocks.on_transform(number)
+
+    def on_giveback(self, number: int) -> None:
+        self._blocks.on_giveback(number)
+
+    def on_apply(self, number: int) -> None:
+        self._blocks.on_apply(number)
+
+    def on_average(self, number: int) -> None:
+        """Wait; what are summands still is added up over the mesh, side by side."""
+        super().on_average(number)
+        wide = torch.promote_types(self._transfers[number].reduce.dtype, torch.float32)
+        sums = self._parts.sums(number, self._mesh_place, self._place)
+        for place, elements in enumerate(sums.values()):
+            self._add(f"sum in mesh {place}", number, elements * wide.itemsize)
+        if all(self._parts.summands[piece.param] for piece in self._owned(number).pieces):
+            super().updated(number)
+
+    def updated(self, number: int) -> None:
+        """Averaged gradients of blocks stay until the step is over, and what they lie in."""
+        blocks = [piece.param for piece in self._owned(number).pieces if piece.block is not None]
+        if all(self._parts.summands[param] for param in blocks):
+            super().updated(number)
+        for place, summands in enumerate(self._parts.sums(number, self._mesh_place, self._place)):
+            if summands not in [self._parts.summands[param] for param in blocks]:
+                self._drop(number, f"sum in mesh {place}")

@@ -6,9 +6,11 @@ from itertools import chain
 
 from torch import Tensor
 
-from samestep.estimate.blueprint import Blueprint, Sharing, Spreading, per_peer
+from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.floors import ADAMW_BYTES, MUON_BYTES
+from samestep.estimate.grid import per_peer
 from samestep.estimate.hardware import Hardware
+from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.layout.owners import busiest_lower_bound
 from samestep.rules.orthogonalize import orthogonalize_flops
 
@@ -68,9 +70,10 @@ class OwnerBalance:
     bound: float
 
 
-def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
+def balance(placement: Placed) -> OwnerBalance | None:
     """None if no matrix rule runs there."""
-    ranks = placement.peers.size
+    peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
+    ranks = peers.size
     flops = [0.0] * ranks
     blocks = [
         orthogonalize_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()
@@ -78,11 +81,7 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
     if not blocks:
         return None
     count = len(blocks)
-    if isinstance(placement, Spreading):
-        for route in chain.from_iterable(placement.plan.chunks):
-            flops[route.owner] += orthogonalize_flops(*route.block.shape)
-        everywhere = placement.distribution.muon_schedule == "gather"
-    else:
+    if isinstance(placement, Sharing):
         for bucket in placement.plan.buckets:
             has_blocks = any(placement.specs[param].blocks for param in bucket.params)
             for rank, segment in bucket.filled if has_blocks else ():
@@ -90,22 +89,32 @@ def balance(placement: Sharing | Spreading) -> OwnerBalance | None:
                 cost = sum(orthogonalize_flops(*block.shape) for block in own)
                 for each in range(ranks) if bucket.replicated else (rank,):
                     flops[each] += cost
-        everywhere = all(bucket.replicated for bucket in placement.plan.buckets)
-    if everywhere:
-        blocks = blocks * ranks
+    else:
+        several = placement.by_place if isinstance(placement, CopiedParts) else (placement,)
+        flops = [each for spreading in several for each in _owned_flops(spreading)]
+    blocks = blocks * int(sum(flops) // sum(blocks))  # as often as all are computed
     mean = sum(flops) / ranks
     busiest = max(flops), busiest_lower_bound(blocks, ranks)
     ratios = (each / mean if mean else 1.0 for each in busiest)
-    return OwnerBalance(placement.peers.name, ranks, count, sum(flops), *ratios)
+    return OwnerBalance(peers.name, ranks, count, sum(flops), *ratios)
+
+
+def _owned_flops(spreading: Spreading) -> list[float]:
+    flops = [0.0] * spreading.peers.size
+    for route in chain.from_iterable(spreading.plan.chunks):
+        flops[route.owner] += orthogonalize_flops(*route.block.shape)
+    return flops
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
+    """Of its updates, but those of blocks of which ranks have parts."""
     bucket = sharing.plan.buckets[number]
     width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
     costs = (
         (place, _cost(piece.block and piece.block.shape, piece.size, width, hardware))
         for place, segment in bucket.filled
         for piece in segment.pieces
+        if piece.block is None or not sharing.has_parts
     )
     found = _work(len(bucket.segments), costs)
     if bucket.replicated:
@@ -152,3 +161,9 @@ def chunk_parts(spreading: Spreading, number: int) -> Tensor:
         for rank, size, _ in route.parts.sizes:
             sizes[rank] += size
     return per_peer(sizes)
+
+
+def chunk_count(spreading: Spreading, number: int) -> Tensor:
+    """Blocks of a chunk, the same for all ranks of its mesh: (ranks,)."""
+    count = len({route.key for route in spreading.plan.chunks[number]})
+    return per_peer([count] * spreading.peers.size)

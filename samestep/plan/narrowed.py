@@ -6,14 +6,18 @@ Who owns which block, and which bucket it travels in, is decided for an even sha
 so that all ranks of a mesh decide alike. Each piece of such a share then becomes what this rank
 has of it: the same block, cut to this rank's rows and columns, or the same fraction of a slice.
 Ranks along the copies hold equal parts, so theirs is the same plan.
+
+Whoever among the copies answers for a block brings it together with the others of its mesh, as a
+parameter of its own.
 """
 
 from collections.abc import Sequence
 from math import prod
+from typing import NamedTuple
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box
-from samestep.plan.block_exchange import block_box
+from samestep.plan.block_exchange import ShardedSpec, block_box
 from samestep.plan.sharding import Bucket, ParamSpec, Piece, Segment, ShardingPlan, whole_pieces
 
 
@@ -123,3 +127,70 @@ def _require_even(plan: ShardingPlan, held: Sequence[ParamSpec]) -> None:
                 f"where an even share has {[part.size for part in shares]}: flat buffers need "
                 'equal ones; take buffers="per_parameter"'
             )
+
+
+class AnsweredBlock(NamedTuple):
+    """A whole block that a rank among the copies answers for, as a parameter of its own.
+
+    piece: of the plan; it stands for `stacks` whole blocks, of which this is number `stack`.
+    held: who of the mesh holds what of the block.
+    counted: whether this rank among the copies is the one that counts in sums over ranks.
+    """
+
+    piece: Piece
+    stack: int
+    stacks: int
+    spec: ParamSpec
+    held: ShardedSpec
+    counted: bool
+
+    def has_parts_in(self, box: Box, shape: Shape) -> bool:
+        """Whether the piece of a rank that holds `box` of a parameter of `shape` is of it."""
+        return self.stacks == 1 or self.stack == box.offsets[0] * self.stacks // max(1, shape[0])
+
+
+def answered_blocks(
+    plan: ShardingPlan, held: Sequence[ShardedSpec], place: int
+) -> list[AnsweredBlock]:
+    """What a rank among the copies answers for, of a plan for even shares or a narrowed one.
+
+    `held`: who of a mesh holds what of each whole parameter; the same on all its ranks.
+    """
+    found = []
+    known: dict[tuple[Block, int], tuple[Box, ...]] = {}  # layers are alike
+    for bucket in plan.buckets:
+        counted = place == 0 or not bucket.replicated
+        for piece in bucket.segments[0 if bucket.replicated else place].pieces:
+            found += _answered(piece, plan.params[piece.param], held[piece.param], counted, known)
+    return found
+
+
+def _answered(
+    piece: Piece,
+    spec: ParamSpec,
+    held: ShardedSpec,
+    counted: bool,
+    known: dict[tuple[Block, int], tuple[Box, ...]],
+) -> list[AnsweredBlock]:
+    if piece.block is None or spec.whole is None:
+        return []
+    blocks = spec.whole_blocks(piece.block)
+    found = []
+    for stack, block in enumerate(blocks):
+        number = (spec.whole.blocks or ()).index(block)
+        item = ParamSpec(
+            f"{spec.name}[{number}]",
+            block.shape,
+            spec.dtype,
+            spec.group,
+            spec.rule,
+            (Block(None, 0, *block.shape),),
+            spec.state_per_element,
+            (spec.whole.state_of_blocks[number],),
+        )
+        key = block, id(held.boxes)
+        if key not in known:
+            known[key] = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
+        of_item = ShardedSpec(item.name, item.shape, item.blocks or (), known[key], held.replicas)
+        found.append(AnsweredBlock(piece, stack, len(blocks), item, of_item, counted))
+    return found

@@ -9,11 +9,19 @@ from torch.distributed.fsdp import fully_shard
 
 import samestep
 import samestep.optimizer.step
+from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
+from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.hardware import Hardware, Link
-from samestep.estimate.timeline import Training, chrome_trace, simulate, spans
+from samestep.estimate.links import spans
+from samestep.estimate.model import Model, gpt_shape
+from samestep.estimate.slots import bubble, passes_of
+from samestep.estimate.timeline import chrome_trace, simulate
+from samestep.estimate.training import Training, training_of
 from samestep.layout.boxes import Cut
+from samestep.mesh.degrees import Degrees
+from samestep.models import gpt
 from samestep.optimizer.step import execute
 from samestep.plan.schedule import line_of
 from samestep.stress.models import GPT, Matrices
@@ -234,3 +242,46 @@ def test_units_of_fsdp_hide_behind_the_model():
     assert sum(slow.by_operation.values()) == pytest.approx(slow.seconds)
     hidden = simulate(plan, MACHINE, training=Training(10_000, units))
     assert hidden.exposed_seconds < 0.5 * slow.exposed_seconds
+
+
+def four_stages(stage, micro_batches, per_rank=1):
+    """A pipeline of equal stages on a machine where sending takes no time."""
+    config = gpt.GPTConfig(vocab_size=2, width=64, layers=8, heads=2, kv_heads=2)
+    with torch.device("meta"):
+        model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
+    degrees, settings = Degrees(4, pp=4), Settings(stages_per_rank=per_rank)
+    fast = Hardware(**{**vars(MACHINE), "inside": Link(0.0, 1e30), "between": Link(0.0, 1e30)})
+    plan = stage_blueprint(model, degrees, settings, torch.device("cpu"), stage)
+    batch = Batch(512, micro_batches, stages_per_rank=per_rank)
+    training = training_of(batch, model, degrees, settings, fast, stage)
+    return simulate(plan, fast, show=[0], training=training)
+
+
+@pytest.mark.parametrize(("micro_batches", "per_rank"), [(4, 1), (8, 1), (8, 2)])
+def test_stages_wait_for_each_other(micro_batches, per_rank):
+    for stage in range(4):
+        timeline = four_stages(stage, micro_batches, per_rank)
+        parts = timeline.by_operation
+        passes = parts["forward"] + parts["backward"]
+        share = float(bubble(4, micro_batches, per_rank))
+        if stage == 0:  # it begins first and ends last
+            assert parts["bubble"] / (passes + parts["bubble"]) == pytest.approx(share, rel=0.03)
+        assert sum(parts.values()) == pytest.approx(timeline.seconds)
+        operations = [s.name for s in timeline.shown[0].operations if s.name[0] in "fb"]
+        runs = [(name[0].upper(), name.split()[1]) for name in operations if name != "bubble"]
+        wanted = passes_of(stage, 4, micro_batches, per_rank)
+        assert runs == [(run.kind, f"{run.stage}.{run.micro_batch}") for run in wanted]
+
+
+def test_layers_wait_for_what_they_send():
+    """Twice the latency, twice the time that layers take; and as many transfers as were counted."""
+    config = gpt.GPTConfig(vocab_size=64, width=64, layers=2, heads=2, kv_heads=2)
+    with torch.device("meta"):
+        model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
+    degrees, settings, batch = Degrees(2, tp=2), Settings(sharding="none"), Batch(64, 3)
+    plan = stage_blueprint(model, degrees, settings, torch.device("cpu"), 0)
+    machine = Hardware(**{**vars(MACHINE), "inside": Link(1.0, 1e30)})
+    training = training_of(batch, model, degrees, settings, machine)
+    timeline = simulate(plan, machine, show=[0], training=training)
+    # Embedding, two sums per block and the logits; backward: two sums per block and the head's.
+    assert timeline.by_operation["layers"] == pytest.approx(3 * (1 + 4 + 1 + 4 + 1))

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from samestep import cli
-from samestep.estimate.cluster import Settings, guessed_share, plan_shares, stage_blueprint
+from samestep.estimate.activations import Batch
+from samestep.estimate.cluster import Settings, guessed_shares, plan_shares, stage_blueprint
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import Model, load_model, stage_of
@@ -27,9 +28,11 @@ def on_meta(config):
 @pytest.mark.parametrize("config", [DENSE, EXPERTS])
 def test_names_tell_how_parameters_are_cut(config):
     model = on_meta(config)
-    shares = plan_shares(model, gpt_plan(config), Degrees(4, tp=2, ep=2))
-    for name, param in model.named_parameters():
-        assert guessed_share(name, param) == shares(name, param), name
+    for shared in (False, True):
+        degrees = Degrees(4, tp=2, ep=2, sequence_parallel=shared)
+        shares, guess = plan_shares(model, gpt_plan(config), degrees), guessed_shares(degrees)
+        for name, param in model.named_parameters():
+            assert guess(name, param) == shares(name, param), name
 
 
 def test_stages_have_the_layers_of_the_stack():
@@ -37,6 +40,11 @@ def test_stages_have_the_layers_of_the_stack():
         theirs = on_meta(EXPERTS)
         cut(theirs, GPT_STAGES, 3, [stage])
         mine = stage_of(on_meta(EXPERTS), stage, 3)
+        assert [n for n, _ in mine.named_parameters()] == [n for n, _ in theirs.named_parameters()]
+    for rank in range(3):
+        theirs = on_meta(EXPERTS)
+        cut(theirs, GPT_STAGES, 6, [rank, rank + 3])
+        mine = stage_of(on_meta(EXPERTS), rank, 3, per_rank=2)
         assert [n for n, _ in mine.named_parameters()] == [n for n, _ in theirs.named_parameters()]
 
 
@@ -72,8 +80,12 @@ def test_experts_are_gathered_by_those_who_have_the_same():
 
 def test_what_is_not_counted_is_told(capsys):
     assert cli.main(["plan", "gpt2-xl", "--mesh", "dp=2,tp=2,pp=2", "--sharding", "zero3"]) == 0
-    lines = not_counted(Degrees(8, tp=2, pp=2), "zero3")
+    model = load_model("gpt2-xl", torch.bfloat16)
+    lines = not_counted(model, Degrees(8, tp=2, pp=2), "zero3")
     shown = capsys.readouterr().out
     assert all(f"not counted: {line}" in shown for line in lines)
     assert any("under tp=2, pp=2" in line for line in lines)
-    assert len(not_counted(Degrees(8), "zero2")) == 1
+    assert len(not_counted(model, Degrees(8), "zero2")) == 1
+    assert not_counted(model, Degrees(8, tp=2, pp=2), "zero3", Batch(64, 2)) == []
+    unknown = Model("of a factory", "", model.module, None)
+    assert len(not_counted(unknown, Degrees(8, tp=2), "none", Batch(64))) == 2

@@ -18,6 +18,11 @@ from torch import nn
 def model():
     return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 64, bias=False), nn.Linear(64, 32))
 
+def gpt():
+    from samestep.models.gpt import GPT, GPTConfig
+
+    return GPT(GPTConfig(width=64, layers=8, heads=4, kv_heads=4))
+
 def on_gpu():
     return nn.Linear(4, 4).cuda()
 
@@ -57,6 +62,66 @@ def test_a_plan_of_a_factory_is_shown_and_written(tmp_path, capsys):
     assert (tmp_path / "o" / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_activations_sends_and_bubbles_are_shown_and_written(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(FACTORY)
+    words = ["plan", f"{tmp_path / 'mine.py'}:gpt", "--mesh", "dp=2,tp=2,pp=2", "--sharding"]
+    words += ["zero3", "--batch", "8", "--sequence", "32", "--micro-batches", "4"]
+    words += ["--sequence-parallel", "--recompute", "full", "--out", str(tmp_path / "o")]
+    assert cli.main(words) == 0
+    shown = capsys.readouterr().out
+    for text in (
+        "Activations of the worst rank",
+        "micro-batches in flight",
+        "bubble",
+        "layers",
+        "stages",
+    ):
+        assert text in shown
+    assert "not counted" not in shown
+    content = json.loads((tmp_path / "o" / "plan.json").read_text())
+    assert content["bubble"] == pytest.approx(1 / 5)
+    assert content["batch"] == {
+        "tokens": 64, "micro_batches": 4, "recompute": "full", "stages_per_rank": 1
+    }  # fmt: skip
+    first, last = content["stages"]
+    # Two micro-batches of four blocks' inputs, 32 of 64 positions each, in 16 bit.
+    assert first["activations"]["kept"]["inputs of blocks"] == 2 * 4 * 32 * 64 * 2
+    assert first["activations"]["in_flight"] == 2
+    assert last["activations"]["in_flight"] == 1
+    for stage in (first, last):
+        found = stage["activations"]
+        assert found["peak"] == sum(found["kept"].values()) + found["passing"]
+        assert stage["peak"] == max(
+            stage["memory"]["peak"], stage["beside"]["peak"] + found["peak"]
+        )
+        sent = {(t["by"], t["kind"]): t for t in stage["traffic"]}
+        assert sent["stages", "send"]["mean_sent"] == 4 * 32 * 64 * 2
+        # Per block two gathers and two sums in forward, and two in backward; computed again, all
+        # but the last sum. Around them the embedding or the head.
+        around = {"all_to_all": 4 * 2} if stage is first else {"all_gather": 2, "reduce_scatter": 1}
+        assert sent["layers", "all_gather"]["collectives"] == 4 * (
+            4 * 6 + around.get("all_gather", 0)
+        )
+        assert sent["layers", "reduce_scatter"]["collectives"] == 4 * (
+            4 * 5 + around.get("reduce_scatter", 0)
+        )
+        assert stage["parts"]["layers"] > 0
+    page = (tmp_path / "o" / "plan.html").read_text()
+    for text in ("Activations of the worst rank", "bubble", "with activations"):
+        assert text in page
+
+
+def test_activations_decide_whether_it_fits(capsys):
+    words = ["plan", "gpt2-xl", "--mesh", "dp=8", "--hardware", "h100x8"]
+    assert cli.main(words) == 0
+    assert "it fits, activations apart" in capsys.readouterr().out
+    assert cli.main([*words, "--batch", "64", "--sequence", "1024"]) == 0
+    assert "it does not fit; no stage leaves 10% free" in capsys.readouterr().out
+    more = ["--batch", "64", "--sequence", "1024", "--recompute", "full", "--micro-batches", "8"]
+    assert cli.main([*words, *more]) == 0
+    assert "it fits, with activations" in capsys.readouterr().out
+
+
 def test_scaling_is_of_the_settings_that_were_asked_for(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(FACTORY)
     seen, real = [], pictures.point
@@ -93,9 +158,44 @@ def refused(words, capsys):
         (["gpt2-xl", "--mesh", "dp=3", "--ranks", "8"], "dp 3 = 3 ranks, and there are 8; dp 8"),
         (["gpt2-xl", "--hardware", "h900"], "is no preset (h200x8,"),
         (["gpt2-xl", "--hardware", "none.json"], "cannot read 'none.json'"),
-        (["gpt2-xl", "--mesh", "dp=2,tp=2"], "sharding zero2 does not go with tp=2"),
+        (
+            ["gpt2-xl", "--mesh", "replicate=2,dp=2,tp=2"],
+            "replicate=2 with tp=2, ep=1 needs --sharding zero3",
+        ),
+        (
+            ["gpt2-xl", "--mesh", "dp=2,tp=7", "--buffers", "flat"],
+            "flat buffers need equal ones",
+        ),
         (["gpt2-xl", "--reserve", "1"], "--reserve must be from 0 to below 1"),
         (["deepseek-v3", "--mesh", "dp=2,ep=3"], "ep=3 does not divide 256 experts"),
+        (["gpt2-xl", "--batch", "2"], "--batch counts sequences: give --sequence"),
+        (["gpt2-xl", "--batch", "2", "--sequence", "8", "--tokens", "8"], "are 16 tokens, not"),
+        (["gpt2-xl", "--tokens", "-1"], "--tokens must be 0 or more, got -1"),
+        (["gpt2-xl", "--tokens", "9", "--micro-batches", "2"], "take a multiple of 2"),
+        (
+            ["gpt2-xl", "--mesh", "pp=4", "--tokens", "8", "--micro-batches", "2"],
+            "do not fill pp=4",
+        ),
+        (["gpt2-xl", "--stages-per-rank", "2"], "is of a pipeline"),
+        (
+            [
+                "gpt2-xl",
+                "--mesh",
+                "pp=2",
+                "--stages-per-rank",
+                "2",
+                "--tokens",
+                "9",
+                "--micro-batches",
+                "3",
+            ],
+            "are no multiple of pp=2",
+        ),
+        (
+            ["gpt2-xl", "--mesh", "pp=2", "--stages-per-rank", "2", "--sharding", "zero3"],
+            "is planned with none, zero1 and zero2",
+        ),
+        (["gpt2-xl", "--sequence-parallel"], "sequence_parallel shares the sequence among"),
         (["none.json"], "cannot read 'none.json'"),
         (["no_such_module:make"], "'no_such_module' cannot be imported"),
     ],

@@ -20,12 +20,12 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import Held, axes_group, held, mesh_group, whole_tensor
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
-from samestep.layout.blocks import Block
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.held_parts import HeldParts
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.placements.whole.piece_state import is_local
-from samestep.plan.narrowed import even_share, held_spec, part_of_block
+from samestep.plan.block_exchange import ShardedSpec
+from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import State
@@ -45,6 +45,7 @@ class MeshParts:
         self.mesh = mesh
         self.group = mesh_group(mesh)
         self._params = [param for param in params if isinstance(param, DTensor)]
+        self._wholes = specs
         self._held: list[Held] = []
         self.shares: list[ParamSpec] = []
         self.specs: list[ParamSpec] = []
@@ -79,37 +80,17 @@ class MeshParts:
         device: torch.device,
     ) -> None:
         """Spread the blocks that this rank answers for among the copies over its mesh."""
-        counted = copies.rank == 0
+        held = [
+            ShardedSpec(spec.name, spec.shape, spec.blocks or (), *of_param)
+            for spec, of_param in zip(self._wholes, self._held, strict=True)
+        ]
         items = []
-        for bucket in plan.buckets:
-            for piece in bucket.segments[0 if bucket.replicated else copies.rank].pieces:
-                items += self._items(piece, counted or not bucket.replicated)
+        for item in answered_blocks(plan, held, copies.rank):
+            index = item.piece.param
+            mine = item.has_parts_in(self.boxes[index], held[index].shape)
+            items.append(_Item(item, mine, Held(item.held.boxes, item.held.replicas)))
         self.blocks = AnsweredBlocks(items, self.group, device)
         self.exchange = BlockExchange(self.blocks, distribution)
-
-    def _items(self, piece: Piece, counted: bool) -> "list[_Item]":
-        spec, of_param = self.specs[piece.param], self._held[piece.param]
-        if piece.block is None or spec.whole is None:
-            return []
-        blocks = spec.whole_blocks(piece.block)
-        here = self.boxes[piece.param].offsets[0] * len(blocks) // max(1, spec.whole.shape[0])
-        found = []
-        for stack, block in enumerate(blocks):
-            boxes = tuple(part_of_block(block, spec.whole.shape, box) for box in of_param.boxes)
-            number = (spec.whole.blocks or ()).index(block)
-            item = ParamSpec(
-                f"{spec.name}[{number}]",
-                block.shape,
-                spec.dtype,
-                spec.group,
-                spec.rule,
-                (Block(None, 0, *block.shape),),
-                spec.state_per_element,
-                (spec.whole.state_of_blocks[number],),
-            )
-            mine = stack == here or len(blocks) == 1
-            found.append(_Item(piece, stack, mine, item, Held(boxes, of_param.replicas), counted))
-        return found
 
     def prepare(self, groups: Sequence[Group]) -> None:
         """There is state now."""
@@ -209,16 +190,20 @@ class MeshParts:
 class _Item(NamedTuple):
     """A block that this rank among the copies answers for.
 
-    stack: which of the whole blocks that the piece stands for; mine: whether it has parts here.
-    spec: of the block as a parameter of its own; held: who of the mesh holds what of it.
+    mine: whether the piece has parts of it; held: who of the mesh holds what of it.
     """
 
-    piece: Piece
-    stack: int
+    block: AnsweredBlock
     mine: bool
-    spec: ParamSpec
     held: Held
-    counted: bool
+
+    @property
+    def piece(self) -> Piece:
+        return self.block.piece
+
+    @property
+    def spec(self) -> ParamSpec:
+        return self.block.spec
 
 
 class AnsweredBlocks(HeldParts):
@@ -254,7 +239,7 @@ class AnsweredBlocks(HeldParts):
         return self._states[index]
 
     def answers_for(self, index: int) -> bool:
-        return self.items[index].counted and super().answers_for(index)
+        return self.items[index].block.counted and super().answers_for(index)
 
     def whole_state(self, route: Any) -> State:
         state = self.state_of(route.param)
@@ -277,7 +262,7 @@ class AnsweredBlocks(HeldParts):
 
     def _item_state(self, number: int, item: _Item, state: State) -> State:
         return {
-            key: tensor[item.stack]
+            key: tensor[item.block.stack]
             if self.is_of_whole(number, key)
             else (tensor if item.mine else tensor.new_empty(0, 0))
             for key, tensor in state.items()

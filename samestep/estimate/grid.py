@@ -1,0 +1,107 @@
+"""Ranks on a grid of axes: who is whose peer, and numbers of all ranks at once."""
+
+from array import array
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Peers(NamedTuple):
+    """Ranks that differ at most in these axes of a grid, in the order of the grid."""
+
+    axes: tuple[str, ...]
+    size: int
+
+    @property
+    def name(self) -> str:
+        """For tables: "data x expert"."""
+        return " x ".join(self.axes) or "one rank"
+
+
+class Beside(NamedTuple):
+    """An axis along which a grid has one place of several: others have grids of their own."""
+
+    place: int
+    size: int
+
+
+class Grid:
+    """All ranks that train one model (or one stage of it); the last axis varies fastest.
+
+    beside: axes outside of it, such as the stages of a pipeline.
+    """
+
+    def __init__(
+        self, sizes: Mapping[str, int], beside: Mapping[str, Beside] | None = None
+    ) -> None:
+        self.sizes = dict(sizes)
+        self.beside = dict(beside or {})
+        self.ranks = prod(self.sizes.values())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.sizes.values())
+
+    def peers(self, *axes: str) -> Peers:
+        """The group of a rank along some axes: the same ranks are the same peers."""
+        sizes = {**{axis: size for axis, (_, size) in self.beside.items()}, **self.sizes}
+        ordered = tuple(axis for axis, size in sizes.items() if axis in axes and size > 1)
+        return Peers(ordered, prod(sizes[axis] for axis in ordered))
+
+    def place(self, rank: int, peers: Peers) -> int:
+        """Which one of its peers a rank is."""
+        places = dict(self.beside)
+        for axis, size in reversed(self.sizes.items()):
+            rank, at = divmod(rank, size)
+            places[axis] = Beside(at, size)
+        number = 0
+        for axis in peers.axes:
+            number = number * places[axis].size + places[axis].place
+        return number
+
+    def rank_at(self, peers: Peers, place: int) -> int:
+        """The first rank that has this place among its peers."""
+        places = {}
+        for axis in reversed(peers.axes):
+            place, places[axis] = divmod(place, self.sizes[axis])
+        rank = 0
+        for axis, size in self.sizes.items():
+            rank = rank * size + places.get(axis, 0)
+        return rank
+
+    def spread(self, values: Tensor, peers: Peers) -> Tensor:
+        """What each peer has, (peers.size,), for all ranks: the shape of the grid."""
+        for axis in peers.axes:
+            if axis in self.beside:
+                place, size = self.beside[axis]
+                values = values.reshape(size, -1)[place]
+        inner = [self.sizes[axis] if axis in peers.axes else 1 for axis in self.sizes]
+        return values.reshape(inner).expand(self.shape)
+
+    def spread_both(self, values: Tensor, outer: Peers, inner: Peers) -> Tensor:
+        """What each inner peer has at each place of the outer ones, (outer.size, inner.size)."""
+        axes = (*outer.axes, *inner.axes)
+        together = self.peers(*axes)
+        values = values.reshape([self.sizes[axis] for axis in axes])
+        ordered = values.permute([axes.index(axis) for axis in together.axes])
+        return self.spread(ordered.reshape(-1), together)
+
+    def maximum(self, values: Tensor, peers: Peers) -> Tensor:
+        """The largest among the peers of each rank; `values` has the shape of the grid."""
+        dims = [dim for dim, axis in enumerate(self.sizes) if axis in peers.axes]
+        return values.amax(dim=dims, keepdim=True).expand(self.shape) if dims else values
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=torch.float64)
+
+
+def one_axis(ranks: int) -> Grid:
+    return Grid({"data": ranks})
+
+
+def per_peer(numbers: Sequence[float]) -> Tensor:
+    """One number of each; in a tenth of the time that `torch.tensor` takes for a thousand."""
+    return torch.frombuffer(array("d", numbers), dtype=torch.float64)

@@ -1,0 +1,229 @@
+"""Parameters on all ranks of a grid: in copies, in parts, and in copies of parts.
+
+A rank asks by its places: which one it is among the ranks with copies, and which one in its mesh.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.estimate.grid import Peers
+from samestep.groups.distribution import Distribution
+from samestep.placements.parts.block_exchange import planned as planned_blocks
+from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
+from samestep.placements.parts.block_exchange import transfers_of
+from samestep.placements.placement import PlanMembers
+from samestep.placements.whole.replicated import shape_of as shape_of_shares
+from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
+from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
+from samestep.plan.schedule import PlacementShape
+from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
+from samestep.plan.transfers import BucketPolicy
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Parameters that peers hold copies of, and how they share the work on them.
+
+    has_parts: the copies are of parts; their blocks come together in `CopiedParts.blocks`.
+    """
+
+    params: tuple[Tensor, ...]
+    plan: ShardingPlan
+    peers: Peers
+    outer: Peers | None
+    distribution: Distribution
+    policy: BucketPolicy
+    shape: PlacementShape
+    has_parts: bool = False
+
+    @property
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """In order of use."""
+        return self.plan.params
+
+    def owned(self, number: int, place: int) -> Segment:
+        """What a peer updates of a bucket."""
+        bucket = self.plan.buckets[number]
+        return bucket.segments[0 if bucket.replicated else place]
+
+
+class GradientSum(NamedTuple):
+    """Gradients that are added up at once when a step begins: numbers of their parameters."""
+
+    peers: Peers
+    dtype: torch.dtype
+    params: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Spreading:
+    """DTensors of one mesh, and how their blocks come together."""
+
+    params: tuple[Tensor, ...]
+    specs: tuple[ParamSpec, ...]
+    held: tuple[ShardedSpec, ...]
+    plan: ExchangePlan
+    transfers: tuple[ChunkTransfers, ...]
+    peers: Peers
+    distribution: Distribution
+    sums: tuple[GradientSum, ...] = ()
+    # Elements of each that every rank has room for; None: its own.
+    room: tuple[int | None, ...] = ()
+
+    def stored(self, index: int, place: int) -> int:
+        """Elements of a parameter, and of its gradient, in the memory of a rank."""
+        room = self.room[index]
+        return self.held[index].boxes[place].numel if room is None else room
+
+    def shape(self, place: int) -> PlacementShape:
+        """What the schedule of a rank depends on."""
+        elements = sum(spec.boxes[place].numel for spec in self.held)
+        return shape_of_blocks(self.transfers, self.distribution, elements)
+
+
+class Summands(NamedTuple):
+    """What ranks of a mesh have of a gradient: along some axes summands.
+
+    kinds: of all axes. Gradients that have the same are added up at once.
+    """
+
+    peers: Peers
+    kinds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CopiedParts:
+    """DTensors of a mesh of which other meshes hold copies.
+
+    Ranks with copies of the same parts share the work on them, and for the blocks for which one of
+    them answers, its mesh brings these together.
+
+    peers: ranks with the same parts; mesh: with the others of one copy.
+    summands: of each gradient; None: ranks of a mesh have what they need.
+    """
+
+    members: PlanMembers
+    held: tuple[ShardedSpec, ...]
+    plan: ShardingPlan  # for an even share of everything
+    peers: Peers
+    mesh: Peers
+    everyone: Peers
+    summands: tuple[Summands | None, ...]
+    distribution: Distribution
+    policy: BucketPolicy
+    device: torch.device
+    watched: bool
+
+    @property
+    def params(self) -> tuple[Tensor, ...]:
+        """As they are, whole."""
+        return tuple(self.members.params)
+
+    @property
+    def specs(self) -> tuple[ParamSpec, ...]:
+        """The same."""
+        return tuple(self.members.specs)
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        return any(spec.blocks is not None for spec in self.specs)
+
+    # --- between copies ----------------------------------------------------------------------
+
+    @cached_property
+    def by_mesh_place(self) -> tuple[Sharing, ...]:
+        """How each rank of a mesh shares its parts with their copies; where parts are equal, one.
+
+        Raises:
+            ValueError: Of flat buffers, where they are not.
+        """
+        known: dict[tuple[ParamSpec, ...], Sharing] = {}
+        found = []
+        for place in range(self.mesh.size):
+            specs = tuple(
+                held_spec(share, held.boxes[place])
+                for share, held in zip(self.plan.params, self.held, strict=True)
+            )
+            if specs not in known:
+                known[specs] = self._sharing(specs)
+            found.append(known[specs])
+        return tuple(found)
+
+    def _sharing(self, specs: tuple[ParamSpec, ...]) -> Sharing:
+        plan = narrowed(self.plan, specs, flat=self.distribution.buffers == "flat")
+        shape = shape_of_shares(
+            plan, self.members, self.distribution, self.policy, watched=self.watched
+        )
+        params = tuple(
+            _part(param, spec.shape) for param, spec in zip(self.params, specs, strict=True)
+        )
+        return Sharing(
+            params, plan, self.peers, None, self.distribution, self.policy,
+            shape._replace(has_parts=self.has_blocks), has_parts=True,
+        )  # fmt: skip
+
+    @property
+    def widest(self) -> Sharing:
+        """Of the first rank of a mesh, which has the largest parts: what time is counted for."""
+        return self.by_mesh_place[0]
+
+    def sums(self, number: int, mesh_place: int, place: int) -> dict[Summands, int]:
+        """Elements that a rank adds up over its mesh, of what it has averaged of a bucket."""
+        found: dict[Summands, int] = {}
+        for piece in self.by_mesh_place[mesh_place].owned(number, place).pieces:
+            own = self.summands[piece.param]
+            if own is not None:
+                found[own] = found.get(own, 0) + piece.size
+        return found
+
+    # --- blocks ------------------------------------------------------------------------------
+
+    @cached_property
+    def by_place(self) -> tuple[Spreading, ...]:
+        """The blocks for which each rank with copies answers, as DTensors of its mesh."""
+        known: dict[tuple[Piece, ...], Spreading] = {}
+        found = []
+        for place in range(self.peers.size):
+            pieces = tuple(piece for piece in self.plan.owned(place) if piece.block is not None)
+            if pieces not in known:
+                known[pieces] = self._spreading(place)
+            found.append(known[pieces])
+        return tuple(found)
+
+    def _spreading(self, place: int) -> Spreading:
+        items = answered_blocks(self.plan, self.held, place)
+        held = tuple(item.held for item in items)
+        specs = tuple(item.spec for item in items)
+        params = tuple(self.params[item.piece.param] for item in items)  # of which a dtype counts
+        ranks = self.mesh.size
+        exchange = planned_blocks(held, ranks, self.distribution, self.device)
+        transfers = transfers_of(exchange, params, specs, ranks, self.distribution, self.device)
+        return Spreading(
+            params, specs, held, exchange, transfers, self.mesh, self.distribution,
+            room=(None,) * len(held),
+        )  # fmt: skip
+
+    def shape(self, mesh_place: int, place: int) -> PlacementShape:
+        """What the schedule of a rank depends on."""
+        transfers = self.by_place[place].transfers
+        blocks = shape_of_blocks(transfers, self.distribution, 0)
+        return self.by_mesh_place[mesh_place].shape._replace(
+            chunks=blocks.chunks,
+            gives_back=blocks.gives_back,
+            chunk_transfers=blocks.chunk_transfers,
+        )
+
+
+def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """As large as what a rank holds of a parameter."""
+    part = torch.empty(shape, dtype=param.dtype, device="meta", requires_grad=True)
+    if param.grad_dtype != param.dtype:
+        part.grad_dtype = param.grad_dtype
+    return part
+
+
+Placed = Sharing | CopiedParts | Spreading

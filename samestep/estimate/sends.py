@@ -1,0 +1,263 @@
+"""What a model itself sends while it runs: layers under tensor and expert parallel, stages.
+
+Of one micro-batch, as `samestep.parallel` does it (n tokens, C channels, K experts per token):
+
+    embedding    cut by channels: gathered, or with sequence parallel exchanged for positions
+    a branch     the sum of what ranks have made, n C, in forward and of gradients in backward; with
+                 sequence parallel a gather and a reduce-scatter each way
+    the head     logits are gathered; backward adds up gradients of its input
+    experts      tokens go to their experts and back, and their gradients the other way round: n K
+                 rows each time, of which a rank keeps its part; how many go where is up to the
+                 tokens, and counted as if all experts were chosen as often
+    stages       what a layer gives, n C, to the next stage; its gradient back
+
+What is computed again in backward is sent again, but for the sum that ends a block: torch stops
+when it has what it needs.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from samestep.estimate.activations import Batch, LayerMemory, Recompute
+from samestep.estimate.blueprint import Grid, Peers
+from samestep.estimate.collectives import Collective
+from samestep.estimate.model import Shape
+from samestep.mesh.degrees import Degrees
+from samestep.parallel.stages import spread
+from samestep.plan.transfers import Traffic, Transfer, of_segments
+
+
+class Sends(NamedTuple):
+    """Of one layer and micro-batch, in order.
+
+    again: of forward what is sent again where backward computes a layer once more.
+    opening: how many of backward come before that.
+    """
+
+    forward: tuple[Collective, ...] = ()
+    backward: tuple[Collective, ...] = ()
+    again: tuple[Collective, ...] = ()
+    opening: int = 0
+
+    def in_backward(self, recompute: Recompute) -> list[Collective]:
+        again = self.again if recompute != "none" else ()
+        return [*self.backward[: self.opening], *again, *self.backward[self.opening :]]
+
+
+class LayerSends:
+    """What the layers of a decoder send for one micro-batch."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        degrees: Degrees,
+        grid: Grid,
+        tokens: int,
+        dtype: torch.dtype,
+        *,
+        on_cpu: bool = False,
+    ) -> None:
+        self._shape, self._degrees, self._on_cpu = shape, degrees, on_cpu
+        self._tokens, self._dtype = tokens, dtype
+        self._memory = LayerMemory(shape, degrees, tokens, dtype, on_cpu=on_cpu)
+        self._model, self._expert = grid.peers("model"), grid.peers("expert")
+
+    def embedding(self) -> Sends:
+        if self._model.size == 1:
+            return Sends()
+        moved = self._gather("embedding")
+        if not self._degrees.sequence_parallel:
+            return Sends((moved,))
+        if not self._on_cpu:  # DTensors have no exchange on gloo, and gather there
+            own = self._tokens * self._shape.width // self._model.size
+            moved = self._exchange("embedding", self._model, own)
+        return Sends((moved,), (moved,))
+
+    def block(self, number: int) -> Sends:
+        shape = self._shape
+        parts = [self._branch("attention")]
+        if not self._memory.is_sparse(number):
+            parts.append(self._branch("mlp"))
+        else:
+            if shape.shared_experts:
+                parts.append(self._branch("shared expert"))
+            parts.append(self._experts())
+        forward = tuple(each for part in parts for each in part.forward)
+        backward = tuple(each for part in reversed(parts) for each in part.backward)
+        again = (*(each for part in parts[:-1] for each in part.forward), *parts[-1].again)
+        return Sends(forward, backward, again, parts[-1].opening)
+
+    def head(self) -> Sends:
+        if self._model.size == 1:
+            return Sends()
+        whole = self._tokens * self._shape.vocabulary
+        logits = self._segments(Traffic.ALL_GATHER, "logits", self._model, whole)
+        into, out = self._enter("head"), self._enter_backward("head")
+        return Sends((*into, logits), out)
+
+    def boundary(self) -> int:
+        """Bytes that go from stage to stage."""
+        return round(self._memory.boundary)
+
+    # --- parts -------------------------------------------------------------------------------
+
+    def _branch(self, name: str) -> Sends:
+        """What takes the stream, cuts it between ranks and adds to it."""
+        if self._model.size == 1:
+            return Sends()
+        into, out = self._enter(name), self._enter_backward(name)
+        if not self._degrees.sequence_parallel:
+            return Sends((*into, self._sum(name, self._model)), out, into)
+        return Sends((*into, self._scatter(name)), (self._gather(name), *out), into, opening=1)
+
+    def _enter(self, name: str) -> tuple[Collective, ...]:
+        return (self._gather(name),) if self._degrees.sequence_parallel else ()
+
+    def _enter_backward(self, name: str) -> tuple[Collective, ...]:
+        if self._degrees.sequence_parallel:
+            return (self._scatter(name),)
+        return (self._sum(name, self._model),)
+
+    def _experts(self) -> Sends:
+        """Tokens as ranks of tensor parallel want them, the exchange, and the way back."""
+        model = self._on_model()
+        if self._expert.size == 1:
+            return model
+        if self._degrees.ep_carries_data:
+            forward, backward = tuple(self._exchanges(True)), tuple(self._exchanges(False))
+            inside = Sends(forward, backward, forward)
+        else:  # all have the tokens, and make a part
+            rows, _, _ = self._memory.rows()
+            here = round(rows) // self._shape.active_experts
+            inside = self._summed("same tokens", self._expert, here)
+        out = len(model.again)  # what comes after the experts in forward, before them in backward
+        before = len(model.backward) - len(self._into_backward())
+        return Sends(
+            (*model.again, *inside.forward, *model.forward[out:]),
+            (*model.backward[:before], *inside.backward, *model.backward[before:]),
+            (*model.again, *inside.again),
+            model.opening,
+        )
+
+    def _on_model(self) -> Sends:
+        if self._model.size == 1:
+            return Sends()
+        whole_experts = self._degrees.expert_tp == 1
+        if not self._degrees.sequence_parallel:
+            if not whole_experts:
+                return self._summed("experts", self._model, self._tokens)
+            out = self._gather("experts", dtype=torch.float32)
+            return Sends((out,), self._into_backward())
+        if whole_experts:
+            return Sends()
+        active = self._tokens * self._shape.active_experts
+        into = (
+            self._gather("experts"),
+            self._gather("shares of experts", active, torch.float32),
+            self._gather("choice of experts", active, torch.int64),
+        )
+        out = self._scatter("experts", dtype=torch.float32)
+        back = self._gather("experts", dtype=torch.float32)
+        return Sends((*into, out), (back, *self._into_backward()), into, opening=1)
+
+    def _into_backward(self) -> tuple[Collective, ...]:
+        """Gradients of what ranks of tensor parallel took into their experts."""
+        if self._model.size == 1:
+            return ()
+        active, wide = self._tokens * self._shape.active_experts, torch.float32
+        whole_experts = self._degrees.expert_tp == 1
+        if self._degrees.sequence_parallel:
+            if whole_experts:
+                return ()
+            return self._scatter("shares of experts", active, wide), self._scatter("experts")
+        if whole_experts:
+            return self._gather("shares of experts", active, wide), self._gather("experts")
+        return self._summed("experts", self._model, self._tokens).backward
+
+    def _summed(self, name: str, peers: Peers, tokens: int) -> Sends:
+        """Ranks have the same tokens, and each makes a summand."""
+        active, whole = tokens * self._shape.active_experts, tokens * self._shape.width
+        shares = self._sum(f"shares of {name}", peers, active, torch.float32)
+        mixed = self._sum(name, peers, whole, torch.float32)
+        return Sends((mixed,), (shares, self._sum(name, peers, whole)))
+
+    def _exchanges(self, forward: bool) -> Iterator[Collective]:
+        _, held, _ = self._memory.rows()
+        if forward and not self._shape.capacity:
+            yield self._exchange("counts", self._expert, self._shape.experts, torch.int64)
+        for name in ("to experts", "from experts"):
+            yield self._exchange(name, self._expert, round(held) * self._shape.width)
+
+    # --- collectives -------------------------------------------------------------------------
+
+    def _sum(
+        self, name: str, peers: Peers, elements: int = 0, dtype: torch.dtype | None = None
+    ) -> Collective:
+        elements = elements or self._tokens * self._shape.width
+        transfer = Transfer(Traffic.ALL_REDUCE, f"{name}: sum", dtype or self._dtype, elements)
+        return Collective((transfer,), peers)
+
+    def _gather(self, name: str, elements: int = 0, dtype: torch.dtype | None = None) -> Collective:
+        return self._segments(Traffic.ALL_GATHER, name, self._model, elements, dtype)
+
+    def _scatter(
+        self, name: str, elements: int = 0, dtype: torch.dtype | None = None
+    ) -> Collective:
+        return self._segments(Traffic.REDUCE_SCATTER, name, self._model, elements, dtype)
+
+    def _exchange(
+        self, name: str, peers: Peers, own: int, dtype: torch.dtype | None = None
+    ) -> Collective:
+        """Every rank has `own` elements, an equal part of them for each."""
+        sizes = (own - own // peers.size,) * peers.size
+        parts = of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes)
+        return Collective((parts._replace(incoming=sizes),), peers)
+
+    def _segments(
+        self,
+        traffic: Traffic,
+        name: str,
+        peers: Peers,
+        elements: int = 0,
+        dtype: torch.dtype | None = None,
+    ) -> Collective:
+        elements = elements or self._tokens * self._shape.width
+        sizes = (elements // peers.size,) * peers.size
+        return Collective((of_segments(traffic, name, dtype or self._dtype, sizes),), peers)
+
+
+class StageSends(NamedTuple):
+    """Of a rank of the pipeline and one micro-batch: by stage that it has, and boundaries."""
+
+    layers: dict[int, list[Sends]]
+    boundary: int  # bytes
+    sends_forward: int  # stages of this rank that have one after them elsewhere
+    sends_backward: int
+
+
+def stage_sends(
+    shape: Shape,
+    degrees: Degrees,
+    grid: Grid,
+    batch: Batch,
+    stage: int,
+    dtype: torch.dtype,
+    *,
+    on_cpu: bool = False,
+) -> StageSends:
+    """What the layers of one rank of the pipeline send, and what it sends to others."""
+    sends = LayerSends(shape, degrees, grid, batch.tokens, dtype, on_cpu=on_cpu)
+    stages = degrees.pp * batch.stages_per_rank
+    layers: dict[int, list[Sends]] = {}
+    for number in range(stage, stages, degrees.pp):
+        own = [sends.block(layer) for layer in spread(shape.layers, stages)[number]]
+        if number == 0:
+            own.insert(0, sends.embedding())
+        if number == stages - 1:
+            own.append(sends.head())
+        layers[number] = own
+    after = sum(number < stages - 1 for number in layers) if degrees.pp > 1 else 0
+    before = sum(number > 0 for number in layers) if degrees.pp > 1 else 0
+    return StageSends(layers, sends.boundary(), after, before)

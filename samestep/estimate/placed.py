@@ -81,8 +81,7 @@ class Spreading:
 
     def shape(self, place: int) -> PlacementShape:
         """What the schedule of a rank depends on."""
-        elements = sum(spec.boxes[place].numel for spec in self.held)
-        return shape_of_blocks(self.transfers, self.distribution, elements)
+        return shape_of_blocks(self.transfers, self.distribution, self.specs, self.peers.size)
 
 
 class Summands(NamedTuple):
@@ -209,9 +208,9 @@ class CopiedParts:
 
     def shape(self, mesh_place: int, place: int) -> PlacementShape:
         """What the schedule of a rank depends on."""
-        transfers = self.by_place[place].transfers
-        blocks = shape_of_blocks(transfers, self.distribution, 0)
+        blocks = self.by_place[place].shape(mesh_place)
         return self.by_mesh_place[mesh_place].shape._replace(
+            bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
             chunks=blocks.chunks,
             gives_back=blocks.gives_back,
             chunk_transfers=blocks.chunk_transfers,

@@ -66,8 +66,7 @@ class BlockExchange:
         self.plan = planned(specs, ranks, distribution, device)
         values = [held.value_of(index) for index in range(len(held.specs))]
         transfers = transfers_of(self.plan, values, held.specs, ranks, distribution, device)
-        share = sum(prod(spec.shape) for spec in held.specs) // ranks
-        self.shape = shape_of(transfers, distribution, share)
+        self.shape = shape_of(transfers, distribution, held.specs, ranks)
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, Stages] = {}  # chunks that are on their way
@@ -137,11 +136,14 @@ def planned(
 
 
 def shape_of(
-    transfers: tuple[ChunkTransfers, ...], distribution: Distribution, share: int
+    transfers: tuple[ChunkTransfers, ...],
+    distribution: Distribution,
+    specs: Sequence[ParamSpec],
+    ranks: int,
 ) -> PlacementShape:
-    """What a schedule depends on; `share`: elements of a rank, the same number on all of them."""
+    """What a schedule depends on: the same on all ranks, whatever each holds."""
     return PlacementShape(
-        bucket_sizes=(share,),
+        bucket_sizes=(sum(prod(spec.shape) for spec in specs) // ranks,),
         agrees=True,
         reduces=False,
         chunks=len(transfers),

@@ -129,14 +129,13 @@ class LayerMemory:
     def block_passes(self, number: int, recompute: Recompute) -> float:
         """What the backward pass of a layer adds: gradients, and all that it computes again."""
         shape, degrees = self.shape, self.degrees
-        hidden, stream = shape.hidden / degrees.tp, 2.0 * shape.width * self.width
-        if self.is_sparse(number):  # one expert after the other, on what all of them were sent
+        hidden, stream = 3 * shape.hidden / degrees.tp, 2.0 * shape.width * self.width
+        if self.is_sparse(number):  # all experts of a rank, on what they were sent
             rows, held, _ = self.rows()
-            at_once = 1.0 if shape.capacity else degrees.ep / shape.experts
-            hidden = at_once * held / self.tokens * shape.expert_hidden / degrees.expert_tp
+            hidden = 2 * held / self.tokens * shape.expert_hidden / degrees.expert_tp
             stream += rows / self.tokens * shape.width * (4 + self.width)
         heads = shape.heads * (shape.head + shape.rope) / degrees.tp
-        gradients = self.tokens * (3 * max(hidden, heads) * self.width + stream)
+        gradients = self.tokens * (max(hidden, 3 * heads) * self.width + stream)
         again = sum(self.block(number).values()) - sum(self.block(number, recompute).values())
         return gradients + again
 

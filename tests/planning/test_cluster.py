@@ -78,6 +78,30 @@ def test_experts_are_gathered_by_those_who_have_the_same():
     assert ("data x expert", "reduce_scatter") in sent
 
 
+def test_copies_of_parts_are_averaged_over_data_ranks():
+    """Llama-70B as Megatron's template has it: bytes that follow from its shape, and FSDP2's."""
+    model, degrees = load_model("llama-70b", torch.bfloat16), Degrees(64, tp=4, pp=4)
+    sent, kept = {}, {}
+    for name, settings in {
+        "zero2": Settings(),
+        "flat": Settings(sharding="zero1", buffers="flat"),
+        "zero3": Settings(sharding="zero3"),
+    }.items():
+        figures, _, _ = stage_figures(model, degrees, settings, PRESETS["h200x8"], 1)
+        sent[name] = {(t.axes, t.kind): t.mean_sent for t in figures.traffic}
+        kept[name] = figures.memory.stays
+        assert figures.memory.peak < PRESETS["h100x8"].device_memory
+    part = 2 * figures.parameters / 4  # bytes that a rank holds; norms are whole
+    for name in ("zero2", "flat"):
+        assert sent[name]["data", "reduce_scatter"] == pytest.approx(part * 3 / 4, rel=1e-3)
+        assert sent[name]["data", "all_to_all"] == pytest.approx(part * 3 / 4, rel=1e-3)
+        # Of the blocks that a data rank answers for, parts go to their owners and back, in 16 bit.
+        assert sent[name]["model", "all_to_all"] == pytest.approx(2 * part / 4 * 3 / 4, rel=1e-3)
+        assert sum(sent[name].values()) < 0.4 * sum(sent["zero3"].values())
+        # Parameters whole, main copies and momentum of the blocks that it answers for.
+        assert kept[name] == pytest.approx(part + 4 * part / 4, rel=0.01)
+
+
 def test_what_is_not_counted_is_told(capsys):
     assert cli.main(["plan", "gpt2-xl", "--mesh", "dp=2,tp=2,pp=2", "--sharding", "zero3"]) == 0
     model = load_model("gpt2-xl", torch.bfloat16)

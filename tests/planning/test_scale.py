@@ -13,7 +13,10 @@ from samestep.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 from tests.soak import SOAK
 
-CASES = [("deepseek-v3", Degrees(2048, pp=16, ep=64), Settings(sharding="zero1"), 3)]
+CASES = [
+    ("deepseek-v3", Degrees(2048, pp=16, ep=64), Settings(sharding="zero1"), 3),
+    ("llama-70b", Degrees(1024, tp=8), Settings(sharding="zero1", buffers="flat"), 1),
+]
 if SOAK:
     CASES += [
         ("llama-70b", Degrees(1024), Settings(), 1),

@@ -29,7 +29,7 @@ from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.grid import Peers, per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.links import Counted, seconds_of
-from samestep.estimate.placed import CopiedParts, Sharing, Spreading
+from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.estimate.slots import Pass, Slot
 from samestep.estimate.training import Training
 from samestep.estimate.work import (
@@ -127,6 +127,7 @@ class _Simulator:
         self._launched: set[BucketId] = set()
         self._gathered: set[str] = set()  # units that a pipeline keeps whole
         self._show = list(show)
+        self._expert_tokens = 1.0
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -181,6 +182,7 @@ class _Simulator:
         """Forward or backward of the layers of a stage over one micro-batch."""
         busy = training.stages[run.stage]
         flops = busy.share * training.flops[run.kind] * training.tokens / training.micro_batches
+        self._expert_tokens = training.expert_tokens
         if run.kind == "F":
             self._forward_shared(flops)
         else:
@@ -192,29 +194,41 @@ class _Simulator:
             else:
                 self._run_whole_units(training.units, run, flops, is_first=is_first)
             self._by_operation["FSDP2"] += self._now - self._computing - before
-        elif not self._blueprint.shared or self._blueprint.spread:
-            whole = sum(param.numel() for param in self._spread_or_alone())
-            self._compute(_name(run), whole / self._grid.sizes.get("model", 1) * flops)
+        elif not self._blueprint.placements or self._blueprint.spread:
+            self._compute(_name(run), self._spread_or_alone() * flops)
         self._layers_send(busy.forward if run.kind == "F" else busy.backward)
 
-    def _spread_or_alone(self) -> Iterable[Tensor]:
-        """DTensors; or in one process all parameters."""
+    def _spread_or_alone(self) -> float:
+        """Elements of DTensors that a token meets on a rank; or in one process of everything."""
+        found = 0.0
         for spreading in self._blueprint.spread:
-            yield from spreading.params
+            whole = sum(param.numel() for param in spreading.params)
+            share = self._tokens_of(spreading) / self._grid.sizes.get("model", 1)
+            if "expert" in spreading.peers.axes:
+                share /= self._grid.sizes["expert"]
+            found += whole * share
         if not self._blueprint.placements:
-            for group in self._blueprint.groups:
-                yield from group["params"]
+            found = sum(p.numel() for group in self._blueprint.groups for p in group["params"])
+        return found
+
+    def _tokens_of(self, placement: Placed) -> float:
+        """Tokens that come to the parameters of a placement, in those of one rank."""
+        ranks = placement.mesh if isinstance(placement, CopiedParts) else placement.peers
+        is_expert = not isinstance(placement, Sharing) and "expert" in ranks.axes
+        return self._expert_tokens if is_expert else 1.0
 
     def _forward_shared(self, flops: float) -> None:
         for number, sharing in self._blueprint.reduced():
+            tokens = self._tokens_of(self._blueprint.placements[number])
             for place, bucket in reversed([*enumerate(sharing.plan.buckets)]):
                 self._wait("gather", BucketId(number, place))
-                self._compute(f"forward {place}", bucket.size * flops)
+                self._compute(f"forward {place}", bucket.size * tokens * flops)
 
     def _backward_shared(self, flops: float, *, reduces: bool) -> None:
         for number, sharing in self._blueprint.reduced():
+            tokens = self._tokens_of(self._blueprint.placements[number])
             for place, bucket in enumerate(sharing.plan.buckets):
-                self._compute(f"backward {place}", bucket.size * flops)
+                self._compute(f"backward {place}", bucket.size * tokens * flops)
                 if reduces and sharing.distribution.overlap_grad_reduce:
                     if sharing.distribution.one_in_flight and place:
                         self._wait("reduce", BucketId(number, place - 1))

@@ -37,6 +37,7 @@ class Training:
     units: what FSDP2 gathers and reduces meanwhile.
     stages: those of this rank, by number.
     slots: of a pipeline: the passes of this rank, and when they begin if nothing else delays them.
+    expert_tokens: that come to the experts of a rank, in those of one rank.
     again: FLOPs that backward spends to compute layers once more, per parameter and token.
     """
 
@@ -46,6 +47,7 @@ class Training:
     stages: Mapping[int, Busy] = field(default_factory=lambda: {0: Busy()})
     slots: tuple[Slot, ...] = ()
     again: int = 0
+    expert_tokens: float = 1.0
 
     @property
     def flops(self) -> dict[str, int]:
@@ -89,7 +91,8 @@ def training_of(
     slots: tuple[Slot, ...] = ()
     if degrees.pp > 1:
         slots = _slots(batch, degrees, hardware, elements, busy, every[0], again, stage)
-    return Training(batch.all_tokens, tuple(units), batch.micro_batches, own, slots, again)
+    comes = active_share(model) * degrees.ep
+    return Training(batch.all_tokens, tuple(units), batch.micro_batches, own, slots, again, comes)
 
 
 def stage_traffic(

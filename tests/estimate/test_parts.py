@@ -133,3 +133,16 @@ def test_everything_is_foreseen(sizes, layouts, record_property):
     record_property("worst", worst)
     # As found: some bytes; bfloat16 with experts under tensor parallel 0.9%.
     assert max(worst.values()) < (0.01 if SOAK else 0.001), worst
+
+
+@pytest.mark.parametrize("name", ["zero2", "ordered none", "flat zero2"])
+def test_numbers_of_all_ranks_are_those_of_each(name):
+    """What tables add up over a grid, against one rank after the other."""
+    plan = foreseen((2, 2, 2), LAYOUTS[name])
+    grid = plan.grid
+    every = Launches(plan).of_step()
+    together = sum(each.spread(each.sent_by_all(), grid) for each in every).flatten().tolist()
+    for rank in range(grid.ranks):
+        alone = sum(sent for _, _, _, _, sent, _ in expected(plan, rank))
+        assert together[rank] == alone, (name, rank)
+    assert len(set(together)) > 1

@@ -102,6 +102,20 @@ def test_copies_of_parts_are_averaged_over_data_ranks():
         assert kept[name] == pytest.approx(part + 4 * part / 4, rel=0.01)
 
 
+@pytest.mark.parametrize("data", [1, 2])
+def test_experts_compute_on_the_tokens_that_choose_them(data):
+    """Whoever averages them: FSDP2, the optimizer, or nobody."""
+    model, degrees = load_model("deepseek-v3", torch.bfloat16), Degrees(128 * data, pp=16, ep=8)
+    batch = Batch(4096, 16, "none", 1)
+    busy = []
+    for sharding in ("zero1", "zero3"):
+        settings = Settings(sharding=sharding)
+        hardware = PRESETS["h200x8"]
+        _, _, timeline = stage_figures(model, degrees, settings, hardware, 8, batch=batch)
+        busy.append(float(timeline.computing.mean()))
+    assert busy[0] == pytest.approx(busy[1], rel=0.02)
+
+
 def test_what_is_not_counted_is_told(capsys):
     assert cli.main(["plan", "gpt2-xl", "--mesh", "dp=2,tp=2,pp=2", "--sharding", "zero3"]) == 0
     model = load_model("gpt2-xl", torch.bfloat16)

@@ -239,8 +239,10 @@ def step_schedule(
         before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
     for chunks in pipelines:
         operations += _chunks(placements, chunks, chunks_ahead)
-    operations += [placements[bucket.placement].gather(bucket) for bucket in with_blocks]
-    before += tuple(b for b in with_blocks if not placements[b.placement].defers)
+    for bucket in with_blocks:  # two on their way at a time: each has a buffer of its own
+        operations.append(placements[bucket.placement].gather(bucket))
+        operations += [Place(done) for done in before]
+        before = () if placements[bucket.placement].defers else (bucket,)
     if measure:
         operations.append(Measure())
     return (*operations, *(Place(bucket) for bucket in before))

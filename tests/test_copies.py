@@ -127,8 +127,11 @@ def test_a_group_that_is_added_later():
     def job(rank):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=AXES)
         model = tensor_parallel(mesh["model"])
-        opt = samestep.AdamW(model[3])
-        opt.add_param_group({"params": [("cut", model[0].weight), ("other", model[2].weight)]})
+        opt = samestep.AdamW([("cut", model[0].weight)], crossover=1)
+        opt.add_param_group({"params": [("other", model[2].weight)]})
+        opt.add_param_group({"params": [("scale", model[3].weight), ("shift", model[3].bias)]})
+        plans = [plan.plan for plan in opt.shared_parameters]
+        assert not any(bucket.replicated for plan in plans for bucket in plan.buckets)
         train(model, opt, rank)
         assert check(model, opt) == []
         return whole(model)

@@ -79,6 +79,7 @@ class Planner:
         self._lines = list(lines)
         self._place_of_use = {param: place for place, param in enumerate(order_of_use)}
         self._launch_order = LaunchOrder(owner)
+        self._copied: set[DeviceMesh] = set()  # of whose DTensors copies are averaged here
 
     def plans(
         self,
@@ -93,6 +94,7 @@ class Planner:
         copies: dict[DeviceMesh, Copies] = {}
         if self._ranks is not None and self._distribution.grads == "local":
             copies = find_copies(_named(groups, indices), self._ranks)
+        self._copied |= copies.keys()
         meshes = {mesh_of(param) for group in groups for param in group["params"]}
         kinds = {index: {kind_of(param) for param in groups[index]["params"]} for index in indices}
         for kind in KINDS:
@@ -109,7 +111,7 @@ class Planner:
                     self._launch_order,
                     self._in_flight,
                     copies,
-                    bool(meshes - {None} - copies.keys()),
+                    bool(meshes - {None} - self._copied),
                 )
                 found += kind.load().plans(request)
         if self._distribution.grads == "local":  # last, since other comparisons tell more

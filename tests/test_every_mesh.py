@@ -441,6 +441,30 @@ def test_whole_gradients_are_read_and_set():
             assert (after[key].double() - value.double()).abs().max() < 2e-5, key
 
 
+@pytest.mark.parametrize("layout", ["none", "zero2", "flat zero1"])
+@pytest.mark.parametrize("data", [1, 2])
+def test_gradients_that_are_whole_on_every_rank_are_cut(layout, data):
+    """As `torch.zeros_like` and autograd give them in some versions of torch."""
+    names = ["column", "row", "embedding"]
+
+    def job(rank):
+        found = []
+        for whole in (False, True):
+            mesh, params = laid_out(names, (data, 1, 2))
+            opt = optimizer(params, names, **LAYOUTS[layout])
+            put_gradients(mesh, params, 0)
+            for param in params.values():
+                if whole:
+                    param.grad = param.grad.redistribute(placements=[Replicate()])
+            opt.step()
+            found.append(snapshot(opt))
+        return found
+
+    for usual, cut in run_forked(2 * data, job):
+        assert usual.keys() == cut.keys()
+        assert all(torch.equal(usual[key], cut[key]) for key in usual)
+
+
 # --- refused -------------------------------------------------------------------------------------
 
 
@@ -452,16 +476,15 @@ def test_a_gradient_that_lies_otherwise_is_refused_on_every_rank():
         opt = optimizer(params, names)
         put_gradients(mesh, params, 0)
         if rank == 1:
-            whole = DTensor.from_local(
-                gradient_of("row", 0, 0), params["row"].device_mesh, [Replicate()], run_check=False
-            )
-            params["row"].grad = whole
+            params["row"].grad = params["row"].grad.redistribute(placements=[Shard(0)])
+        elif rank == 0:  # which takes part in it
+            params["row"].grad.redistribute(placements=[Shard(0)])
         with pytest.raises(RuntimeError) as caught:
             opt.step()
         return str(caught.value)
 
     told = run_forked(4, job)
-    assert "the gradient of 'row' on rank 1 is (Replicate(),)" in told[1]
+    assert "the gradient of 'row' on rank 1 is (Shard(dim=0),)" in told[1]
     assert "redistribute it first" in told[1]
     for rank in (0, 2, 3):
         assert "rank 1 could not take the step because of parameter 'row'" in told[rank]

@@ -1,6 +1,6 @@
 """The ways to hold parameters, a line each: who plans, steps, saves or explains asks here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
@@ -55,3 +55,14 @@ KINDS = (
 def kind_of(param: Tensor) -> Kind:
     """How a parameter is held."""
     return next(kind for kind in KINDS if kind.takes(param))
+
+
+def cut_as(wanted: Sequence[Any], found: Sequence[Any]) -> list[Any]:
+    """How a gradient may lie without anything being sent: cut where its parameter is.
+
+    `torch.zeros_like` of a parameter that is cut gives zeros that are whole on every rank.
+    """
+    return [
+        own if of_grad.is_replicate() and own.is_shard() else of_grad
+        for own, of_grad in zip(wanted, found, strict=True)
+    ]

@@ -43,7 +43,7 @@ from samestep.stress.copies_training import CopiesTraining
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
-from samestep.stress.scenarios.hybrid import HybridGPT
+from samestep.stress.scenarios.hybrid import ConditionalGPT, HybridGPT
 from samestep.stress.training import Training, backward
 from samestep.stress.twin_training import DTensorTraining, GroupLogs, TwinTraining, device_mesh
 
@@ -194,6 +194,9 @@ class HybridTraining(DTensorTraining):
         self._stack = self._cut(self.scenario, mesh)
         model = self._stack.model
         self.scenario.adapt(model, mesh)
+        if isinstance(model, ConditionalGPT):
+            take_part(model)
+            model.leave_out = skip
         self._stack.trace(tell=lambda line: None)  # raises if ranks do not run the same code
         return model
 
@@ -220,6 +223,7 @@ class HybridTraining(DTensorTraining):
         first = share * self._stack.batch_place
         parts = [self.scenario.tokens(number, rank) for rank in range(first, first + share)]
         tokens = torch.cat(parts).to(self._device)
+        self.scenario.before_forward(self.model, number, first)
         self._stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
     def parameters(self) -> dict[str, Tensor]:

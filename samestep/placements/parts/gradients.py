@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from samestep.comm.collectives import Pending, total
 from samestep.comm.meshes import axes_group
+from samestep.placements.registry import cut_as
 
 
 class Mark:
@@ -72,7 +73,7 @@ class _Kind(NamedTuple):
 
 
 def combine_gradients(params: Iterable[Tensor]) -> None:
-    """Add up what ranks have of gradients, so that each is placed as its parameter is.
+    """Add up or cut what ranks have of gradients, so that each is placed as its parameter is.
 
     Once more changes nothing. Collective on the meshes: these ranks have run the same graph, so all
     of them are here.
@@ -81,9 +82,14 @@ def combine_gradients(params: Iterable[Tensor]) -> None:
     partial: list[tuple[DTensor, Sequence[Placement]]] = []
     for param in params:
         grad = param.grad
-        if isinstance(param, DTensor) and is_partial(grad):
+        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+            continue
+        if is_partial(grad):
             found.append(param)
             partial.append((grad, param.placements))
+        elif grad.placements != param.placements and grad.device_mesh == param.device_mesh:
+            placements = cut_as(param.placements, grad.placements)
+            param.grad = grad.redistribute(placements=placements)
     for param, combined in zip(found, combine(partial), strict=True):
         param.grad = combined
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from samestep.placements.registry import mesh_of
+from samestep.placements.registry import cut_as, mesh_of
 
 REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies
 
@@ -66,8 +66,22 @@ class HeldTensors:
         grad: Any = self.params[index].grad
         if grad is None:
             return None
-        held: Tensor = grad if self._dtensors[index] is None else _held_of(grad)
+        dtensor = self._dtensors[index]
+        if dtensor is None:
+            return grad.detach()  # type: ignore[no-any-return]
+        held = _held_of(grad)
+        if held.shape != dtensor._local_tensor.shape:
+            self._cut_gradient(index)
+            held = _held_of(self.params[index].grad)
         return held.detach()
+
+    @torch.no_grad()
+    def _cut_gradient(self, index: int) -> None:
+        """Keep this rank's part of a gradient that is whole on every rank; nothing travels."""
+        param: Any = self.params[index]
+        found = getattr(param.grad, "placements", None)
+        if found is not None:
+            param.grad = param.grad.redistribute(placements=cut_as(param.placements, found))
 
     @torch.no_grad()
     def put_gradient(self, index: int, local: Tensor | None) -> None:
@@ -97,7 +111,8 @@ class HeldTensors:
         dtensor, grad = self._dtensors[index], self.params[index].grad
         if dtensor is None or grad is None:
             return ()
-        found = getattr(grad, "placements", None)
+        self._cut_gradient(index)
+        found = getattr(self.params[index].grad, "placements", None)
         if found is None:
             raise ValueError("is a plain tensor")
         kinds = []

@@ -37,6 +37,7 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
     for scenario in (
         patterns.ExpertStacks,
         hybrid.HybridGPT,
+        hybrid.HybridConditional,
         hybrid.HybridLoRA,
         hybrid.FSDPOnHalves,
         hybrid.TwoOptimizersInOneBackward,

@@ -3,7 +3,8 @@
 And mistakes that have to be refused on every rank: `stress.sharded_training` makes them first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -21,9 +22,9 @@ from samestep.stress.scenario import RATES, Loop, Scenario, on_device_of, seeded
 from samestep.stress.scenarios.patterns import FourPatternsRandom
 
 
-def gpt_without_ones(config: GPTConfig) -> GPT:
+def gpt_without_ones(config: GPTConfig, kind: type[GPT] = GPT) -> GPT:
     """No vector is all ones, as norms are at their start."""
-    model = GPT(config)
+    model = kind(config)
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() == 1:
@@ -85,6 +86,9 @@ class HybridGPT(Scenario):
         """Every step is clipped, so that norms count."""
         return {**RATES, "max_grad_norm": 0.25, "overrides": self.rules}
 
+    def before_forward(self, model: nn.Module, step: int, rank: int) -> None:
+        """What changes from step to step, of ranks that share a batch by the first of them."""
+
     def tokens(self, step: int, rank: int) -> Tensor:
         """What a rank reads, (sequences, context + 1)."""
         return noisy_tokens(self.config, self.sequences, self.seed + 104729 * step + rank)
@@ -93,6 +97,52 @@ class HybridGPT(Scenario):
         assert isinstance(model, GPT)
         tokens = on_device_of(model, self.tokens(step, rank))
         return model.loss(tokens[:, :-1], tokens[:, 1:])
+
+
+class HybridConditional(HybridGPT):
+    """Four ranks at a time leave layers out, so that those who exchange tokens do the same."""
+
+    name = "hybrid_conditional"
+    story = "the same, and layers that some ranks leave out, or all: nothing moves those"
+    layouts = (
+        "one_process", "hybrid_tp", "hybrid_ep", "hybrid_tp_sp", "hybrid_tp_sp_ep",
+        "hybrid_hsdp_tp_sp",
+    )  # fmt: skip
+
+    def _plain_model(self) -> nn.Module:
+        return gpt_without_ones(self.config, ConditionalGPT)
+
+    def before_forward(self, model: nn.Module, step: int, rank: int) -> None:
+        """In turns: all have a layer; the first four ranks, others, and all do not."""
+        assert isinstance(model, ConditionalGPT)
+        four = rank // 4 % 2
+        turns = [(step // 2 + layer) % 4 for layer in range(self.config.layers)]
+        model.left_out = {
+            layer for layer, turn in enumerate(turns) if turn == 3 or turn == 1 + four
+        }
+
+    def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
+        self.before_forward(model, step, rank)
+        return super().loss(model, step, rank, micro)
+
+
+class ConditionalGPT(GPT):
+    """Layers can be left out: their part of the residual stream is nothing."""
+
+    left_out: AbstractSet[int] = frozenset()
+    leave_out: Callable[[nn.Module, Tensor], Tensor] = staticmethod(lambda layer, x: x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> (B, T, V)."""
+        length = tokens.shape[1]
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            if number in self.left_out:
+                x = self.leave_out(block, x)
+            else:
+                x = block(x, self.cos[:length], self.sin[:length])
+        logits: Tensor = self.head(self.norm(x))
+        return logits
 
 
 class HybridLoRA(HybridGPT):

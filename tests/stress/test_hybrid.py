@@ -33,7 +33,8 @@ def test_they_run_when_they_are_named_and_not_otherwise(tmp_path):
     assert [layout for _, layout in named] == ["one_process", *hybrid]
     assert cases(tmp_path, scenario="hybrid_gpt", layout="zero2") == [("hybrid_gpt", "zero2")]
     refused = {"fsdp2_alone", "two_optimizers", "fused_qkv_cut"}
-    assert set(SCENARIOS_ON_REQUEST) == {"hybrid_gpt", "hybrid_lora", "expert_stacks"} | refused
+    hybrid = {"hybrid_gpt", "hybrid_conditional", "hybrid_lora"}
+    assert set(SCENARIOS_ON_REQUEST) == {*hybrid, "expert_stacks", *refused}
 
 
 def test_a_layout_has_one_name():
@@ -59,7 +60,7 @@ def test_where_they_apply(scenario, layout, world, reason):
 
 # With the number of their layouts that fit four ranks.
 FITTING = {"hybrid_gpt": 8, "hybrid_lora": 8, "fsdp2_alone": 2, "two_optimizers": 2}
-FITTING |= {"fused_qkv_cut": 2}
+FITTING |= {"fused_qkv_cut": 2, "hybrid_conditional": 5}
 
 
 @pytest.mark.parametrize("scenario", FITTING if SOAK else ["hybrid_gpt"])

@@ -34,7 +34,8 @@ import samestep
 from samestep.bench.gpu.measure import measure_ceilings, settle
 from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
-from samestep.groups.distribution import FILLS_A_GPU, Distribution
+from samestep.groups.distribution import FILLS_A_GPU
+from samestep.plan.links import LEAST_ELEMENTS
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize_flops
 from samestep.tooling.output import check_folder
@@ -120,7 +121,7 @@ def covered(work: Iterable[Work]) -> float:
 # The benchmark
 
 WARM_UP, PLAIN, PROFILED = 3, 5, 3
-SMALL = Distribution.bucket_size  # elements of a chunk: a block or four
+SMALL = LEAST_ELEMENTS  # elements of a chunk: a block or four
 PUBLISHED = (
     "Parallel Muon, 10B parameters on 4 MI250 cards: 7% elementwise, 78% products, 15% exposed"
 )

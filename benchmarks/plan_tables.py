@@ -20,7 +20,7 @@ from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.command import distinct_stages
 from samestep.estimate.figures import stage_figures
-from samestep.estimate.hardware import PRESETS, Link
+from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model
 from samestep.estimate.pictures import RANKS, gantt, picture, point
@@ -28,6 +28,7 @@ from samestep.estimate.timeline import Timeline, chrome_trace, simulate
 from samestep.estimate.training import Training
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
+from samestep.plan.links import Link
 from samestep.stress.models import Matrices
 from samestep.tooling.output import write_files
 
@@ -55,7 +56,7 @@ def stages() -> Iterator[str]:
         cells = []
         for sharding in ("none", "zero1", "zero2", "zero3"):
             settings = Settings(sharding=sharding, muon=False, clip=False)
-            plan = stage_blueprint(model, Degrees(ranks), settings, CUDA, 0)
+            plan = stage_blueprint(model, Degrees(ranks), settings, PRESETS["h200x8"], 0)
             kept = max(kept_memory(plan, rank) for rank in (0, ranks - 1))
             whole = 2 * model.parameters
             gradients = whole if sharding in ("none", "zero1") else whole / ranks
@@ -133,7 +134,7 @@ def overlap() -> Iterator[str]:
                 overlap_gathers=name == "both",
                 bucket_size=40_000_000,
             )  # fmt: skip
-            plan = stage_blueprint(model, Degrees(64), settings, CUDA, 0)
+            plan = stage_blueprint(model, Degrees(64), settings, PRESETS["a100x8"], 0)
             timeline = simulate(plan, PRESETS["a100x8"], training=Training(tokens))
             base = base or timeline.seconds
             busy = float(timeline.link.mean())

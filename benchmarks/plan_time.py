@@ -24,10 +24,11 @@ from benchmarks import number_table, write_json
 from benchmarks.modelled_link import Clock, ModelledLink
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.calibration import Measured, hardware, measure
-from samestep.estimate.hardware import Hardware, Link, hardware_as_json
+from samestep.estimate.hardware import Hardware, hardware_as_json
 from samestep.estimate.model import Decoder, Shape
 from samestep.estimate.timeline import simulate
 from samestep.launch import run_forked
+from samestep.plan.links import Link
 from samestep.tooling.output import check_folder
 
 MODELS = {

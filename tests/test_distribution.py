@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from samestep.groups.distribution import FILLS_A_GPU, Distribution
+from samestep.plan.links import LEAST_ELEMENTS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_a_chunk_fills_a_gpu_unless_its_size_was_chosen():
-    assert Distribution().chunk_elements(CPU) == Distribution.bucket_size
+    assert Distribution().chunk_elements(CPU) == LEAST_ELEMENTS
     assert Distribution().chunk_elements(CUDA) == FILLS_A_GPU
     for device in (CPU, CUDA):
         assert Distribution(bucket_size=600).chunk_elements(device) == 600

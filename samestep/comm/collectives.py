@@ -6,7 +6,7 @@ result may be the very tensor that was given.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -135,20 +135,69 @@ def reduce_segments(
     return Pending(flight, (buffer, output), lambda: output)
 
 
+class Gathered(NamedTuple):
+    """A stretch of a buffer that has all segments but this rank's own, from `start` on.
+
+    Own elements may be in it or not; if they are, they are not valid.
+    """
+
+    stretch: Tensor
+    start: int
+
+
 def gather_segments(
     name: str,
     segment: Tensor,
     sizes: Sequence[int],
     group: RankGroup,
-    into: Tensor | None = None,
 ) -> Pending[list[Tensor]]:
-    """Give everyone the segments of all ranks, in `into` if that is given.
+    """Give everyone the segments of all ranks."""
+    if group.size == 1:
+        return Pending(None, (segment,), lambda: [segment])
+    gather = gather_stretch(name, segment, sizes, group)
+
+    def take_apart() -> list[Tensor]:
+        stretch = gather.wait().stretch
+        inside = list(sizes)
+        if stretch.numel() < sum(sizes):
+            inside[group.rank] = 0
+        segments = list(torch.split(stretch, inside))
+        segments[group.rank] = segment
+        return segments
+
+    return Pending(None, (segment,), take_apart)
+
+
+def gather_stretch(
+    name: str,
+    segment: Tensor,
+    sizes: Sequence[int],
+    group: RankGroup,
+    into: Tensor | None = None,
+) -> Pending[Gathered]:
+    """Give everyone the segments of all ranks side by side, in `into` if that is given.
 
     It has room for all segments; this rank's is there already: `segment` is that part of it.
     """
     if group.size == 1:
-        return Pending(None, (segment,), lambda: [segment])
-    transfer = gather_of(name, segment.dtype, sizes, on_cpu=segment.device.type == "cpu")
+        return Pending(None, (segment,), lambda: Gathered(segment, 0))
+    transfer = gather_of(
+        name,
+        segment.dtype,
+        sizes,
+        on_cpu=segment.device.type == "cpu",
+        uneven=gathers_uneven(group, segment.device),
+    )
+    if transfer.traffic is Traffic.UNEVEN_GATHER:
+        room = segment.new_empty(sum(sizes)) if into is None else into
+        pieces = list(torch.split(room, list(sizes)))
+        flight = _launch(
+            transfer,
+            group,
+            segment.device,
+            lambda: dist.all_gather(pieces, segment, group=group.handle, async_op=True),
+        )
+        return Pending(flight, (segment, room), lambda: Gathered(room, 0))
     if transfer.traffic is Traffic.ALL_GATHER:
         whole = segment.new_empty(sum(sizes)) if into is None else into
         gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -158,7 +207,7 @@ def gather_segments(
             segment.device,
             lambda: gather(whole, segment, group=group.handle, async_op=True),
         )
-        return Pending(flight, (segment, whole), lambda: list(torch.split(whole, sizes[0])))
+        return Pending(flight, (segment, whole), lambda: Gathered(whole, 0))
     others, incoming = _others(sizes, group.rank)
     outgoing = [segment.numel()] * group.size
     outgoing[group.rank] = incoming[group.rank]
@@ -172,13 +221,13 @@ def gather_segments(
             received, copies, incoming, outgoing, group.handle, async_op=True
         ),
     )
+    start = others.start or 0
+    return Pending(flight, (copies, received, segment), lambda: Gathered(received, start))
 
-    def take_apart() -> list[Tensor]:
-        segments = list(torch.split(received, incoming))
-        segments[group.rank] = segment
-        return segments
 
-    return Pending(flight, (copies, received, segment), take_apart)
+def gathers_uneven(group: RankGroup, device: torch.device) -> bool:
+    """Whether the backend gathers unequal lengths in one call: NCCL does."""
+    return f"{device.type}:nccl" in str(dist.get_backend_config(group.handle))
 
 
 def _others(sizes: Sequence[int], rank: int) -> tuple[slice, list[int]]:

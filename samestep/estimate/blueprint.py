@@ -21,6 +21,7 @@ from samestep.estimate.grid import Grid as Grid
 from samestep.estimate.grid import Peers as Peers
 from samestep.estimate.grid import one_axis as one_axis
 from samestep.estimate.grid import per_peer as per_peer
+from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, GradientSum, Placed, Sharing, Spreading, Summands
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
@@ -34,6 +35,7 @@ from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.replicated import planned as planned_shares
 from samestep.placements.whole.replicated import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ShardedSpec
+from samestep.plan.links import CPU_LINKS, GPU_LINKS, Fabric
 from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
@@ -147,12 +149,12 @@ _schedule = lru_cache(maxsize=64)(step_schedule)
 
 
 def _shared_plan(
-    specs: tuple[ParamSpec, ...], ranks: int, distribution: Distribution
+    specs: tuple[ParamSpec, ...], fabric: Fabric, distribution: Distribution
 ) -> ShardingPlan:
     """zero1 and zero2 share one: they differ in when gradients are let go of."""
     if distribution.sharding == "zero2":
         distribution = replace(distribution, sharding="zero1")
-    return _known_plan(specs, ranks, distribution)
+    return _known_plan(specs, fabric, distribution)
 
 
 _known_plan = lru_cache(maxsize=2)(planned_shares)
@@ -167,15 +169,19 @@ def blueprint(
     own_peers: Mapping[int, Peers] | None = None,
     spread: Spread | None = None,
     device: torch.device | None = None,
+    hardware: Hardware | None = None,
 ) -> Blueprint:
     """Plan what an optimizer that was built in one process would do on the ranks of a grid.
 
     everyone: the ranks that share plain parameters (all), and `outer` those that do the same.
     own_peers: of groups that have a process group of their own, by index.
     spread: which parameters are DTensors there, and how they lie.
+    hardware: whose links the plan is made for; without it, ranks are on one host, of the device.
     """
     everyone = everyone or grid.peers(*grid.sizes)
     device = device or torch.device("cpu")
+    on_gpu = device.type != "cpu"  # and NCCL carries
+    links = partial(_fabric, grid=grid, device=device, hardware=hardware)
     held_as = cache(partial(_held, grid))  # layers are alike
     lie: dict[Tensor, SpreadOver] = {}
     groups = optimizer.param_groups
@@ -202,9 +208,11 @@ def blueprint(
         if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
             continue  # one process: nothing is shared
         members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
-        plan = _shared_plan(members.specs, peers.size, beside)
+        plan = _shared_plan(members.specs, links(peers), beside)
         own_outer = outer if peers == everyone else None
-        policy = beside.bucket_policy(peers.size, own_outer.size if own_outer else 1, device)
+        policy = beside.bucket_policy(
+            peers.size, own_outer.size if own_outer else 1, device, uneven=on_gpu
+        )
         watched = optimizer._in_flight.all_watched(members.params)
         shape = shape_of_shares(plan, members, beside, policy, watched=watched)
         shared.append(Sharing(members.params, plan, peers, own_outer, beside, policy, shape))
@@ -228,8 +236,8 @@ def blueprint(
         if mesh in copies:
             summands = tuple(_summands(grid, lie[param]) for param in params)
             shares = tuple(map(even_share, specs, (own.boxes for own in held)))
-            plan = _shared_plan(shares, copies[mesh].size, beside)
-            policy = beside.bucket_policy(copies[mesh].size, 1, device)
+            plan = _shared_plan(shares, links(copies[mesh]), beside)
+            policy = beside.bucket_policy(copies[mesh].size, 1, device, uneven=on_gpu)
             watched = optimizer._in_flight.all_watched(params)
             everywhere = grid.peers(*copies[mesh].axes, *peers.axes)
             parts = CopiedParts(
@@ -249,6 +257,13 @@ def blueprint(
     return Blueprint(
         optimizer, grid, everyone, tuple(shared), tuple(on_meshes), device, clips, measures
     )
+
+
+def _fabric(peers: Peers, grid: Grid, device: torch.device, hardware: Hardware | None) -> Fabric:
+    if hardware is not None:
+        return hardware.fabric(peers, grid)
+    inside, between = CPU_LINKS if device.type == "cpu" else GPU_LINKS
+    return Fabric(inside, between, peers.size, peers.size)
 
 
 def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:

@@ -27,12 +27,13 @@ from samestep.comm.collectives import (
 )
 from samestep.comm.groups import RankGroup, registry
 from samestep.estimate.blueprint import Blueprint, blueprint, one_axis
-from samestep.estimate.hardware import PRESETS, Hardware, Link, hardware_as_json
+from samestep.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.estimate.options import Options
 from samestep.estimate.work import local_work
 from samestep.groups.param_groups import complete
 from samestep.launch import run_forked
 from samestep.models.parameter_sets import SETS
+from samestep.plan.links import Link
 from samestep.rules import RULES
 from samestep.rules.orthogonalize import orthogonalize, orthogonalize_flops
 from samestep.tooling.output import check_folder, write_files

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.estimate.blueprint import Beside, Blueprint, Grid, Spread, SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit
+from samestep.estimate.hardware import Hardware, device_of
 from samestep.estimate.model import (
     Model,
     Shape,
@@ -162,6 +163,7 @@ def stack_blueprint(
     stage: int = 0,
     fsdp: bool = True,
     device: torch.device | None = None,
+    hardware: Hardware | None = None,
 ) -> Blueprint:
     """What an optimizer of one stage, built in one process, would do on all ranks of it."""
     grid = stack_grid(degrees, stage)
@@ -170,7 +172,9 @@ def stack_blueprint(
         same = degrees.ep > 1 and not degrees.ep_carries_data
         everyone = grid.peers("expert" if same else "data")
     spread = stack_spread(degrees, share_of, fsdp=fsdp)
-    return blueprint(optimizer, grid, everyone=everyone, spread=spread, device=device)
+    return blueprint(
+        optimizer, grid, everyone=everyone, spread=spread, device=device, hardware=hardware
+    )
 
 
 def stack_units(
@@ -236,7 +240,7 @@ class Settings:
     muon: bool = True
     master_weights: bool = True
     clip: bool = True
-    bucket_size: int = 25 * (1 << 18)
+    bucket_size: int | None = None
     muon_schedule: str = "parallel"
     owners: str = "balanced"
     reduction: str = "fast"
@@ -244,9 +248,10 @@ class Settings:
 
 
 def stage_blueprint(
-    model: Model, degrees: Degrees, settings: Settings, device: torch.device, stage: int
+    model: Model, degrees: Degrees, settings: Settings, hardware: Hardware, stage: int
 ) -> Blueprint:
     """All ranks of one pipeline stage; raises BadRequestError for what does not exist."""
+    device = device_of(hardware)
     _check(degrees, settings)
     shards = settings.sharding == "zero3"
     module = stage_of(model.module, stage, degrees.pp, settings.stages_per_rank)
@@ -256,13 +261,26 @@ def stage_blueprint(
         shares = guessed_shares(degrees)
         try:
             return stack_blueprint(
-                optimizer, degrees, shares, stage=stage, fsdp=shards, device=device
+                optimizer,
+                degrees,
+                shares,
+                stage=stage,
+                fsdp=shards,
+                device=device,
+                hardware=hardware,
             )
         except ValueError as error:  # flat buffers, and parts that are not equal
             raise BadRequestError(str(error)) from error
     grid = stack_grid(degrees, stage)
     outer = grid.peers("replicate") if degrees.replicate > 1 else None
-    return blueprint(optimizer, grid, everyone=grid.peers("data"), outer=outer, device=device)
+    return blueprint(
+        optimizer,
+        grid,
+        everyone=grid.peers("data"),
+        outer=outer,
+        device=device,
+        hardware=hardware,
+    )
 
 
 def fsdp_units(module: nn.Module, degrees: Degrees, shape: Shape | None = None) -> list[Unit]:

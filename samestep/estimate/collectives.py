@@ -207,7 +207,8 @@ class Launches:
             peers = blueprint.stages
             on_cpu = blueprint.device.type == "cpu"
             name, sizes = "norm of stages", (1,) * peers.size
-            yield Collective((gather_of(name, torch.float64, sizes, on_cpu=on_cpu),), peers)
+            gather = gather_of(name, torch.float64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
+            yield Collective((gather,), peers)
         yield from self._on_all("not finite")
         yield from self._over_stages("not finite")
 

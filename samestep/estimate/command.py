@@ -22,7 +22,6 @@ from samestep.estimate.figures import (
     StageFigures,
     StageNeeds,
     cost_of_planning,
-    device_of,
     figures_as_json,
     judge,
     stage_figures,
@@ -215,7 +214,7 @@ def _every_stage(
         buffers = "flat" if flat else "per_parameter"
         other = replace(settings, sharding=stage, buffers=buffers)
         with suppress(BadRequestError):  # does not exist here
-            plan = stage_blueprint(model, degrees, other, device_of(hardware), worst.stage)
+            plan = stage_blueprint(model, degrees, other, hardware, worst.stage)
             every[stage] = stage_needs(model, degrees, other, plan, worst.stage, batch)
     return every
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
-import torch
-
 from samestep.estimate.activations import Activations, Batch, rank_activations
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.cluster import (
@@ -164,10 +162,6 @@ def _of_model(
         yield GroupTraffic("pipe", degrees.pp, "send", "stages", count, size, size)
 
 
-def device_of(hardware: Hardware) -> torch.device:
-    return torch.device("cpu" if hardware.on_cpu else "cuda")
-
-
 def stage_figures(
     model: Model,
     degrees: Degrees,
@@ -179,7 +173,7 @@ def stage_figures(
     drawn: int = 0,
 ) -> tuple[StageFigures, Blueprint, Timeline]:
     """Plan one stage and read everything off it; the timeline shows the first `drawn` ranks."""
-    plan = stage_blueprint(model, degrees, settings, device_of(hardware), stage)
+    plan = stage_blueprint(model, degrees, settings, hardware, stage)
     show = range(min(plan.grid.ranks, drawn))
     training = training_of(batch, model, degrees, settings, hardware, stage)
     timeline = simulate(plan, hardware, show=show, training=training)

@@ -7,26 +7,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from samestep.estimate.grid import Grid, Peers
+from samestep.plan.links import GPU_LINKS, Fabric, Link
+
 FORMAT = 1
+RINGS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
 
 
 class HardwareError(ValueError):
     """A file that does not describe hardware; the text says what is wrong with it."""
-
-
-@dataclass(frozen=True)
-class Link:
-    """A collective of N ranks takes latency + latency_per_rank (N - 1) + bytes / bandwidth.
-
-    Bytes are those of the busier direction of the busiest rank.
-    """
-
-    latency: float  # seconds
-    bandwidth: float  # bytes per second, each direction of one rank
-    latency_per_rank: float = 0.0
-
-    def seconds(self, ranks: int, carried: float) -> float:
-        return self.latency + self.latency_per_rank * (ranks - 1) + carried / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -65,12 +56,35 @@ class Hardware:
                 return rates[low] + share * (rates[high] - rates[low])
         return self.product_rates[sides[-1]]
 
-    def seconds(self, kind: str, ranks: int, carried: float, *, inside: bool) -> float:
-        by_ranks = self.measured.get(kind)
+    def fabric(self, peers: Peers, grid: Grid) -> Fabric:
+        """The links between a rank and its peers; hosts have neighbouring ranks."""
+        on_host = peers_on_host(peers, grid, self.ranks_per_host)
+        return Fabric(self.inside, self.between, peers.size, on_host)
+
+    def seconds(self, kind: str, carried: float, fabric: Fabric) -> float:
+        """Of a collective in which the busiest rank sends or gets so many bytes."""
+        by_ranks, ranks = self.measured.get(kind), fabric.ranks
         if by_ranks:
             nearest = min(by_ranks, key=lambda known: (abs(known - ranks), known))
             return by_ranks[nearest].seconds(ranks, carried)
-        return (self.inside if inside else self.between).seconds(ranks, carried)
+        if kind in RINGS:
+            return fabric.ring().seconds(ranks, carried)
+        return (self.inside if fabric.hosts == 1 else self.between).seconds(ranks, carried)
+
+
+def device_of(hardware: Hardware) -> torch.device:
+    return torch.device("cpu" if hardware.on_cpu else "cuda")
+
+
+def peers_on_host(peers: Peers, grid: Grid, ranks_per_host: int) -> int:
+    """How many of its peers share a host with the first rank, itself included."""
+    outside = [(axis, beside.size) for axis, beside in grid.beside.items()]
+    stride, found = 1, 1
+    for axis, size in reversed([*outside, *grid.sizes.items()]):
+        if axis in peers.axes:
+            found *= min(size, max(1, ranks_per_host // stride))
+        stride *= size
+    return found
 
 
 # Rates of products: what `calibration.hardware_of` finds in benchmarks/results for one H200,
@@ -89,8 +103,8 @@ _H200 = Hardware(
     bytes_rate=4.2e12,
     call=1.3e-5,
     model_rate=4.0e14,
-    inside=Link(2e-5, 3.6e11, 1e-6),
-    between=Link(3e-5, 4.0e10, 1e-6),
+    inside=GPU_LINKS[0],
+    between=GPU_LINKS[1],
 )
 _H100 = replace(
     _H200,

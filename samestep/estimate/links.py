@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, maximum
 
-from samestep.estimate.blueprint import Grid, Peers
 from samestep.estimate.collectives import Collective
+from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
 
 
@@ -14,10 +14,9 @@ def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
     """Of the busiest direction of any peer, by group of peers; the shape of the grid."""
     carried = maximum(each.sent_by_all(), each.received_by_all())
     spread = grid.maximum(each.spread(carried, grid), each.peers)
-    kind, ranks = each.traffic.kind, each.peers.size
-    inside = spans(grid, each.peers) <= hardware.ranks_per_host
-    fixed = hardware.seconds(kind, ranks, 0.0, inside=inside)
-    per_byte = hardware.seconds(kind, ranks, 1e9, inside=inside) - fixed
+    fabric = hardware.fabric(each.peers, grid)
+    fixed = hardware.seconds(each.traffic.kind, 0.0, fabric)
+    per_byte = hardware.seconds(each.traffic.kind, 1e9, fabric) - fixed
     return fixed + spread * (per_byte / 1e9)
 
 
@@ -29,15 +28,3 @@ def counted(collectives: Sequence[Collective]) -> Counted:
     known = {(each.transfers, each.peers): each for each in collectives}
     counts = Counter((each.transfers, each.peers) for each in collectives)
     return tuple((each, counts[key]) for key, each in known.items())
-
-
-def spans(grid: Grid, peers: Peers) -> int:
-    """How many neighbouring ranks hold a whole group: those of its outermost axis and inside."""
-    reach = 1
-    for axis, size in reversed(
-        [*((a, b.size) for a, b in grid.beside.items()), *grid.sizes.items()]
-    ):
-        reach *= size
-        if axis == (peers.axes[0] if peers.axes else None):
-            return reach
-    return 1

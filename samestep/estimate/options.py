@@ -63,8 +63,8 @@ class Options:
     """Ranks of tp share the sequence between matrices."""
     stages_per_rank: int = 1
     """Of a pipeline: 1 is 1F1B, more are interleaved."""
-    bucket_size: int = 25 * (1 << 18)
-    """Elements that travel together."""
+    bucket_size: int | None = None
+    """Elements that travel together; chosen by ranks and links if left out."""
     reserve: float | None = None
     """Share of the device's memory to stay free: 0.3 for activations, 0.1 if they are counted."""
     scaling: bool = False

@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Settings, Stage, stage_blueprint
-from samestep.estimate.figures import StageNeeds, device_of
+from samestep.estimate.figures import StageNeeds
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.model import Model
 from samestep.estimate.tables import Picture, Table
@@ -194,7 +194,7 @@ def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, toke
     """Groups of at most `SHARED_BY` ranks share state; zero3 shards inside, and copies outside."""
     copies = max(1, ranks // SHARED_BY)
     degrees = Degrees(ranks, replicate=copies)
-    plan = stage_blueprint(model, degrees, settings, device_of(hardware), 0)
+    plan = stage_blueprint(model, degrees, settings, hardware, 0)
     spread = next(filter(None, map(balance, plan.placements)), None)
     if spread is None:
         raise BadRequestError("--scaling is about Muon's owners, and no matrix follows Muon here")

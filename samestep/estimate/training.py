@@ -18,6 +18,7 @@ from samestep.estimate.model import Model, stage_of
 from samestep.estimate.sends import StageSends, stage_sends
 from samestep.estimate.slots import Slot, play
 from samestep.mesh.degrees import Degrees
+from samestep.plan.links import Fabric
 
 FORWARD, BACKWARD = 2, 4  # FLOPs per parameter and token
 
@@ -123,9 +124,10 @@ def _slots(
     for number, each in enumerate(busy):
         forward[number] += _longest(each.forward, grid, hardware)
         backward[number] += _longest(each.backward, grid, hardware)
-    inside = degrees.world <= hardware.ranks_per_host
     carried = 0 if sends is None else sends.boundary
-    send = hardware.seconds("send", 2, carried, inside=inside)
+    on_host = 2 if degrees.world <= hardware.ranks_per_host else 1
+    neighbours = Fabric(hardware.inside, hardware.between, 2, on_host)
+    send = hardware.seconds("send", carried, neighbours)
     return tuple(play(degrees.pp, batch.micro_batches, forward, backward, send)[stage])
 
 

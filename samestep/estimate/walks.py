@@ -23,6 +23,9 @@ from samestep.plan.transfers import Traffic, Transfer, divides_first
 GRADIENTS, BUFFERS, TEMPORARIES = "gradients", "buffers", "temporaries"
 
 
+IN_ONE_CALL = (Traffic.ALL_GATHER, Traffic.UNEVEN_GATHER)
+
+
 class Then(NamedTuple):
     """Bytes at one moment."""
 
@@ -290,7 +293,7 @@ class SharingWalk(Walk):
     def _gather(self, what: str, number: int, transfer: Transfer, *, cat: bool, into: bool) -> None:
         assert transfer.sizes is not None
         own, whole, width = transfer.sizes[self._place], transfer.elements, transfer.dtype.itemsize
-        if transfer.traffic is Traffic.ALL_GATHER:
+        if transfer.traffic in IN_ONE_CALL:
             self._add(what, number, (own * cat + whole * (not into)) * width)
             return
         copies = 0 if self._ranks == 2 else own * self._copies
@@ -300,7 +303,7 @@ class SharingWalk(Walk):
     def _arriving(self, transfer: Transfer) -> int:
         """Elements of room for what others send."""
         assert transfer.sizes is not None
-        if self._in_middle or transfer.traffic is Traffic.ALL_GATHER:
+        if self._in_middle or transfer.traffic in IN_ONE_CALL:
             return transfer.elements
         return transfer.elements - transfer.sizes[self._place]
 

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 import torch
 import torch.distributed as dist
 
+from samestep.plan.links import LEAST_ELEMENTS
 from samestep.plan.sharding import OwnerStrategy
 from samestep.plan.transfers import BucketPolicy
 
@@ -49,7 +50,10 @@ class Distribution:
         stage.
     crossover: parameters with fewer elements are updated by every rank. A number, or the
         receipt that `samestep bench crossover` wrote.
-    bucket_size: elements that travel together.
+    bucket_size: elements that travel together; default: few large buckets where there are many
+        ranks, many small ones where there are few (`plan.links` has the formula).
+    ranks_per_host: how many neighbouring ranks share a host; default: what torchrun says
+        (LOCAL_WORLD_SIZE), otherwise all.
     waves: parts of a step; the parameters of one travel while the next is computed.
     owners: how Muon's blocks are given to ranks.
     max_state_ratio: how much more state than the mean a rank may own to balance the work.
@@ -79,7 +83,8 @@ class Distribution:
     outer_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
     crossover: int = 1024
-    bucket_size: int = 25 * (1 << 18)  # 25 MiB in fp32, as DDP
+    bucket_size: int | None = None
+    ranks_per_host: int | None = None
     waves: int = 4
     owners: OwnerStrategy = "balanced"
     max_state_ratio: float | None = None
@@ -102,16 +107,14 @@ class Distribution:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"{key} {value!r} is not supported; choose one of {list(allowed)}")
-        for key, least in ("crossover", 1), ("bucket_size", 1), ("waves", 1), ("chunks_ahead", 0):
+        for key, least in ("crossover", 1), ("waves", 1), ("chunks_ahead", 0):
             value = getattr(self, key)
             if type(value) is not int or value < least:
                 raise ValueError(f"{key} must be a whole number from {least} on, got {value!r}")
-        if self.chunk_size is not None and (
-            type(self.chunk_size) is not int or self.chunk_size < 1
-        ):
-            raise ValueError(
-                f"chunk_size must be a whole number from 1 on, or None, got {self.chunk_size!r}"
-            )
+        for key in "bucket_size", "chunk_size", "ranks_per_host":
+            value = getattr(self, key)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{key} must be a whole number from 1 on, or None, got {value!r}")
         for key in self.__annotations__:
             if self.__annotations__[key] is not bool:
                 continue
@@ -181,7 +184,9 @@ class Distribution:
         """Whether inside backward a bucket lands before the next one is launched."""
         return self.frees_gradients or self.buffers == "flat"
 
-    def bucket_policy(self, ranks: int, outer: int, device: torch.device) -> BucketPolicy:
+    def bucket_policy(
+        self, ranks: int, outer: int, device: torch.device, *, uneven: bool
+    ) -> BucketPolicy:
         """How buckets travel between so many ranks, in so many groups that do the same."""
         frugal = ranks > 2 if self.buffers == "flat" else self.frees_gradients
         return BucketPolicy(
@@ -190,6 +195,7 @@ class Distribution:
             ordered=self.reduction == "ordered",
             frugal=self.overlap_grad_reduce and frugal,
             on_cpu=device.type == "cpu",
+            uneven=uneven,
         )
 
     def sums_in_place(self, policy: BucketPolicy) -> bool:
@@ -200,8 +206,9 @@ class Distribution:
         """Elements of a chunk of blocks on a device."""
         if self.chunk_size is not None:
             return self.chunk_size
-        chosen = self.bucket_size != Distribution.bucket_size
-        return self.bucket_size if chosen or device.type == "cpu" else FILLS_A_GPU
+        if self.bucket_size is not None:
+            return self.bucket_size
+        return LEAST_ELEMENTS if device.type == "cpu" else FILLS_A_GPU
 
     def beside_dtensors(self) -> "Distribution":
         """What "auto" means for plain parameters of a model that has DTensors."""

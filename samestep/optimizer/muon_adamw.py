@@ -52,7 +52,8 @@ class CommonOptions(TypedDict, total=False):
     outer_group: Any
     stage_group: Any
     crossover: int | str | Path
-    bucket_size: int
+    bucket_size: int | None
+    ranks_per_host: int | None
     waves: int
     owners: str
     max_state_ratio: float | None

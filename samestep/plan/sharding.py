@@ -7,10 +7,10 @@ it owns. A reduction gives each rank the sum of its segment, a gather gives ever
 segments. Segments may differ in length and may be empty.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -152,6 +152,21 @@ class Bucket:
             base += segment.size
 
     @cached_property
+    def runs(self) -> tuple[tuple[Piece, int], ...]:
+        """The same, with neighbours as one that are neighbours in their parameter too."""
+        found: list[tuple[Piece, int]] = []
+        for piece, start in self.places():
+            if found:
+                before, where = found[-1]
+                if (before.param, before.stop, where + before.size) == (
+                    piece.param, piece.start, start
+                ):  # fmt: skip
+                    found[-1] = Piece(piece.param, before.start, piece.stop), where
+                    continue
+            found.append((piece._replace(block=None), start))
+        return tuple(found)
+
+    @cached_property
     def _params(self) -> tuple[int, ...]:
         return tuple(
             sorted({piece.param for _, segment in self.filled for piece in segment.pieces})
@@ -219,24 +234,30 @@ def plan_sharding(
     limit = bucket_elements if not shard or ranks == 1 else None
     for dtype in dict.fromkeys(params[i].dtype for i in order):
         alike = [i for i in order if params[i].dtype == dtype]
-        parts = [
-            part
-            for i in alike
-            if i not in small
-            for part in _owned_parts(i, params[i], weights, owner_of, bucket_elements)
+        large = [i for i in alike if i not in small]
+        blocks = [
+            (piece, owner_of[i, j])
+            for i in large
+            if params[i].blocks is not None
+            for j, piece in enumerate(whole_pieces(i, params[i]))
         ]
-        for part_list in _fill(parts, bucket_elements):
+        owner_of_piece = dict(blocks)
+        for pieces in _fill(list(owner_of_piece), bucket_elements):
             owned: dict[int, list[Piece]] = {}
-            for owner, piece in part_list:
-                owned.setdefault(owner, []).append(piece)
-            segments = [NOTHING] * ranks
-            for owner, pieces in owned.items():
-                segments[owner] = Segment.of(pieces)
-            buckets.append(Bucket(dtype, tuple(segments)))
-        shared = [[(0, p)] for i in alike if i in small for p in whole_pieces(i, params[i])]
-        for part_list in _fill(shared, limit):
-            whole = Segment.of([piece for _, piece in part_list])
-            buckets.append(Bucket(dtype, (whole,), replicated=True))
+            for piece in pieces:
+                owned.setdefault(owner_of_piece[piece], []).append(piece)
+            buckets.append(_bucket(dtype, owned, ranks))
+        ranges = [
+            Piece(i, start, min(start + bucket_elements, params[i].numel))
+            for i in large
+            if params[i].blocks is None
+            for start in range(0, params[i].numel, bucket_elements)
+        ]
+        for pieces in _fill(ranges, bucket_elements):
+            buckets.append(_bucket(dtype, _cut(pieces, weights), ranks))
+        shared = [piece for i in alike if i in small for piece in whole_pieces(i, params[i])]
+        for pieces in _fill(shared, limit):
+            buckets.append(Bucket(dtype, (Segment.of(pieces),), replicated=True))
     return ShardingPlan(tuple(params), ranks, in_launch_order(buckets))
 
 
@@ -304,38 +325,44 @@ def _slice_weights(
     return weights if any(weights) else [1] * ranks
 
 
-def _owned_parts(
-    index: int,
-    param: ParamSpec,
-    weights: Sequence[int],
-    owner_of: dict[tuple[int, int], int],
-    bucket_elements: int,
-) -> list[list[tuple[int, Piece]]]:
-    """What must stay in one bucket: a block with its owner, or a range cut by weight."""
-    if param.blocks is not None:
-        pieces = whole_pieces(index, param)
-        return [[(owner_of[index, j], piece)] for j, piece in enumerate(pieces)]
-    parts = []
+def _cut(pieces: Sequence[Piece], weights: Sequence[int]) -> dict[int, list[Piece]]:
+    """Ranges end to end, cut by weight: what each rank owns of them.
+
+    All of them are cut at once, not each for itself: with a thousand ranks few ranges are cut at
+    all, and what lies end to end in the bucket does so in its parameter too.
+    """
+    size = sum(piece.size for piece in pieces)
     shares = list(accumulate(weights, initial=0))
-    for start in range(0, param.numel, bucket_elements):
-        size = min(bucket_elements, param.numel - start)
-        bounds = [start + size * share // shares[-1] for share in shares]
-        slices = enumerate(pairwise(bounds))
-        parts.append([(rank, Piece(index, a, b)) for rank, (a, b) in slices if a < b])
-    return parts
+    ends = iter([size * share // shares[-1] for share in shares[1:]])
+    owned: dict[int, list[Piece]] = {}
+    rank, end, done = 0, next(ends), 0
+    for piece in pieces:
+        start = piece.start
+        while start < piece.stop:
+            while end <= done:
+                rank, end = rank + 1, next(ends)
+            stop = min(piece.stop, start + end - done)
+            owned.setdefault(rank, []).append(Piece(piece.param, start, stop))
+            done += stop - start
+            start = stop
+    return owned
 
 
-def _fill(
-    parts: Sequence[list[tuple[int, Piece]]], bucket_elements: int | None
-) -> list[list[tuple[int, Piece]]]:
-    """Parts put into buckets in order; a bucket is closed before it would grow past the limit."""
-    buckets: list[list[tuple[int, Piece]]] = []
+def _bucket(dtype: str, owned: Mapping[int, Sequence[Piece]], ranks: int) -> Bucket:
+    segments = [NOTHING] * ranks
+    for owner, pieces in owned.items():
+        segments[owner] = Segment.of(pieces)
+    return Bucket(dtype, tuple(segments))
+
+
+def _fill(pieces: Sequence[Piece], bucket_elements: int | None) -> list[list[Piece]]:
+    """Pieces put into buckets in order; a bucket is closed before it would grow past the limit."""
+    buckets: list[list[Piece]] = []
     room = 0
-    for part in parts:
-        size = sum(piece.size for _, piece in part)
-        if not buckets or (bucket_elements is not None and size > room):
+    for piece in pieces:
+        if not buckets or (bucket_elements is not None and piece.size > room):
             buckets.append([])
             room = bucket_elements or 0
-        buckets[-1].extend(part)
-        room -= size
+        buckets[-1].append(piece)
+        room -= piece.size
     return buckets

@@ -32,6 +32,8 @@ class Traffic(Enum):
     COPIES = "all_to_all", lambda whole, mine, ranks: mine * (ranks - 1)
     REDUCE_SCATTER = "reduce_scatter", lambda whole, mine, ranks: whole - mine
     ALL_GATHER = "all_gather", lambda whole, mine, ranks: mine * (ranks - 1)
+    # Of unequal lengths, passed on from rank to rank: whoever has little sends as much as others.
+    UNEVEN_GATHER = "all_gather", lambda whole, mine, ranks: whole * (ranks - 1) / ranks
     ALL_REDUCE = "all_reduce", lambda whole, mine, ranks: 2 * whole * (ranks - 1) / ranks
     BROADCAST = "broadcast", lambda whole, mine, ranks: whole * (ranks - 1) / ranks
 
@@ -67,14 +69,19 @@ def of_segments(traffic: Traffic, name: str, dtype: torch.dtype, sizes: Sequence
     return Transfer(traffic, name, dtype, sum(sizes), sizes)
 
 
-def gather_of(name: str, dtype: torch.dtype, sizes: Sequence[int], *, on_cpu: bool) -> Transfer:
+def gather_of(
+    name: str, dtype: torch.dtype, sizes: Sequence[int], *, on_cpu: bool, uneven: bool
+) -> Transfer:
     """Everyone gets the segments of all ranks.
 
-    No backend gathers unequal lengths in one call but as an all-to-all of copies, and gloo is
+    `uneven`: the backend gathers unequal lengths in one call, as NCCL does by broadcasts in a ring
+    (torch.distributed.all_gather). Others do so only as an all-to-all of copies, and gloo is
     faster that way with equal ones too.
     """
-    equal = len(set(sizes)) == 1 and not on_cpu
-    return of_segments(Traffic.ALL_GATHER if equal else Traffic.COPIES, name, dtype, sizes)
+    if on_cpu or (not uneven and len(set(sizes)) > 1):
+        return of_segments(Traffic.COPIES, name, dtype, sizes)
+    equal = len(set(sizes)) == 1
+    return of_segments(Traffic.ALL_GATHER if equal else Traffic.UNEVEN_GATHER, name, dtype, sizes)
 
 
 # --- buckets ---------------------------------------------------------------------------------
@@ -87,6 +94,7 @@ class BucketPolicy(NamedTuple):
     ordered: gradients are added up in rank order.
     frugal: memory counts so much that a reduction gets no buffer to receive into. Not by when a
         bucket is launched: some ranks may launch it later than others.
+    uneven: the backend gathers unequal lengths in one call.
     """
 
     ranks: int
@@ -94,6 +102,11 @@ class BucketPolicy(NamedTuple):
     ordered: bool
     frugal: bool
     on_cpu: bool
+    uneven: bool
+
+    def gather(self, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> Transfer:
+        """Of segments of these sizes."""
+        return gather_of(name, dtype, sizes, on_cpu=self.on_cpu, uneven=self.uneven)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,9 +159,9 @@ def _of_bucket(
         reduce = of_segments(Traffic.REDUCE_SCATTER, name, gradients, segments)
     sums = gather = None
     if bucket.replicated and policy.ordered:
-        sums = gather_of(f"sums of bucket {number}", wide, segments, on_cpu=policy.on_cpu)
+        sums = policy.gather(f"sums of bucket {number}", wide, segments)
     if not bucket.replicated:
-        gather = gather_of(f"gather of bucket {number}", dtype, segments, on_cpu=policy.on_cpu)
+        gather = policy.gather(f"gather of bucket {number}", dtype, segments)
     kept = [bucket.size] * policy.ranks if bucket.replicated else segments
     outer: tuple[tuple[Transfer, ...], ...] = ()
     if policy.outer > 1:
@@ -166,7 +179,7 @@ def outer_transfers(
         return (Transfer(Traffic.ALL_REDUCE, name, wide, elements),)
     sizes = even_sizes(elements, policy.outer)
     exchange = of_segments(Traffic.EXCHANGE, name, wide, sizes)
-    return exchange, gather_of(name, wide, sizes, on_cpu=policy.on_cpu)
+    return exchange, policy.gather(name, wide, sizes)
 
 
 def prefers_exchange(*, on_cpu: bool, ordered: bool, frugal: bool = False) -> bool:

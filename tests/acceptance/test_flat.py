@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from samestep.groups.distribution import Distribution
 from samestep.layout.blocks import Block
 from samestep.plan.flat import plan_flat
+from samestep.plan.links import LEAST_ELEMENTS
 from samestep.plan.sharding import ParamSpec
 from tests.acceptance import replicated
 from tests.acceptance.flat import GPT, SKIPPED, train, train_alone, values
@@ -246,7 +246,7 @@ def gpt(width, layers, tokens=50257):
 @pytest.mark.parametrize("ranks", [8, 64])
 def test_padding(ranks):
     specs = gpt(2048, 24)
-    plan = plan_flat(specs, ranks, bucket_elements=Distribution().bucket_size)
+    plan = plan_flat(specs, ranks, bucket_elements=LEAST_ELEMENTS)
     for rule, limit in (("adamw", 0.01), ("muon", 0.02)):
         elements = sum(spec.numel for spec in specs if spec.rule == rule)
         buckets = [b for b in plan.buckets if specs[b.params[0]].rule == rule]
@@ -270,7 +270,7 @@ def plan_llama():
         ):
             specs.append(matrix(f"{layer}.{name}", rows, cols))
     specs.append(vector("head", 128256, 8192))
-    return plan_flat(specs, 1024, bucket_elements=Distribution().bucket_size).lines()
+    return plan_flat(specs, 1024, bucket_elements=LEAST_ELEMENTS).lines()
 
 
 def test_planning_a_large_model_on_many_ranks():

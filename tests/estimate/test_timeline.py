@@ -13,8 +13,7 @@ from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.fsdp import Unit, fsdp_collectives
-from samestep.estimate.hardware import Hardware, Link
-from samestep.estimate.links import spans
+from samestep.estimate.hardware import Hardware, peers_on_host
 from samestep.estimate.model import Model, gpt_shape
 from samestep.estimate.slots import bubble, passes_of
 from samestep.estimate.timeline import chrome_trace, simulate
@@ -23,6 +22,7 @@ from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.models import gpt
 from samestep.optimizer.step import execute
+from samestep.plan.links import Link
 from samestep.plan.schedule import line_of
 from samestep.stress.models import GPT, Matrices
 from samestep.stress.sharded_training import new_training
@@ -171,9 +171,10 @@ def test_overlap_hides_communication_behind_backward():
 def test_groups_that_span_hosts():
     sizes = {"replicate": 2, "data": 4, "expert": 1, "model": 8}
     grid = Grid(sizes)
-    assert spans(grid, grid.peers("model")) == 8
-    assert spans(grid, grid.peers("data")) == 32
-    assert spans(grid, grid.peers("replicate")) == 64
+    for on_host, found in {4: (4, 1, 1), 8: (8, 1, 1), 16: (8, 2, 1), 64: (8, 4, 2)}.items():
+        axes = ("model", "data", "replicate")
+        assert tuple(peers_on_host(grid.peers(axis), grid, on_host) for axis in axes) == found
+    assert peers_on_host(grid.peers("data", "model"), grid, 16) == 16
     slow = Hardware(**{**vars(MACHINE), "between": Link(1.0, 1e6), "ranks_per_host": 2})
     assert simulate(muon_over(2), slow).seconds < 0.1
     assert simulate(muon_over(4), slow).seconds > 2
@@ -251,7 +252,7 @@ def four_stages(stage, micro_batches, per_rank=1):
         model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
     degrees, settings = Degrees(4, pp=4), Settings(stages_per_rank=per_rank)
     fast = Hardware(**{**vars(MACHINE), "inside": Link(0.0, 1e30), "between": Link(0.0, 1e30)})
-    plan = stage_blueprint(model, degrees, settings, torch.device("cpu"), stage)
+    plan = stage_blueprint(model, degrees, settings, fast, stage)
     batch = Batch(512, micro_batches, stages_per_rank=per_rank)
     training = training_of(batch, model, degrees, settings, fast, stage)
     return simulate(plan, fast, show=[0], training=training)
@@ -279,8 +280,8 @@ def test_layers_wait_for_what_they_send():
     with torch.device("meta"):
         model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
     degrees, settings, batch = Degrees(2, tp=2), Settings(sharding="none"), Batch(64, 3)
-    plan = stage_blueprint(model, degrees, settings, torch.device("cpu"), 0)
     machine = Hardware(**{**vars(MACHINE), "inside": Link(1.0, 1e30)})
+    plan = stage_blueprint(model, degrees, settings, machine, 0)
     training = training_of(batch, model, degrees, settings, machine)
     timeline = simulate(plan, machine, show=[0], training=training)
     # Embedding, two sums per block and the logits; backward: two sums per block and the head's.

@@ -119,10 +119,12 @@ def test_buckets_keep_to_the_limit_and_are_filled_in_order(params, ranks, limit,
         if bucket.size > limit:
             assert len(pieces) == 1
             assert pieces[0].block is not None
-    for one, following in pairwise(sharded):
-        if one.dtype == following.dtype:
-            # Backward finishes the last parameters first.
-            assert min(one.params) >= max(following.params)
+    for matrices in (False, True):
+        alike = [b for b in sharded if (params[b.params[0]].blocks is not None) == matrices]
+        for one, following in pairwise(alike):
+            if one.dtype == following.dtype:
+                # Backward finishes the last parameters first.
+                assert min(one.params) >= max(following.params)
 
 
 def test_a_bucket_is_closed_only_when_the_next_part_does_not_fit():
@@ -138,12 +140,21 @@ def test_a_bucket_is_closed_only_when_the_next_part_does_not_fit():
 def test_without_blocks_slices_differ_by_at_most_one_element(params, ranks):
     params = [spec._replace(blocks=None) for spec in params]
     for bucket in plan_sharding(params, ranks, crossover=1, bucket_elements=20).buckets:
-        for index in bucket.params:
-            sizes = [
-                sum(p.size for p in segment.pieces if p.param == index)
-                for segment in bucket.segments
-            ]
-            assert max(sizes) - min(sizes) <= 1
+        assert max(bucket.segment_sizes) - min(bucket.segment_sizes) <= 1
+
+
+@given(param_lists(), st.integers(1, 64))
+def test_neighbours_are_packed_as_one(params, ranks):
+    """Runs are the pieces, and of what is cut there are as many as parameters, not as ranks."""
+    for bucket in plan_sharding(params, ranks, crossover=1, bucket_elements=50).buckets:
+        pieces, runs = list(bucket.places()), bucket.runs
+        elements = [(p.param, i) for p, _ in pieces for i in range(p.start, p.stop)]
+        assert [(p.param, i) for p, _ in runs for i in range(p.start, p.stop)] == elements
+        assert [start for _, start in runs] == [
+            sum(run.size for run, _ in runs[:number]) for number in range(len(runs))
+        ]
+        if params[bucket.params[0]].blocks is None:
+            assert len(runs) == len(bucket.params)
 
 
 @given(st.lists(st.integers(1, 40), max_size=30), st.integers(2, 16), st.sampled_from([0.5, 1, 2]))

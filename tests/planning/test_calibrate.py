@@ -7,6 +7,9 @@ import pytest
 from samestep import cli
 from samestep.estimate import calibration
 from samestep.estimate.command import find_hardware
+from samestep.plan.links import CPU_LINKS, Fabric
+
+PAIR = Fabric(*CPU_LINKS, ranks=2, per_host=2)
 
 
 def test_this_machine_is_measured_and_can_be_planned_for(tmp_path, monkeypatch, capsys):
@@ -25,7 +28,7 @@ def test_this_machine_is_measured_and_can_be_planned_for(tmp_path, monkeypatch, 
     assert list(content["product_rates"]) == ["16", "32"]
     found = find_hardware(str(tmp_path / "hardware.json"))
     assert found.on_cpu
-    assert found.seconds("all_to_all", 2, 1e6, inside=True) > found.inside.latency
+    assert found.seconds("all_to_all", 1e6, PAIR) > found.inside.latency
     config = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = ["plan", str(tmp_path / "config.json"), "--mesh", "dp=2"]
@@ -45,4 +48,4 @@ def test_hardware_of_what_was_found(rate):
     machine = calibration.hardware(found, 4)
     assert machine.product_rate(64) == rate
     assert machine.inside == links["all_to_all"][4]
-    assert machine.seconds("all_to_all", 2, 0.0, inside=True) == 1e-4
+    assert machine.seconds("all_to_all", 0.0, PAIR) == 1e-4

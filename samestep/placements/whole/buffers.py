@@ -22,7 +22,7 @@ class PackedGradients:
         self._plan = plan
         self._reduce_dtype = reduce_dtype
         # What every step asks of the plan.
-        self._pieces = [list(bucket.places()) for bucket in plan.buckets]
+        self._runs = [bucket.runs for bucket in plan.buckets]
         self._sizes = [bucket.size for bucket in plan.buckets]
         self._members = [bucket.params for bucket in plan.buckets]
 
@@ -34,7 +34,7 @@ class PackedGradients:
         like = self._params[self._members[number][0]]
         dtype = self._reduce_dtype or gradient_dtype(like)
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=like.device)
-        for piece, start in self._pieces[number]:
+        for piece, start in self._runs[number]:
             part = buffer[start : start + piece.size]
             grad = self._held.gradient(piece.param)
             if grad is None or zeros:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Pending, gather_segments, maximum
+from samestep.comm.collectives import Gathered, Pending, gather_stretch, gathers_uneven, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
+from samestep.comm.hosts import fabric_of
 from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
 from samestep.comm.presence import PresenceAgreement, Problem
@@ -40,6 +41,7 @@ from samestep.placements.whole.piece_state import (
 )
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.plan.flat import plan_flat
+from samestep.plan.links import Fabric, bucket_elements
 from samestep.plan.narrowed import narrowed
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, PlacementShape, Reduce
 from samestep.plan.sharding import (
@@ -83,7 +85,9 @@ class ReplicatedParameters(Placement):
         self.group, self.held_by = group, everyone or group
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
-        shares = planned(specs if mesh is None else mesh.shares, group.size, distribution)
+        self.device = self.held.value(0).device
+        fabric = fabric_of(group, self.device, distribution.ranks_per_host)
+        shares = planned(specs if mesh is None else mesh.shares, fabric, distribution)
         self.plan = shares
         self._plan_lines = shares.lines()
         if mesh is not None:
@@ -93,7 +97,6 @@ class ReplicatedParameters(Placement):
             self.plan = narrowed(shares, mesh.specs, flat=distribution.buffers == "flat")
             specs = self.plan.params
         values = self.held.values()
-        self.device = values[0].device
         strided = [s.name for s, p in zip(specs, values, strict=True) if not p.is_contiguous()]
         elsewhere = [
             f"{s.name} on {p.device.type}"
@@ -132,7 +135,10 @@ class ReplicatedParameters(Placement):
             )
         self.mend_replicas()
         policy = distribution.bucket_policy(
-            group.size, 1 if outer is None else outer.size, self.device
+            group.size,
+            1 if outer is None else outer.size,
+            self.device,
+            uneven=gathers_uneven(group, self.device),
         )
         watched = in_flight.all_watched(self.params)
         self.shape = shape_of(self.plan, members, distribution, policy, watched=watched)
@@ -159,8 +165,9 @@ class ReplicatedParameters(Placement):
         if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
             self._edits = GradientEdits(self.params)
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
-        self._gathers: dict[int, Pending[list[Tensor]]] = {}
+        self._gathers: dict[int, Pending[Gathered]] = {}
         self._known_views: dict[Piece, _PieceViews] = {}
+        self._runs_of_others: dict[int, list[tuple[Piece, int]]] = {}
         self._kinds_agreed = False
 
     @classmethod
@@ -582,7 +589,7 @@ class ReplicatedParameters(Placement):
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
-        self._gathers[number] = gather_segments(
+        self._gathers[number] = gather_stretch(
             transfer.name, segment, sizes, self.group, into=whole
         )
         if self.shape.defers:
@@ -597,10 +604,21 @@ class ReplicatedParameters(Placement):
         if self._flat is not None:
             self._flat.arrived(number)
             return
-        for rank, segment in enumerate(self.plan.buckets[number].segments):
-            if rank != self.group.rank:
-                for piece, part in segment.parts(arrived[rank]):
-                    self._flat_view(piece).copy_(part)
+        stretch, first = arrived
+        for piece, start in self._of_others(number):
+            part = stretch[start - first : start - first + piece.size]
+            self._flat_view(piece).copy_(part)
+
+    def _of_others(self, number: int) -> list[tuple[Piece, int]]:
+        """What others own in a bucket, in runs, and where it starts."""
+        known = self._runs_of_others.get(number)
+        if known is None:
+            bucket, rank = self.plan.buckets[number], self.group.rank
+            segments = list(bucket.segments)
+            segments[rank] = Segment((), (), segments[rank].size)
+            known = list(Bucket(bucket.dtype, tuple(segments)).runs)
+            self._runs_of_others[number] = known
+        return known
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
@@ -648,16 +666,22 @@ class _PieceViews(NamedTuple):
     state: State
 
 
-def planned(specs: Sequence[ParamSpec], ranks: int, distribution: Distribution) -> ShardingPlan:
-    """The plan that some keywords ask for."""
+def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution) -> ShardingPlan:
+    """The plan that some keywords ask for, between ranks with these links."""
+    size = distribution.bucket_size
+    if size is None:
+        elements = [spec.numel for spec in specs]
+        widths = [getattr(torch, spec.dtype.removeprefix("torch.")).itemsize for spec in specs]
+        in_bytes = sum(map(operator.mul, elements, widths))
+        size = bucket_elements(sum(elements), in_bytes, fabric)
     if distribution.buffers == "flat":
-        return plan_flat(specs, ranks, bucket_elements=distribution.bucket_size)
+        return plan_flat(specs, fabric.ranks, bucket_elements=size)
     return plan_sharding(
         specs,
-        ranks,
+        fabric.ranks,
         shard=distribution.sharding != "none",
         crossover=distribution.crossover,
-        bucket_elements=distribution.bucket_size,
+        bucket_elements=size,
         owners=distribution.owners,
         max_size_ratio=distribution.max_state_ratio,
     )

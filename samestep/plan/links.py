@@ -1,0 +1,71 @@
+"""What links can do, and how much should travel at once: decided from figures, in the plan.
+
+A collective of N ranks takes a while to get going, the longer the more ranks, and then carries
+bytes at the pace of the slowest link on its way. Few large buckets waste no time on beginnings,
+many small ones are on their way while the rest is computed:
+
+    n buckets cost n latencies, and the last of them (1 / n of all bytes) is waited for
+    n = sqrt(seconds that all bytes take / latency)
+"""
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import NamedTuple
+
+LEAST_ELEMENTS = 25 * (1 << 18)  # of a bucket: 25 MiB in fp32, as DDP
+MOST_ELEMENTS = 1 << 28  # half a GB in bfloat16; zero2 has two such buffers
+
+
+@dataclass(frozen=True)
+class Link:
+    """A collective of N ranks takes latency + latency_per_rank (N - 1) + bytes / bandwidth.
+
+    Bytes are those of the busier direction of the busiest rank.
+    """
+
+    latency: float  # seconds
+    bandwidth: float  # bytes per second, each direction of one rank
+    latency_per_rank: float = 0.0
+
+    def seconds(self, ranks: int, carried: float) -> float:
+        return self.latency + self.latency_per_rank * (ranks - 1) + carried / self.bandwidth
+
+
+class Fabric(NamedTuple):
+    """Links between the ranks of one group, of which so many are on each host."""
+
+    inside: Link
+    between: Link
+    ranks: int
+    per_host: int
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.ranks // self.per_host)
+
+    def ring(self) -> Link:
+        """As collectives see it that pass everything from rank to rank.
+
+        Backends lay several rings through the cards of a host, so that what leaves a host is
+        shared between them (NCCL counts its bus bandwidth so).
+        """
+        if self.hosts == 1:
+            return self.inside
+        together = self.between.bandwidth * self.per_host
+        if self.per_host > 1:
+            together = min(together, self.inside.bandwidth)
+        return Link(self.between.latency, together, self.between.latency_per_rank)
+
+
+# Where nobody has said what links can do. Of GPUs: `samestep plan`'s h200x8, which tells sources;
+# of CPUs: two processes on one machine over gloo, in round numbers.
+GPU_LINKS = Link(2e-5, 3.6e11, 1e-6), Link(3e-5, 4.0e10, 1e-6)
+CPU_LINKS = Link(2e-4, 1e9, 5e-5), Link(2e-4, 1e9, 5e-5)
+
+
+def bucket_elements(elements: int, size: int, fabric: Fabric) -> int:
+    """Elements of a bucket of a plan that has so many elements, in so many bytes."""
+    link = fabric.ring()
+    begin = max(link.seconds(fabric.ranks, 0), 1e-9)
+    count = sqrt(size / link.bandwidth / begin)
+    return round(min(max(elements / max(count, 1.0), LEAST_ELEMENTS), MOST_ELEMENTS))

@@ -15,7 +15,7 @@ from torch import Tensor
 from samestep.comm.diagnosis import recorder
 from samestep.comm.diagnosis.flight import CollectiveError as CollectiveError
 from samestep.comm.diagnosis.flight import Flight
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import Levels, RankGroup
 from samestep.plan.transfers import Traffic, Transfer, gather_of, of_segments
 
 T = TypeVar("T")
@@ -31,6 +31,12 @@ class Pending(Generic[T]):
         self._buffers: tuple[Tensor, ...] | None = buffers  # not to be freed or reused before
         self._result = result
 
+    def advance(self) -> None:
+        """Launch what can only be launched when something else is over, if there is any.
+
+        Whoever has several on their way calls this at times that are the same on all ranks.
+        """
+
     def wait(self) -> T:
         """Wait for the transfer, then give the result."""
         if self._flight is not None:
@@ -40,6 +46,26 @@ class Pending(Generic[T]):
         return result
 
 
+S = TypeVar("S")
+
+
+class Chained(Pending[T], Generic[S, T]):
+    """A collective, and another one of what it gives."""
+
+    def __init__(self, first: Pending[S], then: Callable[[S], Pending[T]]) -> None:
+        super().__init__(None, (), lambda: self._second().wait())
+        self._first, self._then = first, then
+        self._launched: Pending[T] | None = None
+
+    def advance(self) -> None:
+        self._second()
+
+    def _second(self) -> Pending[T]:
+        if self._launched is None:
+            self._launched = self._then(self._first.wait())
+        return self._launched
+
+
 def add_up(
     transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool = False
 ) -> Pending[Tensor]:
@@ -47,9 +73,37 @@ def add_up(
     if transfer.traffic is Traffic.ALL_REDUCE:
         return total(transfer.name, buffer, group)
     assert transfer.sizes is not None
+    if group.levels is not None:
+        return _add_up_in_two(transfer, buffer, group, reuse=reuse)
     if transfer.traffic is Traffic.REDUCE_SCATTER:
         return reduce_segments(transfer.name, buffer, transfer.sizes, group)
     return exchange_segments(transfer.name, buffer, transfer.sizes, group, reuse=reuse)
+
+
+def _add_up_in_two(
+    transfer: Transfer, buffer: Tensor, group: RankGroup, *, reuse: bool
+) -> Pending[Tensor]:
+    """The column's sum inside the host, then the sum of this rank's segment across hosts."""
+    assert group.levels is not None
+    assert transfer.sizes is not None
+    inside, across = group.levels
+    columns, mine = _columns(transfer.sizes, group.levels)
+    first = transfer._replace(name=f"{transfer.name}, in hosts", sizes=columns)
+
+    def then(summed: Tensor) -> Pending[Tensor]:
+        name = f"{transfer.name}, across hosts"
+        second = Transfer(transfer.traffic, name, summed.dtype, summed.numel(), mine)
+        return add_up(second, summed, across, reuse=True)
+
+    return Chained(add_up(first, buffer, inside, reuse=reuse), then)
+
+
+def _columns(sizes: Sequence[int], levels: Levels) -> tuple[list[int], Sequence[int]]:
+    """Elements of every column, and of the segments of mine."""
+    hosts = levels.across.size
+    columns = [sum(sizes[start : start + hosts]) for start in range(0, len(sizes), hosts)]
+    first = levels.inside.rank * hosts
+    return columns, sizes[first : first + hosts]
 
 
 def exchange_segments(
@@ -57,6 +111,7 @@ def exchange_segments(
 ) -> Pending[Tensor]:
     """Sum every rank's segments in rank order, in fp32 or wider; each rank gets its own sum.
 
+    Where hosts are known, each host's are summed first, as in two levels.
     An all-to-all and a local sum: the bytes of a reduce-scatter, and a sum that does not depend
     on where a segment lies. With `reuse` the sum may lie in a buffer, which lives as long as it
     does.
@@ -81,9 +136,16 @@ def exchange_segments(
     def add_up() -> Tensor:
         contributions = list(torch.split(received, incoming))
         contributions[group.rank] = own
-        if reuse and group.rank == 1:  # a + b is b + a: the sum of the first two may lie in mine
-            contributions[:2] = reversed(contributions[:2])
-        return sum_in_order(contributions, in_place=reuse)
+        if group.hosts == 1:
+            if reuse and group.rank == 1:  # a + b is b + a: the sum of both may lie in mine
+                contributions[:2] = reversed(contributions[:2])
+            return sum_in_order(contributions, in_place=reuse)
+        on_host = group.size // group.hosts
+        of_hosts = [
+            sum_in_order(contributions[first : first + on_host])
+            for first in range(0, group.size, on_host)
+        ]
+        return sum_in_order(of_hosts, in_place=True)
 
     return Pending(flight, (buffer, received), add_up)
 
@@ -181,6 +243,8 @@ def gather_stretch(
     """
     if group.size == 1:
         return Pending(None, (segment,), lambda: Gathered(segment, 0))
+    if group.levels is not None:
+        return _gather_in_two(name, segment, sizes, group, into)
     transfer = gather_of(
         name,
         segment.dtype,
@@ -223,6 +287,32 @@ def gather_stretch(
     )
     start = others.start or 0
     return Pending(flight, (copies, received, segment), lambda: Gathered(received, start))
+
+
+def _gather_in_two(
+    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup, into: Tensor | None
+) -> Pending[Gathered]:
+    """The segments of this rank's column from other hosts, then the other columns in the host."""
+    assert group.levels is not None
+    inside, across = group.levels
+    columns, mine = _columns(sizes, group.levels)
+    whole = segment.new_empty(sum(sizes)) if into is None else into
+    column = torch.split(whole, columns)[inside.rank]
+    if into is None:
+        torch.split(column, list(mine))[across.rank].copy_(segment)
+    own = torch.split(column, list(mine))[across.rank]
+    first = gather_stretch(f"{name}, across hosts", own, mine, across, into=column)
+
+    def then(_: Gathered) -> Pending[Gathered]:
+        others = gather_stretch(f"{name}, in hosts", column, columns, inside, into=whole)
+
+        def all_of_it() -> Gathered:
+            others.wait()
+            return Gathered(whole, 0)
+
+        return Pending(None, (whole,), all_of_it)
+
+    return Chained(first, then)
 
 
 def gathers_uneven(group: RankGroup, device: torch.device) -> bool:

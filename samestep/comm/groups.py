@@ -17,12 +17,26 @@ _log = logging.getLogger("samestep")
 
 
 class RankGroup(NamedTuple):
-    """A process group with what is asked of it all the time."""
+    """A process group with what is asked of it all the time.
+
+    hosts: on which its ranks are, as many on each, one host after the other; 1: or nobody knows.
+    levels: collectives on segments go inside hosts and across them; places are then in the order
+        of `comm.hosts.in_two_levels`.
+    """
 
     handle: dist.ProcessGroup
     rank: int  # my place in the group
     size: int
     members: tuple[int, ...]  # global ranks, by place
+    hosts: int = 1
+    levels: "Levels | None" = None
+
+
+class Levels(NamedTuple):
+    """My host, and those who have my place on other hosts."""
+
+    inside: RankGroup
+    across: RankGroup
 
 
 class GroupReduction(NamedTuple):

@@ -1,10 +1,19 @@
-"""Which ranks share a host, and the links between them."""
+"""Which ranks share a host, the links between them, and groups whose collectives go in two levels.
+
+In two levels a segment crosses between hosts once:
+
+    sums      inside every host, each rank adds up what belongs to those with its place on any
+              host (its column); across hosts, the ranks of a column add up the rest
+    gathers   the other way round
+
+For that the segments of a column lie side by side: places are in the order of columns.
+"""
 
 import os
 
 import torch
 
-from samestep.comm.groups import RankGroup
+from samestep.comm.groups import Levels, RankGroup, registry
 from samestep.plan.links import CPU_LINKS, GPU_LINKS, Fabric
 
 
@@ -17,10 +26,22 @@ def fabric_of(group: RankGroup, device: torch.device, ranks_per_host: int | None
     on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
     inside, between = CPU_LINKS if device.type == "cpu" else GPU_LINKS
     per_host = group.size
-    if on_host is not None:
+    if on_host is not None and list(group.members) == sorted(group.members):
         counts: dict[int, int] = {}
         for member in group.members:
             counts[member // on_host] = counts.get(member // on_host, 0) + 1
         if len(set(counts.values())) == 1:
             per_host = group.size // len(counts)
     return Fabric(inside, between, group.size, per_host)
+
+
+def in_two_levels(group: RankGroup, per_host: int) -> RankGroup:
+    """The same ranks, column by column. All of them must call it: groups are made."""
+    hosts = group.size // per_host
+    host, here = divmod(group.rank, per_host)
+    inside = registry.of_members(group.members[host * per_host : (host + 1) * per_host])
+    across = registry.of_members(group.members[here::per_host])
+    columns = [group.members[place::per_host] for place in range(per_host)]
+    members = tuple(rank for column in columns for rank in column)
+    levels = Levels(inside, across)
+    return RankGroup(group.handle, here * hosts + host, group.size, members, levels=levels)

@@ -53,7 +53,9 @@ class Distribution:
     bucket_size: elements that travel together; default: few large buckets where there are many
         ranks, many small ones where there are few (`plan.links` has the formula).
     ranks_per_host: how many neighbouring ranks share a host; default: what torchrun says
-        (LOCAL_WORLD_SIZE), otherwise all.
+        (LOCAL_WORLD_SIZE), otherwise all. Ordered sums then go host by host.
+    two_levels: buckets go inside hosts first, and across them then, so that everything crosses
+        once; default: where that is faster by the figures in `plan.links`. For plain parameters.
     waves: parts of a step; the parameters of one travel while the next is computed.
     owners: how Muon's blocks are given to ranks.
     max_state_ratio: how much more state than the mean a rank may own to balance the work.
@@ -85,6 +87,7 @@ class Distribution:
     crossover: int = 1024
     bucket_size: int | None = None
     ranks_per_host: int | None = None
+    two_levels: bool | None = None
     waves: int = 4
     owners: OwnerStrategy = "balanced"
     max_state_ratio: float | None = None
@@ -121,6 +124,8 @@ class Distribution:
             value = getattr(self, key)
             if type(value) is not bool:
                 raise TypeError(f"{key} must be True or False, got {value!r}")
+        if self.two_levels is not None and type(self.two_levels) is not bool:
+            raise TypeError(f"two_levels must be True, False or None, got {self.two_levels!r}")
         for key in ("reduce_dtype", "grad_dtype", "block_dtype"):
             value = getattr(self, key)
             if value is not None and not (

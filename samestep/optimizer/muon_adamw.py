@@ -54,6 +54,7 @@ class CommonOptions(TypedDict, total=False):
     crossover: int | str | Path
     bucket_size: int | None
     ranks_per_host: int | None
+    two_levels: bool | None
     waves: int
     owners: str
     max_state_ratio: float | None

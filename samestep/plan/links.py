@@ -56,6 +56,18 @@ class Fabric(NamedTuple):
             together = min(together, self.inside.bandwidth)
         return Link(self.between.latency, together, self.between.latency_per_rank)
 
+    def pays_in_two(self, carried: float, *, exchanged: bool) -> bool:
+        """Whether so many bytes are sooner everywhere inside hosts first, and across them then.
+
+        `exchanged`: segments go from each rank to each other one, not in rings.
+        """
+        if self.hosts == 1 or self.per_host == 1:
+            return False
+        one = self.between if exchanged else self.ring()
+        inside = self.inside.seconds(self.per_host, carried)
+        across = self.between.seconds(self.hosts, carried / self.per_host)
+        return inside + across < one.seconds(self.ranks, carried)
+
 
 # Where nobody has said what links can do. Of GPUs: `samestep plan`'s h200x8, which tells sources;
 # of CPUs: two processes on one machine over gloo, in round numbers.

@@ -185,6 +185,7 @@ class GradientReducer:
     def launch_next(self) -> None:
         """Pack and reduce the next bucket; zero2 frees each gradient once it is packed."""
         number = self.launched
+        self._advance()
         transfer = self._transfers[number].reduce
         self._look_at_placements(self._members[number])
         buffer = self._packed(number)
@@ -197,6 +198,13 @@ class GradientReducer:
             if self._last_bucket[index] == number:
                 self._take(index)
         self._flying[number] = add_up(transfer, buffer, self._group, reuse=self._reuses)
+        if self.launched == len(self._plan.buckets):
+            self._advance()
+
+    def _advance(self) -> None:
+        """What goes in two levels goes on when the next bucket is launched, or the last one was."""
+        for pending in self._flying.values():
+            pending.advance()
 
     def _look_at_placements(self, indices: Iterable[int]) -> None:
         """Remember what gradients of DTensors are, and refuse those that cannot be added up."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import Gathered, Pending, gather_stretch, gathers_uneven, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
-from samestep.comm.hosts import fabric_of
+from samestep.comm.hosts import fabric_of, in_two_levels
 from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
 from samestep.comm.integrity.checksum import checksums
 from samestep.comm.presence import PresenceAgreement, Problem
@@ -88,6 +88,7 @@ class ReplicatedParameters(Placement):
         self.device = self.held.value(0).device
         fabric = fabric_of(group, self.device, distribution.ranks_per_host)
         shares = planned(specs if mesh is None else mesh.shares, fabric, distribution)
+        in_two = self._goes_in_two(fabric, shares, is_alone=mesh is None and outer is None)
         self.plan = shares
         self._plan_lines = shares.lines()
         if mesh is not None:
@@ -106,6 +107,7 @@ class ReplicatedParameters(Placement):
         lines = [*distribution.lines(), f"divisor = {divisor}", *self._plan_lines, *members.lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
         lines.append(line_of(self.device))
+        lines.append(f"{fabric.hosts} hosts, in {1 + in_two} levels")
         shared = []
         if distribution.buffers == "flat":
             shared = [specs[index].name for index in overlapping(values)]
@@ -128,6 +130,11 @@ class ReplicatedParameters(Placement):
                 "buffers would part them: make them one parameter (tied weights), or take "
                 'buffers="per_parameter"'
             )
+        # The ranks in the order of the plan's segments.
+        self.places = group._replace(hosts=fabric.hosts)
+        if in_two:
+            self.places = in_two_levels(group, fabric.per_host)
+        reduction = reduction._replace(ranks=self.places)
         self._flat: FlatParameters | None = None
         if distribution.buffers == "flat":
             self._flat = FlatParameters(
@@ -169,6 +176,27 @@ class ReplicatedParameters(Placement):
         self._known_views: dict[Piece, _PieceViews] = {}
         self._runs_of_others: dict[int, list[tuple[Piece, int]]] = {}
         self._kinds_agreed = False
+
+    def _goes_in_two(self, fabric: Fabric, plan: ShardingPlan, *, is_alone: bool) -> bool:
+        """Whether segments travel inside hosts and across them."""
+        asked, hosts = self.distribution.two_levels, fabric.hosts
+        several = hosts > 1 and fabric.per_host > 1
+        if asked and not (several and is_alone):
+            reason = (
+                f"{ranks_text(self.group.members)} are on {hosts} hosts, {fabric.per_host} on each"
+                if is_alone
+                else "DTensors and outer_group have groups of their own"
+            )
+            raise ValueError(
+                f"two_levels=True needs several hosts with several ranks each: {reason}. Give "
+                "ranks_per_host= if they are not what torchrun says, or leave two_levels out"
+            )
+        if not several or not is_alone or asked is not None:
+            return bool(asked)
+        largest = max((bucket.size for bucket in plan.buckets), default=0)
+        exchanged = self.distribution.reduction == "ordered" or self.device.type == "cpu"
+        width = max((self.held.value(i).itemsize for i in range(len(self.held))), default=4)
+        return fabric.pays_in_two(largest * width, exchanged=exchanged)
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedParameters]":
@@ -250,7 +278,7 @@ class ReplicatedParameters(Placement):
         parts = ""
         if self.mesh is not None and self.mesh.group.size > 1:
             parts = f", in {self.mesh.group.size} parts"
-        return ranks_text([self.group.members[rank] for rank in sorted(owners)]) + parts
+        return ranks_text(sorted(self.places.members[rank] for rank in owners)) + parts
 
     @property
     def keeps_all(self) -> bool:
@@ -291,7 +319,7 @@ class ReplicatedParameters(Placement):
             group = groups[spec.group]
             master = [MASTER] if needs_master(param, master_weights) else []
             keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
-        self._layout = StateLayout(self.plan, self.group.rank, keys, groups)
+        self._layout = StateLayout(self.plan, self.places.rank, keys, groups)
         state: dict[Tensor, State] = {}
         for param, spec, sizes in zip(
             self.params, self.plan.params, self._layout.sizes, strict=True
@@ -318,7 +346,7 @@ class ReplicatedParameters(Placement):
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
         wanted = range(len(self.params)) if only is None else [self._index(only)]
-        gather = gather_whole(self.plan, self.params, state, groups, self.group, wanted)
+        gather = gather_whole(self.plan, self.params, state, groups, self.places, wanted)
         mesh = self.mesh
         if mesh is None:
             return gather
@@ -330,7 +358,7 @@ class ReplicatedParameters(Placement):
         """All state, where every rank keeps all: that of DTensors placed as they are."""
         assert self.keeps_all
         gather = gather_whole(
-            self.plan, self.params, state, groups, self.group, range(len(self.params))
+            self.plan, self.params, state, groups, self.places, range(len(self.params))
         )
         return gather() if self.mesh is None else self._placed(gather(), groups, self.mesh.beside)
 
@@ -465,6 +493,7 @@ class ReplicatedParameters(Placement):
         return Problem(RuntimeError(message), changed)
 
     def finish_step(self) -> None:
+        self._advance_gathers()  # forward may wait for them in another order on each rank
         self.reducer.finish_step()
         self._end_of_blocks()
 
@@ -555,7 +584,7 @@ class ReplicatedParameters(Placement):
     def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
         """What this rank updates in a bucket, with the index of its group."""
         bucket = self.plan.buckets[number]
-        of_copies = not bucket.replicated or self.group.rank == 0
+        of_copies = not bucket.replicated or self.places.rank == 0
         for piece, grad in self._grads[number]:
             counted = of_copies and (self.mesh is None or self.mesh.answers_for(piece.param))
             present = self._present[piece.param]
@@ -583,18 +612,23 @@ class ReplicatedParameters(Placement):
         sizes, whole = list(transfer.sizes), None
         if self._flat is not None:
             whole = self._flat.room(number)
-            segment = torch.split(whole, sizes)[self.group.rank]
+            segment = torch.split(whole, sizes)[self.places.rank]
         else:
             mine = [self._flat_view(piece) for piece in self._owned(bucket).pieces]
             if not mine:
                 mine = [self.held.value(bucket.params[0]).new_empty(0)]
             segment = mine[0] if len(mine) == 1 else torch.cat(mine)
+        self._advance_gathers()
         self._gathers[number] = gather_stretch(
-            transfer.name, segment, sizes, self.group, into=whole
+            transfer.name, segment, sizes, self.places, into=whole
         )
         if self.shape.defers:
             members = [self.params[index] for index in bucket.params]
             self._in_flight.add(members, partial(self.place, number))
+
+    def _advance_gathers(self) -> None:
+        for gather in self._gathers.values():
+            gather.advance()
 
     def place(self, number: int) -> None:
         """Copy what the others updated into place."""
@@ -613,7 +647,7 @@ class ReplicatedParameters(Placement):
         """What others own in a bucket, in runs, and where it starts."""
         known = self._runs_of_others.get(number)
         if known is None:
-            bucket, rank = self.plan.buckets[number], self.group.rank
+            bucket, rank = self.plan.buckets[number], self.places.rank
             segments = list(bucket.segments)
             segments[rank] = Segment((), (), segments[rank].size)
             known = list(Bucket(bucket.dtype, tuple(segments)).runs)
@@ -626,7 +660,7 @@ class ReplicatedParameters(Placement):
         return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
 
     def _owned(self, bucket: Bucket) -> Segment:
-        return bucket.segments[0 if bucket.replicated else self.group.rank]
+        return bucket.segments[0 if bucket.replicated else self.places.rank]
 
     def _views(self, piece: Piece) -> tuple[Tensor, State]:
         """The piece in its parameter, and its state; made once, unless either was replaced."""

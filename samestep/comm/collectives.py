@@ -88,7 +88,7 @@ def _add_up_in_two(
     assert transfer.sizes is not None
     inside, across = group.levels
     columns, mine = _columns(transfer.sizes, group.levels)
-    first = transfer._replace(name=f"{transfer.name}, in hosts", sizes=columns)
+    first = transfer._replace(name=f"{transfer.name}, in hosts", sizes=columns, levels=1)
 
     def then(summed: Tensor) -> Pending[Tensor]:
         name = f"{transfer.name}, across hosts"

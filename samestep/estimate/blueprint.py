@@ -32,6 +32,7 @@ from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
+from samestep.placements.whole.replicated import levels_of
 from samestep.placements.whole.replicated import planned as planned_shares
 from samestep.placements.whole.replicated import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ShardedSpec
@@ -211,7 +212,11 @@ def blueprint(
         plan = _shared_plan(members.specs, links(peers), beside)
         own_outer = outer if peers == everyone else None
         policy = beside.bucket_policy(
-            peers.size, own_outer.size if own_outer else 1, device, uneven=on_gpu
+            peers.size,
+            own_outer.size if own_outer else 1,
+            device,
+            uneven=on_gpu,
+            levels=1 if own_outer else levels_of(plan, links(peers), beside, on_cpu=not on_gpu),
         )
         watched = optimizer._in_flight.all_watched(members.params)
         shape = shape_of_shares(plan, members, beside, policy, watched=watched)

@@ -15,6 +15,8 @@ def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
     carried = maximum(each.sent_by_all(), each.received_by_all())
     spread = grid.maximum(each.spread(carried, grid), each.peers)
     fabric = hardware.fabric(each.peers, grid)
+    if each.levels == 2:
+        return grid.zeros() + fabric.seconds_in_two(each.size)
     fixed = hardware.seconds(each.traffic.kind, 0.0, fabric)
     per_byte = hardware.seconds(each.traffic.kind, 1e9, fabric) - fixed
     return fixed + spread * (per_byte / 1e9)

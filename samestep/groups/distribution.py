@@ -190,7 +190,7 @@ class Distribution:
         return self.frees_gradients or self.buffers == "flat"
 
     def bucket_policy(
-        self, ranks: int, outer: int, device: torch.device, *, uneven: bool
+        self, ranks: int, outer: int, device: torch.device, *, uneven: bool, levels: int = 1
     ) -> BucketPolicy:
         """How buckets travel between so many ranks, in so many groups that do the same."""
         frugal = ranks > 2 if self.buffers == "flat" else self.frees_gradients
@@ -201,6 +201,7 @@ class Distribution:
             frugal=self.overlap_grad_reduce and frugal,
             on_cpu=device.type == "cpu",
             uneven=uneven,
+            levels=levels,
         )
 
     def sums_in_place(self, policy: BucketPolicy) -> bool:

@@ -43,6 +43,11 @@ class Fabric(NamedTuple):
     def hosts(self) -> int:
         return -(-self.ranks // self.per_host)
 
+    @property
+    def has_levels(self) -> bool:
+        """Whether there is an inside and an across."""
+        return self.hosts > 1 and self.per_host > 1
+
     def ring(self) -> Link:
         """As collectives see it that pass everything from rank to rank.
 
@@ -61,12 +66,15 @@ class Fabric(NamedTuple):
 
         `exchanged`: segments go from each rank to each other one, not in rings.
         """
-        if self.hosts == 1 or self.per_host == 1:
+        if not self.has_levels:
             return False
         one = self.between if exchanged else self.ring()
+        return self.seconds_in_two(carried) < one.seconds(self.ranks, carried)
+
+    def seconds_in_two(self, carried: float) -> float:
+        """Of so many bytes that go to or come from all ranks, in two levels."""
         inside = self.inside.seconds(self.per_host, carried)
-        across = self.between.seconds(self.hosts, carried / self.per_host)
-        return inside + across < one.seconds(self.ranks, carried)
+        return inside + self.between.seconds(self.hosts, carried / self.per_host)
 
 
 # Where nobody has said what links can do. Of GPUs: `samestep plan`'s h200x8, which tells sources;

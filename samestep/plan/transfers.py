@@ -48,6 +48,7 @@ class Transfer(NamedTuple):
     elements: of the whole operation, the same on every rank.
     sizes: elements per rank; None if every rank has all.
     incoming: elements that each rank gets, where that does not follow from the sizes.
+    levels: 2: it goes inside hosts and across them, in two collectives.
     """
 
     traffic: Traffic
@@ -56,6 +57,7 @@ class Transfer(NamedTuple):
     elements: int
     sizes: Sequence[int] | None = None
     incoming: Sequence[int] | None = None
+    levels: int = 1
 
     def sent(self, rank: int, ranks: int) -> int:
         """Bytes that one of so many ranks must send at least."""
@@ -95,6 +97,7 @@ class BucketPolicy(NamedTuple):
     frugal: memory counts so much that a reduction gets no buffer to receive into. Not by when a
         bucket is launched: some ranks may launch it later than others.
     uneven: the backend gathers unequal lengths in one call.
+    levels: 2: segments go inside hosts and across them.
     """
 
     ranks: int
@@ -103,6 +106,7 @@ class BucketPolicy(NamedTuple):
     frugal: bool
     on_cpu: bool
     uneven: bool
+    levels: int = 1
 
     def gather(self, name: str, dtype: torch.dtype, sizes: Sequence[int]) -> Transfer:
         """Of segments of these sizes."""
@@ -167,6 +171,10 @@ def _of_bucket(
     if policy.outer > 1:
         of_size = {size: outer_transfers(number, size, wide, policy) for size in set(kept)}
         outer = tuple(of_size[size] for size in kept)
+    if reduce.sizes is not None:
+        reduce = reduce._replace(levels=policy.levels)
+    if gather is not None:
+        gather = gather._replace(levels=policy.levels)
     return BucketTransfers(reduce, sums, outer, gather)
 
 

@@ -88,7 +88,11 @@ class ReplicatedParameters(Placement):
         self.device = self.held.value(0).device
         fabric = fabric_of(group, self.device, distribution.ranks_per_host)
         shares = planned(specs if mesh is None else mesh.shares, fabric, distribution)
-        in_two = self._goes_in_two(fabric, shares, is_alone=mesh is None and outer is None)
+        is_alone = mesh is None and outer is None
+        self._check_levels(fabric, is_alone=is_alone)
+        levels = 1
+        if is_alone:
+            levels = levels_of(shares, fabric, distribution, on_cpu=self.device.type == "cpu")
         self.plan = shares
         self._plan_lines = shares.lines()
         if mesh is not None:
@@ -107,7 +111,7 @@ class ReplicatedParameters(Placement):
         lines = [*distribution.lines(), f"divisor = {divisor}", *self._plan_lines, *members.lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
         lines.append(line_of(self.device))
-        lines.append(f"{fabric.hosts} hosts, in {1 + in_two} levels")
+        lines.append(f"{fabric.hosts} hosts, in {levels} levels")
         shared = []
         if distribution.buffers == "flat":
             shared = [specs[index].name for index in overlapping(values)]
@@ -132,7 +136,7 @@ class ReplicatedParameters(Placement):
             )
         # The ranks in the order of the plan's segments.
         self.places = group._replace(hosts=fabric.hosts)
-        if in_two:
+        if levels == 2:
             self.places = in_two_levels(group, fabric.per_host)
         reduction = reduction._replace(ranks=self.places)
         self._flat: FlatParameters | None = None
@@ -146,6 +150,7 @@ class ReplicatedParameters(Placement):
             1 if outer is None else outer.size,
             self.device,
             uneven=gathers_uneven(group, self.device),
+            levels=levels,
         )
         watched = in_flight.all_watched(self.params)
         self.shape = shape_of(self.plan, members, distribution, policy, watched=watched)
@@ -177,26 +182,17 @@ class ReplicatedParameters(Placement):
         self._runs_of_others: dict[int, list[tuple[Piece, int]]] = {}
         self._kinds_agreed = False
 
-    def _goes_in_two(self, fabric: Fabric, plan: ShardingPlan, *, is_alone: bool) -> bool:
-        """Whether segments travel inside hosts and across them."""
-        asked, hosts = self.distribution.two_levels, fabric.hosts
-        several = hosts > 1 and fabric.per_host > 1
-        if asked and not (several and is_alone):
-            reason = (
-                f"{ranks_text(self.group.members)} are on {hosts} hosts, {fabric.per_host} on each"
-                if is_alone
-                else "DTensors and outer_group have groups of their own"
-            )
-            raise ValueError(
-                f"two_levels=True needs several hosts with several ranks each: {reason}. Give "
-                "ranks_per_host= if they are not what torchrun says, or leave two_levels out"
-            )
-        if not several or not is_alone or asked is not None:
-            return bool(asked)
-        largest = max((bucket.size for bucket in plan.buckets), default=0)
-        exchanged = self.distribution.reduction == "ordered" or self.device.type == "cpu"
-        width = max((self.held.value(i).itemsize for i in range(len(self.held))), default=4)
-        return fabric.pays_in_two(largest * width, exchanged=exchanged)
+    def _check_levels(self, fabric: Fabric, *, is_alone: bool) -> None:
+        if not self.distribution.two_levels or (is_alone and fabric.has_levels):
+            return
+        reason = "DTensors and outer_group have groups of their own"
+        if is_alone:
+            ranks = ranks_text(self.group.members)
+            reason = f"{ranks} are on {fabric.hosts} hosts, {fabric.per_host} on each"
+        raise ValueError(
+            f"two_levels=True needs several hosts with several ranks each: {reason}. Give "
+            "ranks_per_host= if they are not what torchrun says, or leave two_levels out"
+        )
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedParameters]":
@@ -705,8 +701,7 @@ def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distributi
     size = distribution.bucket_size
     if size is None:
         elements = [spec.numel for spec in specs]
-        widths = [getattr(torch, spec.dtype.removeprefix("torch.")).itemsize for spec in specs]
-        in_bytes = sum(map(operator.mul, elements, widths))
+        in_bytes = sum(map(operator.mul, elements, (_width(spec.dtype) for spec in specs)))
         size = bucket_elements(sum(elements), in_bytes, fabric)
     if distribution.buffers == "flat":
         return plan_flat(specs, fabric.ranks, bucket_elements=size)
@@ -719,6 +714,23 @@ def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distributi
         owners=distribution.owners,
         max_size_ratio=distribution.max_state_ratio,
     )
+
+
+def levels_of(
+    plan: ShardingPlan, fabric: Fabric, distribution: Distribution, *, on_cpu: bool
+) -> int:
+    """2: its buckets go inside hosts and across them."""
+    asked = distribution.two_levels
+    if asked is None:
+        carried = max((bucket.size * _width(bucket.dtype) for bucket in plan.buckets), default=0)
+        exchanged = on_cpu or distribution.reduction == "ordered"
+        asked = fabric.pays_in_two(carried, exchanged=exchanged)
+    return 1 + (asked and fabric.has_levels)
+
+
+def _width(dtype: str) -> int:
+    found: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
+    return found.itemsize
 
 
 def shape_of(

@@ -6,6 +6,9 @@ many small ones are on their way while the rest is computed:
 
     n buckets cost n latencies, and the last of them (1 / n of all bytes) is waited for
     n = sqrt(seconds that all bytes take / latency)
+
+Where nothing is reduced inside backward, all gradients are there at once: neighbours travel as one,
+in as many buckets as there are waves.
 """
 
 from dataclasses import dataclass
@@ -83,9 +86,13 @@ GPU_LINKS = Link(2e-5, 3.6e11, 1e-6), Link(3e-5, 4.0e10, 1e-6)
 CPU_LINKS = Link(2e-4, 1e9, 5e-5), Link(2e-4, 1e9, 5e-5)
 
 
-def bucket_elements(elements: int, size: int, fabric: Fabric) -> int:
+def bucket_elements(
+    elements: int, size: int, fabric: Fabric, *, most_buckets: int | None = None
+) -> int:
     """Elements of a bucket of a plan that has so many elements, in so many bytes."""
     link = fabric.ring()
     begin = max(link.seconds(fabric.ranks, 0), 1e-9)
     count = sqrt(size / link.bandwidth / begin)
+    if most_buckets is not None:
+        count = min(count, most_buckets)
     return round(min(max(elements / max(count, 1.0), LEAST_ELEMENTS), MOST_ELEMENTS))

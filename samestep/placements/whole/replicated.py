@@ -702,7 +702,8 @@ def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distributi
     if size is None:
         elements = [spec.numel for spec in specs]
         in_bytes = sum(map(operator.mul, elements, (_width(spec.dtype) for spec in specs)))
-        size = bucket_elements(sum(elements), in_bytes, fabric)
+        waves = None if distribution.overlap_grad_reduce else distribution.waves
+        size = bucket_elements(sum(elements), in_bytes, fabric, most_buckets=waves)
     if distribution.buffers == "flat":
         return plan_flat(specs, fabric.ranks, bucket_elements=size)
     return plan_sharding(

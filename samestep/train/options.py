@@ -134,6 +134,11 @@ class Options:
             raise BadRequestError(
                 "--layout hsdp has --shards, and --replicate says the same: drop one"
             )
+        if self.compile and not self.meshed:
+            raise BadRequestError(
+                "--compile is about blocks that an axis cuts: add --tp, --ep, --pp, --replicate or "
+                "--fsdp, or leave it out"
+            )
         if self.sp and self.tp == 1:
             raise BadRequestError("--sp divides the sequence among the ranks of --tp, which is 1")
         about = ["capacity", "expert_size", "shared_experts", "null_experts"]

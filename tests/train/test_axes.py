@@ -96,6 +96,7 @@ def test_factors_on_a_mesh(tmp_path):
     [
         ("--replicate 2 --layout zero1", "--layout zero1 leaves every data rank a copy, and"),
         ("--sp", "--sp divides the sequence among the ranks of --tp, which is 1"),
+        ("--compile", "--compile is about blocks that an axis cuts: add --tp"),
         ("--ep 2", "--ep: about experts, and there are none: add --moe"),
         ("--null-experts 1 --z-loss 0.1", "--null-experts, --z-loss: about experts, and there are"),
         ("--moe --z-loss -1", "z_loss must be at least 0, got -1.0"),

@@ -978,12 +978,13 @@ def wrong_gradient(kind, param):
     whole = torch.zeros(param.shape)
     if kind == "plain":
         return whole
-    return DTensor.from_local(whole, param.device_mesh, [Replicate()], run_check=False)
+    columns = torch.tensor_split(whole, param.device_mesh.size(), dim=1)
+    return DTensor.from_local(columns[0].contiguous(), param.device_mesh, [Shard(1)])
 
 
 def test_a_gradient_that_does_not_fit():
     """On one rank: all raise, and nothing has changed."""
-    cases = [(kind, mixed) for kind in ("plain", "replicated") for mixed in (False, True)]
+    cases = [(kind, mixed) for kind in ("plain", "columns") for mixed in (False, True)]
 
     def job(rank, case):
         kind, mixed = case
@@ -1027,7 +1028,7 @@ def test_a_problem_where_parameters_are_on_several_meshes():
         opt = samestep.MuonAdamW(model, overrides=OWN_RULES)
         loss_of(model, rank // 2, 0).backward()
         if rank == 0 and what == "gradient":
-            model.embedding.weight.grad = wrong_gradient("replicated", model.embedding.weight)
+            model.embedding.weight.grad = wrong_gradient("columns", model.embedding.weight)
         if rank == 0 and what == "option":
             opt.param_groups[0]["lr"] = -1.0
         with pytest.raises(Exception) as caught:

@@ -13,6 +13,7 @@ from samestep.comm.collectives import (
     exchange_segments,
     from_first,
     gather_segments,
+    gather_stretch,
     maximum,
     reduce_segments,
     sum_in_order,
@@ -88,7 +89,7 @@ def every_collective(rank, world, dtype):
         found["gather", make_sizes.__name__, "exact"] = gathered, contribution(99, size, dtype)
         room = torch.full((size,), -1.0, dtype=dtype)
         room[mine] = part
-        gather_segments("g", room[mine], sizes, group, into=room).wait()
+        gather_stretch("g", room[mine], sizes, group, into=room).wait()
         found["gather in place", make_sizes.__name__, "exact"] = room, contribution(99, size, dtype)
     marks = torch.tensor([rank, -rank, 3, int(rank == world - 1)], dtype=torch.int32)
     largest = torch.tensor([world - 1, 0, 3, 1], dtype=torch.int32)

@@ -979,7 +979,14 @@ def wrong_gradient(kind, param):
     if kind == "plain":
         return whole
     columns = torch.tensor_split(whole, param.device_mesh.size(), dim=1)
-    return DTensor.from_local(columns[0].contiguous(), param.device_mesh, [Shard(1)])
+    return DTensor.from_local(
+        columns[0].contiguous(),
+        param.device_mesh,
+        [Shard(1)],
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
 
 
 def test_a_gradient_that_does_not_fit():

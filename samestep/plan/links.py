@@ -81,9 +81,10 @@ class Fabric(NamedTuple):
 
 
 # Where nobody has said what links can do. Of GPUs: `samestep plan`'s h200x8, which tells sources;
-# of CPUs: two processes on one machine over gloo, in round numbers.
+# of CPUs: two processes on one machine over gloo, and 1 Gbit/s per rank between machines, in round
+# numbers.
 GPU_LINKS = Link(2e-5, 3.6e11, 1e-6), Link(3e-5, 4.0e10, 1e-6)
-CPU_LINKS = Link(2e-4, 1e9, 5e-5), Link(2e-4, 1e9, 5e-5)
+CPU_LINKS = Link(2e-4, 1e9, 5e-5), Link(2e-4, 1.25e8, 5e-5)
 
 
 def bucket_elements(

@@ -70,3 +70,8 @@ def test_what_is_there_at_once_travels_as_one():
 )
 def test_when_two_levels_pay(ranks, per_host, carried, exchanged, pays):
     assert gpus(ranks, per_host).pays_in_two(carried, exchanged=exchanged) is pays
+
+
+def test_hosts_of_cpus_go_in_two_levels():
+    assert Fabric(*CPU_LINKS, 16, 8).pays_in_two(1e8, exchanged=True)
+    assert not Fabric(*CPU_LINKS, 16, 16).pays_in_two(1e8, exchanged=True)

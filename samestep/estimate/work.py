@@ -12,7 +12,7 @@ from samestep.estimate.grid import per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.layout.owners import busiest_lower_bound
-from samestep.rules.orthogonalize import orthogonalize_flops
+from samestep.rules.orthogonalize import block_flops, orthogonalize_flops
 
 
 @dataclass(frozen=True)
@@ -75,9 +75,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
     peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
     ranks = peers.size
     flops = [0.0] * ranks
-    blocks = [
-        orthogonalize_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()
-    ]
+    blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
     if not blocks:
         return None
     count = len(blocks)
@@ -86,7 +84,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
             has_blocks = any(placement.specs[param].blocks for param in bucket.params)
             for rank, segment in bucket.filled if has_blocks else ():
                 own = [piece.block for piece in segment.pieces if piece.block is not None]
-                cost = sum(orthogonalize_flops(*block.shape) for block in own)
+                cost = sum(map(block_flops, own))
                 for each in range(ranks) if bucket.replicated else (rank,):
                     flops[each] += cost
     else:
@@ -102,7 +100,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
 def _owned_flops(spreading: Spreading) -> list[float]:
     flops = [0.0] * spreading.peers.size
     for route in chain.from_iterable(spreading.plan.chunks):
-        flops[route.owner] += orthogonalize_flops(*route.block.shape)
+        flops[route.owner] += block_flops(route.block)
     return flops
 
 

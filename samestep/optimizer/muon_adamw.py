@@ -85,6 +85,7 @@ class MuonOptions(CommonOptions, total=False):
     scale_decay: bool
     split_sizes: Any
     flatten: bool
+    transposed: bool
     compute_dtype: torch.dtype | None
     state_dtypes: Mapping[str, torch.dtype] | None
 

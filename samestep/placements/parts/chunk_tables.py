@@ -83,6 +83,8 @@ class ChunkTables:
         places: dict[int, int],  # of parameters among the gradients
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
+        if any(route.block.form is not None for route in moves.chunk):
+            raise NotRowsError  # matrices in each other's gaps: plain torch has their stages
         _require_rectangles(moves.chunk)
         self.moves, self._device, self._places = moves, held.device, places
         self.sent = sum(moves.to.outgoing)

@@ -14,7 +14,7 @@ Rows are those of the usual orientation (out, in), also where a matrix is stored
 
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
@@ -68,9 +68,9 @@ def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
         return Split((rows,))
     if isinstance(given, str):
         return _spelled(given, rows)
-    sizes = tuple(given) if isinstance(given, list | tuple) else None
-    if sizes is None:
+    if not isinstance(given, Sequence):
         raise ValueError(f"has split_sizes {given!r}: give {_SPELLINGS}")
+    sizes = tuple(cast("Sequence[int]", given))
     if not sizes or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(f"has split_sizes {sizes}: they must be whole numbers above 0")
     if sum(sizes) != rows:

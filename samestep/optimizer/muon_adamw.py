@@ -23,6 +23,7 @@ from samestep.groups.routing import (
 from samestep.groups.step_options import StepOptions
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
 from samestep.presets import preset_options
+from samestep.recipes import known_of
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
@@ -128,6 +129,9 @@ class MuonAdamW(RuleOptimizer):
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
         preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
+        recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
+            "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
+            None: none. Overrides win over it.
         overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
@@ -146,6 +150,7 @@ class MuonAdamW(RuleOptimizer):
         lr: float | Tensor | None = None,
         *,
         preset: str | None = None,
+        recipe: str | None = "auto",
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
         **options: Unpack[MuonAdamWOptions],
@@ -176,8 +181,12 @@ class MuonAdamW(RuleOptimizer):
                 shared = {key: given[key] for key in SHARED if key in given}
                 rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
         order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
+        reasons: dict[str, str] = {}
         if named is not None:
-            params = _routed(named, overrides, groups, rates, rule_options["muon"])
+            known = {}
+            if model is not None and groups is None:
+                known = known_of(model, named.parameters, recipe)
+            params, reasons = _routed(named, overrides, groups, rates, rule_options["muon"], known)
         else:
             asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
             for what, value in asked.items():
@@ -198,6 +207,7 @@ class MuonAdamW(RuleOptimizer):
             model=model,
             order_of_use=order_of_use,
         )
+        self._reasons = reasons
 
 
 class Muon(RuleOptimizer):
@@ -307,11 +317,16 @@ def _routed(
     groups: Iterable[Mapping[str, Any]] | None,
     rates: Mapping[str, Any],
     muon_options: Group,
-) -> list[Group]:
-    """Groups for named parameters; the keyword `split_sizes` moves from the rule to its members."""
+    known: Mapping[str, Group],
+) -> tuple[list[Group], dict[str, str]]:
+    """Groups for named parameters, and why each is where it is.
+
+    The keyword `split_sizes` moves from the rule to its members; `known` is what a recipe says.
+    """
     if groups is not None:
         if overrides or rates:
             raise ValueError("groups= takes the place of overrides and per-role learning rates")
-        return route_explicit(named, groups)
+        return route_explicit(named, groups), {}
     role_options = {role: {"lr": rate} for role, rate in rates.items()}
-    return route(named, overrides, role_options, muon_options.pop("split_sizes", None))
+    splits = muon_options.pop("split_sizes", None)
+    return route(named, overrides, role_options, splits, known)

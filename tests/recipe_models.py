@@ -279,6 +279,29 @@ CASES = {
             "transformer.h.N.mlp.c_proj.weight": "M 16 x 64",
         },
     ),
+    "gpt2, cross": Case(
+        "GPT2LMHeadModel",
+        "GPT2Config",
+        {
+            "vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 16,
+            "bos_token_id": 1, "eos_token_id": 2, "add_cross_attention": True,
+        },
+        {
+            "transformer.wte.weight": EMBED,
+            "transformer.wpe.weight": EMBED,
+            "transformer.h.N.attn.c_attn.weight": "M 3 of 16 x 16",
+            "transformer.h.N.attn.c_proj.weight": "M 16 x 16",
+            "transformer.h.N.crossattention.c_attn.weight": "M 2 of 16 x 16",
+            "transformer.h.N.crossattention.q_attn.weight": "M 16 x 16",
+            "transformer.h.N.crossattention.c_proj.weight": "M 16 x 16",
+            "transformer.h.N.mlp.c_fc.weight": "M 64 x 16",
+            "transformer.h.N.mlp.c_proj.weight": "M 16 x 64",
+        },
+        lambda: {
+            "input_ids": _words(),
+            "encoder_hidden_states": torch.linspace(-1, 1, 160).view(2, 5, 16).sin(),
+        },
+    ),
     "gpt_neox": Case(
         "GPTNeoXForCausalLM",
         "GPTNeoXConfig",

@@ -100,6 +100,15 @@ APART = {
         "mlp.c_fc": (after_each_other(64), True),
         "mlp.c_proj": (after_each_other(16), True),
     },
+    "gpt2, cross": {
+        ".attn.c_attn": (after_each_other(16, 16, 16), True),
+        "crossattention.c_attn": (after_each_other(16, 16), True),
+        "crossattention.q_attn": (after_each_other(16), True),
+        "attn.c_proj": (after_each_other(16), True),
+        "crossattention.c_proj": (after_each_other(16), True),
+        "mlp.c_fc": (after_each_other(64), True),
+        "mlp.c_proj": (after_each_other(16), True),
+    },
     "gpt_neox": {"query_key_value": (by_head((4, 4, 4), 4), False)},
     "bloom": {"query_key_value": (by_head((4, 4, 4), 4), False)},
     "falcon, groups": {"query_key_value": (by_head((8, 4, 4), 2), False)},
@@ -166,6 +175,61 @@ def test_steps_are_those_of_separate_matrices(name):
         for number, matrix in enumerate(matrices(name, own, param)):
             expected = apart[f"{own} {number}"]
             assert torch.allclose(matrix, expected, rtol=0, atol=1e-6), f"{own} {number}"
+
+
+# --- what the rows are to the model ---------------------------------------------------------------
+
+# A part of a fused weight without which nothing reaches a module: its values, or its gate.
+NOTHING = {
+    "phi3": [("qkv_proj", 2, "o_proj"), ("gate_up", 0, "down_proj"), ("gate_up", 1, "down_proj")],
+    "glm4": [("gate_up", 0, "down_proj"), ("gate_up", 1, "down_proj")],
+    "mixtral": [("experts.gate_up", 0, "mlp.experts"), ("experts.gate_up", 1, "mlp.experts")],
+    "qwen3_moe": [("experts.gate_up", 0, "mlp.experts"), ("experts.gate_up", 1, "mlp.experts")],
+    "deepseek_v3": [("kv_b_proj", [1, 3, 5, 7], "o_proj")],
+    "gpt_oss": [("experts.gate_up_proj", 0, "mlp.experts")],
+    "llama4": [("experts.gate_up_proj", 0, "feed_forward.experts")],
+    "gpt2": [("c_attn", 2, "attn.c_proj")],
+    "gpt_neox": [("query_key_value", 2, "attention.dense")],
+    "bloom": [("query_key_value", 2, "self_attention.dense")],
+    "falcon, groups": [("query_key_value", 2, "self_attention.dense")],
+    "falcon, one key": [("query_key_value", 2, "self_attention.dense")],
+    "falcon, by head": [("query_key_value", 2, "self_attention.dense")],
+    "modernbert": [("Wqkv", 2, "attn.Wo"), ("Wi", 1, "mlp.Wo")],
+    "qwen3_next": [("in_proj_qkvz", 2, "linear_attn.norm")],
+    "mamba": [("in_proj", 1, "mixer.out_proj")],
+    "mamba2": [("in_proj", 0, "mixer.out_proj")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "which", "module"),
+    [(name, *own) for name, all_ in NOTHING.items() for own in all_],
+)
+def test_the_rows_written_down_are_those_that_the_model_uses(name, part, which, module):
+    """Without its values attention gives nothing, and so does a gate that is shut."""
+    model = CASES[name].make().eval()
+    seen = []
+
+    def look(_module, inputs, output):
+        seen.append(output if module.endswith("experts") else inputs[0])
+
+    for path, own in model.named_modules():
+        if path.endswith(module):
+            own.register_forward_hook(look)
+    rows, transposed = APART[name][part]
+    cleared = [row for n in (which if isinstance(which, list) else [which]) for row in rows[n]]
+    with torch.no_grad():
+        model(**CASES[name].inputs())
+        assert all(float(values.abs().max()) > 0 for values in seen)
+        seen.clear()
+        for path, param in model.named_parameters():
+            if path.endswith("bias"):
+                param.zero_()
+            elif part in path:
+                (param.mT if transposed else param)[..., cleared, :] = 0
+        model(**CASES[name].inputs())
+    assert seen
+    assert all(float(values.abs().max()) == 0 for values in seen)
 
 
 # --- how a recipe is found ------------------------------------------------------------------------

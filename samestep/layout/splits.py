@@ -43,13 +43,16 @@ class Form(NamedTuple):
         return tuple((size * self.split.groups, cols) for size in self.split.sizes)
 
     def views(self, block: Tensor) -> list[Tensor]:
-        """Each matrix of a block (rows, cols): (out, in), or (groups, out of a group, in)."""
-        whole = block.t() if self.transposed else block
+        """Each matrix of a block (rows, cols): (out, in), or (groups, out of a group, in).
+
+        Of a stack of blocks (B, rows, cols) each has B of them.
+        """
+        whole = block.mT if self.transposed else block
         sizes, groups = self.split
-        if groups == 1:
-            return list(whole.split_with_sizes(list(sizes)))
-        grouped = whole.view(groups, len(whole) // groups, -1)
-        return list(grouped.split_with_sizes(list(sizes), dim=1))
+        if groups > 1:
+            *stack, rows, cols = whole.shape
+            whole = whole.view(*stack, groups, rows // groups, cols)
+        return list(whole.split_with_sizes(list(sizes), dim=-2))
 
     @property
     def dim(self) -> int:

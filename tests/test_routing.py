@@ -644,6 +644,33 @@ def test_learning_rates_per_role(given_rates, tensors):
         assert keys(opt, "lr")[name] == given_rates.get(f"{role}_lr", 0.5)
 
 
+DECAYS = {"matrix_decay": 0.1, "embedding_decay": 0.2, "unembedding_decay": 0.3, "scalar_decay": 0}
+
+
+@pytest.mark.parametrize("given_decays", [DECAYS, {"scalar_decay": 0.0}, {}], ids=len)
+@pytest.mark.parametrize("preset", [None, "moonlight"])
+def test_weight_decay_per_role(given_decays, preset):
+    overrides = {"blocks.1.*": {"weight_decay": 0.75}}
+    opt = samestep.MuonAdamW(
+        gpt(), weight_decay=0.5, preset=preset, overrides=overrides, **given_decays
+    )
+    shown = {row["parameter"]: row["decay"] for row in read_table(opt.table())[0]}
+    for name, role in roles(opt).items():
+        wanted = given_decays.get(f"{role}_decay", 0.5)
+        wanted = 0.75 if name.startswith("blocks.1.") else wanted
+        assert keys(opt, "weight_decay")[name] == wanted
+        assert float(shown[name]) == wanted
+
+
+def test_decays_per_role_need_roles():
+    with pytest.raises(ValueError, match="per-role learning rates and decays need a model"):
+        samestep.MuonAdamW([{"params": [raw(4)], "rule": "adamw"}], scalar_decay=0.0)
+    with pytest.raises(ValueError, match="takes the place of overrides and per-role"):
+        samestep.MuonAdamW(gpt(), groups=[{"params": "*", "rule": "adamw"}], scalar_decay=0.0)
+    with pytest.raises(ValueError, match="weight_decay"):
+        samestep.MuonAdamW(gpt(), scalar_decay=-1.0)
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -17,7 +17,8 @@ from samestep.rules.rule import Rule
 # Keywords of an optimizer that concern all of its groups.
 OF_THE_OPTIMIZER = {
     *Distribution.__annotations__, *StepOptions.__annotations__, "preset", "overrides", "groups",
-    "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr",
+    "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "matrix_decay", "embedding_decay",
+    "unembedding_decay", "scalar_decay", "recipe",
 } - {"process_group"}  # fmt: skip
 # Every rule goes with these; "role" is what routing found.
 OF_EVERY_GROUP = {

@@ -29,7 +29,12 @@ from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 
 SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
-ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
+ROLES = ("matrix", "embedding", "unembedding", "scalar")
+ROLE_OPTIONS = {
+    f"{role}_{short}": (role, key)
+    for short, key in (("lr", "lr"), ("decay", "weight_decay"))
+    for role in ROLES
+}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -104,6 +109,10 @@ class MuonAdamWOptions(MuonOptions, total=False):
     embedding_lr: float | Tensor
     unembedding_lr: float | Tensor
     scalar_lr: float | Tensor
+    matrix_decay: float
+    embedding_decay: float
+    unembedding_decay: float
+    scalar_decay: float
 
 
 class MuonAdamW(RuleOptimizer):
@@ -125,6 +134,8 @@ class MuonAdamW(RuleOptimizer):
             copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
         weight_decay, maximize: for both rules (default decay 0.1).
+        matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay per role.
+            `scalar_decay=0` leaves norms and biases alone, as many trainers do.
         betas, eps, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, False, False).
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
@@ -158,7 +169,10 @@ class MuonAdamW(RuleOptimizer):
         steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
         model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
-        rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
+        by_role: dict[str, Group] = {}
+        for keyword, (role, key) in ROLE_OPTIONS.items():
+            if keyword in given:
+                by_role.setdefault(role, {})[key] = given.pop(keyword)
         if lr is not None:
             given["lr"] = lr
         muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
@@ -186,9 +200,15 @@ class MuonAdamW(RuleOptimizer):
             known = {}
             if model is not None and groups is None:
                 known = known_of(model, named.parameters, recipe)
-            params, reasons = _routed(named, overrides, groups, rates, rule_options["muon"], known)
+            params, reasons = _routed(
+                named, overrides, groups, by_role, rule_options["muon"], known
+            )
         else:
-            asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
+            asked = {
+                "overrides": overrides,
+                "groups": groups,
+                "per-role learning rates and decays": by_role,
+            }
             for what, value in asked.items():
                 if value:
                     raise ValueError(
@@ -315,7 +335,7 @@ def _routed(
     named: Routable,
     overrides: Overrides | None,
     groups: Iterable[Mapping[str, Any]] | None,
-    rates: Mapping[str, Any],
+    by_role: Mapping[str, Group],
     muon_options: Group,
     known: Mapping[str, Group],
 ) -> tuple[list[Group], dict[str, str]]:
@@ -324,9 +344,10 @@ def _routed(
     The keyword `split_sizes` moves from the rule to its members; `known` is what a recipe says.
     """
     if groups is not None:
-        if overrides or rates:
-            raise ValueError("groups= takes the place of overrides and per-role learning rates")
+        if overrides or by_role:
+            raise ValueError(
+                "groups= takes the place of overrides and per-role learning rates and decays"
+            )
         return route_explicit(named, groups), {}
-    role_options = {role: {"lr": rate} for role, rate in rates.items()}
     splits = muon_options.pop("split_sizes", None)
-    return route(named, overrides, role_options, splits, known)
+    return route(named, overrides, by_role, splits, known)

@@ -7,9 +7,11 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import samestep
 from samestep.recipes import RECIPES
+from tests.ranks import run_cases
 from tests.recipe_models import CASES, kind
 from tests.test_table import read_table
 
@@ -301,3 +303,51 @@ def test_a_model_that_was_changed_is_told():
     assert len(texts) == 2
     assert "recipe 'gpt_neox' does not fit gpt_neox.layers.0.attention.query_key_value" in texts[0]
     assert "looks like a fused weight" in texts[1]
+
+
+# --- on two ranks --------------------------------------------------------------------------------
+
+
+def words_of(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randint(3, 50, (2, 7), generator=generator)
+
+
+def loss_of(model, step, rank):
+    return model(input_ids=words_of(step, rank)).logits.square().mean()
+
+
+def test_models_with_recipes_on_two_ranks():
+    """zero2, flat and FSDP2, with other words on each rank, against one process with all."""
+    options = {"lr": 0.02, "adjust_lr": "original", "variance_beta2": 0.9, "max_grad_norm": 1.0}
+    names = ["gpt_oss", "falcon, groups", "gpt2"]
+    layouts = {"zero2": {"crossover": 1}, "flat": {"buffers": "flat"}, "fsdp": {}}
+
+    def job(rank, case):
+        name, layout = case
+        model = CASES[name].make().eval()
+        if layout == "fsdp":
+            fully_shard(model)
+        opt = samestep.MuonAdamW(model, **options, **layouts[layout])
+        for step in range(3):
+            loss_of(model, step, rank).backward()
+            opt.step()
+            opt.zero_grad()
+        return {n: opt.full_parameter(n) for g in opt.param_groups for n in g["param_names"]}
+
+    for name in names:
+        model = CASES[name].make().eval()
+        opt = samestep.MuonAdamW(model, **options)
+        for step in range(3):
+            (sum(loss_of(model, step, rank) for rank in range(2)) / 2).backward()
+            opt.step()
+            opt.zero_grad()
+        expected = dict(model.named_parameters())
+        cases = [(name, layout) for layout in layouts]
+        for case, of_ranks in run_cases(2, cases, job):
+            for found in of_ranks:
+                assert found.keys() <= expected.keys()
+                assert len(found) > 10
+                for own, value in found.items():
+                    assert torch.equal(value, of_ranks[0][own]), (case, own)
+                    assert (value - expected[own]).abs().max() < 2e-5, (case, own)

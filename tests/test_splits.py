@@ -261,6 +261,17 @@ def test_checkpoints_go_between_layouts(tmp_path):
             assert different(found, expected) == [], case
 
 
+def test_a_checkpoint_does_not_depend_on_how_a_split_is_spelled(tmp_path):
+    model = nn.ModuleDict({"mlp": nn.Linear(3, 8, bias=False)})
+    opt = samestep.MuonAdamW(model, overrides={"*": {"split_sizes": (4, 4)}})
+    samestep.save(tmp_path / "a", model, opt)
+    spelled = samestep.MuonAdamW(model, overrides={"*": {"split_sizes": "halves"}})
+    samestep.load(tmp_path / "a", model, spelled)
+    other = samestep.MuonAdamW(model, overrides={"*": {"split_sizes": "interleaved:2x4"}})
+    with pytest.raises(samestep.CheckpointError, match="split_sizes"):
+        samestep.load(tmp_path / "a", model, other)
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

@@ -221,7 +221,9 @@ def _alone(blueprint: Blueprint, ledger: Ledger) -> tuple[int, Then]:
         for param in group["params"]:
             ledger.add(param, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
             blocks = blueprint.optimizer._blocks[param]
-            shapes = [(param.numel(),)] if blocks is None else [b.shape for b in blocks]
+            shapes: list[tuple[int, ...]] = [(param.numel(),)]
+            if blocks is not None:
+                shapes = [shape for block in blocks for shape in block.matrices]
             operands += [Operand(index, param, shape) for shape in shapes]
     _run_rules(blueprint, operands, ledger)
     return ledger.now[GRADIENTS], ledger.most

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, name_matches
 from samestep.layout.fused_rows import rows_in, whole_name
+from samestep.layout.splits import split_of
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
 from samestep.tooling.warn import warn_user
@@ -256,6 +257,7 @@ def route(
         groups[key]["params"].append((parameter.name, parameter.param))
         reasons[parameter.name] = reason
         if split is not None:
+            split = _in_numbers(split, parameter, transposed=options.get("transposed", False))
             groups[key].setdefault("split_sizes", {})[whole_name(parameter.name)] = split
     _warn(
         unmarked,
@@ -375,6 +377,17 @@ def _is_stored_transposed(parameter: NamedParameter) -> bool:
         and (getattr(owner, "nx", None), getattr(owner, "nf", None)) == shape
         for owner in parameter.owners
     )
+
+
+def _in_numbers(split: Split, parameter: NamedParameter, *, transposed: bool) -> Split:
+    """Row after row said in words, as row counts: a checkpoint does not depend on the spelling."""
+    if not isinstance(split, str) or parameter.param.ndim < 2 or rows_in(parameter.name):
+        return split
+    try:
+        sizes, groups = split_of(split, parameter.param.shape[-1 if transposed else -2])
+    except ValueError:  # whoever cuts blocks has the error for it
+        return split
+    return sizes if groups == 1 else split
 
 
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:

@@ -55,13 +55,16 @@ def views(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
 
 def matrices(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
     """The matrices of all blocks of a parameter: (rows, ...), or as their form has them."""
-    found = views(blocks, tensor)
-    if not blocks or blocks[0].form is None:  # one parameter has blocks of one form
+    form = blocks[0].form if blocks else None  # one parameter has blocks of one form
+    if form is None:
+        return views(blocks, tensor)
+    found = form.views(tensor)  # of a whole stack at once
+    if blocks[0].matrix is None:
         return found
     return [
         matrix
-        for block, view in zip(blocks, found, strict=True)
-        for matrix in (block.form.views(view) if block.form else [view])
+        for of_block in zip(*(each.unbind() for each in found), strict=True)
+        for matrix in of_block
     ]
 
 

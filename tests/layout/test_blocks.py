@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.layout.blocks import Block, blocks_of, views
+from samestep.layout.blocks import Block, blocks_of, matrices, views
 
 sizes = st.integers(1, 5)
 
@@ -184,3 +184,16 @@ def test_any_wrong_sum_is_refused(cut, error):
     split[-1] += error
     with pytest.raises(ValueError, match="split_sizes"):
         blocks_of(shape, split, flatten)
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (3, 6, 8)])
+@pytest.mark.parametrize("split", ["interleaved:2x2", (2, 6), None])
+def test_all_matrices_at_once_are_those_of_the_blocks(shape, split):
+    tensor = torch.arange(float(torch.Size(shape).numel())).view(shape)
+    blocks = blocks_of(shape, split, transposed=True)
+    wanted = [m for block in blocks for m in block.form.views(block.view(tensor))]
+    found = matrices(blocks, tensor)
+    assert len(found) == len(wanted) == sum(len(block.matrices) for block in blocks)
+    for matrix, own in zip(found, wanted, strict=True):
+        assert torch.equal(matrix, own)
+        assert matrix.data_ptr() == own.data_ptr()

@@ -35,6 +35,14 @@ def proportional_split_sizes(
     return original(shape, thirds, flatten, transposed)
 
 
+@mutant("promise", "fused_qkv_groups", replaces=(param_groups, "blocks_of"))
+def groups_cut_as_if_row_after_row(
+    original: Any, shape: Any, sizes: Any, flatten: bool, transposed: bool
+) -> Any:
+    """rows of every group in turn are cut as if all of a part were together, across heads"""
+    return original(shape, (18, 6, 6) if isinstance(sizes, str) else sizes, flatten, transposed)
+
+
 @mutant("promise", "fused_qkv_gqa")
 def scale_of_the_fused_matrix() -> list[Any]:
     """the scale of a fused matrix is used for each of its blocks"""

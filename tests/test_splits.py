@@ -272,6 +272,15 @@ def test_a_checkpoint_does_not_depend_on_how_a_split_is_spelled(tmp_path):
         samestep.load(tmp_path / "a", model, other)
 
 
+def test_options_for_all_matrices():
+    """As keywords of the optimizer, said in words."""
+    named = [("a", nn.Parameter(torch.randn(3, 8))), ("b", nn.Parameter(torch.randn(5, 4)))]
+    opt = samestep.MuonAdamW(named, split_sizes="halves", transposed=True)
+    assert "2 of 4 x 3" in opt.table()
+    assert "2 of 2 x 5" in opt.table()
+    assert "2 of 4 x 3" in samestep.Muon(named, split_sizes="halves", transposed=True).table()
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 

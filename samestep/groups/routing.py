@@ -193,12 +193,15 @@ def route(
     role_options: Mapping[str, Mapping[str, Any]] | None = None,
     split_sizes: Mapping[str, Split] | Split | None = None,
     recipe: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    transposed: bool = False,
 ) -> tuple[list[Group], dict[str, str]]:
     """Sort parameters into groups by role and overrides, in order of appearance; and why.
 
     `role_options` holds group keys per role (its learning rate); `split_sizes` are by pattern or
     for every matrix; `recipe` has what is known of this kind of model, by parameter: "role",
-    "reason" and group keys. An override wins over all.
+    "reason" and group keys; `transposed` is how matrices are stored of which nothing is known. An
+    override wins over all.
     """
     patterns = split_sizes if isinstance(split_sizes, Mapping) else {}
     splits = {
@@ -257,7 +260,7 @@ def route(
         groups[key]["params"].append((parameter.name, parameter.param))
         reasons[parameter.name] = reason
         if split is not None:
-            split = _in_numbers(split, parameter, transposed=options.get("transposed", False))
+            split = _in_numbers(split, parameter, transposed=options.get("transposed", transposed))
             groups[key].setdefault("split_sizes", {})[whole_name(parameter.name)] = split
     _warn(
         unmarked,

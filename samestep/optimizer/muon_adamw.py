@@ -350,4 +350,5 @@ def _routed(
             )
         return route_explicit(named, groups), {}
     splits = muon_options.pop("split_sizes", None)
-    return route(named, overrides, by_role, splits, known)
+    transposed = bool(muon_options.get("transposed", False))
+    return route(named, overrides, by_role, splits, known, transposed=transposed)

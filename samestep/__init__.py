@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from samestep import presets
+from samestep import presets, recipes
 from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.optimizer import AdamW, Muon, MuonAdamW
 from samestep.optimizer.grad_scaler import GradScaler
@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "mesh",
     "presets",
+    "recipes",
     "register_rule",
     "save",
 ]

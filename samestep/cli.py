@@ -44,6 +44,10 @@ COMMANDS = {
         "how much memory, traffic and time will a model need on a cluster?",
         "samestep.estimate.command",
     ),
+    "recipes": Command(
+        "which weights of known architectures are fused, stacked or gates",
+        "samestep.recipes.command",
+    ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
         "samestep.bench.crossover.command",

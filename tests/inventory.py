@@ -18,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 
 import samestep
 from samestep import cli, presets
+from samestep.recipes import RECIPES
 from samestep.rules import AdamWRule, MuonRule
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 LISTED = ROOT / "tests" / "inventory.json"
 RECEIPTS = ("receipts", "benchmarks/results")
 MODULES = ("samestep.checkpoint", "samestep.fsdp", "samestep.mesh", "samestep.parallel",
-           "samestep.stress")  # fmt: skip
+           "samestep.recipes", "samestep.stress")  # fmt: skip
 
 
 def inventory() -> dict[str, Any]:
@@ -47,6 +48,7 @@ def inventory() -> dict[str, Any]:
         for name, function in functions
         if not name.startswith("_")
     }
+    found["recipes"] = sorted(RECIPES)
     found["commands"] = {name: _flags(name) for name in sorted(cli.COMMANDS)}
     found["scenarios"] = sorted(SCENARIOS)
     found["layouts"] = sorted({*LAYOUTS, *LAYOUTS_ON_REQUEST})

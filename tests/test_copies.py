@@ -294,7 +294,7 @@ def test_the_table_and_the_assumptions_tell_who_averages():
         copies = f"ranks {rank % 2}, {rank % 2 + 2}"
         (row,) = [line for line in table.splitlines() if line.startswith("0.weight")]
         assert f"us: {copies}" in row
-        assert re.search(r"rank \d, in 2 parts$", row)
+        assert re.search(r"rank \d, in 2 parts  ", row)
         (row,) = [line for line in table.splitlines() if line.startswith("3.weight")]
         assert "us: ranks 0, 1, 2, 3" in row
         told = " ".join(told.split())

@@ -180,7 +180,6 @@ MODELS: dict[str, dict[str, tuple[Callable[[], nn.Module | nn.Parameter], str]]]
     },
     "mamba": {
         "backbone.embeddings": (embedding, "embedding"),
-        "backbone.layers.0.mixer.in_proj": (lambda: linear(32), "matrix"),
         "backbone.layers.0.mixer.conv1d": (lambda: nn.Conv1d(16, 16, 4, groups=16), "conv"),
         "backbone.layers.0.mixer.D": (lambda: raw(16), "scalar"),
         "backbone.layers.0.mixer.out_proj": (lambda: linear(WIDTH, 16), "matrix"),
@@ -236,6 +235,81 @@ def test_models_with_the_names_of_known_libraries(name):
     opt = samestep.MuonAdamW(model_of(leaves))
     assert roles(opt) == expected
     assert rules(opt) == {n: "muon" if r == "matrix" else "adamw" for n, r in expected.items()}
+
+
+class Conv1D(nn.Module):
+    """As in transformers.pytorch_utils: stored as (in, out)."""
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight, self.bias = raw(nx, nf), raw(nf)
+
+
+def test_a_conv1d_is_stored_as_in_by_out():
+    opt = samestep.MuonAdamW(model_of({"h.0.mlp.c_fc": Conv1D(32, 8)}), adjust_lr="original")
+    assert keys(opt, "transposed")["h.0.mlp.c_fc.weight"] is True
+    (row,) = [row for row in read_table(opt.table())[0] if row["rule"] == "muon"]
+    assert (row["blocks"], row["lr factor"]) == ("32 x 8", "2")
+    kept = samestep.MuonAdamW(
+        model_of({"h.0.mlp.c_fc": Conv1D(32, 8)}), overrides={"*": {"transposed": False}}
+    )
+    assert shapes_of_blocks(kept, "h.0.mlp.c_fc.weight") == "8 x 32"
+
+
+@pytest.mark.parametrize(
+    ("path", "leaf", "role"),
+    [
+        # heads of BART, DETR and ViT-MAE
+        ("classification_head.dense", linear(), "unembedding"),
+        ("classification_head.out_proj", linear(CLASSES), "unembedding"),
+        ("class_labels_classifier", linear(CLASSES), "unembedding"),
+        ("bbox_predictor.layers.0", linear(), "unembedding"),
+        ("decoder.decoder_pred", linear(48), "unembedding"),
+        # factors of adapters
+        ("layers.0.q.hada_w1_a.default", raw(8, 2), "lora"),
+        ("layers.0.q.lokr_w1.default", raw(4, 4), "lora"),
+        ("layers.0.q.oft_R.default.weight", raw(3, 6), "lora"),
+        ("layers.0.q.vblora_logits_A.default", raw(2, 4, 9), "lora"),
+        ("vblora_vector_bank.default", raw(9, 4), "lora"),
+        # as large as a table of positions
+        ("transform.dense", linear(), "matrix"),
+        ("other", linear(VOCABULARY), "unembedding"),
+    ],
+)
+def test_heads_adapters_and_weights_of_the_shape_of_a_table(path, leaf, role):
+    model = model_of(
+        {"words": embedding(), "position_embeddings": embedding(WIDTH, WIDTH), path: leaf}
+    )
+    found = {name: r for name, r in roles(samestep.MuonAdamW(model)).items() if path in name}
+    assert set(found.values()) == {role}
+
+
+@pytest.mark.parametrize(
+    "leaves",
+    [
+        {"layers.0.mixer.in_proj": linear(32)},
+        {"layers.0.mixer.x_proj": linear(6, 16)},
+        {"layers.0.mlp.Wi": linear(32)},
+        {"layers.0.self_attn.kv_a_proj_with_mqa": linear(6)},
+        {"layers.0.mlp.gate_up_proj": linear(6)},
+    ],
+    ids=lambda leaves: next(iter(leaves)).rpartition(".")[2],
+)
+def test_weights_that_are_fused_in_known_libraries_warn(leaves):
+    with pytest.warns(UserWarning, match=r"looks like a fused weight.*halves.*interleaved"):
+        samestep.MuonAdamW(model_of(leaves))
+
+
+def test_fused_experts_warn_whatever_their_shape():
+    """Of (experts, 2 small, width) nobody can see that gate and up are in it."""
+    model = model_of({"layers.0.mlp.experts.gate_up_proj": raw(3, 4, 8)})
+    with pytest.warns(UserWarning, match="looks like a fused weight"):
+        samestep.MuonAdamW(model, overrides={"*": {"rule": "muon"}})
+
+
+def test_the_wi_of_t5_is_one_matrix():
+    samestep.MuonAdamW(model_of({"block.0.DenseReluDense.wi": linear(32)}))
 
 
 def test_multihead_attention_is_cut_into_its_three_projections():
@@ -568,6 +642,33 @@ def test_learning_rates_per_role(given_rates, tensors):
     opt = samestep.MuonAdamW(gpt(), lr=0.5, **given_rates)
     for name, role in roles(opt).items():
         assert keys(opt, "lr")[name] == given_rates.get(f"{role}_lr", 0.5)
+
+
+DECAYS = {"matrix_decay": 0.1, "embedding_decay": 0.2, "unembedding_decay": 0.3, "scalar_decay": 0}
+
+
+@pytest.mark.parametrize("given_decays", [DECAYS, {"scalar_decay": 0.0}, {}], ids=len)
+@pytest.mark.parametrize("preset", [None, "moonlight"])
+def test_weight_decay_per_role(given_decays, preset):
+    overrides = {"blocks.1.*": {"weight_decay": 0.75}}
+    opt = samestep.MuonAdamW(
+        gpt(), weight_decay=0.5, preset=preset, overrides=overrides, **given_decays
+    )
+    shown = {row["parameter"]: row["decay"] for row in read_table(opt.table())[0]}
+    for name, role in roles(opt).items():
+        wanted = given_decays.get(f"{role}_decay", 0.5)
+        wanted = 0.75 if name.startswith("blocks.1.") else wanted
+        assert keys(opt, "weight_decay")[name] == wanted
+        assert float(shown[name]) == wanted
+
+
+def test_decays_per_role_need_roles():
+    with pytest.raises(ValueError, match="per-role learning rates and decays need a model"):
+        samestep.MuonAdamW([{"params": [raw(4)], "rule": "adamw"}], scalar_decay=0.0)
+    with pytest.raises(ValueError, match="takes the place of overrides and per-role"):
+        samestep.MuonAdamW(gpt(), groups=[{"params": "*", "rule": "adamw"}], scalar_decay=0.0)
+    with pytest.raises(ValueError, match="weight_decay"):
+        samestep.MuonAdamW(gpt(), scalar_decay=-1.0)
 
 
 @pytest.mark.parametrize(

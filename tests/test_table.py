@@ -80,7 +80,7 @@ def test_a_whole_table():
         Attention(), lr=0.01, scalar_lr=0.5, overrides={"qkv.weight": {"split_sizes": (32, 16, 16)}}
     )
     rows, totals = read_table(opt.table())
-    assert {row["parameter"]: tuple(row.values())[1:] for row in rows} == {
+    assert {row["parameter"]: tuple(row.values())[1:7] for row in rows} == {
         "embed.weight": ("100 x 16", "adamw", "embedding", "-", "0.01", "1"),
         "norm.weight": ("16", "adamw", "scalar", "-", "0.5", "1"),
         "norm.bias": ("16", "adamw", "scalar", "-", "0.5", "1"),
@@ -88,6 +88,15 @@ def test_a_whole_table():
         "qkv.bias": ("64", "adamw", "scalar", "-", "0.5", "1"),
         "out.weight": ("16 x 16", "muon", "matrix", "16 x 16", "0.01", "0.8"),
         "gain": ("scalar", "adamw", "scalar", "-", "0.5", "1"),
+    }
+    assert {row["parameter"]: tuple(row.values())[7:] for row in rows} == {
+        "embed.weight": ("0.1", "in an embedding"),
+        "norm.weight": ("0.1", "a vector"),
+        "norm.bias": ("0.1", "a vector"),
+        "qkv.weight": ("0.1", "a hidden matrix"),
+        "qkv.bias": ("0.1", "a vector"),
+        "out.weight": ("0.1", "a hidden matrix"),
+        "gain": ("0.1", "a vector"),
     }
     assert totals == {
         "adamw": Total(5, 1697, 57.0, None),
@@ -106,6 +115,8 @@ def test_the_columns_line_up_and_have_titles():
         "lr",
         "lr",
         "factor",
+        "decay",
+        "reason",
     ]
     assert set(lines[1]) == {"-", " "}
     assert all(line == line.rstrip() for line in lines)

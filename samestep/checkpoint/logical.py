@@ -37,7 +37,14 @@ from samestep.placements.whole.in_flight import wait_for_anyone
 MODEL, STATE = "model", "state"
 GroupFacts = dict[str, Any]  # "params": names, "options": by key
 PLAIN = bool | int | float | str | None
-OWN = ("rule", "fused", "state_dtypes", "split_sizes", "flatten")  # not the checkpoint's business
+OWN = (
+    "rule",
+    "fused",
+    "state_dtypes",
+    "split_sizes",
+    "flatten",
+    "transposed",
+)  # not the checkpoint's business
 
 
 # --- tensors ---------------------------------------------------------------------------------

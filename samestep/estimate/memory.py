@@ -29,7 +29,13 @@ from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
 from samestep.plan.schedule import OfBucket, Update
-from samestep.rules.state import MASTER, math_dtype, needs_master, state_dtype
+from samestep.rules.state import (
+    MASTER,
+    block_state_shapes,
+    math_dtype,
+    needs_master,
+    state_dtype,
+)
 from samestep.update.plain import STACK_ELEMENTS
 
 
@@ -158,7 +164,7 @@ def _spread_state(
         elif spec.blocks is None:
             yield key, prod(rule.state_shapes(spec.shape, group)[key]) * width
         else:
-            of_blocks = (rule.state_shapes(block.shape, group)[key] for block in spec.blocks)
+            of_blocks = (block_state_shapes(rule, block, group)[key] for block in spec.blocks)
             yield key, sum(map(prod, of_blocks)) * width
 
 
@@ -215,7 +221,9 @@ def _alone(blueprint: Blueprint, ledger: Ledger) -> tuple[int, Then]:
         for param in group["params"]:
             ledger.add(param, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
             blocks = blueprint.optimizer._blocks[param]
-            shapes = [(param.numel(),)] if blocks is None else [b.shape for b in blocks]
+            shapes: list[tuple[int, ...]] = [(param.numel(),)]
+            if blocks is not None:
+                shapes = [shape for block in blocks for shape in block.matrices]
             operands += [Operand(index, param, shape) for shape in shapes]
     _run_rules(blueprint, operands, ledger)
     return ledger.now[GRADIENTS], ledger.most

@@ -269,12 +269,11 @@ class SharingWalk(Walk):
         """Not the blocks of which there are parts here."""
         return [
             Operand(
-                self._sharing.specs[piece.param].group,
-                self._sharing.params[piece.param],
-                (piece.size,) if piece.block is None else piece.block.shape,
+                self._sharing.specs[piece.param].group, self._sharing.params[piece.param], shape
             )
             for piece in self._owned(number).pieces
             if piece.block is None or not self._sharing.has_parts
+            for shape in (((piece.size,),) if piece.block is None else piece.block.matrices)
         ]
 
     def updated(self, number: int) -> None:
@@ -371,14 +370,14 @@ class SpreadingWalk(Walk):
         elements = sum(route.box.numel for route in owned)
         self._add("blocks", number, elements * wide.itemsize)
         self._drop(number, "coming", "prepared")
-        stacks: dict[object, list[Route]] = defaultdict(list)
+        stacks: dict[tuple[tuple[int, int], int, str], list[Route]] = defaultdict(list)
         for route in owned:
             spec = self._spreading.specs[route.param]
-            stacks[route.block.shape, spec.group, spec.dtype].append(route)
+            for shape in route.block.matrices:
+                stacks[shape, spec.group, spec.dtype].append(route)
         done = 0
-        for routes in stacks.values():
-            group = self._blueprint.groups[self._spreading.specs[routes[0].param].group]
-            rows, cols = routes[0].block.shape
+        for ((rows, cols), index, _), routes in stacks.items():
+            group = self._blueprint.groups[index]
             if self._blueprint.device.type == "cpu":
                 peaks = RulePeaks(group, on_cpu=True)
                 size = peaks.transform(len(routes), (rows, cols), wide)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import chain
+from math import prod
 
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from samestep.estimate.grid import per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.layout.owners import busiest_lower_bound
-from samestep.rules.orthogonalize import orthogonalize_flops
+from samestep.rules.orthogonalize import block_flops, orthogonalize_flops
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
     peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
     ranks = peers.size
     flops = [0.0] * ranks
-    blocks = [
-        orthogonalize_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()
-    ]
+    blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
     if not blocks:
         return None
     count = len(blocks)
@@ -86,7 +85,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
             has_blocks = any(placement.specs[param].blocks for param in bucket.params)
             for rank, segment in bucket.filled if has_blocks else ():
                 own = [piece.block for piece in segment.pieces if piece.block is not None]
-                cost = sum(orthogonalize_flops(*block.shape) for block in own)
+                cost = sum(map(block_flops, own))
                 for each in range(ranks) if bucket.replicated else (rank,):
                     flops[each] += cost
     else:
@@ -102,7 +101,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
 def _owned_flops(spreading: Spreading) -> list[float]:
     flops = [0.0] * spreading.peers.size
     for route in chain.from_iterable(spreading.plan.chunks):
-        flops[route.owner] += orthogonalize_flops(*route.block.shape)
+        flops[route.owner] += block_flops(route.block)
     return flops
 
 
@@ -111,10 +110,11 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
     bucket = sharing.plan.buckets[number]
     width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
     costs = (
-        (place, _cost(piece.block and piece.block.shape, piece.size, width, hardware))
+        (place, _cost(shape, prod(shape or (piece.size,)), width, hardware))
         for place, segment in bucket.filled
         for piece in segment.pieces
         if piece.block is None or not sharing.has_parts
+        for shape in ((None,) if piece.block is None else piece.block.matrices)
     )
     found = _work(len(bucket.segments), costs)
     if bucket.replicated:
@@ -130,7 +130,7 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
         if blocks is None:
             costs.append(_cost(None, param.numel(), width, hardware))
         for block in blocks or ():
-            costs.append(_cost(block.shape, block.rows * block.cols, width, hardware))
+            costs += [_cost(shape, prod(shape), width, hardware) for shape in block.matrices]
         if blueprint.clips:
             costs.append((0.0, 0.0, param.numel() * 4, 0))
     return _work(1, ((0, cost) for cost in costs))
@@ -148,8 +148,9 @@ def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
 
 def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
     costs = (  # bytes: it is put together
-        (route.owner, _product(route.block.shape, 8 * route.box.numel, hardware))
+        (route.owner, _product(shape, 8 * prod(shape), hardware))
         for route in spreading.plan.chunks[number]
+        for shape in route.block.matrices
     )
     return _work(spreading.peers.size, costs)
 

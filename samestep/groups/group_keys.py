@@ -17,13 +17,16 @@ from samestep.rules.rule import Rule
 # Keywords of an optimizer that concern all of its groups.
 OF_THE_OPTIMIZER = {
     *Distribution.__annotations__, *StepOptions.__annotations__, "preset", "overrides", "groups",
-    "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr",
+    "matrix_lr", "embedding_lr", "unembedding_lr", "scalar_lr", "matrix_decay", "embedding_decay",
+    "unembedding_decay", "scalar_decay", "recipe",
 } - {"process_group"}  # fmt: skip
 # Every rule goes with these; "role" is what routing found.
 OF_EVERY_GROUP = {
     "params", "param_names", "rule", "role", "lr", "maximize", "process_group", "divisor",
     "state_dtypes",
 }  # fmt: skip
+# How a matrix rule cuts parameters into blocks; also of rules that do not list them.
+CUTS = ("split_sizes", "flatten", "transposed")
 ALGORITHMS = ("muon", "normuon", "adamw", "adam", "lion", "dion", "dion2", "sgd")
 
 
@@ -148,7 +151,7 @@ def likely_option(key: str, rule: Rule) -> str | None:
 
 def options_of_rule(rule: Rule) -> set[str]:
     """The keys that a group of a rule may have from us; how blocks are cut is of matrix rules."""
-    cuts = {"split_sizes", "flatten"} if rule.kind == "matrix" else set()
+    cuts = set(CUTS) if rule.kind == "matrix" else set()
     own_spellings = {"adjust_lr_fn"} if "adjust_lr" in rule.defaults else set()
     return {*rule.defaults, *OF_EVERY_GROUP, *cuts, *own_spellings}
 

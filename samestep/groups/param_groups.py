@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.groups.group_keys import OF_EVERY_GROUP, likely_option, said_here
+from samestep.groups.group_keys import CUTS, OF_EVERY_GROUP, likely_option, said_here
 from samestep.layout.blocks import Block, blocks_of
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.rules import RULES
@@ -17,7 +17,7 @@ from samestep.tooling.warn import warn_user
 
 Group = dict[str, Any]
 # How parameters are cut and state is kept: no business of the math.
-LAYOUT_KEYS = {"split_sizes", "flatten", "state_dtypes"}
+LAYOUT_KEYS = {"split_sizes", "flatten", "transposed", "state_dtypes"}
 ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
 
 
@@ -108,7 +108,7 @@ def naming_group(index: int) -> Iterator[None]:
 
 def options_of(group: Mapping[str, Any]) -> Group:
     """The rule's name and options, without the parameters and keys of others."""
-    keys = dict.fromkeys(("rule", "split_sizes", "flatten", *rule_of(group).defaults))
+    keys = dict.fromkeys(("rule", *CUTS, *rule_of(group).defaults))
     return {key: group[key] for key in keys if key in group}
 
 
@@ -120,12 +120,12 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     rule = rule_of(old)
     if new.get("rule") != old["rule"]:
         return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
-    cuts = [(_normal(o.get("split_sizes")), o.get("flatten", False)) for o in (old, new)]
+    cuts = [[_normal(o.get(key)) or None for key in CUTS] for o in (old, new)]
     states = [(set(rule.state_shapes((1, 1), o)), o.get("state_dtypes")) for o in (old, new)]
     if cuts[0] == cuts[1] and states[0] == states[1]:
         return ""
     changes = []
-    for key in dict.fromkeys([*rule.defaults, "split_sizes", "flatten"]):
+    for key in dict.fromkeys([*rule.defaults, *CUTS]):
         before, after = old.get(key), new.get(key)
         schedule = key in rule.schedulable and None not in (before, after)
         if _normal(before) != _normal(after) and not schedule:
@@ -253,7 +253,8 @@ def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list
             if part is not None and isinstance(sizes, Sequence):
                 rows = max(other.stop for other in fused if other.whole == part.whole)
                 sizes = part.own_splits(sizes, rows)
-            blocks.append(blocks_of(tuple(param.shape), sizes, group.get("flatten", False)))
+            flatten, transposed = (group.get(key, False) for key in ("flatten", "transposed"))
+            blocks.append(blocks_of(tuple(param.shape), sizes, flatten, transposed))
         except ValueError as error:
             raise ValueError(
                 f"rule {group['rule']!r}: parameter {name!r} of shape {tuple(param.shape)} {error}"

@@ -1,7 +1,8 @@
-"""From a model to parameter groups: which rule each parameter follows.
+"""From a model to parameter groups: which rule each parameter follows, and why.
 
 Hidden matrices go to Muon. Embeddings, output heads, norms, biases and scalars go to
-AdamW, and so do LoRA factors and convolutions, unless an override says otherwise.
+AdamW, and so do LoRA factors and convolutions, unless a recipe for the model
+(`samestep.recipes`) or an override says otherwise.
 """
 
 import re
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
 from samestep.groups.param_groups import Group, name_matches
 from samestep.layout.fused_rows import rows_in, whole_name
+from samestep.layout.splits import split_of
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
 from samestep.tooling.warn import warn_user
@@ -22,24 +24,33 @@ from samestep.tooling.warn import warn_user
 Predicate = Callable[[str, Tensor], bool]
 Matcher = str | Predicate  # a name pattern such as "blocks.*.qkv.weight", or a predicate
 Overrides = Mapping[Matcher, Mapping[str, Any]]
+Split = Sequence[int] | str  # `samestep.layout.splits` tells of each
 
 HEAD_NAMES = {
     "lm_head", "head", "output", "unembed", "unembedding", "embed_out", "classifier", "score",
     "to_logits", "logits", "proj_out", "qa_outputs", "v_head", "value_head", "output_layer",
-    "generator",
+    "generator", "classification_head", "class_labels_classifier", "bbox_predictor", "class_embed",
+    "bbox_embed", "decoder_pred",
 }  # fmt: skip
 EMBEDDING_NAME = re.compile(
     r"(^|[._])(wte|wpe|\w*embed\w*|\w*_emb|emb)([._]|$)"
     r"|(^|\.)(shared|\w*tokens?|latents|\w*_table)(\.|$)",
     re.IGNORECASE,
 )
-LORA_NAME = re.compile(r"(^|\.)lora_\w+", re.IGNORECASE)
+POSITION_NAME = re.compile(
+    r"(^|[._])(wpe|pos|\w*positions?|position_\w+|pos_\w+|\w*_pos|token_type\w*|relative_\w+)([._]|$)",
+    re.IGNORECASE,
+)
+# LoRA and its kin: LoHa, LoKr, OFT and BOFT, VB-LoRA, VeRA, IA3, FourierFT, as peft calls them.
+LORA_NAME = re.compile(
+    r"(^|\.)(lora|hada|lokr|oft|boft|vblora|vera|ia3|fourierft)_\w+", re.IGNORECASE
+)
 SCALAR_NAME = re.compile(
     r"(bias|^A_log|^time_(faaaa|decay|first|mix\w*))$"
 )  # of the parameter itself, whatever its shape
 FUSED_NAME = re.compile(
-    r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj_\w+|gate_up_proj"
-    r"|gate_and_up_proj|kv_b_proj|w13)"
+    r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj(_\w+)?|x_proj"
+    r"|gate_up_proj|gate_and_up_proj|kv_a_proj_with_mqa|kv_b_proj|w13|(?-i:Wi))"
     r"([._]|$)",
     re.IGNORECASE,
 )
@@ -54,6 +65,13 @@ class NamedParameter(NamedTuple):
     owners: tuple[nn.Module, ...] = ()
 
 
+class Role(NamedTuple):
+    """What a parameter is in its model, and how that was seen."""
+
+    name: str
+    reason: str
+
+
 class Routable(NamedTuple):
     """Parameters to be routed, and the shapes of the model's embeddings, frozen ones too."""
 
@@ -62,17 +80,23 @@ class Routable(NamedTuple):
     elsewhere: tuple[NamedParameter, ...] = ()  # of other pipeline stages; patterns may mean them
 
 
-def routable(model: nn.Module) -> Routable:
-    """Every trainable parameter of a model once, under the name it has without wrappers.
-
-    Raises if there is none.
-    """
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of DistributedDataParallel and torch.compile."""
     while isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel) or hasattr(
         model, "_orig_mod"
     ):
         model = cast(
             nn.Module, getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
         )
+    return model
+
+
+def routable(model: nn.Module) -> Routable:
+    """Every trainable parameter of a model once, under the name it has without wrappers.
+
+    Raises if there is none.
+    """
+    model = unwrapped(model)
     names: dict[Tensor, str] = {}
     owners: dict[Tensor, list[nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -91,11 +115,11 @@ def routable(model: nn.Module) -> Routable:
         raise ValueError(
             "the model has no trainable parameters: unfreeze some with requires_grad_(True)"
         )
-    vocabularies = {
-        tuple(param.shape)
-        for param, modules in owners.items()
-        if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in modules)
-    }
+    vocabularies = _vocabularies(
+        (name, param)
+        for param, name in names.items()
+        if any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in owners[param])
+    )
     elsewhere = []
     for path, module in model.named_modules():
         if isinstance(module, Elsewhere):
@@ -104,12 +128,17 @@ def routable(model: nn.Module) -> Routable:
     return Routable(found, frozenset(vocabularies), tuple(elsewhere))
 
 
+def _vocabularies(embeddings: Iterable[tuple[str, Tensor]]) -> set[tuple[int, ...]]:
+    """Shapes of embeddings that an output head may have; no head is one of positions."""
+    return {tuple(p.shape) for name, p in embeddings if not POSITION_NAME.search(name)}
+
+
 def without_wrappers(name: str) -> str:
     """A parameter's name without the parts that torch.compile and checkpointing put in."""
     return ".".join(part for part in name.split(".") if part not in ("", *WRAPPERS))
 
 
-def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> str:
+def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]]) -> Role:
     """matrix | embedding | unembedding | scalar | lora | conv | tensor, by owner, name and shape.
 
     `vocabularies` holds the shapes of the embeddings: outside the numbered layers, a weight of
@@ -119,19 +148,27 @@ def role_of(parameter: NamedParameter, vocabularies: frozenset[tuple[int, ...]])
     path = name.split(".")
     is_linear = any(isinstance(owner, nn.Linear) for owner in owners)
     if LORA_NAME.search(name):
-        return "lora"
+        return Role("lora", "a factor of an adapter")
     is_vector = param.ndim < 2 or (param.ndim == 2 and 1 in param.shape)
-    if is_vector or SCALAR_NAME.search(path[-1]) or (any(map(_is_norm, owners)) and not is_linear):
-        return "scalar"
+    if is_vector:
+        return Role("scalar", "a vector")
+    if SCALAR_NAME.search(path[-1]):
+        return Role("scalar", "its name")
+    if any(map(_is_norm, owners)) and not is_linear:
+        return Role("scalar", "in a norm")
     if any(isinstance(owner, nn.Embedding | nn.EmbeddingBag) for owner in owners):
-        return "embedding"
+        return Role("embedding", "in an embedding")
     if any(isinstance(owner, nn.modules.conv._ConvNd) for owner in owners) or param.ndim > 3:
-        return "conv"
-    if _is_head(path) or (tuple(param.shape) in vocabularies and not _in_a_layer(path)):
-        return "unembedding"
+        return Role("conv", "a convolution")
+    if _is_head(path):
+        return Role("unembedding", "the name of a head")
+    if tuple(param.shape) in vocabularies and not _in_a_layer(path):
+        return Role("unembedding", "the shape of an embedding")
     if not is_linear and EMBEDDING_NAME.search(name):
-        return "embedding"
-    return "matrix" if param.ndim == 2 else "tensor"
+        return Role("embedding", "the name of an embedding")
+    if param.ndim == 2:
+        return Role("matrix", "a hidden matrix")
+    return Role("tensor", "three dims")
 
 
 def _in_a_layer(path: list[str]) -> bool:
@@ -154,12 +191,17 @@ def route(
     given: Routable,
     overrides: Overrides | None = None,
     role_options: Mapping[str, Mapping[str, Any]] | None = None,
-    split_sizes: Mapping[str, Sequence[int]] | Sequence[int] | None = None,
-) -> list[Group]:
-    """Sort parameters into groups by role and overrides, in order of appearance.
+    split_sizes: Mapping[str, Split] | Split | None = None,
+    recipe: Mapping[str, Mapping[str, Any]] | None = None,
+    *,
+    transposed: bool = False,
+) -> tuple[list[Group], dict[str, str]]:
+    """Sort parameters into groups by role and overrides, in order of appearance; and why.
 
     `role_options` holds group keys per role (its learning rate); `split_sizes` are by pattern or
-    for every matrix. An override wins over both.
+    for every matrix; `recipe` has what is known of this kind of model, by parameter: "role",
+    "reason" and group keys; `transposed` is how matrices are stored of which nothing is known. An
+    override wins over all.
     """
     patterns = split_sizes if isinstance(split_sizes, Mapping) else {}
     splits = {
@@ -169,20 +211,29 @@ def route(
     }
     asked = _resolve_overrides(given, overrides or {})
     groups: dict[tuple[Any, ...], Group] = {}
-    unmarked, fused, transposed = [], [], []
+    reasons: dict[str, str] = {}
+    unmarked, fused = [], []
     for parameter in given.parameters:
-        role = role_of(parameter, given.vocabularies)
-        options = dict(asked[parameter.name])
+        found = role_of(parameter, given.vocabularies)
+        known = dict((recipe or {}).get(parameter.name, {}))
+        role = known.pop("role", found.name)
+        reason = known.pop("reason", found.reason)
+        if "rule" in asked[parameter.name]:
+            reason = "asked for"
+        if parameter.name in splits:
+            known["split_sizes"] = splits[parameter.name]
+        options = {**known, **asked[parameter.name]}
         if role == "tensor" and "rule" not in options and parameter.param.shape[0] > 1:
             unmarked.append(_describe(parameter))
         rule = options.pop("rule", "muon" if role == "matrix" else "adamw")
-        split = options.pop("split_sizes", splits.get(parameter.name))
+        split = options.pop("split_sizes", None)
         known_rule = RULES.get(rule)  # completing the group has the error for an unknown one
         if known_rule is not None:
             if known_rule.kind == "elementwise":
                 # A pattern for a fused weight may match its bias too: there is nothing to cut.
                 split = None
                 options.pop("flatten", None)
+                options.pop("transposed", None)
             _refuse_lost_overrides(parameter.name, known_rule, options)
         if rule == "muon":
             if role == "conv" and "flatten" not in options:
@@ -190,16 +241,14 @@ def route(
                     f'parameter {_describe(parameter)} is a convolution: add "flatten": True '
                     "beside its rule to have it treated as the matrix (out, all the rest)"
                 )
+            if _is_stored_transposed(parameter):
+                options.setdefault("transposed", True)
             if split is None and not isinstance(split_sizes, Mapping) and role == "matrix":
                 split = split_sizes
             if split is None:
                 split = _known_split(parameter)
             if split is None and _looks_fused(parameter):
-                rows, cols = parameter.param.shape[-2:]
-                if rows > cols:
-                    fused.append(_describe(parameter))
-                elif cols >= 2 * rows:
-                    transposed.append(_describe(parameter))
+                fused.append(_describe(parameter))
         # Tensors by identity: two learning-rate tensors of one value are two schedules.
         values = (id(v) if isinstance(v, Tensor) else repr(v) for _, v in sorted(options.items()))
         key = (rule, role, *sorted(options), *values)
@@ -209,28 +258,27 @@ def route(
             own = deepcopy({**from_role, **options})
             groups[key] = {"params": [], "rule": rule, "role": role, **own}
         groups[key]["params"].append((parameter.name, parameter.param))
+        reasons[parameter.name] = reason
         if split is not None:
+            split = _in_numbers(split, parameter, transposed=options.get("transposed", transposed))
             groups[key].setdefault("split_sizes", {})[whole_name(parameter.name)] = split
     _warn(
         unmarked,
         "more than two dims, so left to AdamW. For a stack of matrices pass "
-        'overrides={"<pattern>": {"rule": "muon"}}; to keep AdamW without this warning, '
-        '{"rule": "adamw"}',
+        'overrides={"<pattern>": {"rule": "muon"}}, with "transposed": True beside it for '
+        '(experts, in, out), and "split_sizes" for a fused one; to keep AdamW without this '
+        'warning, {"rule": "adamw"}',
     )
     _warn(
         fused,
         "looks like a fused weight (query-key-value, gate-up) and has no split_sizes; "
         "orthogonalizing it whole mixes its parts and is known to hurt. Pass "
-        'overrides={"<pattern>": {"split_sizes": (q_rows, k_rows, v_rows)}}, or all rows as one '
-        "size if it is one matrix",
+        'overrides={"<pattern>": {"split_sizes": (q_rows, k_rows, v_rows)}}, "halves", '
+        '"heads:<n>" or "interleaved:3x<heads>" where every head has rows of each; with '
+        '"transposed": True beside it if it is stored as (in, out); or all rows as one size if it '
+        "is one matrix",
     )
-    _warn(
-        transposed,
-        "looks like a fused weight stored as (in, out), whose parts are columns, which "
-        'split_sizes cannot cut. Store it as (out, in), or pass overrides={"<pattern>": '
-        '{"rule": "adamw"}}; all rows as one split size keeps it whole',
-    )
-    return list(groups.values())
+    return list(groups.values()), reasons
 
 
 def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list[Group]:
@@ -324,6 +372,27 @@ def _refuse_lost_overrides(name: str, rule: Rule, options: Mapping[str, Any]) ->
             raise ValueError(f"overrides: {name!r} follows rule {rule.name!r}, and {reason}")
 
 
+def _is_stored_transposed(parameter: NamedParameter) -> bool:
+    """Whether its module multiplies from the left: Hugging Face's Conv1D, (in, out)."""
+    shape = tuple(parameter.param.shape)
+    return len(shape) == 2 and any(
+        type(owner).__name__ == "Conv1D"
+        and (getattr(owner, "nx", None), getattr(owner, "nf", None)) == shape
+        for owner in parameter.owners
+    )
+
+
+def _in_numbers(split: Split, parameter: NamedParameter, *, transposed: bool) -> Split:
+    """Row after row said in words, as row counts: a checkpoint does not depend on the spelling."""
+    if not isinstance(split, str) or parameter.param.ndim < 2 or rows_in(parameter.name):
+        return split
+    try:
+        sizes, groups = split_of(split, parameter.param.shape[-1 if transposed else -2])
+    except ValueError:  # whoever cuts blocks has the error for it
+        return split
+    return sizes if groups == 1 else split
+
+
 def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
     """Row blocks that are certain, from torch's own modules."""
     own_name = parameter.name.rpartition(".")[2]
@@ -341,6 +410,8 @@ def _known_split(parameter: NamedParameter) -> tuple[int, ...] | None:
 def _looks_fused(parameter: NamedParameter) -> bool:
     """Whether a matrix is called like several; a part of one that was divided is a block."""
     name, param, _ = parameter
+    if param.ndim == 2 and param.shape[0] == param.shape[1]:
+        return False  # parts that are as wide as it would be flat
     return param.ndim >= 2 and rows_in(name) is None and FUSED_NAME.search(name) is not None
 
 
@@ -376,8 +447,13 @@ class Elsewhere(nn.Module):
             if param.requires_grad
         ]
         self.linear_layers = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
-        embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-        self.vocabularies = frozenset(tuple(m.weight.shape) for m in embeddings)
+        self.vocabularies = frozenset(
+            _vocabularies(
+                (name, m.weight)
+                for name, m in module.named_modules()
+                if isinstance(m, nn.Embedding | nn.EmbeddingBag)
+            )
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Nobody has asked it for anything but where it is."""

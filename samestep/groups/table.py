@@ -21,34 +21,52 @@ class TableRow(NamedTuple):
     blocks: str
     lr: str
     lr_factor: str
-    averaged_by: str = ""
-    updated_by: str = ""
+    decay: str
+    averaged_by: str
+    updated_by: str
+    reason: str
 
 
-TITLES = TableRow("parameter", "shape", "rule", "role", "blocks", "lr", "lr factor")
+TITLES = TableRow(
+    "parameter", "shape", "rule", "role", "blocks", "lr", "lr factor", "decay", "averaged by",
+    "updated by", "reason",
+)  # fmt: skip
+
+
+OPTIONAL = ("averaged by", "updated by", "reason")  # shown where they say something
 
 
 def table(
     groups: Sequence[Mapping[str, Any]],
     blocks: Mapping[Tensor, list[Block] | None],
+    reasons: Mapping[str, str],
     ranks: Callable[[Tensor], tuple[str, str]] | None = None,
 ) -> str:
-    """Every parameter with its rule, blocks and learning rate, and the totals, as text.
+    """Every parameter with its rule, blocks, learning rate and decay, and the totals, as text.
 
+    `reasons`: why parameters that were routed have their rule, by name.
     `ranks`: who averages a parameter's gradients, and who updates it, where there are others.
     """
-    rows = [TITLES if ranks is None else TableRow(*TITLES[:-2], "averaged by", "updated by")]
+    rows = [TITLES]
     totals: dict[str, list[int]] = {}
     for index, group in enumerate(groups):
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
             total = totals.setdefault(group["rule"], [0, 0, 0])
             own = blocks[param]
-            row = _row(name, param, group, own)
-            rows.append(row if ranks is None else TableRow(*row[:-2], *ranks(param)))
+            of_ranks = ("", "") if ranks is None else ranks(param)
+            rows.append(_row(name, param, group, own, of_ranks, reasons.get(name, "")))
             total[0] += 1
             total[1] += param.numel()
-            total[2] += len(own or [])
-    shown = rows if ranks is not None else [row[:-2] for row in rows]
+            total[2] += sum(len(block.matrices) for block in own or [])
+    empty = {
+        title
+        for place, title in enumerate(TITLES)
+        if title in OPTIONAL and not any(row[place] for row in rows[1:])
+    }
+    shown = [
+        [cell for cell, title in zip(row, TITLES, strict=True) if title not in empty]
+        for row in rows
+    ]
     widths = [max(len(cell) for cell in column) for column in zip(*shown, strict=True)]
     lines = [
         "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in shown
@@ -69,13 +87,19 @@ def _count(number: int, noun: str) -> str:
 
 
 def _row(
-    name: str, param: Tensor, group: Mapping[str, Any], blocks: list[Block] | None
+    name: str,
+    param: Tensor,
+    group: Mapping[str, Any],
+    blocks: list[Block] | None,
+    ranks: tuple[str, str],
+    reason: str,
 ) -> TableRow:
     """One line of the table; equal blocks are counted, unequal ones listed."""
     shape = " x ".join(str(size) for size in param.shape) or "scalar"
     kinds: dict[tuple[int, int], int] = {}
     for block in blocks or []:
-        kinds[block.shape] = kinds.get(block.shape, 0) + 1
+        for matrix in block.matrices:
+            kinds[matrix] = kinds.get(matrix, 0) + 1
     cut = ", ".join(
         f"{rows} x {cols}" if count == 1 else f"{count} of {rows} x {cols}"
         for (rows, cols), count in kinds.items()
@@ -91,4 +115,7 @@ def _row(
         cut or "-",
         f"{float(group['lr']):.4g}" if "lr" in group else "-",
         ", ".join(dict.fromkeys(factors)) or "1",
+        f"{float(group['weight_decay']):.4g}" if "weight_decay" in group else "-",
+        *ranks,
+        reason,
     )

@@ -34,12 +34,38 @@ AGAIN = 32  # programs per block that look whether a direction is to be written 
 STRIP, LONG = 16, 256  # rows and columns that are looked at together, where rows are summed
 
 
-class MuonBlocks:
-    """Contiguous blocks of one shape on one device, and their state, whose dtypes are alike."""
+class Lie(NamedTuple):
+    """Where rows and columns of a matrix lie, in elements; rows in groups of `group`."""
 
-    def __init__(self, params: Sequence[Tensor], states: Sequence[State]) -> None:
+    group: int
+    group_stride: int
+    row_stride: int
+    col_stride: int
+
+
+def lie_of(view: Tensor) -> Lie:
+    """Of (rows, cols), or (groups, rows of a group, cols)."""
+    if view.ndim == 2:
+        return Lie(view.shape[0], 0, *view.stride())
+    return Lie(view.shape[1], *view.stride())
+
+
+class MuonBlocks:
+    """Blocks of one shape on one device, and their state, whose dtypes are alike.
+
+    `lie`: how all of them lie, and their gradients and state too; None: they are contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[State],
+        rows: int | None = None,  # None: as many as the first dim has
+        lie: Lie | None = None,
+    ) -> None:
         self.count = len(params)
-        self.rows = params[0].shape[0]
+        self.lie = lie
+        self.rows = params[0].shape[0] if rows is None else rows
         self.cols = params[0].numel() // self.rows
         self.tall = self.rows > self.cols  # then directions are the transposes of blocks
         self.states = states
@@ -148,13 +174,14 @@ def _step_along(
         blocks.outliers,
         min(call.TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
         **_sizes(blocks, directions),
+        **_lying(blocks),
         param_dtype=blocks.param_dtype,
         FACTORS=kind,
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
         BFLOAT16=_in_bfloat16(options),
         HAS_MASTER=len(blocks.targets.tensors) == 2,
-        ALIGNED=blocks.targets.aligned,
+        ALIGNED=blocks.targets.aligned and blocks.lie is None,
         **tiled(),
     )
     return squares
@@ -201,7 +228,7 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
     else:
         assert grads is not None
         given, momenta, writes = grads.addresses, blocks.momenta.addresses, grads.writes
-        aligned = grads.aligned and blocks.momenta.aligned
+        aligned = grads.aligned and blocks.momenta.aligned and blocks.lie is None
         dtypes = grads.dtype, blocks.state_dtype
 
     def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
@@ -215,6 +242,7 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
             writes,
             **step.momentum,
             **_sizes(blocks, directions),
+            **_lying(blocks),
             grad_dtype=dtypes[0],
             state_dtype=dtypes[1],
             GIVEN=grads is None,
@@ -280,7 +308,8 @@ def _write_again(
         BFLOAT16=_in_bfloat16(step.options),
         **step.momentum,
         **_sizes(blocks, directions),
-        ALIGNED=grads.aligned and blocks.momenta.aligned,
+        **_lying(blocks),
+        ALIGNED=grads.aligned and blocks.momenta.aligned and blocks.lie is None,
         **tiled(),
     )
 
@@ -377,6 +406,12 @@ def _sizes(blocks: MuonBlocks | GivenBlocks, directions: Tensor) -> dict[str, in
     _, short, long = directions.shape
     sizes = {"rows": blocks.rows, "cols": blocks.cols, "short": short, "long": long}
     return {**sizes, "TALL": blocks.tall}
+
+
+def _lying(blocks: MuonBlocks | GivenBlocks) -> dict[str, int]:
+    """Where elements of a block lie, for kernels that read or write them there."""
+    lie = blocks.lie if isinstance(blocks, MuonBlocks) else None
+    return {**(lie or Lie(1, 0, 0, 0))._asdict(), "LAID": lie is not None}
 
 
 def _squares(directions: Tensor) -> Tensor:

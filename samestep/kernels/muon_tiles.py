@@ -92,6 +92,17 @@ def read_tile(
 
 
 @triton.jit
+def places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID: tl.constexpr):
+    """Where elements of a block lie; LAID: in the gaps of others, by groups of rows."""
+    if LAID:
+        begin = (row // group).to(tl.int64) * group_stride
+        offsets = begin + (row % group).to(tl.int64) * row_stride + col.to(tl.int64) * col_stride
+    else:
+        offsets = row * cols + col
+    return offsets
+
+
+@triton.jit
 def rounded_direction(u, BFLOAT16: tl.constexpr):
     """What is orthogonalized, or came of it, in float32.
 
@@ -134,12 +145,17 @@ def momentum(
     cols,
     short,
     long,
+    group,
+    group_stride,
+    row_stride,
+    col_stride,
     grad_dtype: tl.constexpr,
     state_dtype: tl.constexpr,
     GIVEN: tl.constexpr,  # the direction is there already: no momentum
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
     TALL: tl.constexpr,
+    LAID: tl.constexpr,
     BFLOAT16: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ONLY_SUMS: tl.constexpr,
@@ -152,7 +168,7 @@ def momentum(
     # tiles of the padded block, in its own orientation
     first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
     inside = (row < rows) & (col < cols)
-    offsets = row * cols + col
+    offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
     if GIVEN:
         begin = number.to(tl.int64) * rows * cols
         u = tl.load(grads + begin + offsets, inside, 0.0).to(tl.float32)
@@ -187,11 +203,16 @@ def direction_again(
     cols,
     short,
     long,
+    group,
+    group_stride,
+    row_stride,
+    col_stride,
     tiles,
     grad_dtype: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
     TALL: tl.constexpr,
+    LAID: tl.constexpr,
     BFLOAT16: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -209,7 +230,7 @@ def direction_again(
         while tile < tiles:
             first_row, first_col, row, col = tile_of(tile, short if TALL else long, ROWS, COLS)
             inside = (row < rows) & (col < cols)
-            offsets = row * cols + col
+            offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
             values = tl.load(pointer_in(grads, number, grad_dtype, ALIGNED) + offsets, inside, 0.0)
             m = tl.load(pointer_in(momenta, number, tl.float32, ALIGNED) + offsets, inside, 0.0)
             g = seen_gradient(values, factor, MAXIMIZE)
@@ -427,11 +448,16 @@ def step_along(
     cols,
     short,
     long,
+    group,
+    group_stride,
+    row_stride,
+    col_stride,
     param_dtype: tl.constexpr,
     FACTORS: tl.constexpr,  # none, one per block, per short or per long coordinate: 0 to 3
     SCALE_DECAY: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     TALL: tl.constexpr,
+    LAID: tl.constexpr,
     BFLOAT16: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -456,7 +482,7 @@ def step_along(
     if FACTORS == 3:
         along = row if TALL else col
         u *= tl.load(factors + number * long + along, along < long, 0.0)
-    offsets = row * cols + col
+    offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
     param = pointer_in(tensors, number, param_dtype, ALIGNED) + offsets
     master = None
     if HAS_MASTER:

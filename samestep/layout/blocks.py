@@ -1,4 +1,8 @@
-"""Blocks: what a matrix rule works on at once, as boxes of a parameter."""
+"""Blocks: what has one owner under a matrix rule, as boxes of a parameter.
+
+A block is one matrix, or several that lie in each other's gaps (`layout.splits`): then it travels
+and is kept as it is stored, and only who orthogonalizes looks at its matrices.
+"""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -7,20 +11,29 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from samestep.layout.splits import Form, split_of
+
 Shape = tuple[int, ...]
 
 
 class Block(NamedTuple):
-    """One matrix inside a parameter: `rows` rows from `row` on, of one matrix of a stack."""
+    """A range of rows of a parameter: `rows` rows from `row` on, of one matrix of a stack."""
 
     matrix: int | None  # which matrix of a 3-D stack; None: the parameter is one matrix
     row: int
     rows: int
     cols: int
+    form: Form | None = None  # how its matrices lie in it; None: it is one
 
     @property
     def shape(self) -> tuple[int, int]:
+        """As it is stored."""
         return (self.rows, self.cols)
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(out, in) of each of its matrices."""
+        return (self.shape,) if self.form is None else self.form.shapes(self.shape)
 
     def view(self, tensor: Tensor) -> Tensor:
         """The block's part of a parameter-shaped tensor: (rows, cols), or (rows, ...) flattened."""
@@ -40,15 +53,39 @@ def views(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
     return [part for matrix in matrices for part in matrix.split_with_sizes(sizes)]
 
 
+def matrices(blocks: Sequence[Block], tensor: Tensor) -> list[Tensor]:
+    """The matrices of all blocks of a parameter: (rows, ...), or as their form has them."""
+    form = blocks[0].form if blocks else None  # one parameter has blocks of one form
+    if form is None:
+        return views(blocks, tensor)
+    found = form.views(tensor)  # of a whole stack at once
+    if blocks[0].matrix is None:
+        return found
+    return [
+        matrix
+        for of_block in zip(*(each.unbind() for each in found), strict=True)
+        for matrix in of_block
+    ]
+
+
 def blocks_of(
-    shape: Shape, split_sizes: Sequence[int] | None = None, flatten: bool = False
+    shape: Shape,
+    split_sizes: Sequence[int] | str | None = None,
+    flatten: bool = False,
+    transposed: bool = False,
 ) -> list[Block]:
     """Cut a parameter of `shape` into blocks; raise ValueError with the way out if it cannot be.
 
     A 2-D parameter is one matrix, a 3-D one a stack of matrices, and with `flatten` an N-D
     one is the matrix (out, all the rest), as for convolution weights. Each matrix is one
-    block, or is cut into the row blocks `split_sizes` (Q, K, V; gate, up; one per head).
+    block, or is cut into the row blocks `split_sizes` (Q, K, V; gate, up; one per head). Where
+    these are not contiguous, since they are interleaved or stored as (in, out), they are one block.
     """
+    if flatten and transposed:
+        raise ValueError(
+            "has flatten=True and transposed=True: a convolution is flattened to (out, all the "
+            "rest); leave one of them out"
+        )
     if flatten and len(shape) > 2:
         shape = (shape[0], prod(shape[1:]))
     if len(shape) < 2:
@@ -61,20 +98,14 @@ def blocks_of(
     if 0 in shape:
         return []
     rows, cols = shape[-2:]
-    if split_sizes is not None and not isinstance(split_sizes, Sequence):
-        raise ValueError(f"has split_sizes {split_sizes!r}: give a list of row counts")
-    sizes = (rows,) if split_sizes is None else tuple(split_sizes)
-    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
-        raise ValueError(f"has split_sizes {sizes}: they must be whole numbers above 0")
-    if sum(sizes) != rows:
-        raise ValueError(
-            f"has split_sizes {sizes}, which add up to {sum(sizes)}, but each of its matrices "
-            f"has {rows} rows: make them add up to {rows}"
-        )
+    split = split_of(split_sizes, cols if transposed else rows)
+    form, sizes = None, split.sizes
+    if transposed or split.groups > 1:
+        form, sizes = Form(split, transposed), (rows,)
     starts = list(accumulate(sizes, initial=0))[:-1]
     matrices = [None] if len(shape) == 2 else range(shape[0])
     return [
-        Block(matrix, start, size, cols)
+        Block(matrix, start, size, cols, form)
         for matrix in matrices
         for start, size in zip(starts, sizes, strict=True)
     ]

@@ -14,6 +14,8 @@ from contextvars import ContextVar
 from itertools import accumulate
 from typing import NamedTuple
 
+from samestep.layout.splits import split_of
+
 _ROWS = re.compile(r"(?P<whole>.+)\[(?P<start>\d+):(?P<stop>\d+)\]")
 
 
@@ -31,8 +33,17 @@ class FusedRows(NamedTuple):
     def rows(self) -> int:
         return self.stop - self.start
 
-    def own_splits(self, sizes: Sequence[int], rows: int) -> tuple[int, ...]:
+    def own_splits(self, given: Sequence[int] | str, rows: int) -> tuple[int, ...]:
         """Which of the `split_sizes` of all `rows` are in these; raises if a block goes beyond."""
+        sizes: Sequence[int] = () if isinstance(given, str) else given
+        if isinstance(given, str):
+            sizes, groups = split_of(given, rows)
+            if groups > 1:
+                raise ValueError(
+                    f"is rows {self.start} to {self.stop} of {rows}, and split_sizes {given!r} of "
+                    f"{self.whole!r} has rows of each matrix in every group: do not divide it by "
+                    "matrices, cut it by its rows"
+                )
         ends = list(accumulate(sizes))
         if ends[-1:] != [rows] or not {self.start, self.stop} <= {0, *ends}:
             raise ValueError(

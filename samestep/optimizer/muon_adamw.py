@@ -23,12 +23,18 @@ from samestep.groups.routing import (
 from samestep.groups.step_options import StepOptions
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
 from samestep.presets import preset_options
+from samestep.recipes import known_of
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 
 SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
-ROLE_RATES = {f"{role}_lr": role for role in ("matrix", "embedding", "unembedding", "scalar")}
+ROLES = ("matrix", "embedding", "unembedding", "scalar")
+ROLE_OPTIONS = {
+    f"{role}_{short}": (role, key)
+    for short, key in (("lr", "lr"), ("decay", "weight_decay"))
+    for role in ROLES
+}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -87,6 +93,7 @@ class MuonOptions(CommonOptions, total=False):
     scale_decay: bool
     split_sizes: Any
     flatten: bool
+    transposed: bool
     compute_dtype: torch.dtype | None
     state_dtypes: Mapping[str, torch.dtype] | None
 
@@ -104,6 +111,10 @@ class MuonAdamWOptions(MuonOptions, total=False):
     embedding_lr: float | Tensor
     unembedding_lr: float | Tensor
     scalar_lr: float | Tensor
+    matrix_decay: float
+    embedding_decay: float
+    unembedding_decay: float
+    scalar_decay: float
 
 
 class MuonAdamW(RuleOptimizer):
@@ -125,10 +136,15 @@ class MuonAdamW(RuleOptimizer):
             copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
         weight_decay, maximize: for both rules (default decay 0.1).
+        matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay per role.
+            `scalar_decay=0` leaves norms and biases alone, as many trainers do.
         betas, eps, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, False, False).
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
         preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
+        recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
+            "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
+            None: none. Overrides win over it.
         overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
@@ -147,6 +163,7 @@ class MuonAdamW(RuleOptimizer):
         lr: float | Tensor | None = None,
         *,
         preset: str | None = None,
+        recipe: str | None = "auto",
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
         **options: Unpack[MuonAdamWOptions],
@@ -154,7 +171,10 @@ class MuonAdamW(RuleOptimizer):
         steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
         model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
-        rates = {role: given.pop(key) for key, role in ROLE_RATES.items() if key in given}
+        by_role: dict[str, Group] = {}
+        for keyword, (role, key) in ROLE_OPTIONS.items():
+            if keyword in given:
+                by_role.setdefault(role, {})[key] = given.pop(keyword)
         if lr is not None:
             given["lr"] = lr
         muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
@@ -177,10 +197,20 @@ class MuonAdamW(RuleOptimizer):
                 shared = {key: given[key] for key in SHARED if key in given}
                 rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
         order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
+        reasons: dict[str, str] = {}
         if named is not None:
-            params = _routed(named, overrides, groups, rates, rule_options["muon"])
+            known = {}
+            if model is not None and groups is None:
+                known = known_of(model, named.parameters, recipe)
+            params, reasons = _routed(
+                named, overrides, groups, by_role, rule_options["muon"], known
+            )
         else:
-            asked = {"overrides": overrides, "groups": groups, "per-role learning rates": rates}
+            asked = {
+                "overrides": overrides,
+                "groups": groups,
+                "per-role learning rates and decays": by_role,
+            }
             for what, value in asked.items():
                 if value:
                     raise ValueError(
@@ -199,6 +229,7 @@ class MuonAdamW(RuleOptimizer):
             model=model,
             order_of_use=order_of_use,
         )
+        self._reasons = reasons
 
 
 class Muon(RuleOptimizer):
@@ -306,13 +337,20 @@ def _routed(
     named: Routable,
     overrides: Overrides | None,
     groups: Iterable[Mapping[str, Any]] | None,
-    rates: Mapping[str, Any],
+    by_role: Mapping[str, Group],
     muon_options: Group,
-) -> list[Group]:
-    """Groups for named parameters; the keyword `split_sizes` moves from the rule to its members."""
+    known: Mapping[str, Group],
+) -> tuple[list[Group], dict[str, str]]:
+    """Groups for named parameters, and why each is where it is.
+
+    The keyword `split_sizes` moves from the rule to its members; `known` is what a recipe says.
+    """
     if groups is not None:
-        if overrides or rates:
-            raise ValueError("groups= takes the place of overrides and per-role learning rates")
-        return route_explicit(named, groups)
-    role_options = {role: {"lr": rate} for role, rate in rates.items()}
-    return route(named, overrides, role_options, muon_options.pop("split_sizes", None))
+        if overrides or by_role:
+            raise ValueError(
+                "groups= takes the place of overrides and per-role learning rates and decays"
+            )
+        return route_explicit(named, groups), {}
+    splits = muon_options.pop("split_sizes", None)
+    transposed = bool(muon_options.get("transposed", False))
+    return route(named, overrides, by_role, splits, known, transposed=transposed)

@@ -75,6 +75,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     `order_of_use` are parameters in the order in which forward uses them, where that is known.
     """
 
+    _reasons: Mapping[str, str] = {}  # why parameters that were routed have their rule, by name
+
     def __init__(
         self,
         params: Params,
@@ -421,13 +423,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         On several ranks also who averages its gradients and who updates it. Not collective.
         """
         if not self._placed:
-            return table(self.param_groups, self._blocks)
+            return table(self.param_groups, self._blocks, self._reasons)
 
         def ranks(param: Tensor) -> tuple[str, str]:
             held = next((placed for placed in self._placed if placed.holds(param)), Placement())
             return held.averaged_by(param), held.updated_by(param)
 
-        return table(self.param_groups, self._blocks, ranks)
+        return table(self.param_groups, self._blocks, self._reasons, ranks)
 
     def explain(self) -> str:
         """What is taken for granted of other ranks and of whoever makes gradients, as text.

@@ -356,7 +356,7 @@ class StepRunner:
                     squares = update_blocks(rule, stack, *arguments)
                     self._count(index, stack, squares)
                     if is_bounded(rule) and squares is not None:
-                        largest = rule.largest_norm(tuple(stack[0].param.shape), math.options)
+                        largest = rule.largest_norm(stack[0].matrix, math.options)
                         self.outliers.look_at(index, squares, largest, math.only_if)
             elif not update_together(rule, seen, math, self._run):
                 for operand in seen:

@@ -6,11 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 from torch import Tensor
 
 from samestep.groups.param_groups import Group, rule_of
-from samestep.layout.blocks import Block, views
+from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
 from samestep.plan.schedule import PlacementShape
-from samestep.rules.state import MASTER, State, block_states, initial_state, needs_master
+from samestep.rules.state import (
+    MASTER,
+    MatrixView,
+    State,
+    block_states,
+    initial_state,
+    matrix_views,
+    needs_master,
+)
 from samestep.update.plain import Operand
 
 
@@ -148,12 +156,14 @@ class KnownGroup:
             if grad is None:
                 continue
             if whole:
-                value, state = known[0]
+                value, state, _ = known[0]
                 found.append(Operand(value, grad if grad.ndim else grad.view(1), state))
             else:
                 found += [
-                    Operand(value, of_block, state)
-                    for of_block, (value, state) in zip(views(blocks, grad), known, strict=True)
+                    Operand(value, of_matrix, state, rows=rows)
+                    for of_matrix, (value, state, rows) in zip(
+                        matrices(blocks, grad), known, strict=True
+                    )
                 ]
         return found
 
@@ -164,21 +174,25 @@ def _are_the_same(found: Sequence[object], known: Sequence[object]) -> bool:
 
 def _is_whole(blocks: list[Block]) -> bool:
     """Whether one block is all of a parameter."""
-    return len(blocks) == 1 and blocks[0].matrix is None
+    return len(blocks) == 1 and blocks[0].matrix is None and blocks[0].form is None
 
 
 def _made_views(
     param: Tensor, state: State, blocks: list[Block] | None, group: Group
-) -> list[tuple[Tensor, State]]:
+) -> list[MatrixView]:
     rule, param = rule_of(group), param.detach()
     if blocks is None:
         if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
             shapes = rule.state_shapes((1,), group)
             state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
             param = param.view(1)
-        return [(param, state)]
+        return [MatrixView(param, state, None)]
     states = block_states(rule, state, blocks, group)
-    return [(block.view(param), view) for block, view in zip(blocks, states, strict=True)]
+    return [
+        view
+        for block, own in zip(blocks, states, strict=True)
+        for view in matrix_views(rule, block, block.view(param), own, group)
+    ]
 
 
 def plain(group: Group) -> list[Tensor]:

@@ -127,7 +127,12 @@ class Planner:
         if params and missing_products(params[0].device) is None:
             from samestep.update.measure import settle
 
-            shapes = {block.shape for param in params for block in blocks[param] or ()}
+            shapes = {
+                shape
+                for param in params
+                for block in blocks[param] or ()
+                for shape in block.matrices
+            }
             settle(shapes, params[0].device, self._ranks)
 
     def own_reduction(self, index: int, group: Group) -> GroupReduction | None:
@@ -187,7 +192,7 @@ class Planner:
                     group["rule"],
                     None if cut is None else tuple(cut),
                     sum(map(prod, kept)) / 64**2 + needs_master(param, self._master_weights),
-                    tuple(of_whole(block.shape) for block in cut or ()),
+                    tuple(sum(map(of_whole, block.matrices)) for block in cut or ()),
                 )
                 members.append((self._place_of_use.get(param, -1), param, spec))
         members.sort(key=lambda member: member[0])

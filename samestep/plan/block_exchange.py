@@ -18,7 +18,7 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box
 from samestep.layout.owners import balanced_owners, cyclic_owners
 from samestep.plan.transfers import Traffic, Transfer
-from samestep.rules.orthogonalize import orthogonalize_flops
+from samestep.rules.orthogonalize import block_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 Key = tuple[int, int]  # a block: its parameter, and its number among the parameter's blocks
@@ -127,7 +127,7 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Give every block an owner, and put blocks into chunks of about that size."""
     blocks = [(i, j) for i, spec in enumerate(specs) for j in range(len(spec.blocks))]
-    flops = [_flops(specs[i].blocks[j]) for i, j in blocks]
+    flops = [block_flops(specs[i].blocks[j]) for i, j in blocks]
     known: dict[tuple[Box, tuple[Box, ...], tuple[int, ...]], _HeldBlock] = {}  # layers are alike
     held = []
     for i, j in blocks:
@@ -293,10 +293,6 @@ def block_box(block: Block, shape: Shape) -> Box:
         rest = shape[1:]
         return Box((block.row, *(0 for _ in rest)), (block.rows, *rest))
     return Box((block.matrix, block.row, 0), (1, block.rows, block.cols))
-
-
-def _flops(block: Block) -> int:
-    return orthogonalize_flops(block.rows, block.cols)
 
 
 def _owners(

@@ -25,7 +25,7 @@ from samestep.plan.sharding import (
     in_launch_order,
     whole_pieces,
 )
-from samestep.rules.orthogonalize import orthogonalize_flops
+from samestep.rules.orthogonalize import block_flops
 
 
 class Place(NamedTuple):
@@ -79,7 +79,7 @@ def _block_sizes(param: ParamSpec) -> BlockSizes:
     blocks = param.blocks or ()
     return BlockSizes(
         tuple(piece.size for piece in whole_pieces(0, param)),
-        tuple(orthogonalize_flops(block.rows, block.cols) for block in blocks),
+        tuple(block_flops(block) for block in blocks),
     )
 
 

@@ -81,7 +81,8 @@ def _held_block(block: Block, number: int, share: ParamSpec, box: Box) -> Block:
         return Block(None, number, 0, 0)
     rows = int(block.matrix is not None)
     matrix = None if block.matrix is None else block.matrix - box.offsets[0]
-    return Block(matrix, max(0, block.row - box.offsets[rows]), *part.sizes)
+    height, width = part.sizes
+    return Block(matrix, max(0, block.row - box.offsets[rows]), height, width)
 
 
 def narrowed(plan: ShardingPlan, held: Sequence[ParamSpec], *, flat: bool) -> ShardingPlan:
@@ -184,7 +185,7 @@ def _answered(
             spec.dtype,
             spec.group,
             spec.rule,
-            (Block(None, 0, *block.shape),),
+            (Block(None, 0, *block.shape, block.form),),
             spec.state_per_element,
             (spec.whole.state_of_blocks[number],),
         )

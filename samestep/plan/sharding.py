@@ -18,7 +18,7 @@ from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.owners import balanced_owners, cyclic_owners
-from samestep.rules.orthogonalize import orthogonalize_flops
+from samestep.rules.orthogonalize import block_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 
@@ -297,7 +297,7 @@ def _block_owners(
     blocks = [(params[i].blocks or ())[j] for i, j in keys]
     if strategy == "cyclic":
         return dict(zip(keys, cyclic_owners(len(keys), ranks), strict=True))
-    flops = [orthogonalize_flops(block.rows, block.cols) for block in blocks]
+    flops = [block_flops(block) for block in blocks]
     sizes = [block.rows * block.cols for block in blocks]
     chosen = balanced_owners(flops, sizes, ranks, max_size_ratio=max_size_ratio)
     return dict(zip(keys, chosen, strict=True))

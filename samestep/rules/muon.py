@@ -58,8 +58,9 @@ class MuonRule:
         "adjust_lr": "match_rms_adamw",
         "cautious": False,
         "scale_decay": False,  # weight decay with the adjusted learning rate
-        "split_sizes": None,
+        "split_sizes": None,  # rows of matrices inside a parameter: `layout.splits` has all forms
         "flatten": False,
+        "transposed": False,  # stored as (in, out)
         # None: 16 bits on accelerators if the table has room, else 32. Kernels multiply in float16
         # what was rounded to bfloat16, and round the result to it: so it travels between ranks.
         "compute_dtype": None,
@@ -74,7 +75,10 @@ class MuonRule:
         checks.not_negative("eps", options["eps"])
         if options["variance_beta2"] is not None:
             checks.fraction("variance_beta2", options["variance_beta2"])
-        for key in ("nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "flatten"):
+        for key in (
+            "nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "flatten",
+            "transposed",
+        ):  # fmt: skip
             checks.boolean(key, options[key])
         checks.one_of("momentum_form", options["momentum_form"], ("ema", "sum"))
         checks.one_of("orthogonalize", options["orthogonalize"], tuple(POLYNOMIALS))

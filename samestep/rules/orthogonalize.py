@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.choice import missing_products
+from samestep.layout.blocks import Block
 from samestep.rules.basin import (
     FEW_ROWS,
     as_table,
@@ -289,3 +290,8 @@ def orthogonalize_flops(
         total += 2 * long_product  # A = X X^T and X <- Q X
         total += (count + (count - 1) + 2 * (count - 1)) * square_product  # A A, P Q, P A P
     return total
+
+
+def block_flops(block: Block) -> int:
+    """Of all matrices of a block: what its owner has to do."""
+    return sum(orthogonalize_flops(*shape) for shape in block.matrices)

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.layout.blocks import Block
+from samestep.layout.blocks import Block, Shape
 from samestep.rules.rule import Rule
 
 MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits if not asked otherwise
@@ -37,6 +37,22 @@ def is_elementwise(rule: Rule, key: str, options: Mapping[str, Any]) -> bool:
     return rule.state_shapes(shape, options)[key] == shape
 
 
+def block_state_shapes(rule: Rule, block: Block, options: Mapping[str, Any]) -> dict[str, Shape]:
+    """Of one block: as stored what has an element for each of its, other state of all matrices.
+
+    The latter is 1-D where a block has a form, matrix after matrix.
+    """
+    if block.form is None:
+        return rule.state_shapes(block.shape, options)
+    of_matrices = [rule.state_shapes(shape, options) for shape in block.matrices]
+    return {
+        key: block.shape
+        if is_elementwise(rule, key, options)
+        else (sum(prod(shapes[key]) for shapes in of_matrices),)
+        for key in of_matrices[0]
+    }
+
+
 def initial_state(
     rule: Rule,
     param: Tensor,
@@ -54,7 +70,7 @@ def initial_state(
     if blocks is None:
         shapes = rule.state_shapes(tuple(param.shape), options)
     else:
-        of_blocks = [rule.state_shapes(block.shape, options) for block in blocks]
+        of_blocks = [block_state_shapes(rule, block, options) for block in blocks]
         for key in rule.state_shapes((0, 0), options):
             pairs = zip(of_blocks, blocks, strict=True)
             if all(shape[key] == block.shape for shape, block in pairs):
@@ -78,7 +94,7 @@ def block_states(
     views: list[State] = []
     offsets = dict.fromkeys(state, 0)
     for block in blocks:
-        shapes = rule.state_shapes(block.shape, options)
+        shapes = block_state_shapes(rule, block, options)
         view = {}
         for key, tensor in state.items():
             if tensor.ndim == 1:  # a parameter of a matrix rule is never 1-D: block after block
@@ -89,3 +105,41 @@ def block_states(
                 view[key] = block.view(tensor).view(block.shape)
         views.append(view)
     return views
+
+
+class MatrixView(NamedTuple):
+    """One matrix of a block where it lies, and its state; `rows` where it has several row dims."""
+
+    value: Tensor
+    state: State
+    rows: int | None
+
+
+def matrix_views(
+    rule: Rule, block: Block, value: Tensor, state: State, options: Mapping[str, Any]
+) -> list[MatrixView]:
+    """The matrices of a block, of which value and state are given as they are stored."""
+    if block.form is None:
+        return [MatrixView(value, state, None)]
+    states = matrix_states(rule, block, state, options)
+    of_blocks = zip(block.form.views(value), states, block.matrices, strict=True)
+    return [MatrixView(view, own, rows) for view, own, (rows, _) in of_blocks]
+
+
+def matrix_states(
+    rule: Rule, block: Block, state: State, options: Mapping[str, Any]
+) -> list[State]:
+    """The views of each matrix of a block into the block's state."""
+    if block.form is None:
+        return [state]
+    found: list[State] = [{} for _ in block.matrices]
+    for key, tensor in state.items():
+        if key == MASTER or is_elementwise(rule, key, options):
+            parts = block.form.views(tensor)
+        else:
+            shapes = [rule.state_shapes(shape, options)[key] for shape in block.matrices]
+            flat = torch.split(tensor, [prod(shape) for shape in shapes])
+            parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+        for own, part in zip(found, parts, strict=True):
+            own[key] = part
+    return found

@@ -29,7 +29,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "equilibrate": False, "orthogonalize": "polar-express", "ns_steps": None,
         "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "renormalize": False,
         "variance_beta2": None, "adjust_lr": "match_rms_adamw", "cautious": False,
-        "scale_decay": False, "split_sizes": None, "flatten": False, "maximize": False,
+        "scale_decay": False, "split_sizes": None, "flatten": False, "transposed": False,
+        "maximize": False,
     },
 }  # fmt: skip
 TABLES: dict[str, list[Triple]] = {
@@ -176,7 +177,7 @@ def initial_state(name: str, param: Tensor, group: Options) -> State:
     if group["rule"] == "adamw":
         state = {"step": zeros(), "exp_avg": zeros(*param.shape), "exp_avg_sq": zeros(*param.shape)}
         return {**state, "max_exp_avg_sq": zeros(*param.shape)} if group["amsgrad"] else state
-    count = sum(max(block.shape) for block in blocks_of(name, param, group))
+    count = sum(max(len(rows), matrix.shape[1]) for matrix, rows in blocks_of(name, param, group))
     state = {"momentum_buffer": zeros(*param.shape)}
     if group["variance_beta2"] is not None:
         state["variance"] = zeros(*param.shape) if count == param.numel() else zeros(count)
@@ -218,24 +219,24 @@ def muon(
     new_param, new_state = param.clone(), {"momentum_buffer": momentum}
     blocks = blocks_of(name, new_param, options)
     directions = blocks_of(name, direction, options)
-    updates = [orthogonal_direction(matrix, options) for matrix in directions]
+    updates = [orthogonal_direction(matrix[rows], options) for matrix, rows in directions]
     if options["variance_beta2"] is not None:
         new_state["variance"] = state["variance"].clone()
-        counts = [max(block.shape) for block in blocks]
+        counts = [max(len(rows), matrix.shape[1]) for matrix, rows in blocks]
         variances = torch.split(new_state["variance"].view(-1), counts)
         beta2 = float(options["variance_beta2"])
         pairs = zip(updates, variances, strict=True)
         updates = [reduce_variance_(update, variance, beta2) for update, variance in pairs]
-    for block, update in zip(blocks, updates, strict=True):
-        block.copy_(new_block(block, update, options))
+    for (matrix, rows), update in zip(blocks, updates, strict=True):
+        matrix[rows] = new_block(matrix[rows], update, options)
     return new_param, new_state
 
 
-def blocks_of(name: str, tensor: Tensor, options: Options) -> list[Tensor]:
-    """Views (rows, cols) of a contiguous tensor of the parameter's shape.
+def blocks_of(name: str, tensor: Tensor, options: Options) -> list[tuple[Tensor, list[int]]]:
+    """Views (out, in) of a contiguous tensor of the parameter's shape, each with rows of a block.
 
-    2-D is one matrix, 3-D a stack of them, with `flatten` N-D is (out, all the rest). Each matrix
-    is cut into its split_sizes.
+    2-D is one matrix, 3-D a stack of them, with `flatten` N-D is (out, all the rest), and with
+    `transposed` each matrix is stored as (in, out). It is cut into its split_sizes.
     """
     if tensor.numel() == 0:
         return []
@@ -243,13 +244,44 @@ def blocks_of(name: str, tensor: Tensor, options: Options) -> list[Tensor]:
         tensor = tensor.flatten(start_dim=1)
     if tensor.ndim not in (2, 3):
         raise ValueError(f"parameter {name!r} of shape {tuple(tensor.shape)} is no matrix or stack")
+    if options["transposed"]:
+        tensor = tensor.transpose(-2, -1)
     matrices = tensor.unbind() if tensor.ndim == 3 else (tensor,)
-    sizes = split_sizes_of(name, options["split_sizes"]) or (tensor.shape[-2],)
-    return [block for matrix in matrices for block in torch.split(matrix, list(sizes))]
+    parts = rows_of(split_sizes_of(name, options["split_sizes"]), tensor.shape[-2])
+    return [(matrix, rows) for matrix in matrices for rows in parts]
 
 
-def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | None:
-    """The row counts for one parameter: those of the group, or of the one pattern that fits."""
+def rows_of(split: Sequence[int] | str | None, rows: int) -> list[list[int]]:
+    """The rows of each block of a matrix that has so many."""
+    if split is None:
+        return [list(range(rows))]
+    groups = 1
+    if split == "halves":
+        sizes = [rows // 2] * 2
+    elif isinstance(split, str) and split.startswith("heads:"):
+        count = int(split.removeprefix("heads:"))
+        sizes = [rows // count] * count
+    elif not isinstance(split, str):
+        sizes = list(split)
+    else:  # interleaved:3x16, interleaved:4+1+1x8
+        given, _, groups_given = split.removeprefix("interleaved:").rpartition("x")
+        groups = int(groups_given)
+        sizes = [int(size) for size in given.split("+")]
+        if "+" not in given:
+            sizes = [rows // (sizes[0] * groups)] * sizes[0]
+    blocks: list[list[int]] = [[] for _ in sizes]
+    row = 0
+    for _ in range(groups):
+        for block, size in zip(blocks, sizes, strict=True):
+            block.extend(range(row, row + size))
+            row += size
+    if row != rows:
+        raise ValueError(f"split_sizes {split!r} are {row} rows, not {rows}")
+    return blocks
+
+
+def split_sizes_of(name: str, split_sizes: Any) -> Sequence[int] | str | None:
+    """Those of one parameter: the group's, or those of the one pattern that fits."""
     patterns = split_sizes if isinstance(split_sizes, Mapping) else {name: split_sizes}
     found = [sizes for key, sizes in patterns.items() if name == key or fnmatchcase(name, key)]
     if len(found) > 1:

@@ -6,7 +6,7 @@ whatever the dtype of the parameter.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
@@ -30,6 +30,13 @@ class Operand(NamedTuple):
     present: Tensor | None = None  # a flag on the device: False leaves all as it is
     counted: bool = True  # whether this rank answers for it in sums over ranks
     share: float = 1.0  # there, where others that the plan does not know hold copies
+    rows: int | None = None  # of the matrix; None: as many as the first dim has
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Rows and columns of a block."""
+        rows = self.param.shape[0] if self.rows is None else self.rows
+        return rows, self.param.numel() // rows
 
 
 class DirectionSizes(Protocol):
@@ -210,14 +217,22 @@ def update_blocks(
 
     Gives the sums of squares of their directions, (B,), if they are to be measured.
     """
-    rows = operands[0].param.shape[0]
+    matrix = operands[0].matrix
     params, grads, states = zip(*map(_read, operands), strict=True)
-    # (rows, ...) may be a flattened convolution weight: the rule sees (B, rows, cols).
+
+    # The rule sees (B, rows, cols); (rows, ...) may be a flattened convolution weight, and a
+    # matrix that lies in the gaps of others may have its rows in two dims.
+    def stacked(tensors: Iterable[Tensor]) -> Tensor:
+        pairs = zip(tensors, operands, strict=True)
+        return torch.stack(
+            [t.reshape(matrix) if t.shape == of.param.shape else t for t, of in pairs]
+        )
+
     new = run(
         rule,
-        torch.stack([param.reshape(rows, -1) for param in params]),
-        torch.stack([grad.reshape(rows, -1) for grad in grads]),
-        {key: torch.stack([state[key] for state in states]) for key in states[0]},
+        stacked(params),
+        stacked(grads),
+        {key: stacked(state[key] for state in states) for key in states[0]},
         scalars,
         options,
         measure,
@@ -235,8 +250,7 @@ def stacks(blocks: Sequence[Operand], most: int | None = None) -> Iterator[list[
     """
     by_kind = defaultdict(list)
     for block in blocks:
-        param = block.param
-        kind = (param.shape[0], param.shape[1:].numel(), param.dtype, param.device)
+        kind = (*block.matrix, block.param.dtype, block.param.device)
         by_kind[kind].append(block)
     for (rows, cols, _, _), members in by_kind.items():
         count = max(1, (most or STACK_ELEMENTS) // (rows * cols))

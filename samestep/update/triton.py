@@ -11,7 +11,7 @@ from torch import Tensor, float32
 
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table
-from samestep.kernels.muon import MuonBlocks, muon_
+from samestep.kernels.muon import Lie, MuonBlocks, lie_of, muon_
 from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
@@ -44,7 +44,12 @@ class KernelPlan:
                 self.batches.append([Job(alike, AdamWTensors(*self._of(alike)))])
             else:
                 for batch in _batches(operands, alike, most):
-                    self.batches.append([Job(same, MuonBlocks(*self._of(same))) for same in batch])
+                    jobs = []
+                    for same in batch:
+                        first = operands[same[0]]
+                        blocks = MuonBlocks(*self._of(same), first.matrix[0], _lie(first))
+                        jobs.append(Job(same, blocks))
+                    self.batches.append(jobs)
 
     def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
         return [self.params[place] for place in places], [self.states[place] for place in places]
@@ -56,7 +61,7 @@ class KernelPlan:
             and all(map(operator.is_, self.states, [operand.state for operand in operands]))
             and all(map(operator.is_, self.params, [operand.param for operand in operands]))
             and [operand.grad.dtype for operand in operands] == self.dtypes
-            and all(map(Tensor.is_contiguous, [operand.grad for operand in operands]))
+            and all(map(_grad_fits, operands))
         )
 
     def outliers(self) -> list[Tensor]:
@@ -177,9 +182,27 @@ def can_run(math: GroupMath, device: torch.device) -> bool:
 def _fits(operand: Operand) -> bool:
     """Whether kernels know its dtypes and strides."""
     tensors = operand.param, operand.grad, *operand.state.values()
-    known = all(t.dtype in DTYPES and t.is_contiguous() for t in tensors)
+    known = all(t.dtype in DTYPES for t in tensors) and _grad_fits(operand)
+    shape, strides = operand.param.shape, operand.param.stride()
+    for tensor in (operand.param, *operand.state.values()):
+        lies_alike = tensor.shape == shape and tensor.stride() == strides
+        known &= tensor.is_contiguous() or (operand.rows is not None and lies_alike)
     master = operand.state.get(MASTER)  # which kernels take to have 32 bits
     return known and operand.param.numel() > 0 and (master is None or master.dtype == float32)
+
+
+def _grad_fits(operand: Operand) -> bool:
+    """Whether a gradient is contiguous, or lies as its matrix does in the gaps of others."""
+    if operand.rows is not None:
+        return operand.grad.stride() == operand.param.stride()
+    return operand.grad.is_contiguous()
+
+
+def _lie(operand: Operand) -> Lie | None:
+    """How a matrix in the gaps of others lies, as do its gradient and state."""
+    if operand.rows is None or operand.param.is_contiguous():
+        return None
+    return lie_of(operand.param)
 
 
 def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
@@ -197,17 +220,16 @@ def _batches(
     """Blocks that are orthogonalized together: those of a shape, and those of its transpose."""
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for place in places:
-        param = operands[place].param
-        by_shape[tuple(sorted((param.shape[0], param[0].numel())))].append(place)
+        by_shape[tuple(sorted(operands[place].matrix))].append(place)
 
-    def rows(place: int) -> int:
-        return operands[place].param.shape[0]
+    def kind(place: int) -> tuple[int, Lie | tuple[()]]:
+        return operands[place].matrix[0], _lie(operands[place]) or ()
 
     for (short, long), members in by_shape.items():
-        members.sort(key=rows)
+        members.sort(key=kind)
         count = max(1, most // (short * long))
         for start in range(0, len(members), count):
-            yield [list(same) for _, same in groupby(members[start : start + count], rows)]
+            yield [list(same) for _, same in groupby(members[start : start + count], kind)]
 
 
 def _writes(operands: Sequence[Operand]) -> Tensor | None:

@@ -15,13 +15,15 @@ import samestep.kernels.call
 import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table
-from samestep.kernels.muon import MuonBlocks, muon_
+from samestep.kernels.muon import MuonBlocks, lie_of, muon_
 from samestep.kernels.norm import DTYPES, square_sum
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling, symmetric_product
+from samestep.layout.splits import Form, Split
 from samestep.rules.adamw import AdamWRule
-from samestep.rules.muon import MuonRule
+from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients
+from samestep.rules.state import MASTER
 from tests.soak import SOAK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -334,6 +336,49 @@ def test_muon_is_that_of_plain_torch(shape, own):
     torch.testing.assert_close(
         squares.double(), wanted.direction().double().square().sum((-2, -1)), rtol=0.02, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups", "cols", "transposed", "own"),
+    [((5, 5), 3, 10, False, NANOCHAT), ((5, 5), 3, 20, True, {}), ((12,), 1, 40, True, NANOCHAT)],
+)
+@pytest.mark.usefixtures("products_by_torch")
+def test_blocks_in_the_gaps_of_others_get_the_bits_of_contiguous_ones(
+    sizes, groups, cols, transposed, own
+):
+    """Also where gradients grow so much that directions are written again."""
+    options = {**MUON.defaults, **own}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    form = Form(Split(sizes, groups), transposed)
+    rows = sum(sizes) * groups
+    stored = (cols, rows) if transposed else (rows, cols)
+    shape = form.shapes(stored)[0]
+    step = Step(scalars, options, None, False, None)
+    found = []
+    for contiguous in (False, True):
+        torch.manual_seed(1)
+        param, master = random(*stored).half(), random(*stored)
+        momentum = random(*stored)
+        tensors = [form.views(tensor) for tensor in (param, momentum, master)]
+        if contiguous:
+            tensors = [[view.reshape(shape).contiguous() for view in views] for views in tensors]
+        params, momenta, masters = tensors
+        states = [{"momentum_buffer": m, MASTER: w} for m, w in zip(momenta, masters, strict=True)]
+        if options["variance_beta2"] is not None:
+            for state in states:
+                state["variance"] = torch.zeros(variance_shape(*shape), device=DEVICE)
+        lie = None if contiguous else lie_of(params[0])
+        blocks = MuonBlocks(params, states, shape[0], lie)
+        for scale in (1.0, 300.0):
+            grads = form.views(random(*stored, scale=scale))
+            if contiguous:
+                grads = [grad.reshape(shape).contiguous() for grad in grads]
+            muon_([(blocks, gradients(grads))], step, measure=False)
+        found.append(
+            [t.reshape(-1) for t in (*params, *(t for state in states for t in state.values()))]
+        )
+    assert all(map(torch.equal, *found))
+    assert len(found[0]) > len(sizes)
 
 
 @pytest.mark.parametrize("own", [{}, {"compute_dtype": torch.float16}, NANOCHAT])

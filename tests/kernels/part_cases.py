@@ -217,9 +217,24 @@ TENSORS = {  # shape, the dim that is sharded, options
     "expert_columns": ((2, 10, 6), 2, {"rule": "muon"}),
     "kernels": ((10, 3, 3, 2), 1, {"rule": "muon", "flatten": True}),
     "copies": ((6, 11), None, {}),
+    "groups": ((20, 6), 0, {"split_sizes": "interleaved:3+1+1x4"}),
+    "stored": ((7, 12), 1, {"split_sizes": (8, 4), "transposed": True}),
+    "stored_experts": (
+        (2, 6, 8),
+        1,
+        {"rule": "muon", "split_sizes": "interleaved:2x4", "transposed": True},
+    ),
 }
 STEPS = 2  # the second has momentum
-FEW = ("tall_columns", "wide", "split", "expert_columns", "copies")  # where all would take long
+FEW = (
+    "tall_columns",
+    "wide",
+    "split",
+    "expert_columns",
+    "copies",
+    "groups",
+    "stored_experts",
+)  # where all would take long
 
 
 @pytest.fixture

@@ -24,13 +24,14 @@ TYPES = {
     **dict.fromkeys(["rows", "cols", "short", "long", "count", "tiles", "along"], "i32"),
     **dict.fromkeys(["grads", "momenta", "tensors", "parts", "moves", "sources"], "*i64"),
     **dict.fromkeys(["across", "room"], "i32"),
+    **dict.fromkeys(["group", "group_stride", "row_stride", "col_stride"], "i32"),
     **dict.fromkeys(["directions", "out"], "*bf16"),
     **dict.fromkeys(["scales", "factors", "lr_factors", "powers", "norms", "squares"], "*fp32"),
     **dict.fromkeys(["programs", "again", "flags"], "*i32"),
     **dict.fromkeys(["lr_factor", "limit", "norm_factor", "eps", "root_rows", "least"], "fp32"),
 }
 TILE = {"ROWS": 64, "COLS": 64}
-ON = dict.fromkeys(["HAS_MASTER", "BFLOAT16"], True)
+ON = {**dict.fromkeys(["HAS_MASTER", "BFLOAT16"], True), "LAID": False}
 DTYPES = {
     "grad_dtype": tl.float32,
     "state_dtype": tl.float32,
@@ -96,6 +97,22 @@ def test_the_step_of_a_part_is_that_of_a_block(cautious):
     assert not operations(of_part) - operations(of_block)
     assert set(beside) <= {"mul.rn.f32", "add.rn.f32", "selp.f32", "setp.le.f32"}
     assert "ld.global.v4.b32" in of_part
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_blocks_in_the_gaps_of_others_have_the_arithmetic_of_contiguous_ones(tall):
+    options = {"ALIGNED": False, "TALL": tall}
+    of_momentum = {
+        **options, **dict.fromkeys(["EMA", "NESTEROV"], True),
+        **dict.fromkeys(["GIVEN", "MAXIMIZE", "ONLY_SUMS"], False),
+    }  # fmt: skip
+    of_step = {**options, "CAUTIOUS": True, "SCALE_DECAY": False, "FACTORS": 2}
+    for kernel, given in ((muon_tiles.momentum, of_momentum), (muon_tiles.step_along, of_step)):
+        laid, contiguous = (compiled(kernel, LAID=laid, **given) for laid in (True, False))
+        assert laid != contiguous
+        found, wanted = operations(laid), operations(contiguous)
+        del found["selp.f32"], wanted["selp.f32"]  # what is outside: a choice, or not stored
+        assert found == wanted
 
 
 @pytest.mark.parametrize("aligned", [False, True])

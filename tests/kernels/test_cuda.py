@@ -12,6 +12,7 @@ import samestep
 import samestep.optimizer.recorded_step
 from samestep.kernels import choice
 from tests.gpu import needs_gpu, no_host_wait
+from tests.splits import FUSED, RATES, values
 
 pytestmark = [needs_gpu, pytest.mark.own_process]
 
@@ -50,6 +51,36 @@ def _fresh_choice(monkeypatch):
     monkeypatch.undo()
     choice.missing.cache_clear()
     choice.missing_products.cache_clear()
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_weights_move_as_separate_ones_do(dtype, graph, rates):
+    """Matrices in the gaps of others get the bits of contiguous ones, by kernels."""
+    options = {**RATES[rates], "lr": 0.05, "master_weights": True, "cuda_graph": graph}
+    named, apart = {}, {}
+    for name, tensor in values(0).items():
+        named[name] = torch.nn.Parameter(tensor.to("cuda", dtype))
+        for number, matrix in enumerate(FUSED[name].apart(tensor)):
+            matrix = matrix.contiguous().to("cuda", dtype)
+            apart[f"{name} {number}"] = torch.nn.Parameter(matrix)
+    overrides = {name: {"rule": "muon", **FUSED[name].options} for name in named}
+    opt = samestep.MuonAdamW(named.items(), overrides=overrides, **options)
+    separate = samestep.MuonAdamW(apart.items(), overrides={"*": {"rule": "muon"}}, **options)
+    for step in range(1, 5):
+        for name, grad in values(step).items():
+            named[name].grad = grad.to("cuda", dtype)
+            for number, matrix in enumerate(FUSED[name].apart(grad)):
+                apart[f"{name} {number}"].grad = matrix.contiguous().to("cuda", dtype)
+        opt.step()
+        separate.step()
+    plans = opt._runner._kernel_plans.values()
+    assert plans
+    assert not [place for plan in plans for place in plan.others]
+    for name, of in FUSED.items():
+        for number, matrix in enumerate(of.apart(named[name].detach())):
+            assert torch.equal(matrix, apart[f"{name} {number}"]), (name, number)
 
 
 @pytest.mark.parametrize("preset", [None, "nanochat", "moonlight"])

@@ -254,6 +254,13 @@ def test_any_options(
         ((5, 3), {"flatten": True}),
         ((6, 3), {"split_sizes": {"[vw]": (4, 2)}}),
         ((6, 3), {"split_sizes": {"other*": (4, 2), "w": (1, 5)}}),
+        ((6, 3), {"split_sizes": "halves"}),
+        ((6, 3), {"split_sizes": "heads:3"}),
+        ((12, 5), {"split_sizes": "interleaved:2x3"}),
+        ((2, 10, 4), {"split_sizes": "interleaved:3+1+1x2"}),
+        ((3, 5), {"transposed": True}),
+        ((2, 3, 8), {"transposed": True, "split_sizes": "interleaved:2x4"}),
+        ((4, 7), {"transposed": True, "split_sizes": (4, 3)}),
         # The variance has as many numbers as the parameter: samestep keeps it in its shape.
         ((3, 1), {}),
         ((1, 3), {}),

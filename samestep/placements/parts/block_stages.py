@@ -4,15 +4,25 @@ Only what needs the whole block is done by the owner.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from samestep.groups.param_groups import rule_of
+from samestep.layout.blocks import Shape
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
-from samestep.rules.state import MASTER, math_dtype
-from samestep.update.plain import GroupMaths, direction_squares, exact_value, is_bounded
+from samestep.rules.rule import StagedRule
+from samestep.rules.state import MASTER, State, math_dtype, matrix_states
+from samestep.update.plain import (
+    GroupMath,
+    GroupMaths,
+    direction_squares,
+    exact_value,
+    is_bounded,
+)
 
 
 class PlainStages:
@@ -47,34 +57,56 @@ class PlainStages:
         """Run the rule on the whole blocks that this rank owns, those of one shape together."""
         blocks = self._moves.blocks(self._prepared)
         self._prepared = {}
-        stacks: dict[object, list[Route]] = {}
+        stacks: dict[object, list[_Matrix]] = {}
+        directions: dict[Key, Tensor] = {}
         for route in self._moves.chunk:
             if route.owner == held.group.rank:
                 spec = held.specs[route.param]
-                stacks.setdefault((route.block.shape, spec.group, spec.dtype), []).append(route)
-        directions: dict[Key, Tensor] = {}
-        for routes in stacks.values():
-            rule, of_group = held.staged(routes[0], math)
-            dtype = math_dtype(held.value_of(routes[0].param))
-            states = [held.whole_state(route) for route in routes]
+                for matrix in self._matrices(held, route, blocks[route.key], directions):
+                    stacks.setdefault((matrix.shape, spec.group, spec.dtype), []).append(matrix)
+        for matrices in stacks.values():
+            first, shape = matrices[0].route, matrices[0].shape
+            rule, of_group = held.staged(first, math)
+            dtype = math_dtype(held.value_of(first.param))
             found, new = rule.transform(
-                torch.stack(
-                    [blocks[route.key].view(route.block.shape).to(dtype) for route in routes]
-                ),
-                {key: torch.stack([state[key] for state in states]) for key in states[0]},
+                torch.stack([matrix.value.reshape(shape).to(dtype) for matrix in matrices]),
+                {
+                    key: torch.stack([matrix.state[key] for matrix in matrices])
+                    for key in matrices[0].state
+                },
                 of_group.scalars,
                 of_group.options,
             )
             if of_group.bounds is not None and is_bounded(rule):
-                largest = rule.largest_norm(routes[0].block.shape, of_group.options)
-                squares, group = direction_squares(found), held.specs[routes[0].param].group
+                largest = rule.largest_norm(shape, of_group.options)
+                squares, group = direction_squares(found), held.specs[first.param].group
                 of_group.bounds.look_at(group, squares, largest, of_group.only_if)
             found = found.to(self._moves.dtype)  # as others get it: copies must not drift apart
-            for place, route in enumerate(routes):
-                directions[route.key] = found[place].view(route.box.sizes)
-                pairs = [(states[place][key], new[key][place]) for key in states[place]]
+            for place, (route, _, _, state, direction) in enumerate(matrices):
+                if direction is None:
+                    directions[route.key] = found[place].view(route.box.sizes)
+                else:
+                    direction.copy_(found[place].view(direction.shape))
+                pairs = [(state[key], new[key][place]) for key in state]
                 held.put(route, of_group, pairs)
         self._directions = directions
+
+    def _matrices(
+        self, held: HeldParts, route: Route, block: Tensor, directions: dict[Key, Tensor]
+    ) -> "list[_Matrix]":
+        """Those of a block; where it has several, their directions go into one made for it."""
+        block, state = block.view(route.block.shape), held.whole_state(route)
+        form = route.block.form
+        if form is None:
+            return [_Matrix(route, route.block.shape, block, state, None)]
+        direction = torch.empty_like(block, dtype=self._moves.dtype)
+        directions[route.key] = direction.view(route.box.sizes)
+        group = held.groups[held.specs[route.param].group]
+        states = matrix_states(rule_of(group), route.block, state, group)
+        of_matrices = zip(
+            route.block.matrices, form.views(block), states, form.views(direction), strict=True
+        )
+        return [_Matrix(route, *of_matrix) for of_matrix in of_matrices]
 
     def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""
@@ -109,9 +141,37 @@ class PlainStages:
             }
             target = part.of(held.value_of(route.param))
             value = exact_value(target, state)
-            new = rule.finish(
-                value, direction.to(value.dtype), route.block.shape, of_group.scalars,
-                of_group.options,
-            )  # fmt: skip
+            new = _finished(rule, part, value, direction.to(value.dtype), of_group)
             held.put(route, of_group, [(target, new), *((old, new) for old in state.values())])
             held.count(route, of_group, direction)
+
+
+class _Matrix(NamedTuple):
+    """A matrix that this rank orthogonalizes; `direction`: where its result goes."""
+
+    route: Route
+    shape: Shape
+    value: Tensor
+    state: State
+    direction: Tensor | None  # None: the block is this matrix
+
+
+def _finished(
+    rule: StagedRule, part: HeldPart, value: Tensor, direction: Tensor, of_group: GroupMath
+) -> Tensor:
+    """The step along a direction, of a part; its matrices may differ in shape, so in their rate."""
+    block, math = part.route.block, (of_group.scalars, of_group.options)
+    shapes = list(dict.fromkeys(block.matrices))
+    if len(shapes) == 1:
+        return rule.finish(value, direction, shapes[0], *math)
+    assert block.form is not None
+    dim = block.form.dim + int(block.matrix is not None)
+    numbers = block.form.numbers()[part.in_block[dim]]
+    new = torch.empty_like(value)
+    for shape in shapes:
+        own = [place for place, n in enumerate(numbers) if block.matrices[n] == shape]
+        if own:
+            places = torch.tensor(own, device=value.device)
+            parts = value.index_select(dim, places), direction.index_select(dim, places)
+            new.index_copy_(dim, places, rule.finish(*parts, shape, *math))
+    return new

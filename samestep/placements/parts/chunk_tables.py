@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from samestep.groups.param_groups import rule_of
 from samestep.kernels.choice import padded
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.parts import (
@@ -25,12 +26,13 @@ from samestep.kernels.parts import (
     StepOfParts,
     StepPart,
 )
-from samestep.layout.blocks import Shape
+from samestep.layout.blocks import Block, Shape
+from samestep.layout.splits import Form
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor
-from samestep.rules.state import MASTER, State
+from samestep.rules.state import MASTER, State, matrix_states
 
 ROOM = 64  # elements: blocks in a buffer begin at multiples of it
 
@@ -42,13 +44,18 @@ class NotRowsError(Exception):
 
 
 class Job(NamedTuple):
-    """Blocks of one shape that this rank owns, one after the other in the buffer."""
+    """Blocks of one shape and form that this rank owns, one after the other in the buffer."""
 
     size: Size
     routes: list[Route]
     begin: int
     states: list[State]  # of whole blocks
     places: Tensor  # of their parameters among the gradients
+    matrices: list[list[State]]  # of each block with a form those of its matrices; else nothing
+
+    @property
+    def form(self) -> Form | None:
+        return self.routes[0].block.form
 
     @property
     def stop(self) -> int:
@@ -113,7 +120,13 @@ class ChunkTables:
     def _owned_batches(self, held: HeldParts) -> list[tuple[int, list[Job]]]:
         """Those of a shape and of its transpose are orthogonalized together; with their group."""
         mine = [route for route in self.moves.chunk if route.owner == held.group.rank]
-        alike = _by(mine, lambda route: (held.specs[route.param].group, *sorted(route.block.shape)))
+        alike = _by(
+            mine,
+            lambda route: (
+                held.specs[route.param].group,
+                *(route.block[2:] if route.block.form else sorted(route.block.shape)),
+            ),
+        )
         begin, batches = self.sent, []
         for routes in alike:
             jobs = []
@@ -123,7 +136,14 @@ class ChunkTables:
                 begin = -(-begin // ROOM) * ROOM
                 places = torch.tensor([self._places[route.param] for route in members])
                 size, states = Size(*members[0].block.shape), list(map(held.whole_state, members))
-                jobs.append(Job(size, members, begin, states, places.to(self._device)))
+                matrices = []
+                if members[0].block.form is not None:
+                    group = held.groups[held.specs[members[0].param].group]
+                    matrices = [
+                        matrix_states(rule_of(group), route.block, state, group)
+                        for route, state in zip(members, states, strict=True)
+                    ]
+                jobs.append(Job(size, members, begin, states, places.to(self._device), matrices))
                 begin = jobs[-1].stop
             batches.append((held.specs[routes[0].param].group, jobs))
         return batches
@@ -140,9 +160,15 @@ class ChunkTables:
         return Rows(job.begin + own.place * rows * cols + first[0] * cols + first[1], cols)
 
     def _in_directions(self, key: Key, first: tuple[int, int]) -> SourceRows:
-        """The same among the directions, which are padded, and turned if the block is tall."""
+        """The same among the directions, which are padded, and turned if the block is tall.
+
+        Of a block with a form they lie as it does.
+        """
         own = self._owned[key]
         rows, cols = self._jobs[own.job].size
+        if self._jobs[own.job].form is not None:
+            begin = own.place * rows * cols + first[0] * cols + first[1]
+            return SourceRows(own.job, begin, cols, False)
         short, long = sorted((padded(rows), padded(cols)))
         tall = rows > cols
         along = first[1] * long + first[0] if tall else first[0] * long + first[1]
@@ -225,11 +251,42 @@ class ChunkTables:
                 raise NotRowsError
             target = _known(part.of(held.value_of(route.param)), size)
             own = None if master is None else _known(part.of(master), size)
-            block, group = Size(*route.block.shape), held.specs[route.param].group
-            place = self._places[route.param]
-            found.append((group, StepPart(place, size, target, own, source, block)))
+            group, whole = (
+                held.specs[route.param].group,
+                StepPart(
+                    self._places[route.param],
+                    size,
+                    target,
+                    own,
+                    source,
+                    Size(*route.block.matrices[0]),
+                ),
+            )
+            first = _first(route, part.in_block, size)
+            found += [(group, step) for step in _of_one_rate(whole, route.block, first)]
         kinds = _by(found, lambda pair: (pair[0], pair[1].target.dtype, pair[1].master is None))
         return [(same[0][0], StepOfParts([p for _, p in same], lr_factor)) for same in kinds]
+
+
+def _of_one_rate(part: StepPart, block: Block, first: tuple[int, int]) -> Iterable[StepPart]:
+    """A part, or ranges of it where its matrices differ in shape, so in their rate.
+
+    `first`: the row and column of the block at which it begins.
+    """
+    if block.form is None or len(set(block.matrices)) == 1:
+        yield part
+        return
+    dim, begin = block.form.dim, 0
+    numbers = block.form.numbers()[first[dim] : first[dim] + part.size[dim]]
+    for shape, places in groupby(numbers, key=lambda number: block.matrices[number]):
+        count = len(list(places))
+        size = Size(*(count if d == dim else n for d, n in enumerate(part.size)))
+        target = part.target.narrow(dim, begin, count)
+        master = None if part.master is None else part.master.narrow(dim, begin, count)
+        step = 1 if dim == 1 else part.source.stride  # directions of forms are never turned
+        source = part.source._replace(begin=part.source.begin + begin * step)
+        yield StepPart(part.param, size, target, master, source, Size(*shape))
+        begin += count
 
 
 def _by(things: Iterable[T], kind: Callable[[T], Hashable]) -> list[list[T]]:

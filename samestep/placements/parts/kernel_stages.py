@@ -16,7 +16,7 @@ from samestep.kernels.call import Step, Table
 from samestep.kernels.muon import GivenBlocks, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.placements.parts.block_moves import BlockMoves
-from samestep.placements.parts.chunk_tables import ChunkTables, NotRowsError
+from samestep.placements.parts.chunk_tables import ChunkTables, Job, NotRowsError
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.rules.state import State
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
@@ -90,7 +90,11 @@ class KernelStages:
             self._tables.assembling.run_([received], out)
         writes = self._step.grads.writes
         for group, jobs in self._tables.batches:
-            of_group, step = self._step.of_group(group, math)
+            _, step = self._step.of_group(group, math)
+            if jobs[0].form is not None:
+                for job in jobs:
+                    self._directions.append(self._transformed_form(job, group, out, math))
+                continue
             blocks = [
                 GivenBlocks(
                     out[job.begin : job.stop].view(-1, *job.size),
@@ -101,11 +105,44 @@ class KernelStages:
             ]
             found = orthogonalized([(given, None) for given in blocks], step)
             for given, directions in zip(blocks, found, strict=True):
-                if of_group.bounds is not None and is_bounded(of_group.rule):
-                    largest = of_group.rule.largest_norm((given.rows, given.cols), of_group.options)
-                    squares = direction_squares(directions)
-                    of_group.bounds.look_at(group, squares, largest, of_group.only_if)
-                self._directions.append(finished(given, directions, step, self._tables.moves.dtype))
+                self._directions.append(self._finished(given, directions, group, math))
+
+    def _finished(
+        self, given: GivenBlocks, directions: Tensor, group: int, math: GroupMaths
+    ) -> Tensor:
+        """Directions as they travel; those that are larger than they can be are noticed."""
+        of_group, step = self._step.of_group(group, math)
+        if of_group.bounds is not None and is_bounded(of_group.rule):
+            largest = of_group.rule.largest_norm((given.rows, given.cols), of_group.options)
+            squares = direction_squares(directions)
+            of_group.bounds.look_at(group, squares, largest, of_group.only_if)
+        return finished(given, directions, step, self._tables.moves.dtype)
+
+    def _transformed_form(self, job: Job, group: int, out: Tensor, math: GroupMaths) -> Tensor:
+        """The directions of blocks whose matrices lie in each other's gaps, as the blocks lie."""
+        assert job.form is not None
+        blocks = out[job.begin : job.stop].view(-1, *job.size)
+        result = torch.empty_like(blocks, dtype=self._tables.moves.dtype)
+        writes, step = self._step.grads.writes, self._step.of_group(group, math)[1]
+        shapes = job.routes[0].block.matrices
+        for shape in dict.fromkeys(shapes):
+            alike = [number for number, other in enumerate(shapes) if other == shape]
+            values = [job.form.views(blocks)[number].reshape(-1, *shape) for number in alike]
+            states = [of_block[number] for number in alike for of_block in job.matrices]
+            given = GivenBlocks(
+                torch.cat(values),
+                states,
+                None if writes is None or not states[0] else writes[job.places].repeat(len(alike)),
+            )
+            (found,) = orthogonalized([(given, None)], step)
+            directions = self._finished(given, found, group, math)
+            if given.tall:
+                directions = directions.mT
+            directions = directions[:, : shape[0], : shape[1]]
+            for number, own in zip(alike, directions.chunk(len(alike)), strict=True):
+                place = job.form.views(result)[number]
+                place.copy_(own.reshape(place.shape))
+        return result
 
     def give_back(self, held: HeldParts) -> None:
         """Start sending everyone the parts of the directions that they hold."""

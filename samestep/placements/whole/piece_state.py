@@ -21,6 +21,7 @@ from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import (
     MASTER,
     State,
+    block_state_shapes,
     block_states,
     initial_state,
     is_elementwise,
@@ -62,10 +63,12 @@ def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shap
     """Of a piece, by key."""
     rule, shape = rule_of(group), piece_shape(piece)
     shapes = {**rule.state_shapes(shape, group), MASTER: shape}
+    if piece.block is not None:
+        shapes |= block_state_shapes(rule, piece.block, group)
     if piece.block is None or spec.whole is None:
         return shapes
     blocks = spec.whole_blocks(piece.block)
-    of_whole = rule.state_shapes(blocks[0].shape, group)
+    of_whole = block_state_shapes(rule, blocks[0], group)
     return {
         key: own if is_local(key, spec, group) else (len(blocks), *of_whole[key])
         for key, own in shapes.items()
@@ -83,8 +86,8 @@ def _of_whole_blocks(
     starts, cursor = {}, 0
     for block in spec.whole.blocks:
         starts[block] = cursor
-        cursor += prod(rule_of(group).state_shapes(block.shape, group)[key])
-    shape = rule_of(group).state_shapes(blocks[0].shape, group)[key]
+        cursor += prod(block_state_shapes(rule_of(group), block, group)[key])
+    shape = block_state_shapes(rule_of(group), blocks[0], group)[key]
     return [starts[block] for block in blocks], shape
 
 

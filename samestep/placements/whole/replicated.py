@@ -53,7 +53,14 @@ from samestep.plan.sharding import (
     plan_sharding,
 )
 from samestep.plan.transfers import BucketPolicy, bucket_transfers
-from samestep.rules.state import MASTER, State, needs_master, state_dtype
+from samestep.rules.state import (
+    MASTER,
+    MatrixView,
+    State,
+    matrix_views,
+    needs_master,
+    state_dtype,
+)
 from samestep.tooling.warn import warn_user
 from samestep.update.plain import GroupMaths, Operand
 
@@ -316,6 +323,7 @@ class ReplicatedParameters(Placement):
             master = [MASTER] if needs_master(param, master_weights) else []
             keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
         self._layout = StateLayout(self.plan, self.places.rank, keys, groups)
+        self._param_groups = groups
         state: dict[Tensor, State] = {}
         for param, spec, sizes in zip(
             self.params, self.plan.params, self._layout.sizes, strict=True
@@ -586,10 +594,16 @@ class ReplicatedParameters(Placement):
             present = self._present[piece.param]
             if present is False:
                 continue
+            index = self.plan.params[piece.param].group
             value, views = self._views(piece)
             flag = present if isinstance(present, Tensor) else None
-            operand = Operand(value, grad.view(value.shape), views, flag, counted)
-            yield self.plan.params[piece.param].group, operand
+            grad = grad.view(value.shape)
+            if piece.block is None or piece.block.form is None:
+                yield index, Operand(value, grad, views, flag, counted)
+                continue
+            of_matrices = zip(piece.block.form.views(grad), self._matrices(piece), strict=True)
+            for own, (part, state, rows) in of_matrices:
+                yield index, Operand(part, own, state, flag, counted, rows=rows)
 
     def gradients(self) -> Iterator[Tensor]:
         yield from super().gradients()
@@ -673,9 +687,22 @@ class ReplicatedParameters(Placement):
                 tuple(state.values()),
                 self._view(piece),
                 self._layout.views(piece, state),
+                [],
             )
             self._known_views[piece] = known
         return known.value, known.state
+
+    def _matrices(self, piece: Piece) -> list[MatrixView]:
+        """The matrices of a piece that is a block of several; made once, as its views are."""
+        self._views(piece)
+        known = self._known_views[piece]
+        if not known.matrices:
+            assert piece.block is not None
+            group = self._param_groups[self.plan.params[piece.param].group]
+            known.matrices.extend(
+                matrix_views(rule_of(group), piece.block, known.value, known.state, group)
+            )
+        return known.matrices
 
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
@@ -694,6 +721,7 @@ class _PieceViews(NamedTuple):
     of: tuple[Tensor, ...]
     value: Tensor
     state: State
+    matrices: list[MatrixView]  # of a block of several, once somebody has asked
 
 
 def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution) -> ShardingPlan:

@@ -192,9 +192,23 @@ class FusedQKV(GradientScenario):
 
     heads: ClassVar[tuple[int, int, int]]
 
+    @property
+    def stored(self) -> tuple[int, int]:
+        """The shape of the fused matrix."""
+        return (sum(self.heads), 12)
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """The options that say where its parts are."""
+        return {"split_sizes": self.heads}
+
+    def apart(self, fused: Tensor) -> Sequence[Tensor]:
+        """Its parts: (out, in) each."""
+        return torch.split(fused, list(self.heads))
+
     def own_model(self) -> nn.Module:
-        model = Matrices({"adam": (11, 7), "fused": (sum(self.heads), 12)})
-        parts = torch.split(model.get_parameter("fused").detach(), list(self.heads))
+        model = Matrices({"adam": (11, 7), "fused": self.stored})
+        parts = self.apart(model.get_parameter("fused").detach())
         for name, part in zip("qkv", parts, strict=True):
             model.register_parameter(name, nn.Parameter(part.clone()))
         return model
@@ -202,7 +216,7 @@ class FusedQKV(GradientScenario):
     def options(self) -> dict[str, Any]:
         """With variance reduction, so that shapes of state differ too."""
         muon = {"rule": "muon", "variance_beta2": 0.9}
-        fused = {**muon, "params": ["fused"], "split_sizes": self.heads}
+        fused = {**muon, "params": ["fused"], **self.cut}
         groups = [{"params": ["adam"], "rule": "adamw"}, fused, {**muon, "params": ["[qkv]"]}]
         return {**RATES, "crossover": 32, "bucket_size": 400, "groups": groups}
 
@@ -214,15 +228,18 @@ class FusedQKV(GradientScenario):
             return None
         if name == "adam":
             return self.random(param.shape, 1, step, rank)
-        whole = self.random((sum(self.heads), 12), 0, step, rank)
-        return whole if name == "fused" else torch.split(whole, list(self.heads))["qkv".index(name)]
+        whole = self.random(self.stored, 0, step, rank)
+        return whole if name == "fused" else self.apart(whole)["qkv".index(name)]
 
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
         """Fused and separate matrices are equal, bit for bit."""
-        apart = torch.cat([params[name] for name in "qkv"])
-        if torch.equal(params["fused"], apart):
+        fused, apart = (
+            torch.cat([*self.apart(params["fused"])]),
+            torch.cat([params[name] for name in "qkv"]),
+        )
+        if torch.equal(fused, apart):
             return None
-        distance = float((params["fused"] - apart).abs().max())
+        distance = float((fused - apart).abs().max())
         return f"the fused matrix and the separate ones differ by {distance:.3g}"
 
 
@@ -248,3 +265,27 @@ class FusedMQA(FusedQKV):
     name = "fused_qkv_mqa"
     story = "fused QKV against separate matrices, one head of keys and values"
     heads = (24, 3, 3)
+
+
+class FusedInGroups(FusedQKV):
+    """Every one of three groups has 6 rows of queries, 2 of keys and 2 of values, as columns."""
+
+    name = "fused_qkv_groups"
+    story = "Q, K, V of each group in turn, stored as (in, out), against separate matrices"
+    heads = (18, 6, 6)
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        return (12, sum(self.heads))
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        return {"split_sizes": "interleaved:6+2+2x3", "transposed": True}
+
+    def apart(self, fused: Tensor) -> Sequence[Tensor]:
+        rows: list[list[int]] = [
+            [0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23, 24, 25],
+            [6, 7, 16, 17, 26, 27],
+            [8, 9, 18, 19, 28, 29],
+        ]
+        return [fused.mT[own].contiguous() for own in rows]

@@ -1,0 +1,123 @@
+"""Which rows of a stored matrix are matrices of their own, and how these lie in it.
+
+    split_sizes=(64, 16, 16)             rows after rows: Q, K, V
+    split_sizes="halves"                 two of equal size: gate, up
+    split_sizes="heads:16"               16 of equal size
+    split_sizes="interleaved:3x16"       3 matrices, of each of which every one of 16 groups has
+                                         rows: Q, K, V of head 0, then of head 1, ...
+    split_sizes="interleaved:64+16+16x8" the same with unequal ones: 64, 16 and 16 rows in each of
+                                         8 groups, as queries that share keys and values have
+    transposed=True                      stored as (in, out): rows of a matrix are columns there
+
+Rows are those of the usual orientation (out, in), also where a matrix is stored the other way.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+from torch import Tensor
+
+_SPELLINGS = (
+    'a list of row counts, "halves", "heads:16", "interleaved:3x16" or "interleaved:64+16+16x8"'
+)
+_INTERLEAVED = re.compile(r"interleaved:(?P<parts>\d+(\+\d+)*)x(?P<groups>\d+)")
+
+
+class Split(NamedTuple):
+    """`groups` times rows of each matrix, one after the other; one group: row after row."""
+
+    sizes: tuple[int, ...]  # rows of each matrix in one group
+    groups: int = 1
+
+
+class Form(NamedTuple):
+    """How matrices lie in a block, where they are not ranges of its rows."""
+
+    split: Split
+    transposed: bool
+
+    def shapes(self, stored: tuple[int, int]) -> tuple[tuple[int, int], ...]:
+        """(out, in) of each matrix of a block that is stored as (rows, cols)."""
+        cols = stored[0 if self.transposed else 1]
+        return tuple((size * self.split.groups, cols) for size in self.split.sizes)
+
+    def views(self, block: Tensor) -> list[Tensor]:
+        """Each matrix of a block (rows, cols): (out, in), or (groups, out of a group, in).
+
+        Of a stack of blocks (B, rows, cols) each has B of them.
+        """
+        whole = block.mT if self.transposed else block
+        sizes, groups = self.split
+        if groups > 1:
+            *stack, rows, cols = whole.shape
+            whole = whole.view(*stack, groups, rows // groups, cols)
+        return list(whole.split_with_sizes(list(sizes), dim=-2))
+
+    @property
+    def dim(self) -> int:
+        """The stored dim that is cut: its place says which matrix an element is of."""
+        return int(self.transposed)
+
+    def numbers(self) -> list[int]:
+        """Which matrix each place of that dim is of."""
+        sizes, groups = self.split
+        return [number for number, size in enumerate(sizes) for _ in range(size)] * groups
+
+
+def split_of(given: Sequence[int] | str | None, rows: int) -> Split:
+    """What `split_sizes` means for matrices of so many rows; raises with the way out."""
+    if given is None:
+        return Split((rows,))
+    if isinstance(given, str):
+        return _spelled(given, rows)
+    if not isinstance(given, Sequence):
+        raise ValueError(f"has split_sizes {given!r}: give {_SPELLINGS}")
+    sizes = tuple(cast("Sequence[int]", given))
+    if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"has split_sizes {sizes}: they must be whole numbers above 0")
+    if sum(sizes) != rows:
+        raise ValueError(
+            f"has split_sizes {sizes}, which add up to {sum(sizes)}, but each of its matrices "
+            f"has {rows} rows: make them add up to {rows}"
+        )
+    return Split(sizes)
+
+
+def _spelled(given: str, rows: int) -> Split:
+    if given == "halves":
+        return Split(_equal(given, rows, 2))
+    kind, _, rest = given.partition(":")
+    if kind == "heads" and rest.isdecimal() and int(rest):
+        return Split(_equal(given, rows, int(rest)))
+    found = _INTERLEAVED.fullmatch(given)
+    if found is None:
+        raise ValueError(f"has split_sizes {given!r}, which is not known: give {_SPELLINGS}")
+    sizes, groups = tuple(map(int, found["parts"].split("+"))), int(found["groups"])
+    if not groups or 0 in sizes:
+        raise ValueError(f"has split_sizes {given!r}: its numbers must be above 0")
+    if len(sizes) == 1:  # so many, of equal size
+        parts = sizes[0]
+        return _whole_if_one(Split((_equal(given, rows, parts * groups)[0],) * parts, groups))
+    if sum(sizes) * groups != rows:
+        raise ValueError(
+            f"has split_sizes {given!r}, which are {sum(sizes) * groups} rows, but each of its "
+            f"matrices has {rows}"
+        )
+    return _whole_if_one(Split(sizes, groups))
+
+
+def _equal(given: str, rows: int, parts: int) -> tuple[int, ...]:
+    if rows % parts:
+        raise ValueError(
+            f"has split_sizes {given!r}, but the {rows} rows of each of its matrices are no "
+            f"multiple of {parts}"
+        )
+    return (rows // parts,) * parts
+
+
+def _whole_if_one(split: Split) -> Split:
+    """Of one matrix, or of one group, rows lie one after the other."""
+    if len(split.sizes) == 1:
+        return Split((split.sizes[0] * split.groups,))
+    return split

@@ -1,0 +1,139 @@
+"""`samestep recipes`: what is known of each architecture, as the table of docs/recipes.md."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from samestep.recipes.architectures import RECIPES
+from samestep.recipes.recipe import Line
+from samestep.tooling.request import BadRequestError
+
+# Numbers that recipes read, of published models; several where a recipe depends on them.
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+    "bloom": {"BLOOM": {"num_attention_heads": 112}},
+    "deepseek_v2": {
+        "DeepSeek-V2": {
+            "num_attention_heads": 128, "qk_nope_head_dim": 128, "v_head_dim": 128,
+            "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+        }
+    },
+    "falcon": {
+        "Falcon-40B": {
+            "num_attention_heads": 128, "hidden_size": 8192, "num_kv_heads": 8,
+            "new_decoder_architecture": True,
+        },
+        "Falcon-7B": {
+            "num_attention_heads": 71, "hidden_size": 4544, "new_decoder_architecture": False,
+            "multi_query": True,
+        },
+    },
+    "gpt2": {"GPT-2": {"n_embd": 768}},
+    "gpt_neox": {"GPT-NeoX-20B": {"num_attention_heads": 64}},
+    "gpt_oss": {"gpt-oss-20b": {"intermediate_size": 2880}},
+    "mamba": {"mamba-130m": {"state_size": 16, "time_step_rank": 48}},
+    "mamba2": {
+        "Mamba-Codestral-7B": {
+            "hidden_size": 4096, "expand": 2, "n_groups": 8, "state_size": 128, "num_heads": 128,
+        }
+    },
+    "modernbert": {"ModernBERT-base": {"hidden_size": 768}},
+    "phi3": {
+        "Phi-3-mini": {
+            "hidden_size": 3072, "num_attention_heads": 32, "num_key_value_heads": 32,
+        }
+    },
+    "qwen3_next": {
+        "Qwen3-Next-80B-A3B": {
+            "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128, "num_attention_heads": 16,
+        }
+    },
+}  # fmt: skip
+PUBLISHED["deepseek_v3"] = {"DeepSeek-V3": PUBLISHED["deepseek_v2"]["DeepSeek-V2"]}
+
+PAGE = """\
+# Recipes
+
+What `samestep.MuonAdamW(model)` knows of an architecture beside names and shapes. The recipe is
+found from `model.config.model_type`, also of a model inside of yours; `recipe="mixtral"` asks for
+one, and `recipe=None` for none. `overrides=` win over it, and `samestep.recipes.overrides(model)`
+gives the same for an optimizer that is given named parameters. `print(opt.table())` shows for
+every parameter what was decided, and why.
+
+Rows are outputs, also of weights that are stored as (in, out): [routing.md](routing.md) tells of
+`split_sizes` and `transposed`. Everything that no line names is routed as in any model. This page
+is written by `samestep recipes --page`; lines are tested on transformers' own classes against lists
+written by hand, and steps against those of separate matrices (`tests/test_recipes.py`).
+
+"""
+
+
+class Options(NamedTuple):
+    """What was asked: recipes by name, or all; as a page, or lines for a terminal."""
+
+    names: Sequence[str]
+    page: bool
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    """Read the words of the command line."""
+    parser = argparse.ArgumentParser(prog, description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="default: all")
+    parser.add_argument("--page", action="store_true", help="print docs/recipes.md")
+    found = parser.parse_args(words)
+    for name in found.names:
+        if name not in RECIPES:
+            raise BadRequestError(f"there is no recipe {name!r}; there is: {', '.join(RECIPES)}")
+    return Options(found.names or list(RECIPES), found.page)
+
+
+def run(options: Options) -> int:
+    """Print what was asked for."""
+    sys.stdout.write(page() if options.page else "\n".join([*table(options.names), ""]))
+    return 0
+
+
+def page() -> str:
+    """docs/recipes.md."""
+    plain = [name for name in RECIPES if not _lines(name)]
+    lines = table([name for name in RECIPES if name not in plain])
+    names = ", ".join(f"`{name}`" for name in plain)
+    end = f"Nothing is fused, stacked or a gate in {names}: every matrix is a parameter of its own."
+    return PAGE + "\n".join([*lines, "", end, ""])
+
+
+def table(names: Sequence[str]) -> list[str]:
+    """A line for each line of the recipes."""
+    rows = [
+        "| `model_type` | parameters | what | rule | `split_sizes` | stored |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        for model, line in _lines(name):
+            shown = f"`{name}`" if model is None else f"`{name}` ({model})"
+            split = _split(line.options.get("split_sizes"))
+            stored = "(in, out)" if line.options.get("transposed") else ""
+            rule = {"muon": "Muon", "adamw": "AdamW"}[line.options.get("rule", "muon")]
+            cells = (shown, f"`{line.pattern}`", line.reason, rule, split, stored)
+            rows.append(f"| {' | '.join(cells)} |".replace("  |", " |"))
+    return rows
+
+
+def _lines(name: str) -> list[tuple[str | None, Line]]:
+    unnamed: dict[str | None, dict[str, Any]] = {None: {}}
+    models = {**PUBLISHED[name]} if name in PUBLISHED else unnamed
+    return [
+        (model, line)
+        for model, numbers in models.items()
+        for line in RECIPES[name](SimpleNamespace(**numbers))
+    ]
+
+
+def _split(split: tuple[int, ...] | str | None) -> str:
+    if split is None:
+        return ""
+    if isinstance(split, tuple) and len(split) > 5:
+        return f"`({split[0]}, {split[1]}) * {len(split) // 2}`"
+    return f"`{split!r}`"

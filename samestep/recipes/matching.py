@@ -1,0 +1,108 @@
+"""Which recipe a model has, and what its lines say of each parameter."""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from samestep.groups.param_groups import Group
+from samestep.groups.routing import NamedParameter, routable, unwrapped, without_wrappers
+from samestep.layout.blocks import blocks_of
+from samestep.layout.fused_rows import rows_in, whole_name
+from samestep.recipes.architectures import RECIPES
+from samestep.recipes.recipe import Line
+from samestep.tooling.warn import warn_user
+
+Asked = str | None  # a recipe by name, "auto", or None for none
+
+
+class _Scope(NamedTuple):
+    """A module with a configuration that has a recipe; `path` ends with a dot, or is empty."""
+
+    path: str
+    recipe: str
+    lines: list[Line]
+
+
+def overrides(model: nn.Module, recipe: Asked = "auto") -> dict[str, Group]:
+    """What the recipe of a model says, by parameter, as `overrides=` takes it.
+
+    For an optimizer that is given named parameters, which cannot tell of their model.
+    """
+    found = known_of(model, routable(model).parameters, recipe)
+    return {
+        name: {key: value for key, value in own.items() if key not in ("role", "reason")}
+        for name, own in found.items()
+    }
+
+
+def known_of(
+    model: nn.Module, parameters: Iterable[NamedParameter], recipe: Asked = "auto"
+) -> dict[str, Group]:
+    """By name of a parameter its group keys, "role" and "reason".
+
+    A line that does not fit a parameter is left out with a warning: somebody has changed the model.
+    """
+    found: dict[str, Group] = {}
+    for scope in _scopes(model, recipe):
+        for name, param, _ in parameters:
+            if not name.startswith(scope.path):
+                continue
+            inside = whole_name(name.removeprefix(scope.path))
+            for line in scope.lines:
+                # A leading dot: patterns begin with one for whole parts of a name.
+                if fnmatchcase(f".{inside}", line.pattern):
+                    own = {**line.options, "reason": f"{scope.recipe}: {line.reason}"}
+                    if _fits(name, param, own, scope.recipe):
+                        found[name] = own
+    return found
+
+
+def _fits(name: str, param: Tensor, own: Group, recipe: str) -> bool:
+    if own.get("rule") == "adamw" or rows_in(name) is not None:
+        return True
+    try:
+        blocks_of(
+            tuple(param.shape), own.get("split_sizes"), transposed=own.get("transposed", False)
+        )
+    except ValueError as error:
+        warn_user(
+            f"recipe {recipe!r} does not fit {name} {tuple(param.shape)}, which {error}. It is "
+            "routed by its name and shape; say what it is in overrides="
+        )
+        return False
+    return True
+
+
+def _scopes(model: nn.Module, recipe: Asked) -> Iterator[_Scope]:
+    model = unwrapped(model)
+    if recipe is None:
+        return
+    if recipe != "auto":
+        if recipe not in RECIPES:
+            raise ValueError(
+                f"recipe {recipe!r} is not known; choose one of {sorted(RECIPES)}, or None"
+            )
+        config = getattr(model, "config", None)
+        try:
+            yield _Scope("", recipe, RECIPES[recipe](config))
+        except AttributeError as error:
+            raise ValueError(
+                f"recipe {recipe!r} reads the model's configuration, and {error}: give the model a "
+                "`config` with it, or use overrides="
+            ) from error
+        return
+    seen: list[tuple[str, int]] = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        kind = getattr(config, "model_type", None)
+        path = without_wrappers(name)
+        path = f"{path}." if path else ""
+        # Every layer of a model may have its configuration: the outermost counts.
+        if kind not in RECIPES or any(
+            path.startswith(outer) and of == id(config) for outer, of in seen
+        ):
+            continue
+        seen.append((path, id(config)))
+        yield _Scope(path, kind, RECIPES[kind](config))

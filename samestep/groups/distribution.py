@@ -14,6 +14,7 @@ Reduction = Literal["fast", "ordered"]
 Grads = Literal["local", "reduced"]
 Buffers = Literal["per_parameter", "flat"]
 MuonSchedule = Literal["parallel", "gather"]
+StateDictForm = Literal["whole", "part"]
 
 FILLS_A_GPU = 1 << 26  # elements: ten blocks of 1280 x 5120, forty of 1280 x 1280
 
@@ -63,6 +64,10 @@ class Distribution:
     block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
     check_gradients: report a gradient that is not finite, with parameter and rank, before it is
         averaged with others. Reads every gradient on the host: for finding a fault.
+    state_dict_form: what `state_dict()` gives where ranks share the state. "whole": all of it, on
+        the rank where `consolidate_state_dict()`, which all ranks call, has gathered it; else it
+        raises, since trainers save what one rank gives. "part": each rank its own part, which
+        loads on the same rank of the same plan alone.
     strict: replicas that differ at construction are an error instead of being mended.
     """
 
@@ -88,6 +93,7 @@ class Distribution:
     chunks_ahead: int = 1
     block_dtype: torch.dtype | None = None
     check_gradients: bool = False
+    state_dict_form: StateDictForm = "whole"
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -98,6 +104,7 @@ class Distribution:
             ("grads", get_args(Grads)),
             ("owners", get_args(OwnerStrategy)),
             ("muon_schedule", get_args(MuonSchedule)),
+            ("state_dict_form", get_args(StateDictForm)),
         ):
             value = getattr(self, key)
             if value not in allowed:
@@ -209,7 +216,14 @@ class Distribution:
             return replace(self, sharding="none")
         return self
 
+    def kept_by(self) -> str:
+        """Which option spreads state over ranks."""
+        return (
+            f"buffers={self.buffers!r}" if self.buffers == "flat" else f"sharding={self.sharding!r}"
+        )
+
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""
-        own = ("process_group", "outer_group", "stage_group")  # each rank has its handle
+        # Each rank has its handles, and the form of a state dict changes nothing but that.
+        own = ("process_group", "outer_group", "stage_group", "state_dict_form")
         return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]

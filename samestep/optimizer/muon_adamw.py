@@ -61,6 +61,7 @@ class CommonOptions(TypedDict, total=False):
     chunks_ahead: int
     block_dtype: torch.dtype | None
     check_gradients: bool
+    state_dict_form: str
     strict: bool
 
 

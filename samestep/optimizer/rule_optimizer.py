@@ -42,8 +42,10 @@ from samestep.groups.table import table
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
+from samestep.optimizer.consolidated import Consolidated, as_built, gathered, refuse_part
 from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.loading import (
+    GATHERED_ON,
     PART,
     StateDict,
     check_part,
@@ -106,6 +108,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._stage_group = registry.of(distribution.stage_group)
         self._placed: list[Placement] = []  # with other ranks
         self._constructed = False
+        self._consolidated: Consolidated | None = None
+        self._is_as_built = True  # no step, nothing loaded
         self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
         self._runner = StepRunner(self._rank_group, self._stage_group, distribution, steps)
@@ -178,6 +182,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         swapped = self._checks.swapped(self.param_groups)
         if swapped is None:
             return False
+        self._consolidated = None
         if self._distribution.overlap_param_gather:
             raise RuntimeError(
                 "parameters of the optimizer were replaced, and modules wait for those that it was "
@@ -253,6 +258,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         group["params"] = listed(group.get("params"), len(self.param_groups))
         refuse_repeated(group, self.param_groups)
         index = len(self.param_groups)
+        self._consolidated = None
         reduction = self._planner.own_reduction(index, group)
         super().add_param_group(group)
         wait_for_anyone(group["params"])
@@ -309,33 +315,74 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._runner.forget_plans()
 
     def state_dict(self) -> StateDict:
-        """What torch's optimizers give: all of the state, where this rank has all of it.
+        """What torch's optimizers give: all of the state, in the shapes of one process.
 
-        Where ranks share the state it is this rank's part, says so, and loads only there. Not
-        collective, so that whoever saves may call it on one rank; but where a wrapper has just
+        Where ranks share the state, all of them call `consolidate_state_dict()` first, or it
+        raises; with `state_dict_form="part"` it is this rank's part, says so, and loads only there.
+        Not collective, so that whoever saves may call it on one rank; but where a wrapper has just
         swapped parameters, all ranks take them in together.
         """
         self._adopted()
         part = self._part()
-        if part is not None and self.sharded_parameters:
+        if part is not None:
+            return self._state_dict_of_part(part)
+        whole: dict[Tensor, State] = {}
+        for shared in self.shared_parameters:
+            whole |= shared.kept_state(self.state, self.param_groups)
+        return self._state_dict_of({**self.state, **whole}) if whole else super().state_dict()
+
+    def _state_dict_of_part(self, part: dict[str, Any]) -> StateDict:
+        """That of a rank that does not have all of the state."""
+        if self._consolidated is not None:
+            to, state = self._consolidated
+            if state is not None:
+                return self._state_dict_of(state)
+            return {**self._state_dict_of({}), PART: {**part, GATHERED_ON: to}}
+        if self.sharded_parameters:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
-        if part is not None:
+        if self._distribution.state_dict_form == "part":
             return {**super().state_dict(), PART: part}
-        whole: dict[Tensor, State] = {}
-        for shared in self.shared_parameters:
-            whole |= shared.kept_state(self.state, self.param_groups)
-        if not whole:
-            return super().state_dict()
-        own = self.state
-        self.state = defaultdict(dict, {param: whole.get(param, own[param]) for param in own})
-        try:  # so that whoever has hooked into it sees what is saved
+        alike = self._ranks_are_alike()
+        if alike and self._is_as_built:
+            return self._state_dict_of(as_built(self.param_groups, self._blocks, self._masters))
+        raise refuse_part(part, self._distribution.kept_by(), alike=alike)
+
+    def _state_dict_of(self, state: Mapping[Tensor, State]) -> StateDict:
+        """What torch makes of another state, so that whoever has hooked into it sees that."""
+        own, self.state = self.state, defaultdict(dict, state)
+        try:
             return super().state_dict()
         finally:
             self.state = own
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the whole state, where ranks share it, for the `state_dict()` of rank `to`.
+
+        Until the state changes, `state_dict()` is then whole on that rank (with None on all of
+        them), in the host's memory, and loads into every layout; on the others it is empty and says
+        so. Where every rank has all of the state, and of DTensors, it does nothing. The name and
+        meaning are those of torch's ZeroRedundancyOptimizer: Lightning calls it by itself.
+        Collective.
+        """
+        self._adopted()
+        ranks, part = self._rank_group, self._part()
+        if ranks is None or part is None:
+            return
+        if to is not None and not (type(to) is int and 0 <= to < ranks.size):
+            raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
+        if not self._ranks_are_alike():
+            raise refuse_part(part, self._distribution.kept_by(), alike=False)
+        state = gathered(self._values(), keep=to is None or to == ranks.rank)
+        self._consolidated = Consolidated(to, state)
+
+    def _state_changes(self) -> None:
+        """What was gathered is not the state any more."""
+        self._consolidated, self._is_as_built = None, False
 
     def _part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it, as every other rank."""
@@ -402,6 +449,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         shapes: dict[Tensor, dict[str, Shape]] = {}
         if self._placed and isinstance(state_dict, Mapping) and PART not in state_dict:
             shapes = shapes_of_whole_state(self.param_groups, self._blocks, self._masters)
+        self._state_changes()
         load_state(self, super().load_state_dict, state_dict, shapes, self._put_whole)
         for placement in self._placed:
             placement.mend_replicas()
@@ -478,6 +526,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
         self.wait_for_parameters()
+        self._state_changes()
         alone = self._rank_group is None and not self._placed
         with self._runner.norm_begun(
             self.param_groups, alone=alone, scaled=inverse_scale is not None
@@ -614,6 +663,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_full_state(self, name: str, key: str, value: Tensor) -> None:
         """Replace one state tensor."""
+        self._state_changes()
         self._values().set_state(name, key, value)
 
     @torch.no_grad()
@@ -624,6 +674,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_full_parameter(self, name: str, value: Tensor) -> None:
         """Replace a parameter, and its master copy with it."""
+        self._state_changes()
         self._values().set_parameter(name, value)
 
     @torch.no_grad()
@@ -658,6 +709,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         unless the edit is smaller than the parameter's rounding.
         """
         self.wait_for_parameters()
+        self._state_changes()
         for placement in self._all_placements():
             placement.refresh_masters(self.state)
 
@@ -720,6 +772,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if "_steps" in state:  # a copy; when loading, torch passes only state and groups
             self._rank_group, self._placed, self._reductions = None, [], {}
             self._constructed = True
+            self._consolidated, self._is_as_built = None, False
             self._outer_group = self._stage_group = None
             self._runner = StepRunner(None, None, self._distribution, self._steps)
             self._expects_no_group = not has_process_group()

@@ -145,7 +145,7 @@ def test_parameters_of_a_ranks_own_cannot_be_gathered():
 
 
 def test_torchs_checkpoints_of_plain_parameters(tmp_path):
-    """`get_state_dict`, `dcp.save`, `dcp.load`, `set_state_dict`, as torch's own recipe has them."""
+    """`get_state_dict`, `dcp.save`, `dcp.load`, `set_state_dict`: torch's own recipe."""
     single = Small()
     one = samestep.MuonAdamW(single, **SMALL)
     single_steps(single, one, 2, 2, make=exact_gradient(2))

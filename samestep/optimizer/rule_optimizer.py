@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
-from samestep.comm.presence import Problem
+from samestep.comm.presence import Problem, any_problem
+from samestep.groups.adoption import params_by_name
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks, UnknownParameterError
 from samestep.groups.group_keys import refuse_lost_keys
@@ -210,6 +211,34 @@ class RuleOptimizer(torch.optim.Optimizer):
         for name, state in whole.items():
             self._put_whole(named[name], self.state[named[name]], state)
         return True
+
+    def adopt(self, model: nn.Module) -> None:
+        """Take the parameters of `model` in the places of those that are here, by their names.
+
+        For a model that was sharded, wrapped or rebuilt after the optimizer was built
+        (`fully_shard`, `to_empty`, `load_state_dict(assign=True)`). Shapes must agree; state and
+        plans follow, and the parameters' values are those of `model`. A wrapper that puts its
+        parameters into `param_groups` itself, as accelerate does, needs no call. Collective: every
+        rank calls it. On an error nothing has changed.
+        """
+        own = [group["params"] for group in self.param_groups]
+        problem = None
+        try:
+            wanted = params_by_name(self.param_groups, model)
+            for group, params in zip(self.param_groups, wanted, strict=True):
+                group["params"] = params
+            self._checks.swapped(self.param_groups)
+        except (RuntimeError, ValueError) as error:
+            problem = Problem(error)
+        if self._rank_group is not None:
+            device = next((param.device for param in model.parameters()), None)
+            problem = any_problem(problem, self._rank_group, device)
+        if problem is not None:
+            for group, params in zip(self.param_groups, own, strict=True):
+                group["params"] = params
+            raise problem.error
+        self._adopted()
+        self._watch = TrainingWatch(model)
 
     def _has_state(self) -> bool:
         """Whether any rank has state that is not as it was made. Collective."""

@@ -68,6 +68,10 @@ class Distribution:
         the rank where `consolidate_state_dict()`, which all ranks call, has gathered it; else it
         raises, since trainers save what one rank gives. "part": each rank its own part, which
         loads on the same rank of the same plan alone.
+    deferred: make plans and state in the first step, or when state is loaded, and look for other
+        ranks and for DDP then: for a model that somebody will move, wrap or shard after the
+        optimizer was built, as trainers do. Until then `state_dict()` has no state, as torch's
+        before a first step.
     strict: replicas that differ at construction are an error instead of being mended.
     """
 
@@ -94,6 +98,7 @@ class Distribution:
     block_dtype: torch.dtype | None = None
     check_gradients: bool = False
     state_dict_form: StateDictForm = "whole"
+    deferred: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -153,6 +158,11 @@ class Distribution:
                 "implies) that they already were: leave them out, or unwrap the model"
             )
 
+        if self.deferred and (self.overlap_grad_reduce or self.buffers == "flat"):
+            raise ValueError(
+                "deferred=True makes plans in the first step, and overlap_grad_reduce and "
+                'buffers="flat" need them before its backward: leave one of them out'
+            )
         if self.buffers == "flat":
             self._check_flat()
         elif self.overlap_param_gather:
@@ -224,6 +234,6 @@ class Distribution:
 
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""
-        # Each rank has its handles, and the form of a state dict changes nothing but that.
-        own = ("process_group", "outer_group", "stage_group", "state_dict_form")
+        # Each rank has its handles; what a state dict has, and when plans are made, is no plan.
+        own = ("process_group", "outer_group", "stage_group", "state_dict_form", "deferred")
         return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]

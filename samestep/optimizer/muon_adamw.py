@@ -62,6 +62,7 @@ class CommonOptions(TypedDict, total=False):
     block_dtype: torch.dtype | None
     check_gradients: bool
     state_dict_form: str
+    deferred: bool
     strict: bool
 
 

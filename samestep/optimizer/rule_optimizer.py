@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
@@ -19,6 +20,7 @@ from samestep.groups.group_checks import GroupChecks, UnknownParameterError
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
     TrainingWatch,
+    averages_with_ddp,
     has_process_group,
     refuse_flat_parameters,
     refuse_late_group,
@@ -91,33 +93,16 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._steps = steps
         self._distribution = distribution
-        self._rank_group = rank_group(distribution.process_group)
-        # Without one, whoever averages elsewhere says grads="reduced".
-        self._expects_no_group = not has_process_group() and distribution.grads == "local"
-        if self._expects_no_group:
-            warn_of_missing_group()
-        self._outer_group = None
-        if distribution.outer_group is not None:
-            self._outer_group = registry.of(distribution.outer_group)
-            if self._rank_group is None:
-                raise ValueError(
-                    "process_group has one rank, so there is nothing to share inside it: leave it "
-                    "and outer_group out"
-                )
-        self._stage_group = None
-        if distribution.stage_group is not None:
-            self._stage_group = registry.of(distribution.stage_group)
         self._placed: list[Placement] = []  # with other ranks
         self._constructed = False
+        self._is_deferred = distribution.deferred  # there are no plans and no state yet
         self._consolidated: Consolidated | None = None
         self._is_as_built = True  # no step, nothing loaded
         self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
-        self._runner = StepRunner(self._rank_group, self._stage_group, distribution, steps)
-        self._reset_derived()
         self._in_flight = ParametersInFlight()
         self._order_of_use = list(order_of_use)
-        self._planner = self._new_planner()
+        self._find_ranks()
         model = params if isinstance(params, nn.Module) else model
         self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
@@ -130,11 +115,51 @@ class RuleOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
-        self._share(range(len(self.param_groups)))
+        if not self._is_deferred:
+            self._share(range(len(self.param_groups)))
         self._constructed = True
         self._refuse_cuda_graph()
         if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
+
+    def _find_ranks(self) -> None:
+        """Who shares the work, and what runs and plans it with them."""
+        distribution = self._distribution
+        self._rank_group = rank_group(distribution.process_group)
+        # Without one, whoever averages elsewhere says grads="reduced".
+        self._expects_no_group = not has_process_group() and distribution.grads == "local"
+        if self._expects_no_group and not self._is_deferred:
+            warn_of_missing_group()
+        self._outer_group = self._stage_group = None
+        if distribution.outer_group is not None:
+            self._outer_group = registry.of(distribution.outer_group)
+            if self._rank_group is None:
+                raise ValueError(
+                    "process_group has one rank, so there is nothing to share inside it: leave it "
+                    "and outer_group out"
+                )
+        if distribution.stage_group is not None:
+            self._stage_group = registry.of(distribution.stage_group)
+        self._runner = StepRunner(self._rank_group, self._stage_group, distribution, self._steps)
+        self._reset_derived()
+        self._planner = self._new_planner()
+
+    def _settle(self) -> None:
+        """Make the plans and the state that were put off, for the parameters of now. Collective."""
+        self._checks.swapped(self.param_groups)  # raises if shapes have changed
+        self._is_deferred = False
+        if self._distribution.grads == "local" and averages_with_ddp(self.param_groups):
+            self._distribution = replace(self._distribution, grads="reduced")
+        self._find_ranks()
+        self._plan_all()
+        self._refuse_cuda_graph()
+
+    def _plan_all(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            self._plan(index, group)
+        self._share(range(len(self.param_groups)))
+        if self._rank_group is None:
+            self._local.make_missing_state(self.param_groups, self.state)
 
     def _new_planner(self) -> Planner:
         return Planner(
@@ -180,6 +205,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Plans and state are made anew, and state that is not zero is brought over. Collective.
         """
+        if self._is_deferred:
+            self._settle()
+            return True
         swapped = self._checks.swapped(self.param_groups)
         if swapped is None:
             return False
@@ -202,11 +230,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._planner = self._new_planner()
         self.state.clear()
         self._reset_derived()
-        for index, group in enumerate(self.param_groups):
-            self._plan(index, group)
-        self._share(range(len(self.param_groups)))
-        if self._rank_group is None:
-            self._local.make_missing_state(self.param_groups, self.state)
+        self._plan_all()
         named = FullValues(self.param_groups, self.state, ()).by_name()
         for name, state in whole.items():
             self._put_whole(named[name], self.state[named[name]], state)
@@ -230,14 +254,15 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._checks.swapped(self.param_groups)
         except (RuntimeError, ValueError) as error:
             problem = Problem(error)
-        if self._rank_group is not None:
+        if self._rank_group is not None and not self._is_deferred:
             device = next((param.device for param in model.parameters()), None)
             problem = any_problem(problem, self._rank_group, device)
         if problem is not None:
             for group, params in zip(self.param_groups, own, strict=True):
                 group["params"] = params
             raise problem.error
-        self._adopted()
+        if not self._is_deferred:
+            self._adopted()
         self._watch = TrainingWatch(model)
 
     def _has_state(self) -> bool:
@@ -300,7 +325,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._plan(index, group)
             if reduction is not None:
                 self._reductions[index] = reduction
-            if self._constructed:  # those of the constructor go together
+            if self._constructed and not self._is_deferred:  # those of the constructor go together
                 self._share([index])
                 if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
@@ -311,7 +336,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 self._blocks.pop(param, None)
             raise
-        if self._rank_group is None:
+        if self._rank_group is None and not self._is_deferred:
             for param in group["params"]:
                 if mesh_of(param) is None:
                     self.state[param] = initial_state(
@@ -351,6 +376,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         Not collective, so that whoever saves may call it on one rank; but where a wrapper has just
         swapped parameters, all ranks take them in together.
         """
+        if self._is_deferred:
+            return super().state_dict()  # nobody has any, as with torch's before a first step
         self._adopted()
         part = self._part()
         if part is not None:
@@ -472,6 +499,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
+        if self._is_deferred and isinstance(state_dict, Mapping) and not state_dict.get("state"):
+            load_state(self, super().load_state_dict, state_dict, {}, self._put_whole)
+            return
         self._adopted()
         check_part(state_dict, self._part(), alike=self._ranks_are_alike())
         self.wait_for_parameters()
@@ -497,6 +527,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         On several ranks also who averages its gradients and who updates it. Not collective.
         """
+        if self._is_deferred:  # parameters may have been swapped
+            self._reset_derived()
+            for index, group in enumerate(self.param_groups):
+                self._plan(index, group)
         if not self._placed:
             return table(self.param_groups, self._blocks)
 
@@ -554,6 +588,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self._runner.grad_norm.isfinite()
 
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+        if self._is_deferred:
+            self._settle()
         self.wait_for_parameters()
         self._state_changes()
         alone = self._rank_group is None and not self._placed
@@ -681,9 +717,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         rank's own. For a moment about three times the whole state is in memory: for checks and
         small models, not for saving large ones.
         """
+        values = self._values()
         if self._rank_group is None:
             self._local.make_missing_state(self.param_groups, self.state)
-        return self._values().whole_state()
+        return values.whole_state()
 
     def full_state(self, name: str, key: str) -> Tensor:
         """One state tensor, such as "exp_avg" or "momentum_buffer"."""
@@ -788,7 +825,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     # --- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._placed or self._stage_group is not None:
+        deferred = self._is_deferred and self._rank_group is not None
+        if self._placed or self._stage_group is not None or deferred:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
@@ -801,7 +839,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if "_steps" in state:  # a copy; when loading, torch passes only state and groups
             self._rank_group, self._placed, self._reductions = None, [], {}
             self._constructed = True
-            self._consolidated, self._is_as_built = None, False
+            self._is_deferred, self._consolidated, self._is_as_built = False, None, False
             self._outer_group = self._stage_group = None
             self._runner = StepRunner(None, None, self._distribution, self._steps)
             self._expects_no_group = not has_process_group()

@@ -73,7 +73,7 @@ def refuse_part(part: Mapping[str, Any], kept: str, *, alike: bool) -> RuntimeEr
         f"{has}call consolidate_state_dict() on every rank right before, which gathers it on rank "
         "0 (Lightning does so itself, Hugging Face's Trainer with "
         "callbacks=[samestep.hf.SaveWhole()], accelerate after "
-        "samestep.integrations.accelerate.save_whole(accelerator)); or build the optimizer with "
+        "samestep.hf.save_whole(accelerator, optimizer)); or build the optimizer with "
         'sharding="none", where every rank has all of it; or save with '
         f"samestep.save(path, model, optimizer), which all ranks call; or {by_part}"
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -16,7 +17,7 @@ from tests.ranks import run_forked
 
 
 def run_as_torchrun(world: int, job: Callable[[int], Any]) -> list[Any]:
-    """`job(rank)` on each rank, with the environment that torchrun would make.
+    """`job(rank)` on each rank, with the environment that torchrun would make; alone without any.
 
     What other packages warn of is theirs; what samestep warns of is an error.
     """
@@ -25,10 +26,14 @@ def run_as_torchrun(world: int, job: Callable[[int], Any]) -> list[Any]:
         port = free.getsockname()[1]
 
     def on_rank(rank: int) -> Any:
-        os.environ |= {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port),
-        }  # fmt: skip
+        if world == 1:
+            dist.destroy_process_group()
+        else:
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+            }  # fmt: skip
         warnings.simplefilter("ignore")
         warnings.filterwarnings("error", module=r"samestep\.|tests\.")
         torch.manual_seed(0)

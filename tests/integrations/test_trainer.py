@@ -7,8 +7,11 @@ import torch
 
 import samestep
 from tests.integrations.ranks import Tokens, assert_same, run_as_torchrun, values
+from tests.ranks import RanksFailed
 
 transformers = pytest.importorskip("transformers", reason="make test-integrations installs it")
+
+transformers.Trainer, transformers.LlamaForCausalLM  # noqa: B018 - imported here, once for all ranks
 
 
 def tiny_llama(**options):
@@ -23,18 +26,23 @@ def tiny_llama(**options):
 def trainer(path, model=None, callbacks=(), options=None, **arguments):
     """A Trainer of 6 steps that saves after 3."""
     args = transformers.TrainingArguments(
-        output_dir=str(path), per_device_train_batch_size=2, use_cpu=True, seed=0, report_to=[],
+        output_dir=str(path), use_cpu=True, seed=0, report_to=[],
         disable_tqdm=True, dataloader_num_workers=0, lr_scheduler_type="linear",
-        **{"max_steps": 6, "save_steps": 3, "logging_steps": 1, **arguments},
+        **{"max_steps": 6, "save_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 2,
+           **arguments},
     )  # fmt: skip
     options = {"lr": 1e-2} if options is None else options
     return transformers.Trainer(
         model or tiny_llama(),
         args,
-        train_dataset=Tokens(),
+        train_dataset=Tokens(16),
         optimizer_cls_and_kwargs=samestep.hf.factory(**options),
         callbacks=list(callbacks),
     )
+
+
+def own_optimizer(run):
+    return samestep.hf.unwrapped(run.optimizer)
 
 
 WAYS = {
@@ -42,6 +50,14 @@ WAYS = {
     "accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
     "no clipping": {"max_grad_norm": 0.0},
+    "AdamW": {"options": {"lr": 1e-2, "kind": samestep.AdamW}},
+    "zero2": {"options": {"lr": 1e-2, "sharding": "zero2", "crossover": 1}},
+    "zero2, every epoch": {
+        "options": {"lr": 1e-2, "sharding": "zero2", "crossover": 1},
+        "save_strategy": "epoch",
+        "num_train_epochs": 2,
+        "max_steps": -1,
+    },
 }
 
 
@@ -49,17 +65,76 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_a_resumed_run_is_the_run_without_a_break(world, way, tmp_path):
     def job(rank):
-        straight = trainer(tmp_path, **WAYS[way])
+        def run():
+            callbacks = [samestep.hf.SaveWhole()] if "zero2" in way else []
+            return trainer(tmp_path, callbacks=callbacks, **WAYS[way])
+
+        straight = run()
         before = values(straight.model)
         straight.train()
-        own = samestep.integrations.hf.unwrapped(straight.optimizer)
-        again = trainer(tmp_path, **WAYS[way])
-        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+        again = run()
+        saved = sorted(tmp_path.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+        again.train(resume_from_checkpoint=str(saved[0]))
         assert_same(values(again.model), values(straight.model))
         assert all(not torch.equal(before[n], v) for n, v in values(straight.model).items())
-        return values(straight.model), own._distribution.grads, len(own.state)
+        return values(straight.model), own_optimizer(straight)._distribution.grads
 
     results = run_as_torchrun(world, job)
-    for found, grads, _ in results:
+    for found, grads in results:
         assert_same(found, results[0][0])
-        assert grads == ("reduced" if world == 2 else "local")
+        assert grads == ("reduced" if world == 2 else "local")  # nothing is averaged twice
+
+
+def test_two_ranks_train_what_one_trains_with_all_data(tmp_path):
+    (expected,) = run_as_torchrun(1, lambda _: trained(tmp_path / "1", batch=4))
+    for found in run_as_torchrun(2, lambda _: trained(tmp_path / "2", batch=2)):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=2e-5), name
+    (alone,) = run_as_torchrun(1, lambda _: trained(tmp_path / "3", batch=2))
+    assert not torch.allclose(alone["lm_head.weight"], expected["lm_head.weight"], atol=1e-3)
+
+
+def trained(path, batch):
+    run = trainer(path, per_device_train_batch_size=batch)
+    run.train()
+    return values(run.model)
+
+
+def test_what_two_ranks_have_saved_goes_on_in_one(tmp_path):
+    options = {"lr": 1e-2, "sharding": "zero2", "crossover": 1}
+
+    def save(rank):
+        run = trainer(tmp_path, options=options, callbacks=[samestep.hf.SaveWhole()], max_steps=3)
+        run.train()
+        return own_optimizer(run).whole_state()
+
+    saved, _ = run_as_torchrun(2, save)
+    alone = samestep.MuonAdamW(tiny_llama(), lr=1e-2)
+    alone.load_state_dict(torch.load(tmp_path / "checkpoint-3/optimizer.pt", weights_only=True))
+    loaded = alone.whole_state()
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[n][k], loaded[n][k]) for n in saved for k in saved[n])
+
+
+def test_a_part_is_not_saved_as_if_it_were_all(tmp_path):
+    """Without the callback: loud at the first save, with the way out."""
+
+    def job(rank):
+        trainer(tmp_path, options={"lr": 1e-2, "sharding": "zero2"}, max_steps=3).train()
+
+    with pytest.raises(RanksFailed, match=r"callbacks=\[samestep\.hf\.SaveWhole\(\)\]"):
+        run_as_torchrun(2, job)
+
+
+def test_what_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"TrainingArguments\(max_grad_norm=\.\.\.\)"):
+        samestep.hf.factory(lr=1e-2, max_grad_norm=1.0)
+
+    def job(rank):
+        run = trainer(tmp_path)
+        run.optimizer_cls_and_kwargs = (samestep.MuonAdamW, {"lr": 1e-2})
+        with pytest.raises(ValueError, match=r"optimizer_cls_and_kwargs=samestep\.hf\.factory"):
+            run.train()
+        return True
+
+    assert run_as_torchrun(1, job) == [True]

@@ -166,7 +166,9 @@ def test_an_optimizer_that_was_built_as_usual(sharding, tmp_path):
     def job(rank):
         accelerator = new_accelerator()
         model = Net()
-        optimizer = samestep.MuonAdamW(model, lr=1e-2, grads="reduced", sharding=sharding, crossover=1)
+        optimizer = samestep.MuonAdamW(
+            model, lr=1e-2, grads="reduced", sharding=sharding, crossover=1
+        )
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 8)
         run = accelerator.prepare(model, optimizer, schedule)
         train(accelerator, *run, range(2))

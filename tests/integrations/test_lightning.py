@@ -7,6 +7,8 @@ import logging
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import samestep
@@ -36,20 +38,30 @@ class Net(lightning.LightningModule):
         return [opt], [{"scheduler": schedule, "interval": "step"}]
 
 
-def fit(path, world, steps, resume=None, batch=2, options=None, **arguments):
+def fit(path, world, steps, resume=None, batch=2, options=None, kind=None, **arguments):
     """The module after so many steps, and the trainer; a checkpoint after an epoch of 4."""
     saving = lightning.pytorch.callbacks.ModelCheckpoint(
         dirpath=path, filename="{step}", every_n_train_steps=4, save_top_k=-1
     )
     trainer = lightning.Trainer(
         accelerator="cpu", devices=world, max_steps=steps, callbacks=[saving], logger=False,
-        strategy="ddp" if world > 1 else "auto", enable_progress_bar=False,
-        enable_model_summary=False, barebones=False, use_distributed_sampler=True, **arguments,
+        enable_progress_bar=False, enable_model_summary=False,
+        **{"strategy": "ddp" if world > 1 else "auto", **arguments},
     )  # fmt: skip
-    module = Net(**(options or {}))
+    module = (kind or Net)(**(options or {}))
     count = 4 * batch * world * arguments.get("accumulate_grad_batches", 1)
     trainer.fit(module, DataLoader(Tokens(count), batch_size=batch), ckpt_path=resume)
     return module, trainer
+
+
+class Sharded(Net):
+    """With FSDP2, as ModelParallelStrategy wants it."""
+
+    def configure_model(self):
+        if not isinstance(self.head.weight, DTensor):
+            mesh = self.device_mesh["data_parallel"]
+            for part in (self.embedding, self.hidden, self.head):
+                fully_shard(part, mesh=mesh)
 
 
 WAYS = {
@@ -76,6 +88,36 @@ def test_a_resumed_run_is_the_run_without_a_break(world, way, tmp_path):
     for found, grads in results:
         assert_same(found, results[0][0])
         assert grads == ("reduced" if world == 2 else "local")
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_model_that_is_sharded(clip, tmp_path):
+    """ModelParallelStrategy with FSDP2; what it saves is whole or sharded."""
+
+    def job(rank):
+        for whole in (False, True):
+            path = tmp_path / str(whole)
+
+            def run(path=path, whole=whole, **more):
+                strategy = lightning.pytorch.strategies.ModelParallelStrategy(
+                    data_parallel_size=2,
+                    tensor_parallel_size=1,
+                    save_distributed_checkpoint=not whole,
+                )
+                return fit(
+                    path, 2, 8, kind=Sharded, strategy=strategy, gradient_clip_val=clip, **more
+                )
+
+            module, _ = run()
+            again, _ = run(resume=path / "step=4.ckpt")
+            assert_same(values(again), values(module))
+        ddp, _ = fit(tmp_path / "ddp", 2, 8, gradient_clip_val=clip)
+        for name, value in values(ddp).items():
+            assert torch.allclose(values(module)[name], value, rtol=0, atol=2e-5), name
+        return values(module)
+
+    here, there = run_as_torchrun(2, job)
+    assert_same(here, there)
 
 
 def test_what_two_ranks_have_saved_goes_on_in_one(tmp_path):

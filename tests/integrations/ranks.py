@@ -69,3 +69,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     differ = [name for name, value in expected.items() if not torch.equal(found[name], value)]
     assert not differ, f"{differ[:3]} and {len(differ)} in all of {len(expected)} differ"
+
+
+def pretend_fsdp(accelerator: Any) -> None:
+    """Let accelerate shard on CPU, which it does on accelerators only: the same code."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    accelerator.state.distributed_type = DistributedType.FSDP

@@ -7,11 +7,9 @@ import torch
 from torch import nn
 
 import samestep
-from tests.integrations.ranks import assert_same, run_as_torchrun, values
+from tests.integrations.ranks import assert_same, pretend_fsdp, run_as_torchrun, values
 
 accelerate = pytest.importorskip("accelerate", reason="make test-integrations installs it")
-from accelerate.state import PartialState  # noqa: E402
-from accelerate.utils import DistributedType  # noqa: E402
 
 
 class Block(nn.Module):
@@ -40,9 +38,8 @@ class Net(nn.Module):
 
 def new_accelerator(fsdp2=False, **options):
     accelerator = accelerate.Accelerator(cpu=True, **options)
-    if fsdp2:  # which accelerate knows on accelerators only: the same code on CPU
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-        accelerator.state.distributed_type = DistributedType.FSDP
+    if fsdp2:
+        pretend_fsdp(accelerator)
         accelerator.state.fsdp_plugin = plugin = accelerate.FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",

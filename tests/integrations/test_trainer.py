@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import samestep
-from tests.integrations.ranks import Tokens, assert_same, run_as_torchrun, values
+from tests.integrations.ranks import Tokens, assert_same, pretend_fsdp, run_as_torchrun, values
 from tests.ranks import RanksFailed
 
 transformers = pytest.importorskip("transformers", reason="make test-integrations installs it")
+accelerate = pytest.importorskip("accelerate", reason="make test-integrations installs it")
 
 transformers.Trainer, transformers.LlamaForCausalLM  # noqa: B018 - imported here, once for all ranks
 
@@ -83,6 +84,44 @@ def test_a_resumed_run_is_the_run_without_a_break(world, way, tmp_path):
     for found, grads in results:
         assert_same(found, results[0][0])
         assert grads == ("reduced" if world == 2 else "local")  # nothing is averaged twice
+
+
+@pytest.mark.parametrize("form", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_fsdp2(form, tmp_path):
+    """It puts DTensors in the places of the optimizer's parameters, and saves through torch."""
+
+    def job(rank):
+        def run(path, fsdp2=True):
+            made = trainer(path, max_steps=6)
+            if fsdp2:
+                made.accelerator.state.fsdp_plugin = fsdp2_plugin(form)
+                made.is_fsdp_enabled = True
+                pretend_fsdp(made.accelerator)
+            return made
+
+        straight = run(tmp_path)
+        straight.train()
+        assert {type(p).__name__ for p in straight.model.parameters()} == {"DTensor"}
+        again = run(tmp_path)
+        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-3")
+        assert_same(values(again.model), values(straight.model))
+        return values(straight.model)
+
+    here, there = run_as_torchrun(2, job)
+    assert_same(here, there)
+    (expected,) = run_as_torchrun(1, lambda _: trained(tmp_path / "1", batch=4))
+    for name, value in expected.items():
+        assert torch.allclose(here[name], value, rtol=0, atol=2e-5), name
+
+
+def fsdp2_plugin(form):
+    return accelerate.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=False,
+        state_dict_type=form,
+    )
 
 
 def test_two_ranks_train_what_one_trains_with_all_data(tmp_path):

@@ -227,7 +227,7 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool) -> None:
                 f"{param.device.type}: leave it out"
             )
     if group.get("fused") and "cuda" in {param.device.type for param in group["params"]}:
-        group["fused"] = False  # a step there is a few launches of kernels anyway
+        group["fused"] = False  # what it is for is done there anyway, where there are kernels
 
 
 def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:

@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def new_accelerator(fsdp2=False, **options):
+def new_accelerator(fsdp2=False, from_first=False, **options):
     accelerator = accelerate.Accelerator(cpu=True, **options)
     if fsdp2:
         pretend_fsdp(accelerator)
@@ -44,7 +44,7 @@ def new_accelerator(fsdp2=False, **options):
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
             transformer_cls_names_to_wrap=["Block"],
-            cpu_ram_efficient_loading=False,
+            cpu_ram_efficient_loading=from_first,
             state_dict_type=fsdp2,
         )
         assert plugin.fsdp_version == 2
@@ -80,6 +80,7 @@ WAYS = {
     "zero2": ({}, {"sharding": "zero2", "crossover": 1}),
     "fsdp2 sharded": ({"fsdp2": "SHARDED_STATE_DICT"}, {}),
     "fsdp2 full": ({"fsdp2": "FULL_STATE_DICT"}, {}),
+    "fsdp2 from rank 0": ({"fsdp2": "SHARDED_STATE_DICT", "from_first": True}, {}),
 }
 
 

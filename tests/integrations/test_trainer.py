@@ -37,6 +37,7 @@ def trainer(path, model=None, callbacks=(), options=None, **arguments):
         model or tiny_llama(),
         args,
         train_dataset=Tokens(16),
+        eval_dataset=Tokens(4),
         optimizer_cls_and_kwargs=samestep.hf.factory(**options),
         callbacks=list(callbacks),
     )
@@ -53,6 +54,13 @@ WAYS = {
     "no clipping": {"max_grad_norm": 0.0},
     "AdamW": {"options": {"lr": 1e-2, "kind": samestep.AdamW}},
     "zero2": {"options": {"lr": 1e-2, "sharding": "zero2", "crossover": 1}},
+    "zero2, the best": {
+        "options": {"lr": 1e-2, "sharding": "zero2", "crossover": 1},
+        "save_strategy": "best",
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "metric_for_best_model": "loss",
+    },
     "zero2, every epoch": {
         "options": {"lr": 1e-2, "sharding": "zero2", "crossover": 1},
         "save_strategy": "epoch",

@@ -11,6 +11,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import samestep
 from samestep.optimizer import consolidated
@@ -81,7 +83,7 @@ def test_one_rank_gives_the_state_dict_of_one_process(case, monkeypatch):
         assert_same_bits(again.whole_state(), whole)
 
 
-def test_what_was_gathered_is_good_until_the_state_changes():
+def test_what_was_gathered_is_good_until_the_state_changes(tmp_path):
     def job(rank):
         model = Small()
         opt = samestep.MuonAdamW(model, **SMALL, crossover=1)
@@ -90,7 +92,9 @@ def test_what_was_gathered_is_good_until_the_state_changes():
         saved = opt.state_dict()
         name = opt.param_groups[0]["param_names"][0]
         key = next(iter(opt.whole_state()[name]))
+        samestep.save(tmp_path / "saved", optimizer=opt)
         changes = [
+            lambda: samestep.load(tmp_path / "saved", optimizer=opt),
             lambda: ranks_steps(model, opt, rank, 1, first=1),
             lambda: opt.load_state_dict(saved),
             lambda: opt.set_full_state(name, key, opt.full_state(name, key) + 1),
@@ -108,8 +112,30 @@ def test_what_was_gathered_is_good_until_the_state_changes():
                 opt.consolidate_state_dict(wrong)
         return bits(saved["state"][0][key])
 
-    here, there = run_threaded(2, job)
+    here, there = run_forked(2, job)
     assert torch.equal(here, there)
+
+
+def test_state_that_was_loaded_or_edited_is_not_as_built(tmp_path):
+    def job(rank):
+        def build():
+            return samestep.MuonAdamW(model, **SMALL, crossover=1)
+
+        model = Small()
+        opt = build()
+        ranks_steps(model, opt, rank, 1)
+        samestep.save(tmp_path / "saved", optimizer=opt)
+        loaded, edited = build(), build()
+        samestep.load(tmp_path / "saved", optimizer=loaded)
+        for state in edited.state.values():
+            for tensor in state.values():
+                tensor.add_(1)
+        for each in (loaded, edited):
+            with pytest.raises(RuntimeError, match="loses the rest: call consolidate_state_dict"):
+                each.state_dict()
+        return True
+
+    assert run_forked(2, job) == [True] * 2
 
 
 def test_where_every_rank_has_all_there_is_nothing_to_gather():
@@ -125,6 +151,37 @@ def test_where_every_rank_has_all_there_is_nothing_to_gather():
         return len(opt.state_dict()["state"])
 
     assert run_threaded(2, job) == [len(one.state_dict()["state"])] * 2
+
+
+def test_plain_parameters_beside_dtensors():
+    """What torch's checkpoints would lose is gathered with the rest."""
+    single = Small()
+    one = samestep.MuonAdamW(single, **SMALL)
+    single_steps(single, one, 2, 2, make=exact_gradient(2))
+    expected = one.whole_state()
+
+    def job(rank):
+        def build():
+            model = Small()
+            fully_shard(model.hidden, mesh=init_device_mesh("cpu", (2,)))
+            return model, samestep.MuonAdamW(
+                model, **SMALL, sharding="zero2", crossover=1, reduction="ordered"
+            )
+
+        _, opt = build()
+        opt.load_state_dict(one.state_dict())
+        with pytest.raises(RuntimeError, match="plain parameters beside DTensors"):
+            opt.state_dict()
+        opt.consolidate_state_dict()
+        files = [None] * 2
+        dist.all_gather_object(files, through_file(opt.state_dict()))
+        assert_same_state_dict(files[0], one.state_dict())
+        _, again = build()
+        again.load_state_dict(files[0])
+        assert_same_bits(again.whole_state(), expected)
+        return True
+
+    assert run_forked(2, job) == [True] * 2
 
 
 def test_parameters_of_a_ranks_own_cannot_be_gathered():

@@ -77,6 +77,26 @@ def test_ranks_that_find_each_other_later(sharding, tmp_path):
     assert run_forked(2, job) == [True] * 2
 
 
+def test_samesteps_own_checkpoints(tmp_path):
+    """Saved before a first step, loaded before one."""
+
+    def job(rank):
+        model, fresh = Small(), samestep.MuonAdamW(Small(), **SMALL, crossover=1, deferred=True)
+        samestep.save(tmp_path / "fresh", optimizer=fresh)
+        opt = samestep.MuonAdamW(model, **SMALL, crossover=1)
+        ranks_steps(model, opt, rank, 2)
+        samestep.save(tmp_path / "saved", model, opt)
+        other = Small()
+        again = samestep.MuonAdamW(other, **SMALL, crossover=1, deferred=True)
+        samestep.load(tmp_path / "saved", other, again)
+        assert_same_bits(again.whole_state(), opt.whole_state())
+        for each, own in ((opt, model), (again, other)):
+            ranks_steps(own, each, rank, 2, first=2)
+        return same_parameters(model, other)
+
+    assert run_forked(2, job) == [True] * 2
+
+
 def test_a_model_that_ddp_wraps_later_is_averaged_once():
     def job(rank):
         model = two_layers()

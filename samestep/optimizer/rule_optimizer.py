@@ -267,13 +267,17 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def _has_state(self) -> bool:
         """Whether any rank has state that is not as it was made. Collective."""
-        tensors = [t for state in self.state.values() for key, t in state.items() if key != MASTER]
-        here = any(bool(tensor.any()) for tensor in tensors)
+        here = self._has_state_here()
         if self._rank_group is None:
             return here
+        tensors = (tensor for state in self.state.values() for tensor in state.values())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         flag = torch.tensor([here], dtype=torch.int64, device=device)
         return bool(maximum("state to bring over", flag, self._rank_group).wait())
+
+    def _has_state_here(self) -> bool:
+        tensors = (t for state in self.state.values() for key, t in state.items() if key != MASTER)
+        return any(bool(tensor.any()) for tensor in tensors)
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
@@ -403,7 +407,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if self._distribution.state_dict_form == "part":
             return {**super().state_dict(), PART: part}
         alike = self._ranks_are_alike()
-        if alike and self._is_as_built:
+        if alike and self._is_as_built and not self._has_state_here():
             return self._state_dict_of(as_built(self.param_groups, self._blocks, self._masters))
         raise refuse_part(part, self._distribution.kept_by(), alike=alike)
 
@@ -786,6 +790,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         parameter. Not collective.
         """
         self._adopted()
+        self._state_changes()
         if self._rank_group is None:
             self._local.make_missing_state(self.param_groups, self.state)
         placements = self._all_placements()

@@ -1,5 +1,5 @@
 # make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-browser |
-# clean: everything happens in .venv.
+# test-integrations | clean: everything happens in .venv, but for the trainers of others.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 # Ranks and commands of the tests start faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-browser clean
+.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-browser \
+	test-integrations clean
 
 venv: $(STAMP)
 
@@ -92,8 +93,21 @@ test-browser: venv
 	@command -v chromium >/dev/null || { echo "error: there is no chromium: apt-get install chromium" >&2; exit 1; }
 	$(PY) -m pytest -m browser tests/browser
 
+# The trainers of others, in an environment of their own; prints which work, with versions.
+INTEGRATIONS := .venv-integrations
+$(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		torch==2.13.0 numpy
+	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[dev,integrations]"
+	touch $@
+
+test-integrations: $(INTEGRATIONS)/.installed
+	$(INTEGRATIONS)/bin/python -m tests.integrations.table
+
 bench: venv
 	$(PY) -m benchmarks.cpu_step --out out/bench
 
 clean:
-	rm -rf $(VENV) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(INTEGRATIONS) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage

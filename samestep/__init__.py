@@ -13,6 +13,7 @@ from samestep.version import __version__
 if TYPE_CHECKING:
     from samestep import mesh
     from samestep.checkpoint import CheckpointError, async_save, load, save
+    from samestep.integrations import hf
 
 __all__ = [
     "AdamW",
@@ -25,6 +26,7 @@ __all__ = [
     "Update",
     "__version__",
     "async_save",
+    "hf",
     "load",
     "mesh",
     "presets",
@@ -42,4 +44,6 @@ def __getattr__(name: str) -> Any:
         return getattr(checkpoint, name)
     if name == "mesh":
         return import_module("samestep.mesh")
+    if name == "hf":
+        return import_module("samestep.integrations.hf")
     raise AttributeError(f"module 'samestep' has no attribute {name!r}")

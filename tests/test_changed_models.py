@@ -1,5 +1,7 @@
 """What happens to a model between construction and step: followed, or refused by name."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -151,6 +153,62 @@ def test_one_parameter_in_the_places_of_two():
     opt.param_groups[0]["params"] = [nn.Parameter(torch.ones(4, 4))] * 2
     with pytest.raises(RuntimeError, match="a parameter was put in the places of several"):
         opt.step()
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_model_is_adopted_by_name(first):
+    """Sharded after its optimizer was built, by somebody who does not know of that."""
+    options = {"lr": 0.1, "crossover": 1, "reduction": "ordered"}
+    alone = two_layers()
+    expected = samestep.MuonAdamW(alone, **options)
+    steps(alone, expected, [*range(first), 7, 8])
+
+    def job(rank):
+        model = two_layers()
+        opt = samestep.MuonAdamW(model, **options)
+        steps(model, opt, range(first))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if first == 0:
+            with pytest.raises(RuntimeError, match=r"no parameter .* call opt\.adopt\(model\)"):
+                steps(model, opt, [7])
+        opt.adopt(model)
+        assert opt.param_groups[0]["params"][0] is model[0].weight
+        steps(model, opt, [7, 8])
+        return [param.full_tensor() for param in model.parameters()], opt.whole_state()
+
+    for found, state in run_forked(2, job):
+        pairs = zip(found, alone.parameters(), strict=True)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
+        for name, entries in expected.whole_state().items():
+            for key, value in entries.items():
+                assert torch.allclose(state[name][key], value, rtol=0, atol=1e-6), (name, key)
+
+
+def test_what_cannot_be_adopted_changes_nothing():
+    """On any rank: all raise, and training goes on as before."""
+
+    def job(rank):
+        model = two_layers()
+        opt = samestep.MuonAdamW(model, lr=0.1, crossover=1)
+        own = [list(group["params"]) for group in opt.param_groups]
+        others = two_layers()
+        if rank == 1:
+            others[0] = nn.Linear(3, 3)
+        with pytest.raises(RuntimeError) as caught:
+            opt.adopt(others)
+        with pytest.raises((ValueError, RuntimeError)) as missing:
+            opt.adopt(nn.Sequential(nn.Linear(6, 4)))
+        assert [list(group["params"]) for group in opt.param_groups] == own
+        steps(model, opt, [7])
+        return str(caught.value), str(missing.value)
+
+    (there, missing), (here, _) = run_forked(2, job)
+    assert "rank 1 could not take the step" in there
+    assert re.search(r"'0\.weight'.*shape \(3, 3\).*of shape \(4, 6\)", here)
+    assert "the model has no 1.weight" in missing
+    nameless = samestep.Muon([nn.Parameter(torch.ones(4, 4))])
+    with pytest.raises(ValueError, match="has no names to find its parameters by"):
+        nameless.adopt(two_layers())
 
 
 @kinds

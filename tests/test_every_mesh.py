@@ -378,7 +378,7 @@ def test_state_dicts_of_every_layout_go_on_exactly():
     names, sizes = list(EVEN), (2, 1, 2)
 
     def job(rank, layout):
-        options = {**NORMUON, **SMALL, **LAYOUTS[layout]}
+        options = {**NORMUON, **SMALL, **LAYOUTS[layout], "state_dict_form": "part"}
         mesh, params, opt = trained(names, sizes, **options)
         saved = opt.state_dict()
         placed = {type(t) for state in saved["state"].values() for t in state.values()}

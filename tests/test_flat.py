@@ -698,7 +698,7 @@ def test_a_saved_state_continues_bit_for_bit():
     def job(rank):
         for sharding in SHARDINGS:
             straight = Net()
-            opt = build_flat(straight, sharding=sharding)
+            opt = build_flat(straight, sharding=sharding, state_dict_form="part")
             train(straight, opt, [ALL_LAYERS], "no_sync")
             file = io.BytesIO()
             torch.save({"model": straight.state_dict(), "optimizer": opt.state_dict()}, file)

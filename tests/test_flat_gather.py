@@ -346,7 +346,7 @@ def test_what_is_loaded_is_not_overwritten_by_what_arrives(poison):
 def test_the_state_of_the_optimizer_waits():
     def job(rank):
         model = Net()
-        opt = build_gather(model)
+        opt = build_gather(model, state_dict_form="part")
         step_of(model, opt)
         opt.whole_state()
         assert not in_flight(model)

@@ -537,6 +537,7 @@ def test_a_group_added_on_the_way():
 @pytest.mark.parametrize("sharding", SHARDINGS)
 def test_a_saved_state_continues_bit_for_bit(sharding):
     options = {"sharding": sharding, "crossover": 20, "bucket_size": 300, "master_weights": True}
+    options["state_dict_form"] = "part"
     steps = 3 if SOAK else 2
 
     def job(rank):

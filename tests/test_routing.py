@@ -710,17 +710,32 @@ def test_a_preset_for_a_whole_model(preset):
 
 def test_what_is_given_wins_over_the_preset():
     opt = samestep.MuonAdamW(
-        gpt(), lr=0.5, preset="keller", betas=(0.5, 0.6), momentum=0.7, embedding_lr=0.8,
-        overrides={"blocks.0.*": {"weight_decay": 0.25}},
+        gpt(), lr=0.5, matrix_lr=0.6, embedding_lr=0.8, preset="keller", betas=(0.5, 0.6),
+        momentum=0.7, overrides={"blocks.0.*": {"weight_decay": 0.25}},
     )  # fmt: skip
     embedding_group, *_ = opt.param_groups
     assert (embedding_group["lr"], embedding_group["betas"]) == (0.8, (0.5, 0.6))
     assert keys(opt, "lr")["lm_head.weight"] == 0.5
+    assert keys(opt, "lr")["blocks.0.attn.q.weight"] == 0.6
     assert keys(opt, "momentum")["blocks.0.attn.q.weight"] == 0.7
     assert keys(opt, "orthogonalize")["blocks.0.attn.q.weight"] == "newton-schulz"
     decays = keys(opt, "weight_decay")
     assert {d for n, d in decays.items() if n.startswith("blocks.0.")} == {0.25}
     assert {d for n, d in decays.items() if not n.startswith("blocks.0.")} == {0.0}
+
+
+@pytest.mark.parametrize("preset", ["keller", "nanochat"])
+def test_one_learning_rate_for_a_recipe_with_two_is_refused(preset):
+    with pytest.raises(ValueError, match=f"'{preset}' has a learning rate for each rule, 0.02 for"):
+        samestep.MuonAdamW(gpt(), lr=0.02, preset=preset)
+    rates = keys(samestep.MuonAdamW(gpt(), matrix_lr=0.01, preset=preset), "lr")
+    assert rates["blocks.0.attn.q.weight"] == 0.01
+    assert rates["lm_head.weight"] == getattr(samestep.presets, preset)("adamw")["lr"]
+
+
+def test_one_learning_rate_for_a_recipe_with_one():
+    rates = keys(samestep.MuonAdamW(gpt(), lr=0.02, preset="moonlight"), "lr")
+    assert set(rates.values()) == {0.02}
 
 
 # --- overrides and explicit groups ---------------------------------------------------------------

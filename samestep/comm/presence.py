@@ -32,10 +32,12 @@ def _problem_of(rank: int, about: str = "") -> RankProblemError:
     )
 
 
-def any_problem(problem: Problem | None, group: RankGroup) -> Problem | None:
+def any_problem(
+    problem: Problem | None, group: RankGroup, device: torch.device | None = None
+) -> Problem | None:
     """This rank's problem, or that another rank of the group has one; waits for them."""
     rank = group.members[group.rank]
-    code = torch.tensor([0 if problem is None else rank + 1], dtype=torch.int64)
+    code = torch.tensor([0 if problem is None else rank + 1], dtype=torch.int64, device=device)
     found = int(maximum("problems", code, group).wait())
     if problem is None and found:
         return Problem(_problem_of(found - 1))

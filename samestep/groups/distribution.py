@@ -15,6 +15,7 @@ Reduction = Literal["fast", "ordered"]
 Grads = Literal["local", "reduced"]
 Buffers = Literal["per_parameter", "flat"]
 MuonSchedule = Literal["parallel", "gather"]
+StateDictForm = Literal["whole", "part"]
 
 FILLS_A_GPU = 1 << 26  # elements: ten blocks of 1280 x 5120, forty of 1280 x 1280
 
@@ -69,6 +70,14 @@ class Distribution:
     block_dtype: the dtype in which blocks travel; default: bfloat16 on a GPU, float32 on CPU.
     check_gradients: report a gradient that is not finite, with parameter and rank, before it is
         averaged with others. Reads every gradient on the host: for finding a fault.
+    state_dict_form: what `state_dict()` gives where ranks share the state. "whole": all of it, on
+        the rank where `consolidate_state_dict()`, which all ranks call, has gathered it; else it
+        raises, since trainers save what one rank gives. "part": each rank its own part, which
+        loads on the same rank of the same plan alone.
+    deferred: make plans and state in the first step, or when state is loaded, and look for other
+        ranks and for DDP then: for a model that somebody will move, wrap or shard after the
+        optimizer was built, as trainers do. Until then `state_dict()` has no state, as torch's
+        before a first step.
     strict: replicas that differ at construction are an error instead of being mended.
     """
 
@@ -96,6 +105,8 @@ class Distribution:
     chunks_ahead: int = 1
     block_dtype: torch.dtype | None = None
     check_gradients: bool = False
+    state_dict_form: StateDictForm = "whole"
+    deferred: bool = False
     strict: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +117,7 @@ class Distribution:
             ("grads", get_args(Grads)),
             ("owners", get_args(OwnerStrategy)),
             ("muon_schedule", get_args(MuonSchedule)),
+            ("state_dict_form", get_args(StateDictForm)),
         ):
             value = getattr(self, key)
             if value not in allowed:
@@ -154,6 +166,11 @@ class Distribution:
                 "implies) that they already were: leave them out, or unwrap the model"
             )
 
+        if self.deferred and (self.overlap_grad_reduce or self.buffers == "flat"):
+            raise ValueError(
+                "deferred=True makes plans in the first step, and overlap_grad_reduce and "
+                'buffers="flat" need them before its backward: leave one of them out'
+            )
         if self.buffers == "flat":
             self._check_flat()
         elif self.overlap_param_gather:
@@ -222,7 +239,14 @@ class Distribution:
             return replace(self, sharding="none")
         return self
 
+    def kept_by(self) -> str:
+        """Which option spreads state over ranks."""
+        return (
+            f"buffers={self.buffers!r}" if self.buffers == "flat" else f"sharding={self.sharding!r}"
+        )
+
     def lines(self) -> list[str]:
         """What all ranks must have alike, as text."""
-        own = ("process_group", "outer_group", "stage_group")  # each rank has its handle
+        # Each rank has its handles; what a state dict has, and when plans are made, is no plan.
+        own = ("process_group", "outer_group", "stage_group", "state_dict_form", "deferred")
         return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]

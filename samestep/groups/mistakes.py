@@ -157,7 +157,16 @@ class TrainingWatch:
         if not any(param in mine for param in model.parameters()):
             raise RuntimeError(
                 f"no parameter that this optimizer has is in its model any more; {some(strange)} "
-                f"{text}Build the optimizer after fully_shard, LoRA or whatever replaces parameters"
+                f"{text}Build the optimizer after fully_shard, LoRA or whatever replaces "
+                "parameters, or call opt.adopt(model) on every rank right after it, where names "
+                "and shapes are the same"
+            )
+        if not any(param.requires_grad for param in mine):
+            raise RuntimeError(
+                f"all {len(mine)} parameters of this optimizer are frozen, and {some(strange)} "
+                f"{text}Build the optimizer after adding LoRA or a new head; where a trainer adds "
+                "them (trl with peft_config=), let it build the optimizer: "
+                "optimizer_cls_and_kwargs=samestep.hf.factory(lr=...)"
             )
         if set(strange) == self._told:
             return
@@ -310,6 +319,28 @@ def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
             "DistributedDataParallel: this optimizer averages gradients itself"
         )
     return bool(twice)
+
+
+def averages_with_ddp(params: object) -> bool:
+    """Whether what an optimizer is given is a DistributedDataParallel, or all of it is in one."""
+    if is_ddp(params):
+        return True
+    if not _ddp_modules:
+        return False
+    given = list(params.parameters()) if isinstance(params, nn.Module) else _tensors_in(params)
+    wrapped = {param for module in _ddp_modules for param in module.parameters()}
+    trained = [param for param in given if param.requires_grad]
+    return bool(trained) and all(param in wrapped for param in trained)
+
+
+def _tensors_in(params: object) -> list[Tensor]:
+    """Of parameters, (name, parameter) pairs or groups of either, in lists."""
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, Mapping):
+        return _tensors_in(params.get("params"))
+    items = params if isinstance(params, list | tuple) else ()
+    return [tensor for item in items for tensor in _tensors_in(item)]
 
 
 def is_ddp(model: object) -> bool:

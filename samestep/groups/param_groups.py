@@ -36,7 +36,8 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
         raise ValueError(
             'a parameter group has no rule: a group given as a dict needs "rule": "muon" (hidden '
             'matrices) or "rule": "adamw" (biases, norms, embeddings); only a whole model, or a '
-            "list of (name, parameter), has its rules chosen"
+            "list of (name, parameter), has its rules chosen (Hugging Face's Trainer gives the "
+            "model with optimizer_cls_and_kwargs=samestep.hf.factory(lr=...))"
         )
     if name not in RULES:
         raise ValueError(f"rule {name!r} is not known; choose one of {sorted(RULES)}")
@@ -220,11 +221,13 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool) -> None:
                 f"support {'complex' if param.is_complex() else 'integer or boolean'} "
                 "parameters; leave it out or freeze it"
             )
-        if group.get("fused") and param.device.type != "cpu":
+        if group.get("fused") and param.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"fused=True is for parameters on CPU, and {name!r} is on {param.device.type}: "
-                "compile=True does the same there"
+                f"fused=True is for parameters on CPU and CUDA, and {name!r} is on "
+                f"{param.device.type}: leave it out"
             )
+    if group.get("fused") and "cuda" in {param.device.type for param in group["params"]}:
+        group["fused"] = False  # what it is for is done there anyway, where there are kernels
 
 
 def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:

@@ -1,6 +1,6 @@
 """Whole parameters, gradients and state, wherever their pieces are: for looking and for editing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -34,12 +34,20 @@ class FullValues:
         by_param = {param: state for finish in gathers for param, state in finish().items()}
         return {name: by_param[param] for name, param in self.by_name().items()}
 
+    def states_in_turn(self, at_once: int) -> Iterator[tuple[Tensor, State]]:
+        """The same, parameter by parameter; at any time that of `at_once` elements is there."""
+        for some in _bundles(self.by_name().values(), at_once):
+            for placement in self._placements:
+                here = [param for param in some if placement.holds(param)]
+                if here:
+                    yield from placement.gather_state(self._state, self._groups, here)().items()
+
     def state(self, name: str, key: str) -> State:
         """The whole state of one parameter, which has `key`."""
         param = self.param(name)
         if key not in self._state[param]:
             raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self._state[param])}")
-        gather = self.holder(param).gather_state(self._state, self._groups, only=param)
+        gather = self.holder(param).gather_state(self._state, self._groups, only=[param])
         return gather()[param]
 
     def set_state(self, name: str, key: str, value: Tensor) -> None:
@@ -108,6 +116,18 @@ class FullValues:
         ranks = self.holder(self.param(name)).held_by
         if ranks is not None:
             from_first(f"{what} of {name}", value, ranks).wait()
+
+
+def _bundles(params: Iterable[Tensor], at_once: int) -> Iterator[list[Tensor]]:
+    """Parameters in order, as many together as have so many elements."""
+    some: list[Tensor] = []
+    for param in params:
+        if some and sum(one.numel() for one in some) + param.numel() > at_once:
+            yield some
+            some = []
+        some.append(param)
+    if some:
+        yield some
 
 
 def _checked(what: str, value: Tensor, shape: torch.Size) -> Tensor:

@@ -21,6 +21,7 @@ from samestep.rules.state import MASTER, State, initial_state
 StateDict = dict[str, Any]
 PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
 PART = "part"  # in a state dict: which rank's part of a plan it is
+GATHERED_ON = "gathered on"  # in a part: it is empty, and that rank has all of the state
 
 
 class _Hidden:
@@ -103,10 +104,15 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
         )
     if saved is None or saved == mine:
         return
+    if GATHERED_ON in saved:
+        raise ValueError(
+            f"the loaded state is what rank {saved['rank']} gave, and all of it was gathered on "
+            f"rank {saved[GATHERED_ON]}: load the file of that rank, on every rank"
+        )
     way = (
         "every rank loads the file that it has saved, on as many ranks. To save on one rank and "
-        'load on any number of them, build the optimizer with sharding="none", or save with '
-        "samestep.save(path, model, optimizer), which all ranks call"
+        "load on any number of them, call consolidate_state_dict() on all ranks before "
+        "state_dict(), or save with samestep.save(path, model, optimizer), which all ranks call"
     )
     if mine is None or saved["ranks"] != mine["ranks"]:
         wanted = "all of it" if mine is None else f"one of {mine['ranks']} ranks' parts"

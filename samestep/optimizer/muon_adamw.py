@@ -1,6 +1,6 @@
 """The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.groups.crossover import read_crossover
 from samestep.groups.distribution import Distribution
-from samestep.groups.mistakes import is_ddp
+from samestep.groups.mistakes import averages_with_ddp
 from samestep.groups.param_groups import Group, check_pair, own_spelling, unknown_option
 from samestep.groups.routing import (
     NamedParameter,
@@ -69,6 +69,8 @@ class CommonOptions(TypedDict, total=False):
     chunks_ahead: int
     block_dtype: torch.dtype | None
     check_gradients: bool
+    state_dict_form: str
+    deferred: bool
     strict: bool
 
 
@@ -132,7 +134,8 @@ class MuonAdamW(RuleOptimizer):
     (`adjust_lr="match_rms_adamw"`): an AdamW learning rate can be reused.
 
     Arguments:
-        lr: learning rate of every role without one of its own (default 1e-3). A tensor is
+        lr: learning rate of every role without one of its own (default 1e-3, or the preset's; where
+            a preset has different ones for Muon and AdamW, give matrix_lr beside it). A tensor is
             copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
         weight_decay, maximize: for both rules (default decay 0.1).
@@ -168,6 +171,7 @@ class MuonAdamW(RuleOptimizer):
         groups: Iterable[Mapping[str, Any]] | None = None,
         **options: Unpack[MuonAdamWOptions],
     ) -> None:
+        params = _listed(params)
         steps, distribution, given = _sorted_out(params, options, MuonAdamWOptions)
         model = params if isinstance(params, nn.Module) else None
         params, named = _with_names(params)
@@ -196,6 +200,8 @@ class MuonAdamW(RuleOptimizer):
             if rule.name not in rule_options:
                 shared = {key: given[key] for key in SHARED if key in given}
                 rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
+        if named is not None and groups is None and lr is not None and "matrix" not in rates:
+            _refuse_one_rate(preset)
         order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
         reasons: dict[str, str] = {}
         if named is not None:
@@ -249,6 +255,7 @@ class Muon(RuleOptimizer):
         maximize: bool = False,
         **options: Unpack[MuonOptions],
     ) -> None:
+        params = _listed(params)
         steps, distribution, rest = _sorted_out(params, options, MuonOptions)
         given = {"lr": lr, "weight_decay": weight_decay, "eps": eps, "maximize": maximize, **rest}
         super().__init__(
@@ -283,6 +290,7 @@ class AdamW(RuleOptimizer):
         state_dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
+        params = _listed(params)
         steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
@@ -298,6 +306,24 @@ class AdamW(RuleOptimizer):
         )
 
 
+def _refuse_one_rate(preset: str | None) -> None:
+    """Recipes whose rules have rates of different size: one for both is in the units of neither."""
+    if preset is None:
+        return
+    muon, adamw = (preset_options(preset, rule)["lr"] for rule in ("muon", "adamw"))
+    if muon != adamw:
+        raise ValueError(
+            f"preset {preset!r} has a learning rate for each rule, {muon:g} for Muon and {adamw:g} "
+            "for AdamW, and lr= would be both: pass matrix_lr= for Muon, and lr= beside it for "
+            "AdamW (or embedding_lr=, unembedding_lr=, scalar_lr=); left out, each is the recipe's"
+        )
+
+
+def _listed(params: Params) -> Params:
+    """Parameters that can be looked at more than once."""
+    return list(params) if isinstance(params, Iterator) else params
+
+
 def _sorted_out(
     params: Params, given: Mapping[str, Any], known: type
 ) -> tuple[StepOptions, Distribution, Group]:
@@ -308,7 +334,7 @@ def _sorted_out(
     options = own_spelling(given)
     of_steps = {key: options.pop(key) for key in StepOptions.__annotations__ if key in options}
     of_ranks = {key: options.pop(key) for key in Distribution.__annotations__ if key in options}
-    if is_ddp(params):  # which has reduced its gradients already
+    if averages_with_ddp(params):  # which has reduced its gradients already
         of_ranks.setdefault("grads", "reduced")
     if isinstance(of_ranks.get("crossover"), str | Path):
         of_ranks["crossover"] = read_crossover(of_ranks["crossover"])

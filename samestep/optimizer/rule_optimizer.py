@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
-from samestep.comm.presence import Problem
+from samestep.comm.presence import Problem, any_problem
+from samestep.groups.adoption import params_by_name
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import GroupChecks, UnknownParameterError
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
     TrainingWatch,
+    averages_with_ddp,
     has_process_group,
     refuse_flat_parameters,
     refuse_late_group,
@@ -42,8 +45,10 @@ from samestep.groups.table import table
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
+from samestep.optimizer.consolidated import Consolidated, as_built, gathered, refuse_part
 from samestep.optimizer.full_values import FullValues
 from samestep.optimizer.loading import (
+    GATHERED_ON,
     PART,
     StateDict,
     check_part,
@@ -90,31 +95,16 @@ class RuleOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._steps = steps
         self._distribution = distribution
-        self._rank_group = rank_group(distribution.process_group)
-        # Without one, whoever averages elsewhere says grads="reduced".
-        self._expects_no_group = not has_process_group() and distribution.grads == "local"
-        if self._expects_no_group:
-            warn_of_missing_group()
-        self._outer_group = None
-        if distribution.outer_group is not None:
-            self._outer_group = registry.of(distribution.outer_group)
-            if self._rank_group is None:
-                raise ValueError(
-                    "process_group has one rank, so there is nothing to share inside it: leave it "
-                    "and outer_group out"
-                )
-        self._stage_group = None
-        if distribution.stage_group is not None:
-            self._stage_group = registry.of(distribution.stage_group)
         self._placed: list[Placement] = []  # with other ranks
         self._constructed = False
+        self._is_deferred = distribution.deferred  # there are no plans and no state yet
+        self._consolidated: Consolidated | None = None
+        self._is_as_built = True  # no step, nothing loaded
         self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
-        self._runner = StepRunner(self._rank_group, self._stage_group, distribution, steps)
-        self._reset_derived()
         self._in_flight = ParametersInFlight()
         self._order_of_use = list(order_of_use)
-        self._planner = self._new_planner()
+        self._find_ranks()
         model = params if isinstance(params, nn.Module) else model
         self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
@@ -127,11 +117,51 @@ class RuleOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
-        self._share(range(len(self.param_groups)))
+        if not self._is_deferred:
+            self._share(range(len(self.param_groups)))
         self._constructed = True
         self._refuse_cuda_graph()
         if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
+
+    def _find_ranks(self) -> None:
+        """Who shares the work, and what runs and plans it with them."""
+        distribution = self._distribution
+        self._rank_group = rank_group(distribution.process_group)
+        # Without one, whoever averages elsewhere says grads="reduced".
+        self._expects_no_group = not has_process_group() and distribution.grads == "local"
+        if self._expects_no_group and not self._is_deferred:
+            warn_of_missing_group()
+        self._outer_group = self._stage_group = None
+        if distribution.outer_group is not None:
+            self._outer_group = registry.of(distribution.outer_group)
+            if self._rank_group is None:
+                raise ValueError(
+                    "process_group has one rank, so there is nothing to share inside it: leave it "
+                    "and outer_group out"
+                )
+        if distribution.stage_group is not None:
+            self._stage_group = registry.of(distribution.stage_group)
+        self._runner = StepRunner(self._rank_group, self._stage_group, distribution, self._steps)
+        self._reset_derived()
+        self._planner = self._new_planner()
+
+    def _settle(self) -> None:
+        """Make the plans and the state that were put off, for the parameters of now. Collective."""
+        self._checks.swapped(self.param_groups)  # raises if shapes have changed
+        self._is_deferred = False
+        if self._distribution.grads == "local" and averages_with_ddp(self.param_groups):
+            self._distribution = replace(self._distribution, grads="reduced")
+        self._find_ranks()
+        self._plan_all()
+        self._refuse_cuda_graph()
+
+    def _plan_all(self) -> None:
+        for index, group in enumerate(self.param_groups):
+            self._plan(index, group)
+        self._share(range(len(self.param_groups)))
+        if self._rank_group is None:
+            self._local.make_missing_state(self.param_groups, self.state)
 
     def _new_planner(self) -> Planner:
         return Planner(
@@ -177,9 +207,13 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Plans and state are made anew, and state that is not zero is brought over. Collective.
         """
+        if self._is_deferred:
+            self._settle()
+            return True
         swapped = self._checks.swapped(self.param_groups)
         if swapped is None:
             return False
+        self._consolidated = None
         if self._distribution.overlap_param_gather:
             raise RuntimeError(
                 "parameters of the optimizer were replaced, and modules wait for those that it was "
@@ -198,25 +232,54 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._planner = self._new_planner()
         self.state.clear()
         self._reset_derived()
-        for index, group in enumerate(self.param_groups):
-            self._plan(index, group)
-        self._share(range(len(self.param_groups)))
-        if self._rank_group is None:
-            self._local.make_missing_state(self.param_groups, self.state)
+        self._plan_all()
         named = FullValues(self.param_groups, self.state, ()).by_name()
         for name, state in whole.items():
             self._put_whole(named[name], self.state[named[name]], state)
         return True
 
+    def adopt(self, model: nn.Module) -> None:
+        """Take the parameters of `model` in the places of those that are here, by their names.
+
+        For a model that was sharded, wrapped or rebuilt after the optimizer was built
+        (`fully_shard`, `to_empty`, `load_state_dict(assign=True)`). Shapes must agree; state and
+        plans follow, and the parameters' values are those of `model`. A wrapper that puts its
+        parameters into `param_groups` itself, as accelerate does, needs no call. Collective: every
+        rank calls it. On an error nothing has changed.
+        """
+        own = [group["params"] for group in self.param_groups]
+        problem = None
+        try:
+            wanted = params_by_name(self.param_groups, model)
+            for group, params in zip(self.param_groups, wanted, strict=True):
+                group["params"] = params
+            self._checks.swapped(self.param_groups)
+        except (RuntimeError, ValueError) as error:
+            problem = Problem(error)
+        if self._rank_group is not None and not self._is_deferred:
+            device = next((param.device for param in model.parameters()), None)
+            problem = any_problem(problem, self._rank_group, device)
+        if problem is not None:
+            for group, params in zip(self.param_groups, own, strict=True):
+                group["params"] = params
+            raise problem.error
+        if not self._is_deferred:
+            self._adopted()
+        self._watch = TrainingWatch(model)
+
     def _has_state(self) -> bool:
         """Whether any rank has state that is not as it was made. Collective."""
-        tensors = [t for state in self.state.values() for key, t in state.items() if key != MASTER]
-        here = any(bool(tensor.any()) for tensor in tensors)
+        here = self._has_state_here()
         if self._rank_group is None:
             return here
+        tensors = (tensor for state in self.state.values() for tensor in state.values())
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
         flag = torch.tensor([here], dtype=torch.int64, device=device)
         return bool(maximum("state to bring over", flag, self._rank_group).wait())
+
+    def _has_state_here(self) -> bool:
+        tensors = (t for state in self.state.values() for key, t in state.items() if key != MASTER)
+        return any(bool(tensor.any()) for tensor in tensors)
 
     def _share(self, indices: Iterable[int]) -> None:
         """Plan how ranks share the parameters of some groups, and make their state."""
@@ -255,6 +318,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         group["params"] = listed(group.get("params"), len(self.param_groups))
         refuse_repeated(group, self.param_groups)
         index = len(self.param_groups)
+        self._consolidated = None
         reduction = self._planner.own_reduction(index, group)
         super().add_param_group(group)
         wait_for_anyone(group["params"])
@@ -267,7 +331,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._plan(index, group)
             if reduction is not None:
                 self._reductions[index] = reduction
-            if self._constructed:  # those of the constructor go together
+            if self._constructed and not self._is_deferred:  # those of the constructor go together
                 self._share([index])
                 if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
@@ -278,7 +342,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             for param in group["params"]:
                 self._blocks.pop(param, None)
             raise
-        if self._rank_group is None:
+        if self._rank_group is None and not self._is_deferred:
             for param in group["params"]:
                 if mesh_of(param) is None:
                     self.state[param] = initial_state(
@@ -311,33 +375,76 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._runner.forget_plans()
 
     def state_dict(self) -> StateDict:
-        """What torch's optimizers give: all of the state, where this rank has all of it.
+        """What torch's optimizers give: all of the state, in the shapes of one process.
 
-        Where ranks share the state it is this rank's part, says so, and loads only there. Not
-        collective, so that whoever saves may call it on one rank; but where a wrapper has just
+        Where ranks share the state, all of them call `consolidate_state_dict()` first, or it
+        raises; with `state_dict_form="part"` it is this rank's part, says so, and loads only there.
+        Not collective, so that whoever saves may call it on one rank; but where a wrapper has just
         swapped parameters, all ranks take them in together.
         """
+        if self._is_deferred:
+            return super().state_dict()  # nobody has any, as with torch's before a first step
         self._adopted()
         part = self._part()
-        if part is not None and self.sharded_parameters:
+        if part is not None:
+            return self._state_dict_of_part(part)
+        whole: dict[Tensor, State] = {}
+        for shared in self.shared_parameters:
+            whole |= shared.kept_state(self.state, self.param_groups)
+        return self._state_dict_of({**self.state, **whole}) if whole else super().state_dict()
+
+    def _state_dict_of_part(self, part: dict[str, Any]) -> StateDict:
+        """That of a rank that does not have all of the state."""
+        if self._consolidated is not None:
+            to, state = self._consolidated
+            if state is not None:
+                return self._state_dict_of(state)
+            return {**self._state_dict_of({}), PART: {**part, GATHERED_ON: to}}
+        if self.sharded_parameters:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
-        if part is not None:
+        if self._distribution.state_dict_form == "part":
             return {**super().state_dict(), PART: part}
-        whole: dict[Tensor, State] = {}
-        for shared in self.shared_parameters:
-            whole |= shared.kept_state(self.state, self.param_groups)
-        if not whole:
-            return super().state_dict()
-        own = self.state
-        self.state = defaultdict(dict, {param: whole.get(param, own[param]) for param in own})
-        try:  # so that whoever has hooked into it sees what is saved
+        alike = self._ranks_are_alike()
+        if alike and self._is_as_built and not self._has_state_here():
+            return self._state_dict_of(as_built(self.param_groups, self._blocks, self._masters))
+        raise refuse_part(part, self._distribution.kept_by(), alike=alike)
+
+    def _state_dict_of(self, state: Mapping[Tensor, State]) -> StateDict:
+        """What torch makes of another state, so that whoever has hooked into it sees that."""
+        own, self.state = self.state, defaultdict(dict, state)
+        try:
             return super().state_dict()
         finally:
             self.state = own
+
+    @torch.no_grad()
+    def consolidate_state_dict(self, to: int | None = 0) -> None:
+        """Gather the whole state, where ranks share it, for the `state_dict()` of rank `to`.
+
+        Until the state changes, `state_dict()` is then whole on that rank (with None on all of
+        them), in the host's memory, and loads into every layout; on the others it is empty and says
+        so. Where every rank has all of the state, and of DTensors, it does nothing. The name and
+        meaning are those of torch's ZeroRedundancyOptimizer: Lightning calls it by itself.
+        Collective.
+        """
+        self._adopted()
+        ranks, part = self._rank_group, self._part()
+        if ranks is None or part is None:
+            return
+        if to is not None and not (type(to) is int and 0 <= to < ranks.size):
+            raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
+        if not self._ranks_are_alike():
+            raise refuse_part(part, self._distribution.kept_by(), alike=False)
+        state = gathered(self._values(), keep=to is None or to == ranks.rank)
+        self._consolidated = Consolidated(to, state)
+
+    def _state_changes(self) -> None:
+        """What was gathered is not the state any more."""
+        self._consolidated, self._is_as_built = None, False
 
     def _part(self) -> dict[str, Any] | None:
         """Which part of the whole state this rank has; None: all of it, as every other rank."""
@@ -398,12 +505,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
+        if self._is_deferred and isinstance(state_dict, Mapping) and not state_dict.get("state"):
+            load_state(self, super().load_state_dict, state_dict, {}, self._put_whole)
+            return
         self._adopted()
         check_part(state_dict, self._part(), alike=self._ranks_are_alike())
         self.wait_for_parameters()
         shapes: dict[Tensor, dict[str, Shape]] = {}
         if self._placed and isinstance(state_dict, Mapping) and PART not in state_dict:
             shapes = shapes_of_whole_state(self.param_groups, self._blocks, self._masters)
+        self._state_changes()
         load_state(self, super().load_state_dict, state_dict, shapes, self._put_whole)
         for placement in self._placed:
             placement.mend_replicas()
@@ -422,6 +533,10 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         On several ranks also who averages its gradients and who updates it. Not collective.
         """
+        if self._is_deferred:  # parameters may have been swapped
+            self._reset_derived()
+            for index, group in enumerate(self.param_groups):
+                self._plan(index, group)
         if not self._placed:
             return table(self.param_groups, self._blocks, self._reasons)
 
@@ -479,7 +594,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self._runner.grad_norm.isfinite()
 
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
+        if self._is_deferred:
+            self._settle()
         self.wait_for_parameters()
+        self._state_changes()
         alone = self._rank_group is None and not self._placed
         with self._runner.norm_begun(
             self.param_groups, alone=alone, scaled=inverse_scale is not None
@@ -605,9 +723,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         rank's own. For a moment about three times the whole state is in memory: for checks and
         small models, not for saving large ones.
         """
+        values = self._values()
         if self._rank_group is None:
             self._local.make_missing_state(self.param_groups, self.state)
-        return self._values().whole_state()
+        return values.whole_state()
 
     def full_state(self, name: str, key: str) -> Tensor:
         """One state tensor, such as "exp_avg" or "momentum_buffer"."""
@@ -616,6 +735,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_full_state(self, name: str, key: str, value: Tensor) -> None:
         """Replace one state tensor."""
+        self._state_changes()
         self._values().set_state(name, key, value)
 
     @torch.no_grad()
@@ -626,6 +746,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_full_parameter(self, name: str, value: Tensor) -> None:
         """Replace a parameter, and its master copy with it."""
+        self._state_changes()
         self._values().set_parameter(name, value)
 
     @torch.no_grad()
@@ -660,6 +781,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         unless the edit is smaller than the parameter's rounding.
         """
         self.wait_for_parameters()
+        self._state_changes()
         for placement in self._all_placements():
             placement.refresh_masters(self.state)
 
@@ -670,6 +792,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         parameter. Not collective.
         """
         self._adopted()
+        self._state_changes()
         if self._rank_group is None:
             self._local.make_missing_state(self.param_groups, self.state)
         placements = self._all_placements()
@@ -709,7 +832,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     # --- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._placed or self._stage_group is not None:
+        deferred = self._is_deferred and self._rank_group is not None
+        if self._placed or self._stage_group is not None or deferred:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
@@ -722,6 +846,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         if "_steps" in state:  # a copy; when loading, torch passes only state and groups
             self._rank_group, self._placed, self._reductions = None, [], {}
             self._constructed = True
+            self._is_deferred, self._consolidated, self._is_as_built = False, None, False
             self._outer_group = self._stage_group = None
             self._runner = StepRunner(None, None, self._distribution, self._steps)
             self._expects_no_group = not has_process_group()

@@ -61,13 +61,13 @@ class LocalParameters(Placement):
         self,
         state: Mapping[Tensor, State],
         groups: Sequence[Group],
-        only: Tensor | None = None,
+        only: Sequence[Tensor] | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
         return lambda: {
             param: {key: tensor.clone() for key, tensor in state[param].items()}
             for group in groups
             for param in plain(group)
-            if only is None or param is only
+            if only is None or any(param is one for one in only)
         }
 
 

@@ -130,9 +130,12 @@ class Placement:
         self,
         state: Mapping[Tensor, State],
         groups: Sequence[Group],
-        only: Tensor | None = None,
+        only: Sequence[Tensor] | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
-        """Start gathering all state; what it gives waits, and makes it what one process has."""
+        """Start gathering all state; what it gives waits, and makes it what one process has.
+
+        `only`: that of some parameters.
+        """
         raise NotImplementedError
 
     def held_state(

@@ -69,7 +69,8 @@ class Training:
         return self.scenario.model().to(self._device)
 
     def _new_optimizer(self) -> RuleOptimizer:
-        options = {**self.scenario.options(), **self._distribution}
+        # A rank goes on from what it has saved itself.
+        options = {"state_dict_form": "part", **self.scenario.options(), **self._distribution}
         if self._device.type == "cuda":
             options["compute_dtype"] = torch.float32  # Muon's bfloat16 is far from any reference
             if self.layout.parameters != "plain":

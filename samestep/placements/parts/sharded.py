@@ -144,10 +144,13 @@ class ShardedParameters(Placement):
         return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
 
     def gather_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group], only: Tensor | None = None
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        only: Sequence[Tensor] | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
         """All state as one process has it."""
-        wanted = [i for i, param in enumerate(self.params) if only is None or param is only]
+        wanted = range(len(self.params)) if only is None else [self._index(p) for p in only]
         return lambda: {
             self.params[i]: {
                 key: self._whole(i, tensor) for key, tensor in state[self.params[i]].items()

@@ -346,10 +346,10 @@ class ReplicatedParameters(Placement):
         self,
         state: Mapping[Tensor, State],
         groups: Sequence[Group],
-        only: Tensor | None = None,
+        only: Sequence[Tensor] | None = None,
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
-        wanted = range(len(self.params)) if only is None else [self._index(only)]
+        wanted = range(len(self.params)) if only is None else [self._index(param) for param in only]
         gather = gather_whole(self.plan, self.params, state, groups, self.places, wanted)
         mesh = self.mesh
         if mesh is None:

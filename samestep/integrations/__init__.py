@@ -1,0 +1,1 @@
+"""At home in other people's trainers: what they need beyond an ordinary torch optimizer."""

@@ -35,6 +35,8 @@ settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
 
 adopt_orphans()
+if torch.__version__.startswith("2.9."):  # it makes a folder for good when it is imported
+    import torch.distributed.nn.jit.instantiator
 TEMPORARY = own_temporary_folder()
 ROOT = Path(__file__).parent.parent
 # What tools of ours leave in the checkout on purpose.

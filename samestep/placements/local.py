@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequenc
 
 from torch import Tensor
 
+from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, views
 from samestep.placements.placement import Placement
@@ -66,9 +67,15 @@ class LocalParameters(Placement):
 class LocalGroups:
     """The groups of one process, with the state that is theirs, as the last step found them."""
 
-    def __init__(self, blocks: Mapping[Tensor, list[Block] | None], master_weights: bool) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[Tensor, list[Block] | None],
+        master_weights: bool,
+        distribution: Distribution,
+    ) -> None:
         self._blocks = blocks
         self._master_weights = master_weights
+        self._distribution = distribution
         self._known: list[KnownGroup] = []
 
     def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
@@ -77,8 +84,12 @@ class LocalGroups:
         for index, group in enumerate(groups):
             known = self._known[index : index + 1]
             if not known or not known[0].is_still(group, state):
-                self._keep_beside(plain(group), group, state)
+                self.make_state(group, state)
                 self._known[index : index + 1] = [KnownGroup(group, state, self._blocks)]
+
+    def make_state(self, group: Group, state: MutableMapping[Tensor, State]) -> None:
+        """There is state for every plain parameter of a group, where it belongs."""
+        self._keep_beside(plain(group), group, state)
 
     def make_missing_state(
         self, groups: Sequence[Group], state: MutableMapping[Tensor, State]
@@ -99,6 +110,14 @@ class LocalGroups:
             for key, tensor in own.items():
                 if tensor.device != param.device:
                     own[key] = tensor.to(param.device)
+            if param.device.type == "xla":
+                from samestep.xla.spmd import lay_out
+
+                shares, crossover = (
+                    self._distribution.sharding != "none",
+                    self._distribution.crossover,
+                )
+                lay_out(param, own, shares=shares, crossover=crossover)
 
     def placement(self) -> LocalParameters:
         """What a step is about."""
@@ -124,6 +143,7 @@ class KnownGroup:
         self._all_states = list(state.values())
         self._tensors = [tensor for entry in self._states for tensor in entry.values()]
         self._addresses = [param.data_ptr() for param in self.params]
+        self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
         of_params = zip(self.params, self._states, self.blocks, strict=True)
         self._cut = [
@@ -132,9 +152,10 @@ class KnownGroup:
         ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
-        """Whether nothing was replaced since."""
+        """Whether nothing was replaced since; tensors of XLA have no address to know it by."""
         return (
-            _are_the_same(group["params"], self._all)
+            not self._has_no_addresses
+            and _are_the_same(group["params"], self._all)
             and _are_the_same(list(state.values()), self._all_states)  # looking them up is slow
             and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
             and [param.data_ptr() for param in self.params] == self._addresses

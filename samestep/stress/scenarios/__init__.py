@@ -36,6 +36,7 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
     scenario.name: scenario
     for scenario in (
         patterns.ExpertStacks,
+        recipes.SchedulesToZero,
         hybrid.HybridGPT,
         hybrid.HybridLoRA,
         hybrid.FSDPOnHalves,

@@ -352,7 +352,7 @@ class StepRunner:
             measure = self._sizes is not None or is_bounded(rule)
             run = self._run
             if device.type == "xla":
-                from samestep.xla.spmd import run_spmd_rule as run
+                from samestep.update.spmd import run_spmd_rule as run
             arguments = math.scalars, math.options, run, math.only_if, measure
             if rule.kind == "matrix":
                 for stack in stacks(seen, self._options.batch_elements):

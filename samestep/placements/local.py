@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,14 +15,30 @@ from samestep.plan.schedule import PlacementShape
 from samestep.rules.state import MASTER, State, block_states, initial_state, needs_master
 from samestep.update.plain import Operand
 
+if TYPE_CHECKING:
+    from samestep.xla.state import Lying
+
 
 class LocalParameters(Placement):
     """The placement without other ranks: one bucket, nothing to send."""
 
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
-    def __init__(self, known: Sequence["KnownGroup"]) -> None:
+    def __init__(
+        self, known: Sequence["KnownGroup"], lying: "Mapping[Tensor, Lying] | None" = None
+    ) -> None:
         self.known = known
+        self._lying = lying or {}  # on XLA: where parameters and their state have to stay
+
+    def finish_step(self) -> None:
+        """What was written lies where it did."""
+        if not self._lying:
+            return
+        from samestep.xla.state import stay
+
+        for param in (param for group in self.known for param in group.params):
+            if param.grad is not None:
+                stay(self._lying.get(param, ()))
 
     # Lists, not generators: these take a good part of a short step's time.
 
@@ -77,6 +94,7 @@ class LocalGroups:
         self._master_weights = master_weights
         self._distribution = distribution
         self._known: list[KnownGroup] = []
+        self._lying: dict[Tensor, Lying] = {}
 
     def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
         """See whether anything was replaced, and whether all state is there."""
@@ -111,17 +129,18 @@ class LocalGroups:
                 if tensor.device != param.device:
                     own[key] = tensor.to(param.device)
             if param.device.type == "xla":
-                from samestep.xla.spmd import lay_out
+                self._lying[param] = self._laid(param, own)
 
-                shares, crossover = (
-                    self._distribution.sharding != "none",
-                    self._distribution.crossover,
-                )
-                lay_out(param, own, shares=shares, crossover=crossover)
+    def _laid(self, param: Tensor, state: State) -> "Lying":
+        from samestep.xla.state import lay_out
+
+        distribution = self._distribution
+        shares, crossover = distribution.sharding != "none", distribution.crossover
+        return lay_out(param, state, shares=shares, crossover=crossover)
 
     def placement(self) -> LocalParameters:
         """What a step is about."""
-        return LocalParameters(list(self._known))
+        return LocalParameters(list(self._known), self._lying)
 
 
 class KnownGroup:

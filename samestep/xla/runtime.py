@@ -90,10 +90,11 @@ def seen_by(tensor: Tensor) -> list[Tensor]:
 
     if not xr.is_spmd():
         return [tensor.detach().cpu()]
-    parts = [
-        (shard.indices, shard.unpadded_data)
-        for shard in xs.XLAShardedTensor(tensor.detach()).local_shards
-    ]
+    parts = []
+    for shard in xs.XLAShardedTensor(tensor.detach()).local_shards:
+        place = (...,) if shard.indices is Ellipsis else tuple(shard.indices)
+        sizes = [slice(0, s.stop - s.start) for s in place if isinstance(s, slice)]
+        parts.append((place, shard.data[tuple(sizes)]))  # without its padding
     first = torch.empty(tensor.shape, dtype=tensor.dtype)
     for place, part in reversed(parts):
         first[place] = part

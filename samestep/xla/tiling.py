@@ -109,12 +109,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def lay(tensor: Tensor, tiling: Tiling) -> None:
     """Say how a tensor lies, which moves it there if it lies otherwise."""
-    import torch_xla.distributed.spmd as xs
-
-    if _says_so(tensor, tiling):
-        return
-    xs.clear_sharding(tensor)
-    annotate(tensor, tiling)
+    if not _says_so(tensor, tiling):
+        clear(tensor)
+        annotate(tensor, tiling)
 
 
 def _says_so(tensor: Tensor, tiling: Tiling) -> bool:
@@ -124,6 +121,13 @@ def _says_so(tensor: Tensor, tiling: Tiling) -> bool:
     if math.prod(tiling.tiles) == 1:
         return bool(spec == "{replicated}")
     return parse(spec, tensor.ndim) == tiling
+
+
+def clear(tensor: Tensor) -> None:
+    """Forget what was said of a tensor."""
+    import torch_xla.distributed.spmd as xs
+
+    xs.clear_sharding(tensor)
 
 
 def annotate(tensor: Tensor, tiling: Tiling) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.optimizer.step import StepRunner
 from samestep.stress.mutants.mutant import RANDOM, mutant
 from samestep.update import plain
-from samestep.xla import spmd
+from samestep.xla import state
 
 PLACE: dict[str, Any] = {"device": "xla", "layout": "xla_data"}
 Values = Mapping[str, float | Tensor]
@@ -48,17 +48,13 @@ def host_read(clip: Callable[..., None], runner: StepRunner, operation: Any) -> 
 def state_left_whole() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Every device keeps all of the state."""
 
-    def lay_out(original: Callable[..., None], *args: Any, **options: Any) -> None:
-        original(*args, **{**options, "shares": False})
+    def lay_out(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        return original(*args, **{**options, "shares": False})
 
-    return [(spmd, "lay_out", lay_out)]
+    return [(state, "lay_out", lay_out)]
 
 
-@mutant("programs", RANDOM, **PLACE)
-def parameters_lie_anywhere() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Nobody says where parameters lie, so the partitioner moves them, and compiles for it."""
-
-    def lay_out(original: Callable[..., None], *args: Any, **options: Any) -> None:
-        return None
-
-    return [(spmd, "lay_out", lay_out)]
+@mutant("host_reads", RANDOM, **PLACE)
+def values_lie_anywhere() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Nobody says where new values lie, so the partitioner moves them, and they are moved back."""
+    return [(state, "stay", lambda _, found: None)]

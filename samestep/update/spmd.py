@@ -5,7 +5,7 @@ writes the collectives: gradients are global before the step, state stays in par
 Muon's blocks is brought together block by block, and updates go back to wherever parameters lie.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,38 +13,7 @@ from torch import Tensor
 from samestep.rules.rule import Rule
 from samestep.rules.state import State
 from samestep.update.plain import Result, Scalars, direction_squares, is_staged, run_rule
-from samestep.xla.tiling import Tiling, annotate, lay, tiling_of, whole_on_all
-
-
-def lay_out(param: Tensor, state: State, *, shares: bool, crossover: int) -> None:
-    """Settle where a parameter and its state lie, in an SPMD program; elsewhere nothing is done.
-
-    A parameter stays where it is; one that nobody has laid is whole on every device, and is said to
-    be, or the partitioner might divide it from some step on. State that has an element for each of
-    the parameter's lies as it does, and copies of a part divide it if the optimizer `shares`; the
-    state of fewer than `crossover` elements stays in copies. All other state is whole.
-    """
-    everywhere = whole_on_all()
-    if everywhere is None:
-        return
-    own = tiling_of(param) or everywhere.whole(param.ndim)
-    lay(param, own)
-    parts = own
-    if shares and param.numel() >= crossover:
-        parts = own.without_copies(param.shape)
-    for tensor in state.values():
-        lay(tensor, parts if tensor.shape == param.shape else everywhere.whole(tensor.ndim))
-
-
-def state_elements(params: Iterable[Tensor], state: Mapping[Tensor, State]) -> int:
-    """What a device has room for of some parameters' state, by how it was laid."""
-    everywhere = whole_on_all()
-    found = 0
-    for param in params:
-        for tensor in state[param].values():
-            tiling = tiling_of(tensor) or (everywhere or Tiling((), (0,))).whole(tensor.ndim)
-            found += tiling.elements(tensor.shape)
-    return found
+from samestep.xla.tiling import Tiling, annotate, tiling_of, whole_on_all
 
 
 def run_spmd_rule(

@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 from collections import Counter, defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
@@ -123,9 +124,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_runtest_setup(item):
-    """Say how tests that need a GPU are run."""
+    """Say how tests that need a GPU or XLA are run."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and is run by `make test-gpu`")
+    if item.get_closest_marker("xla") is not None and find_spec("torch_xla") is None:
+        pytest.skip("needs torch_xla, and is run by `make test-xla`")
 
 
 @pytest.hookimpl(tryfirst=True)

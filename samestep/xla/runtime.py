@@ -4,6 +4,7 @@ import os
 import platform
 import sys
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,12 +73,7 @@ def _count(metric: str) -> int:
 
 def held_by(tensor: Tensor) -> list[Tensor]:
     """What each device holds of a tensor, on the host: a part with its padding, or all of it."""
-    import torch_xla.distributed.spmd as xs
-    import torch_xla.runtime as xr
-
-    if not xr.is_spmd():
-        return [tensor.cpu()]
-    return [shard.data for shard in xs.XLAShardedTensor(tensor).local_shards]
+    return [shard.data for shard in _shards(tensor)] or [tensor.cpu()] * _devices()
 
 
 def seen_by(tensor: Tensor) -> list[Tensor]:
@@ -85,16 +81,13 @@ def seen_by(tensor: Tensor) -> list[Tensor]:
 
     Of every element its own copy, where it has one; else that of the first device that has.
     """
-    import torch_xla.distributed.spmd as xs
-    import torch_xla.runtime as xr
-
-    if not xr.is_spmd():
-        return [tensor.detach().cpu()]
     parts = []
-    for shard in xs.XLAShardedTensor(tensor.detach()).local_shards:
+    for shard in _shards(tensor):
         place = (...,) if shard.indices is Ellipsis else tuple(shard.indices)
         sizes = [slice(0, s.stop - s.start) for s in place if isinstance(s, slice)]
         parts.append((place, shard.data[tuple(sizes)]))  # without its padding
+    if not parts:
+        return [tensor.detach().cpu()] * _devices()
     first = torch.empty(tensor.shape, dtype=tensor.dtype)
     for place, part in reversed(parts):
         first[place] = part
@@ -104,3 +97,21 @@ def seen_by(tensor: Tensor) -> list[Tensor]:
         own[place] = part
         found.append(own)
     return found
+
+
+def _devices() -> int:
+    import torch_xla.runtime as xr
+
+    return int(xr.global_runtime_device_count()) if xr.is_spmd() else 1
+
+
+def _shards(tensor: Tensor) -> list[Any]:
+    """By device; none if nobody has said where the tensor lies, or there is one device."""
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    torch_xla.sync(wait=True)
+    if not xr.is_spmd() or not torch_xla._XLAC._get_xla_sharding_spec(tensor):
+        return []
+    return list(xs.XLAShardedTensor(tensor.detach()).local_shards)

@@ -24,8 +24,8 @@ from samestep.xla.tiling import Tiling, annotate, lay
 class ProgramLog:
     """What a run has asked of XLA inside its steps.
 
-    kinds: steps that may differ: which parameters are present in which groups, and which groups
-        were updated before, since counts begin with the first.
+    kinds: steps that may differ: in which layout, which parameters are present in which groups, and
+        which groups were updated before, since counts begin with the first.
     """
 
     programs: int = 0
@@ -109,7 +109,7 @@ class XlaTraining(Training):
         for names, of_group in zip(self._names(), present, strict=True):
             if of_group:
                 self._seen.add(names[0])
-        return (tuple(present), updated)
+        return (self.layout.name, tuple(present), updated)
 
     def _names(self) -> list[list[str]]:
         return [group["param_names"] for group in self.optimizer.param_groups]

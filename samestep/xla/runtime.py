@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from samestep.xla.tiling import spec_of
+
 # What its CPU client and partitioner write to the terminal at every program.
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 
@@ -112,6 +114,6 @@ def _shards(tensor: Tensor) -> list[Any]:
     import torch_xla.runtime as xr
 
     torch_xla.sync(wait=True)
-    if not xr.is_spmd() or not torch_xla._XLAC._get_xla_sharding_spec(tensor):
+    if not xr.is_spmd() or not spec_of(tensor):
         return []
     return list(xs.XLAShardedTensor(tensor.detach()).local_shards)

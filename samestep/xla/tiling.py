@@ -71,10 +71,15 @@ def whole_on_all() -> Tiling | None:
 
 
 def tiling_of(tensor: Tensor) -> Tiling | None:
-    """How a tensor was said to lie; None if nothing was said."""
-    import torch_xla
+    """How a tensor was said to lie; None if nothing was said, or that it is whole."""
+    return parse(spec_of(tensor), tensor.ndim)
 
-    return parse(torch_xla._XLAC._get_xla_sharding_spec(tensor), tensor.ndim)
+
+def spec_of(tensor: Tensor) -> str:
+    """XLA's words for where a tensor lies; "" if nobody has said it."""
+    import torch_xla.distributed.spmd as xs
+
+    return str(xs.XLAShardedTensor(tensor.detach()).sharding_spec)
 
 
 @lru_cache(maxsize=1024)
@@ -115,9 +120,7 @@ def lay(tensor: Tensor, tiling: Tiling) -> None:
 
 
 def _says_so(tensor: Tensor, tiling: Tiling) -> bool:
-    import torch_xla
-
-    spec = torch_xla._XLAC._get_xla_sharding_spec(tensor)
+    spec = spec_of(tensor)
     if math.prod(tiling.tiles) == 1:
         return bool(spec == "{replicated}")
     return parse(spec, tensor.ndim) == tiling

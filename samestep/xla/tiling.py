@@ -51,10 +51,6 @@ class Tiling(NamedTuple):
         tiles[dim] *= self.copies
         return Tiling(tuple(tiles), tuple(ids.movedim(-1, dim + 1).flatten().tolist()))
 
-    def elements(self, shape: Sequence[int]) -> int:
-        """That a device has room for of a tensor of this shape: tiles are of one size."""
-        return math.prod(math.ceil(s / n) for s, n in zip(shape, self.tiles, strict=True))
-
 
 def _padding(size: int, parts: int) -> float:
     """How much room `parts` equal parts of a dim take, of what it has."""

@@ -43,8 +43,3 @@ def test_without_copies_there_is_nothing_to_divide():
     parts = Tiling((4, 1), (0, 1, 2, 3))
     assert parts.without_copies((8, 6)) == parts
     assert Tiling((), (0, 1)).without_copies(()) == Tiling((), (0, 1))
-
-
-def test_room_of_a_device():
-    assert Tiling((4, 1), (0, 1, 2, 3)).elements((23, 9)) == 6 * 9
-    assert Tiling((1, 1), (0, 1, 2, 3)).elements((23, 9)) == 23 * 9

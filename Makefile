@@ -1,5 +1,6 @@
-# make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-browser |
-# test-integrations | clean: everything happens in .venv, but for the trainers of others.
+# make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-xla |
+# test-browser | test-integrations | clean: everything happens in .venv, what needs XLA in .venv-xla and
+# the trainers of others in .venv-integrations.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -7,8 +8,8 @@ STAMP := $(VENV)/.installed
 # Ranks and commands of the tests start faster from compiled files.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-browser \
-	test-integrations clean
+.PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-xla xla_receipts \
+	test-browser test-integrations clean
 
 venv: $(STAMP)
 
@@ -88,6 +89,41 @@ soak_%: venv
 test-gpu: venv
 	SAMESTEP_GPU=1 $(PY) -m pytest -m gpu -n 4 --dist worksteal
 
+# What needs XLA: torch 2.9 and torch_xla, on virtual devices of the CPU; and the core with that
+# torch, which is the oldest that it runs with. Programs are compiled half as long without XLA's
+# optimizations, which the receipts have.
+XLA_PYTHON ?= python3.11
+XLA_VENV := .venv-xla
+XLA_PY := $(XLA_VENV)/bin/python
+XLA_STAMP := $(XLA_VENV)/.installed
+XLA_HERE = { [ "$$(uname -sm)" = "Linux x86_64" ] || \
+	{ echo "$@: torch_xla has wheels for Linux on x86_64 alone, and this is $$(uname -sm)" >&2; exit 1; }; } && \
+	{ $(XLA_PYTHON) --version >/dev/null 2>&1 || \
+	{ echo "$@: torch_xla has wheels for CPython 3.11, and there is no $(XLA_PYTHON) (XLA_PYTHON=...)" >&2; exit 1; }; }
+CORE_TESTS := tests/test_replicated.py tests/test_flat.py tests/test_sharded.py tests/test_state_dict.py
+test-xla:
+	@$(XLA_HERE)
+	@$(MAKE) --no-print-directory $(XLA_STAMP)
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(XLA_PY) -m pytest tests/xla $(CORE_TESTS)
+
+# From torch's own index without CUDA, if it can be reached.
+$(XLA_STAMP): pyproject.toml
+	$(XLA_PYTHON) -m venv $(XLA_VENV)
+	$(XLA_PY) -m pip install --quiet --retries 0 torch==2.9.0 --index-url https://download.pytorch.org/whl/cpu || \
+		$(XLA_PY) -m pip install --quiet torch==2.9.0
+	$(XLA_PY) -m pip install --quiet torch==2.9.0 torch_xla==2.9.0 -e ".[cli]" pytest pytest-timeout pytest-xdist hypothesis
+	touch $@
+
+# 1000 steps of the classic scenarios on 1, 2, 4 and 8 devices, and the mutants.
+xla_receipts:
+	@$(XLA_HERE)
+	@$(MAKE) --no-print-directory $(XLA_STAMP)
+	for n in 1 2 4 8; do $(XLA_PY) -m samestep stress --device xla --world-size $$n --continue \
+		--scenario dist_adamw_muon,dist_adamw_muon_random --out out/xla_$$n && \
+		mkdir -p receipts/xla_$$n && cp out/xla_$$n/receipt.json receipts/xla_$$n/ || exit 1; done
+	$(XLA_PY) -m samestep stress --device xla --mutants --out out/xla_mutants
+	mkdir -p receipts/xla_mutants && cp out/xla_mutants/receipt.json receipts/xla_mutants/
+
 # The report of `samestep stress` in a real browser.
 test-browser: venv
 	@command -v chromium >/dev/null || { echo "error: there is no chromium: apt-get install chromium" >&2; exit 1; }
@@ -110,4 +146,5 @@ bench: venv
 	$(PY) -m benchmarks.cpu_step --out out/bench
 
 clean:
-	rm -rf $(VENV) $(INTEGRATIONS) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
+	rm -rf $(VENV) $(XLA_VENV) $(INTEGRATIONS) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis .coverage

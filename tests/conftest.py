@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 from collections import Counter, defaultdict
+from importlib.util import find_spec
 from pathlib import Path
 
 os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # or each process leaves a file behind
@@ -35,6 +36,8 @@ settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
 
 adopt_orphans()
+if torch.__version__.startswith("2.9."):  # it makes a folder for good when it is imported
+    import torch.distributed.nn.jit.instantiator
 TEMPORARY = own_temporary_folder()
 ROOT = Path(__file__).parent.parent
 # What tools of ours leave in the checkout on purpose.
@@ -121,9 +124,11 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_runtest_setup(item):
-    """Say how tests that need a GPU are run."""
+    """Say how tests that need a GPU or XLA are run."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("needs a GPU, and is run by `make test-gpu`")
+    if item.get_closest_marker("xla") is not None and find_spec("torch_xla") is None:
+        pytest.skip("needs torch_xla, and is run by `make test-xla`")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -21,7 +21,7 @@ from samestep import cli, presets
 from samestep.recipes import RECIPES
 from samestep.rules import AdamWRule, MuonRule
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
-from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.scenarios import SCENARIOS
 
 ROOT = Path(__file__).parent.parent
@@ -52,7 +52,8 @@ def inventory() -> dict[str, Any]:
     found["commands"] = {name: _flags(name) for name in sorted(cli.COMMANDS)}
     found["scenarios"] = sorted(SCENARIOS)
     found["layouts"] = sorted({*LAYOUTS, *LAYOUTS_ON_REQUEST})
-    found["mutants"] = sorted(MUTANTS if isinstance(MUTANTS, dict) else (m.name for m in MUTANTS))
+    found["mutants"] = sorted(MUTANTS)
+    found["mutants of XLA"] = sorted(XLA_MUTANTS)
     receipts = [path for name in RECEIPTS for path in (ROOT / name).rglob("*.json")]
     found["receipts"] = sorted(str(path.relative_to(ROOT)) for path in receipts)
     return found

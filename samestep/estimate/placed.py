@@ -16,6 +16,7 @@ from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
 from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.placement import PlanMembers
+from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.replicated import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
 from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
@@ -220,7 +221,7 @@ class CopiedParts:
 def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
     """As large as what a rank holds of a parameter."""
     part = torch.empty(shape, dtype=param.dtype, device="meta", requires_grad=True)
-    if param.grad_dtype != param.dtype:
+    if gradient_dtype(param) != param.dtype:
         part.grad_dtype = param.grad_dtype
     return part
 

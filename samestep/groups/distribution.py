@@ -144,6 +144,10 @@ class Distribution:
                 isinstance(value, torch.dtype) and value.is_floating_point
             ):
                 raise TypeError(f"{key} must be a floating torch.dtype, got {value!r}")
+        if self.grad_dtype is not None and not hasattr(torch.Tensor, "grad_dtype"):
+            raise ValueError(
+                f"grad_dtype needs a newer torch than {torch.__version__}: leave it out"
+            )
         dtype, ratio = self.reduce_dtype, self.max_state_ratio
         if self.outer_group is not None and self.process_group is None:
             raise ValueError(

@@ -210,8 +210,8 @@ def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]
             seen[key] = name
 
 
-def refuse_unsupported(index: int, group: Group, *, compiled: bool) -> None:
-    """Only real floating parameters, and the fused kernel only where it is."""
+def refuse_unsupported(index: int, group: Group, *, compiled: bool, ranks: int) -> None:
+    """Only real floating parameters, the fused kernel only where it is, on XLA one program."""
     if group.get("fused") and compiled:
         raise ValueError("fused=True and compile exclude each other: leave one of them out")
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
@@ -225,6 +225,17 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool) -> None:
             raise ValueError(
                 f"fused=True is for parameters on CPU and CUDA, and {name!r} is on "
                 f"{param.device.type}: leave it out"
+            )
+        if param.device.type == "xla" and compiled:
+            raise ValueError(
+                f"compile is not for {name!r}, which is on XLA: a step is compiled there anyway; "
+                "leave it out"
+            )
+        if param.device.type == "xla" and ranks > 1:
+            raise ValueError(
+                f"parameter {name!r} is on XLA, and there is a process group of {ranks} ranks: "
+                "devices of XLA share the work in one program without a process group "
+                "(torch_xla.runtime.use_spmd())"
             )
     if group.get("fused") and "cuda" in {param.device.type for param in group["params"]}:
         group["fused"] = False  # what it is for is done there anyway, where there are kernels

@@ -37,7 +37,6 @@ from samestep.groups.param_groups import (
     parameter_names,
     refuse_repeated,
     refuse_unsupported,
-    rule_of,
 )
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
@@ -62,7 +61,7 @@ from samestep.placements.planner import Planner
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.rules.state import MASTER, State, initial_state
+from samestep.rules.state import MASTER, State
 from samestep.tooling.warn import warn_user
 
 if TYPE_CHECKING:
@@ -327,7 +326,8 @@ class RuleOptimizer(torch.optim.Optimizer):
                 del group[key]
         try:
             refuse_flat_parameters(index, group)
-            refuse_unsupported(index, group, compiled=bool(self._steps.compile))
+            ranks = 1 if self._rank_group is None else self._rank_group.size
+            refuse_unsupported(index, group, compiled=bool(self._steps.compile), ranks=ranks)
             self._plan(index, group)
             if reduction is not None:
                 self._reductions[index] = reduction
@@ -343,11 +343,7 @@ class RuleOptimizer(torch.optim.Optimizer):
                 self._blocks.pop(param, None)
             raise
         if self._rank_group is None and not self._is_deferred:
-            for param in group["params"]:
-                if mesh_of(param) is None:
-                    self.state[param] = initial_state(
-                        rule_of(group), param, self._blocks[param], group, self._masters
-                    )
+            self._local.make_state(group, self.state)
 
     def _refuse_cuda_graph(self) -> None:
         """Raise where a step cannot be one graph."""
@@ -371,7 +367,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Forget what is derived from the groups: it is never saved or copied."""
         self._blocks: dict[Tensor, list[Block] | None] = {}
         self._checks = GroupChecks()
-        self._local = LocalGroups(self._blocks, self._masters)
+        self._local = LocalGroups(self._blocks, self._masters, self._distribution)
         self._runner.forget_plans()
 
     def state_dict(self) -> StateDict:

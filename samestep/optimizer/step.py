@@ -350,7 +350,10 @@ class StepRunner:
             if math.factor is not None or math.maximize:
                 seen = [operand._replace(grad=math.gradient(operand.grad)) for operand in members]
             measure = self._sizes is not None or is_bounded(rule)
-            arguments = math.scalars, math.options, self._run, math.only_if, measure
+            run = self._run
+            if device.type == "xla":
+                from samestep.update.spmd import run_spmd_rule as run
+            arguments = math.scalars, math.options, run, math.only_if, measure
             if rule.kind == "matrix":
                 for stack in stacks(seen, self._options.batch_elements):
                     squares = update_blocks(rule, stack, *arguments)
@@ -358,7 +361,7 @@ class StepRunner:
                     if is_bounded(rule) and squares is not None:
                         largest = rule.largest_norm(stack[0].matrix, math.options)
                         self.outliers.look_at(index, squares, largest, math.only_if)
-            elif not update_together(rule, seen, math, self._run):
+            elif not update_together(rule, seen, math, run):
                 for operand in seen:
                     self._count(index, [operand], update_elementwise(rule, operand, *arguments))
 

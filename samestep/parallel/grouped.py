@@ -5,7 +5,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import grouped_mm, linear
+from torch.nn import functional
+from torch.nn.functional import linear
+
+grouped_mm = getattr(functional, "grouped_mm", None)  # torch 2.9 has none
 
 Products = Literal["auto", "grouped", "loop"]
 ALIGNMENT = 16  # bytes; torch's kernels want rows of all operands to begin at multiples of it
@@ -42,7 +45,8 @@ def grouped_linear(
 
 def _all_at_once(rows: Tensor, stack: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
     ends = torch.as_tensor(counts, device=rows.device).cumsum(0, dtype=torch.int32)
-    made = grouped_mm(rows, stack.mT, offs=ends)
+    assert grouped_mm is not None  # `_check` has seen to it
+    made: Tensor = grouped_mm(rows, stack.mT, offs=ends)
     if made.requires_grad and not torch.compiler.is_compiling():
         # The kernel takes no expanded gradient, as that of a sum is.
         made.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
@@ -70,10 +74,17 @@ def _aligned(stack: Tensor) -> bool:
 def _pays(rows: Tensor, stack: Tensor) -> bool:
     if not rows.is_cuda or rows.dtype is not torch.bfloat16 or not _aligned(stack):
         return False
+    if grouped_mm is None:
+        return False
     return torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
 def _check(rows: Tensor, stack: Tensor) -> None:
+    if grouped_mm is None:
+        raise RuntimeError(
+            f"grouped products need a newer torch than {torch.__version__}: take "
+            "products auto or loop"
+        )
     if not _aligned(stack):
         raise ValueError(
             f"grouped products need matrices whose rows and columns are multiples of {ALIGNMENT} "

@@ -2,9 +2,11 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
@@ -21,14 +23,30 @@ from samestep.rules.state import (
 )
 from samestep.update.plain import Operand
 
+if TYPE_CHECKING:
+    from samestep.xla.state import Lying
+
 
 class LocalParameters(Placement):
     """The placement without other ranks: one bucket, nothing to send."""
 
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
-    def __init__(self, known: Sequence["KnownGroup"]) -> None:
+    def __init__(
+        self, known: Sequence["KnownGroup"], lying: "Mapping[Tensor, Lying] | None" = None
+    ) -> None:
         self.known = known
+        self._lying = lying or {}  # on XLA: where parameters and their state have to stay
+
+    def finish_step(self) -> None:
+        """What was written lies where it did."""
+        if not self._lying:
+            return
+        from samestep.xla.state import stay
+
+        for param in (param for group in self.known for param in group.params):
+            if param.grad is not None:
+                stay(self._lying.get(param, ()))
 
     # Lists, not generators: these take a good part of a short step's time.
 
@@ -74,10 +92,17 @@ class LocalParameters(Placement):
 class LocalGroups:
     """The groups of one process, with the state that is theirs, as the last step found them."""
 
-    def __init__(self, blocks: Mapping[Tensor, list[Block] | None], master_weights: bool) -> None:
+    def __init__(
+        self,
+        blocks: Mapping[Tensor, list[Block] | None],
+        master_weights: bool,
+        distribution: Distribution,
+    ) -> None:
         self._blocks = blocks
         self._master_weights = master_weights
+        self._distribution = distribution
         self._known: list[KnownGroup] = []
+        self._lying: dict[Tensor, Lying] = {}
 
     def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
         """See whether anything was replaced, and whether all state is there."""
@@ -85,8 +110,12 @@ class LocalGroups:
         for index, group in enumerate(groups):
             known = self._known[index : index + 1]
             if not known or not known[0].is_still(group, state):
-                self._keep_beside(plain(group), group, state)
+                self.make_state(group, state)
                 self._known[index : index + 1] = [KnownGroup(group, state, self._blocks)]
+
+    def make_state(self, group: Group, state: MutableMapping[Tensor, State]) -> None:
+        """There is state for every plain parameter of a group, where it belongs."""
+        self._keep_beside(plain(group), group, state)
 
     def make_missing_state(
         self, groups: Sequence[Group], state: MutableMapping[Tensor, State]
@@ -107,10 +136,19 @@ class LocalGroups:
             for key, tensor in own.items():
                 if tensor.device != param.device:
                     own[key] = tensor.to(param.device)
+            if param.device.type == "xla":
+                self._lying[param] = self._laid(param, own)
+
+    def _laid(self, param: Tensor, state: State) -> "Lying":
+        from samestep.xla.state import lay_out
+
+        distribution = self._distribution
+        shares, crossover = distribution.sharding != "none", distribution.crossover
+        return lay_out(param, state, shares=shares, crossover=crossover)
 
     def placement(self) -> LocalParameters:
         """What a step is about."""
-        return LocalParameters(list(self._known))
+        return LocalParameters(list(self._known), self._lying)
 
 
 class KnownGroup:
@@ -132,6 +170,7 @@ class KnownGroup:
         self._all_states = list(state.values())
         self._tensors = [tensor for entry in self._states for tensor in entry.values()]
         self._addresses = [param.data_ptr() for param in self.params]
+        self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
         of_params = zip(self.params, self._states, self.blocks, strict=True)
         self._cut = [
@@ -140,9 +179,10 @@ class KnownGroup:
         ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
-        """Whether nothing was replaced since."""
+        """Whether nothing was replaced since; tensors of XLA have no address to know it by."""
         return (
-            _are_the_same(group["params"], self._all)
+            not self._has_no_addresses
+            and _are_the_same(group["params"], self._all)
             and _are_the_same(list(state.values()), self._all_states)  # looking them up is slow
             and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
             and [param.data_ptr() for param in self.params] == self._addresses

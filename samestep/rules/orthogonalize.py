@@ -148,14 +148,14 @@ def kernels_run(table: Sequence[Coefficients], dtype: torch.dtype, device: torch
 def default_compute_dtype(
     blocks: Tensor, table: Sequence[Coefficients] | None = None
 ) -> torch.dtype:
-    """16 bits where the hardware is made for it, 32 on CPU; float64 blocks keep theirs.
+    """16 bits where the hardware is made for it, 32 on CPU and XLA; float64 blocks keep theirs.
 
     float16, not bfloat16: blocks are scaled, so its range suffices, and its 3 bits more are what
     the margins of Polar Express are about. A table that has no room even for those: 32 bits.
     """
     if blocks.dtype == torch.float64:
         return torch.float64
-    if blocks.device.type == "cpu" or not (table is None or has_room(table)):
+    if blocks.device.type in ("cpu", "xla") or not (table is None or has_room(table)):
         return torch.float32
     return torch.float16
 

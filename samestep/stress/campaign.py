@@ -16,6 +16,7 @@ from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
 from samestep.stress.ranks import ForkedRanks, Ranks
 from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import scenario_named
+from samestep.stress.xla_devices import XlaDevices
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
 Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
@@ -184,10 +185,11 @@ class Campaign:
             self._scenario,
             self._expected,
             dict(self.first_layout),
-            # Sums inside a layer have another order when it is cut.
-            exact=case.reduction == "ordered" and layout.parameters != "hybrid",
+            # Sums inside a layer have another order when it is cut, and XLA chooses its own.
+            exact=case.reduction == "ordered" and layout.parameters not in ("hybrid", "spmd"),
             ranks=1 if layout.one_process else case.world,
             due=case.due(self._scenario),
+            shares_state=layout.options.get("sharding") != "none",
         )
 
     def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
@@ -261,7 +263,9 @@ class MutantRunner:
         Where layouts have to disagree, the case as it is stands for the first layout.
         """
         start = time.monotonic()
-        ranks = ForkedRanks(mutant.world, HEALTHY_WATCHDOG)
+        ranks: ForkedRanks = (XlaDevices if mutant.device == "xla" else ForkedRanks)(
+            mutant.world, HEALTHY_WATCHDOG
+        )
         campaign = Campaign(ranks)
         place = mutant.scenario, mutant.layout, mutant.world
         case = Case(*place, mutant.steps, 1, mutant.reduction, self._seed)

@@ -30,13 +30,14 @@ from samestep.stress.display import (
 )
 from samestep.stress.lanes import Lanes
 from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS
-from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Progress, go_on, key
 from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
 from samestep.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
 from samestep.stress.report import render
 from samestep.stress.scenarios import SCENARIOS, scenario_named
+from samestep.stress.xla_devices import XlaDevices
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.ranks import number_of_ranks
 from samestep.tooling.request import BadRequestError
@@ -44,7 +45,7 @@ from samestep.tooling.signals import Stopped, stopped_once
 
 # --other-steps is for all other scenarios, and for other layouts of these.
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
-LONG_LAYOUTS = ("none", "zero1", "zero2")
+LONG_LAYOUTS = ("none", "zero1", "zero2", *LAYOUT_SETS["xla"])
 MUTANT_WATCHDOG = 2.0
 
 
@@ -164,6 +165,8 @@ class Session:
         found = []
         for name in names:
             usual = (SCENARIOS.get(name) or scenario_named(name)).layouts or tuple(LAYOUTS)
+            if self.device == "xla":
+                usual = LAYOUT_SETS["xla"]
             sets = {"all": usual, **LAYOUT_SETS}
             for layout in sets.get(options.layout, (options.layout,)):
                 is_long = name in LONG_SCENARIOS and layout in LONG_LAYOUTS
@@ -234,6 +237,8 @@ class Session:
 
     def _campaign(self) -> Campaign:
         ranks: Ranks = ForkedRanks(self.world, self.options.watchdog, self.device)
+        if self.device == "xla":
+            ranks = XlaDevices(self.world, self.options.watchdog)
         if self.torchrun is not None:
             ranks = TorchrunRanks(self.torchrun, self.options.watchdog, self.backend, self.device)
         return Campaign(ranks, self.make_model)
@@ -241,11 +246,12 @@ class Session:
     def _run_mutants(self) -> None:
         if self.torchrun is not None:
             raise BadRequestError("--mutants start their own ranks: run it without torchrun")
-        display = Display(self.console, len(MUTANTS), f"{len(MUTANTS)} known bugs")
+        mutants = XLA_MUTANTS if self.device == "xla" else MUTANTS
+        display = Display(self.console, len(mutants), f"{len(mutants)} known bugs")
         watchdog = min(self.options.watchdog, MUTANT_WATCHDOG)
         runner = MutantRunner(watchdog, self.options.seed)
         with display:
-            for mutant in MUTANTS.values():
+            for mutant in mutants.values():
                 display.begin(mutant.name)
                 self.mutants.append(runner.run(mutant))
                 display.done()
@@ -264,11 +270,16 @@ class Session:
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 
+    def _mode(self) -> str:
+        if self.device == "xla":
+            return "spmd"
+        return "forked" if self.torchrun is None else "torchrun"
+
     def _ran(self) -> dict[str, Any]:
         return {
             "requested_backend": self.options.backend,
             "actual_backend": self.backend,
-            "runtime_mode": "forked" if self.torchrun is None else "torchrun",
+            "runtime_mode": self._mode(),
             "fallback_reason": self.fallback_reason,
             "world_size": self.world,
             "device": self.device,

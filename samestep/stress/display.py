@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from samestep.stress.campaign import Case, CaseResult, MutantResult
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
-from samestep.stress.mutants import MUTANTS
+from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.report.numbers import (
     between_replicas,
     distances,
@@ -159,6 +159,6 @@ def known_table() -> Table:
         table.add_row("scenario", name, scenario.story)
     for name, layout in {**LAYOUTS, **LAYOUTS_ON_REQUEST}.items():
         table.add_row("layout", name, layout.story)
-    for name, mutant in MUTANTS.items():
+    for name, mutant in {**MUTANTS, **XLA_MUTANTS}.items():
         table.add_row("mutant", name, mutant.story)
     return table

@@ -13,6 +13,12 @@ Pure functions of samples. A check that fails gives a finding; the checks are
     hang        a collective did not come to its end: waited for in vain, or torn down because
                 ranks had launched different ones
     error       anything else that kept a rank from its end, or a sample from being taken
+
+and of one XLA program for all devices
+
+    programs    no more were compiled than there are kinds of steps: who is present, in which groups
+    host_reads  nothing was read from a device inside a step
+    memory      no device holds much more state than an even part
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +37,8 @@ CHECKS = (
     "replicas", "reference", "state", "layouts", "collectives", "plan", "contract", "promise",
     "hang", "error",
 )  # fmt: skip
+PROGRAM_CHECKS = ("programs", "host_reads", "memory")  # of XLA's
+PADDING = 1.3  # tiles of the harness' small, odd shapes have room to spare
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,7 @@ class Judge:
     exact: whether layouts must agree to the bit.
     ranks: how many there are; each has to say how it ended.
     due: the steps after which there has to be a sample.
+    shares_state: whether devices of one program divide the state.
     """
 
     scenario: Scenario
@@ -88,6 +97,7 @@ class Judge:
     exact: bool
     ranks: int = 1
     due: Collection[int] = ()
+    shares_state: bool = True
     verdicts: list[SampleVerdict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
 
@@ -129,9 +139,24 @@ class Judge:
                 self._find("error", 0, f"rank {rank} has not told how it ended")
         for step in sorted(set(self.due) - {verdict.step for verdict in self.verdicts}):
             self._find("error", step, f"there is no sample of all ranks after step {step}")
+        if endings and (program := next(iter(endings.values())).program):
+            self._judge_program(program, max(ending.step for ending in endings.values()))
         if len({ending.fingerprint for ending in endings.values()}) > 1:
             step = max(ending.step for ending in endings.values())
             self._find("plan", step, "the plans' fingerprints differ between ranks")
+
+    def _judge_program(self, program: Mapping[str, int], step: int) -> None:
+        compiled, kinds = program["programs"], program["kinds_of_step"]
+        if compiled > kinds:
+            message = f"{compiled} programs were compiled for {kinds} kinds of steps"
+            self._find("programs", step, message)
+        if program["host_reads"]:
+            message = f"the host read from devices {program['host_reads']} times inside steps"
+            self._find("host_reads", step, message)
+        held, even = program["state_bytes"], program["even_state_bytes"]
+        if self.shares_state and held > PADDING * even:
+            message = f"a device holds {held} bytes of state, and {even} would be an even part"
+            self._find("memory", step, message)
 
     @property
     def worst(self) -> float:

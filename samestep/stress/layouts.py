@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 # Where the parameters themselves are: whole on every rank, or DTensors.
 Parameters = Literal[
     "plain", "fsdp2", "hsdp", "tp_fsdp2", "ep_fsdp2", "copies", "hybrid", "fsdp2_alone",
-    "two_optimizers",
+    "two_optimizers", "spmd",
 ]  # fmt: skip
 
 
@@ -41,6 +41,8 @@ class Layout:
             return "two copies of a sharded model need an even number of ranks, four or more"
         if self.parameters == "fsdp2_alone" and odd:
             return "pairs of ranks with data of their own need an even number, four or more"
+        if self.parameters == "spmd":
+            return self._reason_against_program(scenario, world)
         if self.parameters == "hybrid":
             return self._reason_against_mesh(scenario, world)
         least = prod(self.mesh.values()) if self.parameters == "copies" else 1
@@ -56,6 +58,22 @@ class Layout:
         if world % size or (world == size and len(inner) == 1):
             inner, size = dict.fromkeys(inner, 1), 1
         return {"data": world // size, **inner}
+
+    def _reason_against_program(self, scenario: "type[Scenario]", world: int) -> str | None:
+        """One program is the same for all devices, and knows no ranks."""
+        if self.mesh and world % 2:
+            return "parts need an even number of devices"
+        if scenario.starts_differ:
+            return "a program has one start: replicas cannot differ before it"
+        if scenario.scales:
+            return (
+                "a GradScaler reads on the host whether a step was taken, which no step here does"
+            )
+        if scenario.loop == "closed":
+            return "ranks that compute different things would need a program each"
+        if scenario.accumulation == "synchronize":
+            return "gradients are global as they come: there are no ranks to synchronize"
+        return None
 
     def _reason_against_mesh(self, scenario: "type[Scenario]", world: int) -> str | None:
         if not scenario.has_plan:
@@ -202,9 +220,26 @@ for _turn, (_name, _story, _options, _sizes) in enumerate(_COPIES):
         Layout(_name, _story, _options, parameters="copies", mesh=_sizes, turn=_turn),
         on_request=True,
     )
+# One program for all devices of XLA, each of which stands for a rank.
+_SPMD: tuple[tuple[str, str, dict[str, Any], dict[str, int]], ...] = (
+    ("xla_data", "one XLA program: parameters on every device, state in parts", {}, {}),
+    ("xla_none", "one XLA program: everything on every device", {"sharding": "none"}, {}),
+    ("xla_fsdp", "one XLA program: parameters and state in parts", {}, {"fsdp": 1}),
+    (
+        "xla_model",
+        "one XLA program: matrices cut by rows and columns in turn over pairs of devices, in "
+        "copies along a data axis that share the state",
+        {},
+        {"model": 2},
+    ),
+)
+for _name, _story, _options, _sizes in _SPMD:
+    register(Layout(_name, _story, _options, parameters="spmd", mesh=_sizes), on_request=True)
+
 # Names for several layouts at once.
 LAYOUT_SETS: dict[str, tuple[str, ...]] = {
     "copies": ("one_process", *(name for name, *_ in _COPIES)),
+    "xla": tuple(name for name, *_ in _SPMD),
 }
 
 

@@ -23,9 +23,11 @@ from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.flags import spelled
 from samestep.tooling.ranks import nccl_devices
 from samestep.tooling.request import BadRequestError
+from samestep.xla import runtime
 
 Backend = Literal["gloo", "nccl"]
-Device = Literal["cpu", "cuda"]
+Carrier = Literal["gloo", "nccl", "xla"]  # what carries the data in the end
+Device = Literal["cpu", "cuda", "xla"]
 MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 
 
@@ -58,8 +60,8 @@ class Options:
         None
     )
     """What carries the data; nccl needs torchrun and a CUDA device for every rank."""
-    device: Annotated[Device | None, _unset("{cpu,cuda}", "cuda with nccl")] = None
-    """Where ranks compute. Over gloo several may share a GPU."""
+    device: Annotated[Device | None, _unset("{cpu,cuda,xla}", "cuda with nccl")] = None
+    """Where ranks compute. Over gloo several may share a GPU. xla: one program, a device a rank."""
     steps: int = 1000
     """Optimizer steps of every case."""
     other_steps: Annotated[int | None, _unset("INT", "as --steps")] = None
@@ -107,13 +109,40 @@ class Options:
             )
         if self.mutants and self.goes_on:
             raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
+        self._check_xla()
         if self.mutants and (
             self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
         ):
             raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
 
-    def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Backend, str | None]:
+    def _check_xla(self) -> None:
+        """One program knows other layouts than ranks do."""
+        on_xla = self.device == "xla"
+        of_xla = self.layout == "xla" or self.layout in LAYOUT_SETS["xla"]
+        if of_xla and not on_xla:
+            raise BadRequestError(f"--layout {self.layout} needs --device xla")
+        if not on_xla:
+            return
+        if not of_xla and self.layout != "all":
+            known = ", ".join(LAYOUT_SETS["xla"])
+            raise BadRequestError(
+                f"--layout {self.layout} is for ranks, and --device xla has one program for all "
+                f"devices; there is: all, {known}"
+            )
+        if self.backend is not None:
+            raise BadRequestError("--device xla sends by itself: leave out --backend")
+        if self.lanes > 1:
+            raise BadRequestError("--device xla has a process for every case: leave out --lanes")
+        reason = runtime.missing()
+        if reason is not None:
+            raise BadRequestError(f"--device xla cannot run: {reason}")
+
+    def chosen_backend(self, torchrun: TorchrunRank | None) -> tuple[Carrier, str | None]:
         """What carries the data, and why it is not nccl if nobody asked for gloo."""
+        if self.device == "xla":
+            if torchrun is not None:
+                raise BadRequestError("--device xla has one process: run it without torchrun")
+            return "xla", None
         devices = nccl_devices()
         if torchrun is None:
             reason = "ranks are forked; nccl needs torchrun"
@@ -125,7 +154,7 @@ class Options:
             raise BadRequestError(f"--backend nccl cannot run: {reason}")
         return "gloo", None if self.backend == "gloo" else reason
 
-    def chosen_device(self, backend: Backend) -> Device:
+    def chosen_device(self, backend: Carrier) -> Device:
         device = self.device or ("cuda" if backend == "nccl" else "cpu")
         if device == "cpu" and backend == "nccl":
             raise BadRequestError("--device cpu needs --backend gloo: nccl is for CUDA")
@@ -138,7 +167,8 @@ class Options:
         if self.scenario != "all":
             return tuple(dict.fromkeys(self.scenario.split(",")))
         any_model = self.model == "tiny"
-        return tuple(name for name in SCENARIOS if any_model or SCENARIOS[name].takes_any_model)
+        known = [*SCENARIOS, *(("schedules_to_zero",) if self.device == "xla" else ())]
+        return tuple(n for n in known if any_model or scenario_named(n).takes_any_model)
 
     def make_model(self) -> MakeModel | None:
         """The factory of the model, None for the scenarios' own."""

@@ -20,7 +20,7 @@ from samestep.mesh.build import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
 from samestep.placements.whole.piece_state import PiecesDisagreeError
-from samestep.stress.layouts import LAYOUTS, Layout
+from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, Layout, layout_named
 from samestep.stress.scenario import Scenario
 from samestep.stress.sharded_training import new_training
 from samestep.stress.training import Training, without_onednn
@@ -62,6 +62,7 @@ class Ending:
     totals: dict[str, Any] = field(default_factory=dict)  # per kind of collective
     fingerprint: str = ""
     schedule: tuple[str, ...] = ()
+    program: dict[str, int] = field(default_factory=dict)  # what was counted of XLA's
 
 
 Message = Sample | Ending
@@ -120,6 +121,7 @@ class Relay:
         samestep.save(path, training.model, training.optimizer)
         new = self._new(self.layout if place == "here" else self._another_layout())
         _load(path, new)
+        new.take_over(training)
         recorder.start()
         return new
 
@@ -140,7 +142,8 @@ class Relay:
         """
         world = self.scenario.world
         kind = type(self.scenario)
-        known = {**LAYOUTS, self.layout.name: self.layout}.values()
+        family = LAYOUT_SETS["xla"] if self.layout.parameters == "spmd" else LAYOUTS
+        known = [layout_named(name) for name in {**dict.fromkeys(family), self.layout.name: None}]
         fitting = (each for each in known if not each.reason_against(kind, world))
         layouts = [layout for layout in fitting if not layout.one_process]
         here = layouts.index(self.layout)
@@ -209,6 +212,7 @@ def run_rank(
             {kind: asdict(total) for kind, total in recorder.totals.items()},
             "" if training is None else training.fingerprint(),
             () if training is None else training.optimizer.schedule_lines(),
+            {} if training is None or error is not None else training.program(),
         )
     send(ending)
     if error is not None:

@@ -150,6 +150,7 @@ class ForkedRanks:
     def __init__(self, world: int, watchdog: float, device: str = "cpu") -> None:
         self.world = world
         self.watchdog = watchdog
+        self.least_limit = 120.0  # seconds that a case has
         self._on_gpu = device == "cuda"
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
@@ -167,6 +168,18 @@ class ForkedRanks:
         found: Result = run_forked(1, lambda _: compute(torch.device("cuda", 0)), timeout=600.0)[0]
         return found
 
+    def _processes(self, world: int) -> int:
+        """How many are forked for so many ranks."""
+        return world
+
+    def _take_part(self, rank: int, works: Sequence[Work], mailbox: Mailbox) -> None:
+        """Be a rank in all cases, one after the other."""
+        device = shared_gpu(rank) if self._on_gpu else None
+        for place, work in enumerate(works):
+            mailbox.notes[rank].write("")
+            send = mailbox.sender(rank, place)
+            run_rank(work, rank, send, device, mailbox.notes[rank].write)
+
     def _run_batch(
         self, works: Sequence[Work], world: int, on_sample: OnSample, on_end: OnEnd
     ) -> int:
@@ -175,22 +188,19 @@ class ForkedRanks:
         with Mailbox(world, on_sample, on_end) as mailbox:
 
             def fn(rank: int) -> None:
-                device = shared_gpu(rank) if self._on_gpu else None
-                for place, work in enumerate(works):
-                    mailbox.notes[rank].write("")
-                    send = mailbox.sender(rank, place)
-                    run_rank(work, rank, send, device, mailbox.notes[rank].write)
+                self._take_part(rank, works, mailbox)
 
             def limit() -> float:
                 if mailbox.problem is not None:
                     return 0.0  # nobody would hear of what they find
                 steps = works[min(mailbox.ended, len(works) - 1)].steps
                 since = mailbox.since - start
-                return since + max(120.0, steps * world * 0.2) + 10 * self.watchdog
+                return since + max(self.least_limit, steps * world * 0.2) + 10 * self.watchdog
 
             reports: dict[int, str] = {}
             try:
-                run_forked(world, fn, timeout=limit, collective_timeout=self.watchdog)
+                limits: dict[str, Any] = {"timeout": limit, "collective_timeout": self.watchdog}
+                run_forked(self._processes(world), fn, **limits)
             except RanksFailed as failed:
                 reports = failed.reports
         if mailbox.ended == len(works):

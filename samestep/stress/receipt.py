@@ -11,7 +11,9 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
+from importlib.metadata import version
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,10 @@ PACKAGE = Path(samestep.__file__).parent
 SUFFIXES = (".py", ".json")
 KIND = "samestep stress"
 FORMAT = 1
-ENVIRONMENT = ("CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "SAMESTEP_", "TORCH_")
+ENVIRONMENT = (
+    "CUDA_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PJRT_", "PYTORCH_", "SAMESTEP_",
+    "TORCH_", "XLA_",
+)  # fmt: skip
 
 
 def receipt(
@@ -73,6 +78,7 @@ def machine() -> dict[str, Any]:
             "samestep": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
+            **({"torch_xla": version("torch_xla")} if find_spec("torch_xla") else {}),
         },
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
@@ -112,6 +118,7 @@ def case_entry(result: CaseResult) -> dict[str, Any]:
         "seconds": result.seconds,
         "positions": {str(r): op for r, op in result.positions.items()} if failed else {},
         "flights": {str(r): e.flights for r, e in result.endings.items()} if failed else {},
+        **({"program": first.program} if first.program else {}),
     }
 
 

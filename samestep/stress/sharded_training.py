@@ -12,6 +12,7 @@ copies              DTensors whose copies the optimizer averages: see `copies_tr
 fsdp2_alone         begins with a mistake, which has to be refused on every rank; then it goes on as
                     one does it right, and has to end like all others. If nobody refuses the
                     mistake, it goes on with it, and a check has to find what comes of it
+spmd                one XLA program for all devices: see `xla_training`
 two_optimizers      begins with two optimizers on a copy of the model, which both want to reduce
                     inside of one backward; then one has all parameters
 """
@@ -46,6 +47,7 @@ from samestep.stress.scenario import Scenario
 from samestep.stress.scenarios.hybrid import ConditionalGPT, HybridGPT
 from samestep.stress.training import Training, backward
 from samestep.stress.twin_training import DTensorTraining, GroupLogs, TwinTraining, device_mesh
+from samestep.stress.xla_training import XlaTraining
 
 
 class FSDPTraining(DTensorTraining):
@@ -259,6 +261,7 @@ TRAININGS: dict[str, type[Training]] = {
     "copies": CopiesTraining,
     "fsdp2_alone": FSDPAlone,
     "two_optimizers": TwoOptimizers,
+    "spmd": XlaTraining,
 }
 
 

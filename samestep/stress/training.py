@@ -104,6 +104,13 @@ class Training:
         """All of the optimizer's state by name, whole. Collective."""
         return self.optimizer.whole_state()
 
+    def program(self) -> dict[str, int]:
+        """What was counted of XLA's program, if there is one."""
+        return {}
+
+    def take_over(self, other: "Training") -> None:
+        """Go on with what was counted of a run whose checkpoint was loaded."""
+
     def log(self, recorder: FlightRecorder) -> tuple[int, str]:
         """How many collectives there were, and a digest that all ranks must share. Collective."""
         return recorder.count, recorder.digest

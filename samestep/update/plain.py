@@ -320,6 +320,8 @@ class StepScalars:
         tensors = self._tensors.setdefault((group, device), {})
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return tensors  # filled before: a graph would fill in the same values for good
+        if device.type == "xla":
+            return _as_one_vector(values, device)
         for key, value in values.items():
             if key not in tensors:
                 tensors[key] = torch.zeros((), dtype=dtype, device=device)
@@ -331,3 +333,16 @@ class StepScalars:
                 tensor.fill_(value)
                 self._values[id(tensor)] = value
         return tensors
+
+
+def _as_one_vector(values: Mapping[str, float | Tensor], device: torch.device) -> Scalars:
+    """The same for XLA: one input of the program, anew in every step.
+
+    A single 0 or 1 would be a constant of the program, so that a schedule that ends in 0 compiles
+    again; a vector never is one. What is a tensor on the device stays there.
+    """
+    there = {k: v for k, v in values.items() if isinstance(v, Tensor) and v.device == device}
+    here = {key: float(value) for key, value in values.items() if key not in there}
+    vector = torch.tensor(list(here.values()), dtype=torch.float64).to(device)
+    scalars = {key: value.detach().reshape(()).double() for key, value in there.items()}
+    return {**scalars, **dict(zip(here, vector.unbind(), strict=True))}

@@ -226,3 +226,30 @@ def test_when_samples_are_due():
     assert sampled_steps(10, 4) == [4, 8, 10]
     assert sampled_steps(8, 4) == [4, 8]
     assert sampled_steps(3, 100) == [3]
+
+
+PROGRAM = {
+    "programs": 5,
+    "kinds_of_step": 5,
+    "host_reads": 0,
+    "state_bytes": 1300,
+    "even_state_bytes": 1000,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "check"),
+    [("programs", 6, "programs"), ("host_reads", 1, "host_reads"), ("state_bytes", 1301, "memory")],
+)
+def test_a_program_of_xla(key, value, check):
+    """As much as allowed passes, and one more fails."""
+    clean, judged = judge(), judge()
+    clean.end({0: Ending(5, program=PROGRAM)})
+    judged.end({0: Ending(5, program={**PROGRAM, key: value})})
+    assert (checks(clean), checks(judged)) == ([], [check])
+
+
+def test_state_that_is_not_shared_may_be_whole():
+    judged = replace(judge(), shares_state=False)
+    judged.end({0: Ending(5, program={**PROGRAM, "state_bytes": 4000})})
+    assert checks(judged) == []

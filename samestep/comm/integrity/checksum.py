@@ -35,6 +35,8 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
+    if tensors[0].device.type == "xla":  # whose bits are nowhere to be seen there
+        tensors = [tensor.cpu() for tensor in tensors]
     device = tensors[0].device
     data = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     small = [index for index, own in enumerate(data) if own.numel() <= 8 * BLOCK]

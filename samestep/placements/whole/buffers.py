@@ -173,8 +173,8 @@ class FlatGradients(PackedGradients):
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """What `.grad` has; by default the parameter's."""
-    return param.grad_dtype or param.dtype
+    """What `.grad` has; by default the parameter's, and in torch 2.9 always."""
+    return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def _lies_in(tensor: Tensor, buffer: Tensor) -> bool:

@@ -1,6 +1,15 @@
 """Every known bug that the harness has to catch, by name."""
 
-from samestep.stress.mutants import communication, copies, hybrid, mathematics
-from samestep.stress.mutants.mutant import MUTANTS, Mutant
+from samestep.stress.mutants import communication, copies, hybrid, mathematics, xla
+from samestep.stress.mutants.mutant import MUTANTS, XLA_MUTANTS, Mutant
 
-__all__ = ["MUTANTS", "Mutant", "communication", "copies", "hybrid", "mathematics"]
+__all__ = [
+    "MUTANTS",
+    "XLA_MUTANTS",
+    "Mutant",
+    "communication",
+    "copies",
+    "hybrid",
+    "mathematics",
+    "xla",
+]

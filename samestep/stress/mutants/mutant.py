@@ -29,9 +29,11 @@ class Mutant:
     world: int = 2
     steps: int = 16
     reduction: str = "ordered"
+    device: str = "cpu"
 
 
 MUTANTS: dict[str, Mutant] = {}
+XLA_MUTANTS: dict[str, Mutant] = {}  # run with --device xla
 
 
 def mutant(
@@ -53,7 +55,8 @@ def mutant(
                 yield
 
         name, story = bug.__name__, " ".join((inspect.getdoc(bug) or "").split())
-        MUTANTS[name] = Mutant(name, story, expected, applied, scenario, **place)
+        made = Mutant(name, story, expected, applied, scenario, **place)
+        (XLA_MUTANTS if made.device == "xla" else MUTANTS)[name] = made
         return bug
 
     return register

@@ -37,6 +37,7 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
     for scenario in (
         patterns.ExpertStacks,
         recipes.FusedInGroups,
+        recipes.SchedulesToZero,
         hybrid.HybridGPT,
         hybrid.HybridConditional,
         hybrid.HybridLoRA,

@@ -128,6 +128,22 @@ class Schedules(FourPatternsRandom):
         return SetOptions("muon", muon), SetOptions("adamw", adamw)
 
 
+class SchedulesToZero(FourPatternsRandom):
+    """Numbers that a compiler may take for constants."""
+
+    name = "schedules_to_zero"
+    story = "rates, momentum and decay pass through exactly 0 and 1, each in its own turn"
+
+    def events(self, step: int) -> Sequence[Event]:
+        """All are powers of two but for momentum; warm-up begins and cool-down ends with 0."""
+        rate = (0.0, 2**-8, 2**-7, 2**-7, 2**-8)[step % 5]
+        decay = (0.0, 2**-3, 1.0)[step % 3]
+        momentum = (0.0, 0.9, 0.95, 0.9, 0.5, 0.95, 0.9)[step % 7]
+        muon = {"lr": rate, "momentum": momentum, "weight_decay": decay}
+        adamw = {"lr": rate, "betas": (momentum, 0.95), "weight_decay": 1.0 - decay}
+        return SetOptions("muon", muon), SetOptions("adamw", adamw)
+
+
 class NorMuon(FourPatternsRandom):
     """What looks at whole rows, whole norms and signs."""
 

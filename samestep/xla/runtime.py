@@ -1,0 +1,119 @@
+"""The XLA runtime: whether it is here, its devices, what was compiled and read, who holds what."""
+
+import os
+import platform
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.xla.tiling import spec_of
+
+# What its CPU client and partitioner write to the terminal at every program.
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def missing() -> str | None:
+    """Why there is no XLA here; None: there is."""
+    if find_spec("torch_xla") is not None:
+        return None
+    return (
+        "torch_xla is not installed; it has wheels for CPython 3.11 on x86 with torch 2.9; this "
+        f"is {sys.implementation.name} {platform.python_version()} on {platform.machine()} with "
+        f"torch {torch.__version__} (docs/xla.md)"
+    )
+
+
+def start(devices: int) -> torch.device:
+    """Begin to use so many devices in this process, which has not used XLA before.
+
+    Where PJRT_DEVICE is not set these are virtual ones of the CPU. From two on there is one program
+    for all of them (SPMD), to which tensors are whole.
+    """
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+    if os.environ["PJRT_DEVICE"] == "CPU":
+        os.environ["CPU_NUM_DEVICES"] = str(devices)
+    for key, value in QUIET.items():
+        os.environ.setdefault(key, value)
+    import torch_xla
+    import torch_xla.runtime as xr
+
+    if devices > 1:
+        xr.use_spmd()
+    found = xr.global_runtime_device_count()
+    if found != devices:
+        raise RuntimeError(f"{devices} XLA devices were asked for, and the runtime has {found}")
+    device: torch.device = torch_xla.device()
+    return device
+
+
+def sync() -> None:
+    """Run all that was asked for so far, as one program."""
+    import torch_xla
+
+    torch_xla.sync()
+
+
+def programs() -> int:
+    """How many programs this process has compiled."""
+    return _count("CompileTime")
+
+
+def host_reads() -> int:
+    """How many times the host has read something from a device, waiting for it."""
+    return _count("TransferFromDeviceTime")
+
+
+def _count(metric: str) -> int:
+    import torch_xla.debug.metrics as metrics
+
+    found = metrics.metric_data(metric)
+    return 0 if found is None else int(found[0])
+
+
+def held_by(tensor: Tensor) -> list[Tensor]:
+    """What each device holds of a tensor, on the host: a part with its padding, or all of it."""
+    return [shard.data for shard in _shards(tensor)] or [tensor.cpu()] * _devices()
+
+
+def seen_by(tensor: Tensor) -> list[Tensor]:
+    """The whole tensor as each device would put it together, on the host.
+
+    Of every element its own copy, where it has one; else that of the first device that has.
+    """
+    parts = []
+    for shard in _shards(tensor):
+        place = (...,) if shard.indices is Ellipsis else tuple(shard.indices)
+        sizes = [slice(0, s.stop - s.start) for s in place if isinstance(s, slice)]
+        parts.append((place, shard.data[tuple(sizes)]))  # without its padding
+    if not parts:
+        return [tensor.detach().cpu()] * _devices()
+    first = torch.empty(tensor.shape, dtype=tensor.dtype)
+    for place, part in reversed(parts):
+        first[place] = part
+    found = []
+    for place, part in parts:
+        own = first.clone()
+        own[place] = part
+        found.append(own)
+    return found
+
+
+def _devices() -> int:
+    import torch_xla.runtime as xr
+
+    return int(xr.global_runtime_device_count()) if xr.is_spmd() else 1
+
+
+def _shards(tensor: Tensor) -> list[Any]:
+    """By device; none if nobody has said where the tensor lies, or there is one device."""
+    import torch_xla
+    import torch_xla.distributed.spmd as xs
+    import torch_xla.runtime as xr
+
+    torch_xla.sync(wait=True)
+    if not xr.is_spmd() or not spec_of(tensor):
+        return []
+    return list(xs.XLAShardedTensor(tensor.detach()).local_shards)

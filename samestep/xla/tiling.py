@@ -1,0 +1,146 @@
+"""How a tensor lies over the devices of one XLA program: tiles of each dim, and copies of tiles.
+
+With SPMD a process has one program for all devices, and tensors are whole to it. Which device holds
+which part is an annotation on the tensor, `xs.mark_sharding`, that the partitioner obeys.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Tiling(NamedTuple):
+    """Parts and copies of a tensor.
+
+    tiles: into how many parts each dim is cut; the last ones of a dim may be short, or empty.
+    devices: their ids, tile after tile (the last dim's fastest), the copies of a tile together.
+    """
+
+    tiles: tuple[int, ...]
+    devices: tuple[int, ...]
+
+    @property
+    def copies(self) -> int:
+        """On how many devices each tile is."""
+        return len(self.devices) // math.prod(self.tiles)
+
+    def of_first_dim(self, dims: int) -> "Tiling":
+        """The same devices, each with a part of the first dim of a tensor of `dims` dims."""
+        return Tiling((len(self.devices), *(1,) * (dims - 1)), tuple(sorted(self.devices)))
+
+    def whole(self, dims: int) -> "Tiling":
+        """The same devices, each with all of a tensor of `dims` dims."""
+        return Tiling((1,) * dims, tuple(sorted(self.devices)))
+
+    def without_copies(self, shape: Sequence[int]) -> "Tiling":
+        """The copies of a tile divide it, along the dim that is padded least; it may have none.
+
+        With two tiles of rows in two copies each (0 and 1, 2 and 3), device 0 has the first
+        quarter, 1 the second, 2 the third and 3 the last.
+        """
+        if self.copies == 1 or not shape:
+            return self
+        dim = min(range(len(shape)), key=lambda d: _padding(shape[d], self.tiles[d] * self.copies))
+        ids = torch.tensor(self.devices).reshape(*self.tiles, self.copies)
+        tiles = [*self.tiles]
+        tiles[dim] *= self.copies
+        return Tiling(tuple(tiles), tuple(ids.movedim(-1, dim + 1).flatten().tolist()))
+
+
+def _padding(size: int, parts: int) -> float:
+    """How much room `parts` equal parts of a dim take, of what it has."""
+    return math.ceil(size / parts) * parts / max(size, 1)
+
+
+def whole_on_all() -> Tiling | None:
+    """A scalar on all devices of an SPMD program; None: there is no such program."""
+    import torch_xla.runtime as xr
+
+    if not xr.is_spmd():
+        return None
+    return Tiling((), tuple(range(xr.global_runtime_device_count())))
+
+
+def tiling_of(tensor: Tensor) -> Tiling | None:
+    """How a tensor was said to lie; None if nothing was said, or that it is whole."""
+    return parse(spec_of(tensor), tensor.ndim)
+
+
+def spec_of(tensor: Tensor) -> str:
+    """XLA's words for where a tensor lies; "" if nobody has said it."""
+    import torch_xla.distributed.spmd as xs
+
+    return str(xs.XLAShardedTensor(tensor.detach()).sharding_spec)
+
+
+@lru_cache(maxsize=1024)
+def parse(spec: str, dims: int) -> Tiling | None:
+    """XLA's words for a sharding: {devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}.
+
+    Devices are listed, or told as an order of axes: <=[2,2]T(1,0).
+    """
+    if spec in ("", "{replicated}", "{unknown}"):
+        return None
+    found = re.fullmatch(
+        r"\{devices=\[([\d,]+)\](?:([\d,]+)|<=\[([\d,]+)\](?:T\(([\d,]+)\))?)"
+        r"( last_tile_dim_replicate)?\}",
+        spec,
+    )
+    if found is None:
+        raise NotImplementedError(f"a tensor has a sharding that is not known here: {spec}")
+    tiles, listed, order, axes, has_copies = found.groups()
+    if listed is not None:
+        devices = _numbers(listed)
+    else:
+        ids = torch.arange(math.prod(_numbers(order))).reshape(_numbers(order))
+        ids = ids if axes is None else ids.permute(_numbers(axes))
+        devices = tuple(ids.flatten().tolist())
+    shape = _numbers(tiles)
+    return Tiling(shape[:dims] if has_copies else shape, devices)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def lay(tensor: Tensor, tiling: Tiling) -> None:
+    """Say how a tensor lies, which moves it there if it lies otherwise."""
+    if not _says_so(tensor, tiling):
+        clear(tensor)
+        annotate(tensor, tiling)
+
+
+def _says_so(tensor: Tensor, tiling: Tiling) -> bool:
+    spec = spec_of(tensor)
+    if math.prod(tiling.tiles) == 1:
+        return bool(spec == "{replicated}")
+    return parse(spec, tensor.ndim) == tiling
+
+
+def clear(tensor: Tensor) -> None:
+    """Forget what was said of a tensor."""
+    import torch_xla.distributed.spmd as xs
+
+    xs.clear_sharding(tensor)
+
+
+def annotate(tensor: Tensor, tiling: Tiling) -> Tensor:
+    """A value inside a step, laid so; the partitioner moves it there."""
+    import torch_xla.distributed.spmd as xs
+
+    mesh = _mesh(tiling.tiles, tiling.devices, tiling.copies)
+    cut = tuple(dim if parts > 1 else None for dim, parts in enumerate(tiling.tiles))
+    xs.mark_sharding(tensor, mesh, cut)
+    return tensor
+
+
+@lru_cache(maxsize=1024)
+def _mesh(tiles: tuple[int, ...], devices: tuple[int, ...], copies: int) -> Any:
+    import torch_xla.distributed.spmd as xs
+
+    return xs.Mesh(list(devices), (*tiles, copies))

@@ -4,11 +4,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.floors import ADAMW_BYTES, MUON_BYTES
-from samestep.estimate.grid import per_peer
+from samestep.estimate.grid import Grid, per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.layout.owners import busiest_lower_bound
@@ -42,7 +43,9 @@ def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
     return Work(*map(per_peer, columns))
 
 
-def _cost(shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware) -> Cost:
+def piece_cost(
+    shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware
+) -> Cost:
     """Of a block of that shape, or of a slice; the parameter has so many bytes per element."""
     narrower = 2 * (4 - width)  # than fp32, read and written
     if shape is None:
@@ -74,24 +77,13 @@ def balance(placement: Placed) -> OwnerBalance | None:
     """None if no matrix rule runs there."""
     peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
     ranks = peers.size
-    flops = [0.0] * ranks
     blocks = [
         orthogonalize_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()
     ]
     if not blocks:
         return None
     count = len(blocks)
-    if isinstance(placement, Sharing):
-        for bucket in placement.plan.buckets:
-            has_blocks = any(placement.specs[param].blocks for param in bucket.params)
-            for rank, segment in bucket.filled if has_blocks else ():
-                own = [piece.block for piece in segment.pieces if piece.block is not None]
-                cost = sum(orthogonalize_flops(*block.shape) for block in own)
-                for each in range(ranks) if bucket.replicated else (rank,):
-                    flops[each] += cost
-    else:
-        several = placement.by_place if isinstance(placement, CopiedParts) else (placement,)
-        flops = [each for spreading in several for each in _owned_flops(spreading)]
+    flops = _owned_flops(placement).flatten().tolist()
     blocks = blocks * int(sum(flops) // sum(blocks))  # as often as all are computed
     mean = sum(flops) / ranks
     busiest = max(flops), busiest_lower_bound(blocks, ranks)
@@ -99,11 +91,31 @@ def balance(placement: Placed) -> OwnerBalance | None:
     return OwnerBalance(peers.name, ranks, count, sum(flops), *ratios)
 
 
-def _owned_flops(spreading: Spreading) -> list[float]:
-    flops = [0.0] * spreading.peers.size
-    for route in chain.from_iterable(spreading.plan.chunks):
-        flops[route.owner] += orthogonalize_flops(*route.block.shape)
-    return flops
+def owner_flops(placement: Placed, grid: Grid) -> Tensor:
+    """FLOPs of the orthogonalizations of every rank: the shape of the grid."""
+    flops = _owned_flops(placement)
+    if isinstance(placement, CopiedParts):
+        return grid.spread_both(flops, placement.peers, placement.mesh)
+    return grid.spread(flops, placement.peers)
+
+
+def _owned_flops(placement: Placed) -> Tensor:
+    """By peer, or (peers, ranks of their mesh)."""
+    if isinstance(placement, CopiedParts):
+        return torch.stack([_owned_flops(each) for each in placement.by_place])
+    flops = [0.0] * placement.peers.size
+    if isinstance(placement, Spreading):
+        for route in chain.from_iterable(placement.plan.chunks):
+            flops[route.owner] += orthogonalize_flops(*route.block.shape)
+        return per_peer(flops)
+    for bucket in placement.plan.buckets:
+        has_blocks = any(placement.specs[param].blocks for param in bucket.params)
+        for rank, segment in bucket.filled if has_blocks else ():
+            own = [piece.block for piece in segment.pieces if piece.block is not None]
+            cost = sum(orthogonalize_flops(*block.shape) for block in own)
+            for each in range(placement.peers.size) if bucket.replicated else (rank,):
+                flops[each] += cost
+    return per_peer(flops)
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
@@ -111,7 +123,7 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
     bucket = sharing.plan.buckets[number]
     width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
     costs = (
-        (place, _cost(piece.block and piece.block.shape, piece.size, width, hardware))
+        (place, piece_cost(piece.block and piece.block.shape, piece.size, width, hardware))
         for place, segment in bucket.filled
         for piece in segment.pieces
         if piece.block is None or not sharing.has_parts
@@ -128,9 +140,9 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
     for param in (param for group in blueprint.groups for param in group["params"]):
         blocks, width = blueprint.optimizer._blocks[param], param.dtype.itemsize
         if blocks is None:
-            costs.append(_cost(None, param.numel(), width, hardware))
+            costs.append(piece_cost(None, param.numel(), width, hardware))
         for block in blocks or ():
-            costs.append(_cost(block.shape, block.rows * block.cols, width, hardware))
+            costs.append(piece_cost(block.shape, block.rows * block.cols, width, hardware))
         if blueprint.clips:
             costs.append((0.0, 0.0, param.numel() * 4, 0))
     return _work(1, ((0, cost) for cost in costs))
@@ -139,7 +151,7 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
 def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
     costs = (
-        (place, _cost(None, box.numel, param.dtype.itemsize, hardware))
+        (place, piece_cost(None, box.numel, param.dtype.itemsize, hardware))
         for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True)
         for place, box in enumerate(held.boxes if spec.blocks is None else ())
     )

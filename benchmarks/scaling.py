@@ -42,17 +42,18 @@ COLUMNS = "| plan | ranks | step | exposed | iteration | exposed | sent | busies
 
 
 class Case(NamedTuple):
-    """A model, and the axes beside data."""
+    """A model, and the axes beside data; `every`: how many doublings from point to point."""
 
     model: str
     degrees: Degrees
+    every: int = 1
 
 
 CASES = {
     "nanochat-d20": Case("nanochat-d20", Degrees(8)),
     "llama-7b": Case("llama-7b", Degrees(8)),
     "llama-70b": Case("llama-70b", Degrees(8)),
-    "deepseek-v3": Case("deepseek-v3", Degrees(64, ep=64)),
+    "deepseek-v3": Case("deepseek-v3", Degrees(64, ep=64), every=2),
 }
 
 
@@ -145,7 +146,8 @@ def main(options: Options) -> None:
     for name in options.models:
         case, curves = CASES[name], dict[str, list[Point]]()
         model = load_model(case.model, torch.bfloat16)
-        numbers = [n for n in numbers_of_ranks(case.degrees, RANKS) if n <= options.most]
+        numbers = numbers_of_ranks(case.degrees, RANKS)[:: case.every]
+        numbers = [ranks for ranks in numbers if ranks <= options.most]
         begun = time.process_time()
         for ranks in numbers:
             degrees = replace(case.degrees, world=ranks)

@@ -16,10 +16,10 @@ from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Sharing, Spreading
-from samestep.estimate.work import owner_flops
+from samestep.estimate.work import block_flops, owner_flops
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.rules.basin import gram_segments
-from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize_flops
+from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
 from samestep.stress.report.numbers import count, duration
 
 PRODUCT_DTYPE = torch.float16  # of orthogonalization on accelerators
@@ -190,7 +190,7 @@ def _of_owners(plan: Blueprint, hardware: Hardware, within: float) -> OwnerChoic
     if not shapes:
         return None
     flops = torch.stack([owner_flops(each, plan.grid) for each in plan.placements]).sum(0)
-    each_block = [orthogonalize_flops(*shape) for shape in shapes]
+    each_block = [block_flops(*shape) for shape in shapes]
     if float(flops.sum()) > 1.5 * sum(each_block) or flops.numel() == 1:
         return None  # nobody owns: all compute all
     largest = shapes[each_block.index(max(each_block))]
@@ -222,7 +222,7 @@ def shared_block_seconds(shape: tuple[int, int], ranks: int, hardware: Hardware)
     travels = sum(
         hardware.seconds("all_gather", size * (ranks - 1) / ranks, fabric) for size in gathered
     )
-    flops = orthogonalize_flops(*shape)
+    flops = block_flops(*shape)
     return flops / ranks / hardware.product_rate(min(shape)) + (travels if ranks > 1 else 0.0)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import chain
 
 import torch
@@ -14,6 +15,8 @@ from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.layout.owners import busiest_lower_bound
 from samestep.rules.orthogonalize import orthogonalize_flops
+
+block_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: shapes are few
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ def piece_cost(
 
 
 def _product(shape: tuple[int, int], moved: int, hardware: Hardware) -> Cost:
-    flops = orthogonalize_flops(*shape)
+    flops = block_flops(*shape)
     return flops / hardware.product_rate(min(shape)), flops, moved, 1
 
 
@@ -77,9 +80,7 @@ def balance(placement: Placed) -> OwnerBalance | None:
     """None if no matrix rule runs there."""
     peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
     ranks = peers.size
-    blocks = [
-        orthogonalize_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()
-    ]
+    blocks = [block_flops(*block.shape) for spec in placement.specs for block in spec.blocks or ()]
     if not blocks:
         return None
     count = len(blocks)
@@ -106,13 +107,13 @@ def _owned_flops(placement: Placed) -> Tensor:
     flops = [0.0] * placement.peers.size
     if isinstance(placement, Spreading):
         for route in chain.from_iterable(placement.plan.chunks):
-            flops[route.owner] += orthogonalize_flops(*route.block.shape)
+            flops[route.owner] += block_flops(*route.block.shape)
         return per_peer(flops)
     for bucket in placement.plan.buckets:
         has_blocks = any(placement.specs[param].blocks for param in bucket.params)
         for rank, segment in bucket.filled if has_blocks else ():
             own = [piece.block for piece in segment.pieces if piece.block is not None]
-            cost = sum(orthogonalize_flops(*block.shape) for block in own)
+            cost = sum(block_flops(*block.shape) for block in own)
             for each in range(placement.peers.size) if bucket.replicated else (rank,):
                 flops[each] += cost
     return per_peer(flops)
@@ -176,6 +177,9 @@ def chunk_parts(spreading: Spreading, number: int) -> Tensor:
 
 
 def chunk_count(spreading: Spreading, number: int) -> Tensor:
-    """Blocks of a chunk, the same for all ranks of its mesh: (ranks,)."""
-    count = len({route.key for route in spreading.plan.chunks[number]})
-    return per_peer([count] * spreading.peers.size)
+    """Blocks of a chunk of which each rank holds a part: (ranks,)."""
+    counts = [0] * spreading.peers.size
+    for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
+        for rank, size, _ in route.parts.sizes:
+            counts[rank] += size > 0
+    return per_peer(counts)

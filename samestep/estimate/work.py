@@ -1,5 +1,6 @@
 """What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -14,6 +15,7 @@ from samestep.estimate.grid import Grid, per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.layout.owners import busiest_lower_bound
+from samestep.plan.block_exchange import ShardedSpec
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 block_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: shapes are few
@@ -151,10 +153,19 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
 
 def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
+    members = zip(spreading.params, spreading.specs, spreading.held, strict=True)
+    alike: dict[tuple[int, int], list[ShardedSpec]] = defaultdict(
+        list
+    )  # layers have the same boxes
+    for param, spec, held in members:
+        if spec.blocks is None:
+            alike[id(held.boxes), param.dtype.itemsize].append(held)
     costs = (
-        (place, piece_cost(None, box.numel, param.dtype.itemsize, hardware))
-        for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True)
-        for place, box in enumerate(held.boxes if spec.blocks is None else ())
+        (place, (times * products, times * flops, times * moved, times * pieces))
+        for (_, width), same in alike.items()
+        for times in [len(same)]
+        for place, box in enumerate(same[0].boxes)
+        for products, flops, moved, pieces in [piece_cost(None, box.numel, width, hardware)]
     )
     return _work(spreading.peers.size, costs)
 

@@ -3,7 +3,6 @@
 python -m benchmarks.plan_tables --out docs
 """
 
-import json
 import resource
 import time
 from collections.abc import Iterator
@@ -18,12 +17,11 @@ import samestep
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.cluster import Settings, stage_blueprint
-from samestep.estimate.command import distinct_stages
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import kept_memory
-from samestep.estimate.model import load_model
-from samestep.estimate.pictures import RANKS, gantt, picture, point
+from samestep.estimate.model import distinct_stages, load_model
+from samestep.estimate.pictures import gantt
 from samestep.estimate.timeline import Timeline, chrome_trace, simulate
 from samestep.estimate.training import Training
 from samestep.layout.boxes import Cut
@@ -42,7 +40,7 @@ class Options:
 
     out: Path = Path("out/bench")
     only: str = ""
-    """One of stages, muon, timelines, overlap, copies, scale, scaling; empty: all."""
+    """One of stages, muon, timelines, overlap, copies, scale; empty: all."""
 
 
 def stages() -> Iterator[str]:
@@ -206,25 +204,6 @@ def copies() -> Iterator[str]:
         )
 
 
-def scaling(files: dict[str, bytes]) -> Iterator[str]:
-    """Owner balance and exposed communication over the number of ranks."""
-    yield "| model | ranks | share state | busiest / mean | bound | step, ms | exposed, ms |"
-    yield "|---|---|---|---|---|---|---|"
-    content = {}
-    for name, sharding in (("nanochat-d20", "zero2"), ("llama-7b", "zero3")):
-        model = load_model(name, torch.bfloat16)
-        settings = Settings(sharding=sharding)  # type: ignore[arg-type]
-        points = [point(model, settings, PRESETS["h200x8"], ranks, 4096) for ranks in RANKS]
-        for p in points:
-            yield (
-                f"| {name}, {sharding} | {p.ranks:,} | {p.shared_by} | {p.balance:.2f} | "
-                f"{p.bound:.2f} | {1e3 * p.step:.1f} | {1e3 * p.exposed:.1f} |"
-            )
-        files[f"plan_scaling_{name}.png"] = picture(points, f"{name}, {sharding}, h200x8")
-        content[f"{name}, {sharding}"] = [vars(p) for p in points]
-    files["plan_scaling.json"] = json.dumps(content, indent=1).encode() + b"\n"
-
-
 def main(options: Options) -> None:
     files: dict[str, bytes] = {}
     tables = {
@@ -234,7 +213,6 @@ def main(options: Options) -> None:
         "copies": copies(),
         "scale": scale(),
         "timelines": timelines(files),
-        "scaling": scaling(files),
     }
     for name, lines in tables.items():
         if options.only in ("", name):

@@ -28,9 +28,10 @@ from samestep.estimate.figures import (
     stage_needs,
 )
 from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
-from samestep.estimate.model import Model, load_model, stage_of
+from samestep.estimate.model import Model, distinct_stages, load_model
 from samestep.estimate.options import Options as Options
 from samestep.estimate.options import not_counted, questions, read_batch, read_mesh
+from samestep.estimate.scaling import Point, as_json, batch_of, points, table_of
 from samestep.estimate.slots import bubble
 from samestep.estimate.timeline import Timeline, chrome_trace
 from samestep.mesh.degrees import Degrees
@@ -104,6 +105,7 @@ def _plan(options: Options) -> None:
         tables.activations_table(figures),
         tables.traffic_table(max(figures, key=lambda each: each.sent), degrees.pp),
         tables.owner_table(worst),
+        tables.choices_table(worst),
         tables.time_table(max(figures, key=lambda each: each.step_seconds), batch),
         tables.stages_table(every, hardware.device_memory),
     ]
@@ -130,6 +132,12 @@ def _plan(options: Options) -> None:
         "every_stage": {s: {"peak": needs.peak, "sent": needs.sent} for s, needs in every.items()},
         "verdict": asdict(verdict),
     }  # fmt: skip
+    curve: list[Point] = []
+    if options.scaling:
+        of_rank = batch or batch_of(degrees, settings)
+        curve = list(points(model, degrees, settings, hardware, of_rank))
+        content["scaling"] = {"batch": asdict(of_rank), "points": as_json(curve)}
+        shown.append(table_of(curve, of_rank))
     gb = f"{hardware.device_memory / 1e9:.0f} GB"
     console.print(
         f"{model.name}: {model.parameters / 1e9:,.4g} B parameters on {degrees.world:,} ranks "
@@ -146,7 +154,7 @@ def _plan(options: Options) -> None:
     if options.out is not None:
         pairs = zip(figures, timelines, strict=True)
         named = {f"stage {each.stage}" if degrees.pp > 1 else "step": t for each, t in pairs}
-        files = _files(options, content, shown, figures, named, hardware, every)
+        files = _files(options, content, shown, figures, named, hardware, every, curve)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
 
@@ -182,20 +190,6 @@ def bubble_of(degrees: Degrees, batch: Batch) -> float:
     return float(bubble(degrees.pp, batch.micro_batches, batch.stages_per_rank))
 
 
-def distinct_stages(model: Model, degrees: Degrees, per_rank: int = 1) -> Iterator[int]:
-    """Of pipeline stages with the same shapes the first: their plans are the same.
-
-    And it holds the activations of the most micro-batches.
-    """
-    seen = set()
-    for stage in range(degrees.pp):
-        module = stage_of(model.module, stage, degrees.pp, per_rank)
-        shapes = tuple(tuple(param.shape) for param in module.parameters())
-        if shapes not in seen:
-            seen.add(shapes)
-            yield stage
-
-
 def _every_stage(
     model: Model,
     degrees: Degrees,
@@ -227,8 +221,9 @@ def _files(
     timelines: dict[str, Timeline],
     hardware: Hardware,
     every: dict[Stage, StageNeeds],
+    curve: list[Point],
 ) -> dict[str, bytes]:
-    from samestep.estimate.pictures import gantt, memory_bars, scaling
+    from samestep.estimate.pictures import gantt, memory_bars, scaling_picture
 
     title = f"{content['model']['name']}, {options.sharding}, {content['mesh']['ranks']:,} ranks"
     drawn = gantt(timelines, title)
@@ -238,18 +233,17 @@ def _files(
             table.pictures.append(tables.Picture.of("memory by stage", memory))
         if table.title.startswith("Time"):
             table.pictures.append(tables.Picture.of("timeline of a step", drawn))
-    if options.scaling:
-        model = load_model(options.model, getattr(torch, options.dtype))
-        content["scaling"], table = scaling(
-            model, settings_of(options), hardware, content["tokens"]
-        )
-        shown.append(table)
+    files = {"timeline.png": drawn, "timeline_trace.json.gz": chrome_trace(timelines)}
+    if curve:
+        name = content["model"]["name"]
+        about = f"{name}, {options.sharding}, {hardware.name}, data ranks grow"
+        files["scaling.png"] = scaling_picture({name: curve}, about)
+        shown[-1].pictures.append(tables.Picture.of("scaling", files["scaling.png"]))
     page = _page(content, shown, figures)
     return {
         "plan.json": json.dumps(content, indent=1).encode() + b"\n",
         "plan.html": page.encode(),
-        "timeline.png": drawn,
-        "timeline_trace.json.gz": chrome_trace(timelines),
+        **files,
     }
 
 

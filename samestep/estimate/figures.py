@@ -14,6 +14,7 @@ from typing import Any
 
 from samestep.estimate.activations import Activations, Batch, rank_activations
 from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.choices import Choices, choices
 from samestep.estimate.cluster import (
     STAGES,
     Settings,
@@ -101,6 +102,7 @@ class StageFigures(StageNeeds):
     """Everything of one pipeline stage."""
 
     owners: list[OwnerBalance]
+    choices: Choices
     step_seconds: float
     parts: dict[str, float]
     exposed_seconds: float
@@ -180,6 +182,7 @@ def stage_figures(
     figures = StageFigures(
         **vars(stage_needs(model, degrees, settings, plan, stage, batch)),
         owners=[found for found in map(balance, plan.placements) if found is not None],
+        choices=choices(plan, hardware, timeline.seconds),
         step_seconds=timeline.seconds,
         parts=timeline.by_operation,
         exposed_seconds=timeline.exposed_seconds,
@@ -241,6 +244,9 @@ def figures_as_json(figures: StageFigures) -> dict[str, Any]:
         content["activations"] = {**found._asdict(), "peak": found.peak}
     content["beside"] = {**figures.beside._asdict(), "peak": figures.beside.peak}
     content["peak"] = figures.peak
+    content["choices"]["lines"] = figures.choices.lines()
+    if figures.choices.owners is not None:
+        content["choices"]["owners"]["saves"] = figures.choices.owners.saves
     return content
 
 

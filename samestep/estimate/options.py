@@ -68,7 +68,7 @@ class Options:
     reserve: float | None = None
     """Share of the device's memory to stay free: 0.3 for activations, 0.1 if they are counted."""
     scaling: bool = False
-    """Plot strong and weak scaling at 8, 64, 512 and 4096 ranks."""
+    """Plan 8, 16, ... 4096 ranks too: dp grows, other axes stay; with --out there is a picture."""
     calibrate: bool = False
     """Measure collectives and kernels on this machine and write the hardware file instead."""
     world_size: int = 2

@@ -1,28 +1,16 @@
-"""Pictures of plans: timelines, memory by stage, and how a model scales with the number of ranks.
-
-Scaling is strong and weak, with owner balance and exposed communication.
-"""
+"""Pictures of plans: timelines, memory by stage, and how plans scale with the number of ranks."""
 
 import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from samestep.estimate.activations import Batch
-from samestep.estimate.cluster import Settings, Stage, stage_blueprint
+from samestep.estimate.cluster import Stage
 from samestep.estimate.figures import StageNeeds
-from samestep.estimate.hardware import Hardware
-from samestep.estimate.model import Model
-from samestep.estimate.tables import Picture, Table
-from samestep.estimate.timeline import Span, Timeline, simulate
-from samestep.estimate.training import training_of
-from samestep.estimate.work import balance
-from samestep.mesh.degrees import Degrees
-from samestep.stress.report.numbers import duration
-from samestep.tooling.request import BadRequestError
+from samestep.estimate.scaling import Point
+from samestep.estimate.timeline import Span, Timeline
 
 COLOURS = {
     "forward": "#a9cbee", "backward": "#f2b872", "Transform": "#4f8fd0", "Update": "#4f8fd0",
@@ -38,14 +26,15 @@ MEMORY = {
     "state": "#2f7d4f", "buffers": "#7b5ea7", "temporaries": "#c9b6e4",
 }  # fmt: skip
 IN_MODEL = {"kept": "#8c8c8c", "passing": "#d0d0d0"}  # of activations
-CURVES = {
-    "busiest owner / mean": {"balanced": "balance", "bound": "bound"},
-    "seconds of a step": {"step": "step", "exposed": "exposed"},
-    "seconds of an iteration": {"weak": "iteration_weak", "strong": "iteration_strong"},
-}  # by panel and label, attributes of a `Point`
-RANKS = (8, 64, 512, 4096)
-SHARED_BY = 64  # ranks that share state; beyond, their groups are copies of each other
-TOKENS = 4096  # of a rank on the fewest ranks
+CURVES: dict[str, Callable[[Point], float]] = {
+    "step, ms": lambda p: 1e3 * p.step,
+    "exposed communication of it, ms": lambda p: 1e3 * p.exposed,
+    "iteration, ms": lambda p: 1e3 * p.iteration,
+    "bytes sent, busiest / mean": lambda p: p.sent_ratio,
+    "owners' FLOPs, busiest / mean": lambda p: p.owners,
+    "peak of the worst rank, GB": lambda p: p.peak / 1e9,
+}
+PANELS = 3  # side by side
 
 
 def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
@@ -126,93 +115,25 @@ def _png(figure: Figure) -> bytes:
     return target.getvalue()
 
 
-@dataclass(frozen=True)
-class Point:
-    """One number of ranks."""
-
-    ranks: int
-    shared_by: int
-    balance: float
-    bound: float
-    step: float
-    exposed: float
-    iteration_strong: float  # the batch is divided among all ranks
-    iteration_weak: float  # every rank has as many tokens
-
-
-def picture(points: Sequence[Point], title: str) -> bytes:
-    """Lines over the number of ranks, a panel per quantity."""
-    figure = Figure(figsize=(4.2 * len(CURVES), 3.4))
-    axes = figure.subplots(1, len(CURVES), squeeze=False)
-    xs = [p.ranks for p in points]
-    for ax, (name, lines) in zip(axes.flat, CURVES.items(), strict=True):
-        for label, of_point in lines.items():
-            ys = [max(getattr(p, of_point), 1e-9) for p in points]  # a logarithm has no zero
-            ax.plot(xs, ys, marker="o", label=label)
+def scaling_picture(curves: Mapping[str, Sequence[Point]], title: str) -> bytes:
+    """Lines over the number of ranks, a panel per quantity; both scales are logarithmic."""
+    rows = -(-len(CURVES) // PANELS)
+    figure = Figure(figsize=(4.2 * PANELS, 3.2 * rows))
+    axes = figure.subplots(rows, PANELS, squeeze=False)
+    ticks = sorted({point.ranks for points in curves.values() for point in points})
+    for ax, (name, of_point) in zip(axes.flat, CURVES.items(), strict=True):
+        for label, points in curves.items():
+            drawn = [(p.ranks, of_point(p)) for p in points if of_point(p) > 0]
+            ax.plot([x for x, _ in drawn], [y for _, y in drawn], marker="o", ms=3, label=label)
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ax.set_xticks(xs, [f"{x:,}" for x in xs], fontsize=7)
+        ax.set_xticks(ticks, [str(x) for x in ticks], fontsize=6)
         ax.set_title(name, fontsize=9, loc="left")
-        ax.set_xlabel("ranks")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=7, frameon=False)
+    for ax in axes[-1]:
+        ax.set_xlabel("ranks", fontsize=8)
+    if len(curves) > 1:
+        axes.flat[0].legend(fontsize=7, frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.tight_layout()
     return _png(figure)
-
-
-def scaling(
-    model: Model, settings: Settings, hardware: Hardware, tokens: int
-) -> tuple[list[dict[str, Any]], Table]:
-    """The curves, as numbers and as a table with a picture; no tokens: as many as are usual.
-
-    Of data parallel alone, whatever mesh was asked for.
-    """
-    tokens = tokens or TOKENS
-    points = [point(model, settings, hardware, ranks, tokens) for ranks in RANKS]
-    rows = [
-        [
-            f"{p.ranks:,}", f"{p.shared_by:,}", f"{p.balance:.2f}", f"{p.bound:.2f}",
-            duration(p.step), duration(p.exposed),
-            f"{points[0].iteration_weak / p.iteration_weak:.0%}",
-            f"{points[0].iteration_strong * RANKS[0] / (p.iteration_strong * p.ranks):.0%}",
-        ]
-        for p in points
-    ]  # fmt: skip
-    table = Table(
-        "Scaling with data parallel ranks",
-        f"Weak: {tokens:,} tokens on every rank. Strong: as many tokens in all as {RANKS[0]} ranks "
-        "have there. Efficiency against the fewest ranks.",
-        ["ranks", "share state", "balance", "bound", "step", "exposed", "weak", "strong"],
-        rows,
-        [Picture.of("scaling", picture(points, model.name))],
-    )
-    return [vars(p) for p in points], table
-
-
-def point(model: Model, settings: Settings, hardware: Hardware, ranks: int, tokens: int) -> Point:
-    """Groups of at most `SHARED_BY` ranks share state; zero3 shards inside, and copies outside."""
-    copies = max(1, ranks // SHARED_BY)
-    degrees = Degrees(ranks, replicate=copies)
-    plan = stage_blueprint(model, degrees, settings, hardware, 0)
-    spread = next(filter(None, map(balance, plan.placements)), None)
-    if spread is None:
-        raise BadRequestError("--scaling is about Muon's owners, and no matrix follows Muon here")
-    step = simulate(plan, hardware)
-    share = max(1, tokens * RANKS[0] // ranks)
-    strong, weak = (
-        simulate(
-            plan, hardware, training=training_of(Batch(each), model, degrees, settings, hardware)
-        )
-        for each in (share, tokens)
-    )
-    return Point(
-        ranks,
-        ranks // copies,
-        spread.ratio,
-        spread.bound,
-        step.seconds,
-        step.exposed_seconds,
-        strong.seconds,
-        weak.seconds,
-    )

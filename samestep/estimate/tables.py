@@ -28,20 +28,21 @@ class Picture:
 
 @dataclass(frozen=True)
 class Table:
-    """Text in rows."""
+    """Text in rows; `prose`: not numbers."""
 
     title: str
     about: str
     columns: list[str]
     rows: list[list[str]]
     pictures: list[Picture] = field(default_factory=list)
+    prose: bool = False
 
     def on_screen(self) -> ScreenTable:
         table = ScreenTable(
             title=self.title, box=SIMPLE_HEAD, title_justify="left", show_edge=False
         )
         for number, column in enumerate(self.columns):
-            table.add_column(column, justify="left" if number == 0 else "right")
+            table.add_column(column, justify="right" if number and not self.prose else "left")
         for row in self.rows:
             table.add_row(*row)
         return table
@@ -119,6 +120,16 @@ def owner_table(figures: StageFigures) -> Table:
         "The busiest rank against the mean; no assignment of whole blocks can beat the bound.",
         ["axes (ranks)", "blocks", "TFLOP", "busiest / mean", "bound"],
         rows,
+    )
+
+
+def choices_table(figures: StageFigures) -> Table:
+    return Table(
+        "What the plan chose",
+        "For the ranks and links of this hardware, and why.",
+        ["", "chosen"],
+        [list(line) for line in figures.choices.lines()],
+        prose=True,
     )
 
 

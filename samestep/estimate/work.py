@@ -1,19 +1,31 @@
 """What every rank has to compute in a step: FLOPs of orthogonalization, bytes of updates."""
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from itertools import chain
 from math import prod
 
+import torch
 from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.floors import ADAMW_BYTES, MUON_BYTES
-from samestep.estimate.grid import per_peer
+from samestep.estimate.grid import Grid, per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
+from samestep.layout.blocks import Block
 from samestep.layout.owners import busiest_lower_bound
-from samestep.rules.orthogonalize import block_flops, orthogonalize_flops
+from samestep.plan.block_exchange import ShardedSpec
+from samestep.rules.orthogonalize import orthogonalize_flops
+
+shape_flops = lru_cache(maxsize=1024)(orthogonalize_flops)  # of rows and cols: shapes are few
+
+
+def block_flops(block: Block) -> int:
+    """Of all matrices of a block."""
+    return sum(shape_flops(*shape) for shape in block.matrices)
 
 
 @dataclass(frozen=True)
@@ -43,7 +55,9 @@ def _work(ranks: int, costs: Iterable[tuple[int, Cost]]) -> Work:
     return Work(*map(per_peer, columns))
 
 
-def _cost(shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware) -> Cost:
+def piece_cost(
+    shape: tuple[int, int] | None, elements: int, width: int, hardware: Hardware
+) -> Cost:
     """Of a block of that shape, or of a slice; the parameter has so many bytes per element."""
     narrower = 2 * (4 - width)  # than fp32, read and written
     if shape is None:
@@ -52,7 +66,7 @@ def _cost(shape: tuple[int, int] | None, elements: int, width: int, hardware: Ha
 
 
 def _product(shape: tuple[int, int], moved: int, hardware: Hardware) -> Cost:
-    flops = orthogonalize_flops(*shape)
+    flops = shape_flops(*shape)
     return flops / hardware.product_rate(min(shape)), flops, moved, 1
 
 
@@ -75,22 +89,11 @@ def balance(placement: Placed) -> OwnerBalance | None:
     """None if no matrix rule runs there."""
     peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
     ranks = peers.size
-    flops = [0.0] * ranks
     blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
     if not blocks:
         return None
     count = len(blocks)
-    if isinstance(placement, Sharing):
-        for bucket in placement.plan.buckets:
-            has_blocks = any(placement.specs[param].blocks for param in bucket.params)
-            for rank, segment in bucket.filled if has_blocks else ():
-                own = [piece.block for piece in segment.pieces if piece.block is not None]
-                cost = sum(map(block_flops, own))
-                for each in range(ranks) if bucket.replicated else (rank,):
-                    flops[each] += cost
-    else:
-        several = placement.by_place if isinstance(placement, CopiedParts) else (placement,)
-        flops = [each for spreading in several for each in _owned_flops(spreading)]
+    flops = _owned_flops(placement).flatten().tolist()
     blocks = blocks * int(sum(flops) // sum(blocks))  # as often as all are computed
     mean = sum(flops) / ranks
     busiest = max(flops), busiest_lower_bound(blocks, ranks)
@@ -98,11 +101,31 @@ def balance(placement: Placed) -> OwnerBalance | None:
     return OwnerBalance(peers.name, ranks, count, sum(flops), *ratios)
 
 
-def _owned_flops(spreading: Spreading) -> list[float]:
-    flops = [0.0] * spreading.peers.size
-    for route in chain.from_iterable(spreading.plan.chunks):
-        flops[route.owner] += block_flops(route.block)
-    return flops
+def owner_flops(placement: Placed, grid: Grid) -> Tensor:
+    """FLOPs of the orthogonalizations of every rank: the shape of the grid."""
+    flops = _owned_flops(placement)
+    if isinstance(placement, CopiedParts):
+        return grid.spread_both(flops, placement.peers, placement.mesh)
+    return grid.spread(flops, placement.peers)
+
+
+def _owned_flops(placement: Placed) -> Tensor:
+    """By peer, or (peers, ranks of their mesh)."""
+    if isinstance(placement, CopiedParts):
+        return torch.stack([_owned_flops(each) for each in placement.by_place])
+    flops = [0.0] * placement.peers.size
+    if isinstance(placement, Spreading):
+        for route in chain.from_iterable(placement.plan.chunks):
+            flops[route.owner] += block_flops(route.block)
+        return per_peer(flops)
+    for bucket in placement.plan.buckets:
+        has_blocks = any(placement.specs[param].blocks for param in bucket.params)
+        for rank, segment in bucket.filled if has_blocks else ():
+            own = [piece.block for piece in segment.pieces if piece.block is not None]
+            cost = sum(block_flops(block) for block in own)
+            for each in range(placement.peers.size) if bucket.replicated else (rank,):
+                flops[each] += cost
+    return per_peer(flops)
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
@@ -110,7 +133,7 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
     bucket = sharing.plan.buckets[number]
     width = sharing.params[bucket.params[0]].dtype.itemsize  # a bucket has one dtype
     costs = (
-        (place, _cost(shape, prod(shape or (piece.size,)), width, hardware))
+        (place, piece_cost(shape, prod(shape or (piece.size,)), width, hardware))
         for place, segment in bucket.filled
         for piece in segment.pieces
         if piece.block is None or not sharing.has_parts
@@ -128,9 +151,9 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
     for param in (param for group in blueprint.groups for param in group["params"]):
         blocks, width = blueprint.optimizer._blocks[param], param.dtype.itemsize
         if blocks is None:
-            costs.append(_cost(None, param.numel(), width, hardware))
+            costs.append(piece_cost(None, param.numel(), width, hardware))
         for block in blocks or ():
-            costs += [_cost(shape, prod(shape), width, hardware) for shape in block.matrices]
+            costs += [piece_cost(shape, prod(shape), width, hardware) for shape in block.matrices]
         if blueprint.clips:
             costs.append((0.0, 0.0, param.numel() * 4, 0))
     return _work(1, ((0, cost) for cost in costs))
@@ -138,10 +161,19 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
 
 def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
+    members = zip(spreading.params, spreading.specs, spreading.held, strict=True)
+    alike: dict[tuple[int, int], list[ShardedSpec]] = defaultdict(
+        list
+    )  # layers have the same boxes
+    for param, spec, held in members:
+        if spec.blocks is None:
+            alike[id(held.boxes), param.dtype.itemsize].append(held)
     costs = (
-        (place, _cost(None, box.numel, param.dtype.itemsize, hardware))
-        for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True)
-        for place, box in enumerate(held.boxes if spec.blocks is None else ())
+        (place, (times * products, times * flops, times * moved, times * pieces))
+        for (_, width), same in alike.items()
+        for times in [len(same)]
+        for place, box in enumerate(same[0].boxes)
+        for products, flops, moved, pieces in [piece_cost(None, box.numel, width, hardware)]
     )
     return _work(spreading.peers.size, costs)
 
@@ -165,6 +197,9 @@ def chunk_parts(spreading: Spreading, number: int) -> Tensor:
 
 
 def chunk_count(spreading: Spreading, number: int) -> Tensor:
-    """Blocks of a chunk, the same for all ranks of its mesh: (ranks,)."""
-    count = len({route.key for route in spreading.plan.chunks[number]})
-    return per_peer([count] * spreading.peers.size)
+    """Blocks of a chunk of which each rank holds a part: (ranks,)."""
+    counts = [0] * spreading.peers.size
+    for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
+        for rank, size, _ in route.parts.sizes:
+            counts[rank] += size > 0
+    return per_peer(counts)

@@ -200,7 +200,8 @@ class MuonAdamW(RuleOptimizer):
             if rule.name not in rule_options:
                 shared = {key: given[key] for key in SHARED if key in given}
                 rule_options[rule.name] = {k: v for k, v in shared.items() if k in rule.defaults}
-        if named is not None and groups is None and lr is not None and "matrix" not in rates:
+        has_own_rate = "lr" in by_role.get("matrix", {})
+        if named is not None and groups is None and lr is not None and not has_own_rate:
             _refuse_one_rate(preset)
         order_of_use = [] if named is None else [param for _, param, _ in named.parameters]
         reasons: dict[str, str] = {}

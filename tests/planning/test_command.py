@@ -5,7 +5,7 @@ import json
 import pytest
 
 from samestep import cli
-from samestep.estimate import pictures
+from samestep.estimate import scaling
 from samestep.estimate.model import load_model
 from samestep.estimate.options import questions, read_mesh
 from samestep.mesh.degrees import Degrees
@@ -122,20 +122,34 @@ def test_activations_decide_whether_it_fits(capsys):
     assert "it fits, with activations" in capsys.readouterr().out
 
 
-def test_scaling_is_of_the_settings_that_were_asked_for(tmp_path, monkeypatch):
+def test_scaling_is_of_the_settings_that_were_asked_for(tmp_path, monkeypatch, capsys):
     (tmp_path / "mine.py").write_text(FACTORY)
-    seen, real = [], pictures.point
+    seen, real = [], scaling.point
 
-    def spy(model, settings, *rest):
-        seen.append((settings.overlap, settings.bucket_size))
-        return real(model, settings, *rest)
+    def spy(model, degrees, settings, hardware, batch, divided):
+        sizes = degrees.data, degrees.tp, batch.tokens, divided.tokens
+        seen.append((settings.overlap, settings.bucket_size, *sizes))
+        return real(model, degrees, settings, hardware, batch, divided)
 
-    monkeypatch.setattr(pictures, "point", spy)
-    monkeypatch.setattr(pictures, "RANKS", (2, 4))
-    words = ["plan", f"{tmp_path / 'mine.py'}:model", "--mesh", "dp=2", "--scaling"]
-    words += ["--no-overlap", "--bucket-size", "1000", "--out", str(tmp_path / "o")]
-    assert cli.main(words) == 0
-    assert seen == [(False, 1000)] * 2
+    monkeypatch.setattr(scaling, "point", spy)
+    monkeypatch.setattr(scaling, "RANKS", (2, 4, 6, 8))
+    words = ["plan", f"{tmp_path / 'mine.py'}:model", "--mesh", "dp=2,tp=4", "--scaling"]
+    words += ["--no-overlap", "--bucket-size", "1000", "--tokens", "64"]
+    assert cli.main([*words, "--out", str(tmp_path / "o")]) == 0
+    # The other axes stay, and divide the numbers of ranks.
+    assert seen == [(False, 1000, 1, 4, 64, 64), (False, 1000, 2, 4, 64, 32)]
+    assert "Scaling with data parallel ranks" in capsys.readouterr().out
+    content = json.loads((tmp_path / "o" / "plan.json").read_text())["scaling"]
+    assert content["batch"]["tokens"] == 64
+    assert [each["ranks"] for each in content["points"]] == [4, 8]
+    assert (tmp_path / "o" / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "o" / "plan.html").read_text().count("data:image/png;base64,") == 3
+
+
+def test_scaling_needs_a_number_of_ranks_that_axes_divide(capsys):
+    words = ["gpt2-xl", "--mesh", "dp=1,tp=3,pp=3", "--scaling"]
+    assert cli.main(["plan", *words]) == 2
+    assert "and the axes beside dp have 9" in capsys.readouterr().err
 
 
 def refused(words, capsys):

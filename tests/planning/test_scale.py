@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from samestep.estimate.cluster import Settings
-from samestep.estimate.command import distinct_stages
 from samestep.estimate.figures import judge, stage_figures
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import load_model
+from samestep.estimate.model import distinct_stages, load_model
 from samestep.mesh.degrees import Degrees
 from tests.soak import SOAK
 

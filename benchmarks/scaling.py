@@ -1,0 +1,174 @@
+"""Models on 8 to 4096 ranks: as samestep plans them, as it did, and as others would.
+
+python -m benchmarks.scaling --out DIR   # scaling.json, pictures; prints the tables of docs/plan.md
+python -m benchmarks.scaling --models llama-7b
+
+All plans are simulated on one hardware file; `peer_plans` says what was assumed of others. "before"
+is our plan with what it had until buckets were chosen by ranks and links: buckets of 6,553,600
+elements, one level, and unequal segments gathered as an all-to-all of copies, in which an owner
+sends its block to each of the others. Only these differ: the ring model of reductions, and slices
+that are cut end to end, are today's in both, so that "before" is no slower than it was.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import tyro
+
+from benchmarks.peer_plans import all_peers
+from samestep.estimate.activations import Batch
+from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.hardware import PRESETS, Hardware, hardware_as_json
+from samestep.estimate.model import Model, load_model
+from samestep.estimate.pictures import scaling_picture
+from samestep.estimate.placed import CopiedParts, Sharing
+from samestep.estimate.scaling import RANKS, Point, as_json, numbers_of_ranks, point_of
+from samestep.estimate.timeline import simulate
+from samestep.estimate.training import training_of
+from samestep.mesh.degrees import Degrees
+from samestep.plan.transfers import BucketTransfers, gather_of
+from samestep.stress.report.numbers import duration, size
+from samestep.tooling.output import write_files
+
+TOKENS = 4096  # of a rank; strong scaling divides those of the fewest ranks
+BEFORE = 6_553_600  # elements of a bucket, before ranks and links chose
+COLUMNS = "| plan | ranks | step | exposed | iteration | exposed | sent | busiest | owners | peak |"
+
+
+class Case(NamedTuple):
+    """A model, and the axes beside data; `every`: how many doublings from point to point."""
+
+    model: str
+    degrees: Degrees
+    every: int = 1
+
+
+CASES = {
+    "nanochat-d20": Case("nanochat-d20", Degrees(8)),
+    "llama-7b": Case("llama-7b", Degrees(8)),
+    "llama-70b": Case("llama-70b", Degrees(8)),
+    "deepseek-v3": Case("deepseek-v3", Degrees(64, ep=64), every=2),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of which models, and where to."""
+
+    models: tuple[str, ...] = tuple(CASES)
+    hardware: str = "h200x8"
+    most: int = 4096
+    """Ranks."""
+    out: Path = Path("out/bench")
+
+
+def in_copies(plan: Blueprint) -> Blueprint:
+    """The same plan with unequal segments as an all-to-all of copies, in one level."""
+
+    def old(transfers: BucketTransfers) -> BucketTransfers:
+        gather = transfers.gather
+        if gather is not None and gather.sizes is not None:
+            gather = gather_of(gather.name, gather.dtype, gather.sizes, on_cpu=False, uneven=False)
+        return replace(transfers, reduce=transfers.reduce._replace(levels=1), gather=gather)
+
+    def shared(sharing: Sharing) -> Sharing:
+        transfers = tuple(map(old, sharing.shape.transfers))
+        policy = sharing.policy._replace(uneven=False, levels=1)
+        return replace(sharing, policy=policy, shape=sharing.shape._replace(transfers=transfers))
+
+    on_meshes = tuple(
+        replace(each, policy=each.policy._replace(uneven=False))
+        if isinstance(each, CopiedParts)
+        else each
+        for each in plan.on_meshes
+    )
+    return replace(plan, shared=tuple(map(shared, plan.shared)), on_meshes=on_meshes)
+
+
+def points(
+    model: Model, degrees: Degrees, first: int, hardware: Hardware
+) -> Iterator[tuple[str, Point]]:
+    """Every plan on one number of ranks, by name."""
+    settings = Settings()
+    batches = Batch(TOKENS), Batch(max(1, TOKENS * first // degrees.world))
+    weak, strong = (training_of(each, model, degrees, settings, hardware) for each in batches)
+    assert weak is not None
+    assert strong is not None
+
+    def of(plan: Blueprint) -> Point:
+        return point_of(plan, hardware, degrees.world, weak, strong)
+
+    plan = stage_blueprint(model, degrees, settings, hardware, 0)
+    yield "samestep", of(plan)
+    flat = replace(settings, buffers="flat")
+    found = of(stage_blueprint(model, degrees, flat, hardware, 0))
+    waits = replace(flat, overlap_gathers=False)  # a step alone has no forward to gather in
+    alone = simulate(stage_blueprint(model, degrees, waits, hardware, 0), hardware)
+    yield "samestep, flat", replace(found, step=alone.seconds, exposed=alone.exposed_seconds)
+    small = stage_blueprint(model, degrees, replace(settings, bucket_size=BEFORE), hardware, 0)
+    yield "before", of(in_copies(small))
+    yield from all_peers(plan, model, hardware, (weak, strong)).items()
+
+
+def rows(curves: Mapping[str, Sequence[Point]], shown: Sequence[int]) -> Iterator[str]:
+    """A table of some numbers of ranks."""
+    yield COLUMNS
+    yield "|---" * (COLUMNS.count("|") - 1) + "|"
+    for ranks in shown:
+        for name, curve in curves.items():
+            for p in curve:
+                if p.ranks != ranks:
+                    continue
+                cells = [
+                    name, f"{p.ranks:,}", duration(p.step), duration(p.exposed),
+                    duration(p.iteration), f"{p.iteration_exposed / p.iteration:.0%}",
+                    size(p.sent), f"{p.sent_ratio:.2f}", f"{p.owners:.1f}", size(p.peak),
+                ]  # fmt: skip
+                yield f"| {' | '.join(cells)} |"
+
+
+def main(options: Options) -> None:
+    hardware = PRESETS[options.hardware]
+    files: dict[str, bytes] = {}
+    content: dict[str, object] = {
+        "kind": "samestep scaling",
+        "format": 1,
+        "hardware": hardware_as_json(hardware),
+        "tokens": TOKENS,
+    }
+    models: dict[str, object] = {}
+    for name in options.models:
+        case, curves = CASES[name], dict[str, list[Point]]()
+        model = load_model(case.model, torch.bfloat16)
+        numbers = numbers_of_ranks(case.degrees, RANKS)[:: case.every]
+        numbers = [ranks for ranks in numbers if ranks <= options.most]
+        begun = time.process_time()
+        for ranks in numbers:
+            degrees = replace(case.degrees, world=ranks)
+            for label, found in points(model, degrees, numbers[0], hardware):
+                curves.setdefault(label, []).append(found)
+        spent = time.process_time() - begun
+        axes = f", ep={case.degrees.ep}" if case.degrees.ep > 1 else ""
+        print(f"\n## {name}{axes} ({spent:.0f} s of CPU)\n", flush=True)
+        for line in rows(curves, [n for n in (8, 64, 512, 1024, 4096) if n in numbers]):
+            print(line, flush=True)
+        title = f"{name}{axes}, zero2, {hardware.name}, {TOKENS:,} tokens per rank"
+        files[f"scaling_{name}.png"] = scaling_picture(curves, title)
+        models[name] = {
+            "mesh": {"ep": case.degrees.ep},
+            "cpu_seconds": spent,
+            "plans": {label: as_json(curve) for label, curve in curves.items()},
+        }
+    content["models"] = models
+    files["scaling.json"] = json.dumps(content, indent=1).encode() + b"\n"
+    write_files(options.out, files)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))

@@ -69,6 +69,39 @@ def test_fused_weights_move_as_separate_ones_do(rates):
             assert torch.equal(opt.whole_state()[name]["variance"], torch.cat(variances)), name
 
 
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.bfloat16, {"master_weights": True, **RATES["keller"]}),
+        (torch.bfloat16, {"state_dtypes": {"momentum_buffer": torch.half}, "master_weights": True}),
+        (torch.float32, {"maximize": True, "max_grad_norm": 1.0, **RATES["nanochat"]}),
+        (torch.float64, {"batch_elements": 50}),
+        (torch.float32, {"compile": "eager", **RATES["nanochat"]}),  # takes half a minute
+    ][: 5 if SOAK else 4],
+    ids=["masters", "state", "clipped", "batches", "compiled"][: 5 if SOAK else 4],
+)
+def test_whatever_else_is_asked_for(dtype, options):
+    named = {name: nn.Parameter(tensor.to(dtype)) for name, tensor in values(0).items()}
+    opt = optimizer(named, **options)
+    apart = {
+        f"{name} {number}": nn.Parameter(matrix)
+        for name, param in named.items()
+        for number, matrix in enumerate(FUSED[name].apart(param.detach()))
+    }
+    rules = {"*": {"rule": "muon"}}
+    separate = samestep.MuonAdamW(apart.items(), lr=0.05, overrides=rules, **options)
+    for step in range(1, STEPS + 1):
+        for name, grad in values(step).items():
+            named[name].grad = grad.to(dtype)
+            for number, matrix in enumerate(FUSED[name].apart(grad.to(dtype))):
+                apart[f"{name} {number}"].grad = matrix
+        opt.step()
+        separate.step()
+    for name, of in FUSED.items():
+        for number, matrix in enumerate(of.apart(named[name].detach())):
+            assert torch.equal(matrix, apart[f"{name} {number}"]), (name, number)
+
+
 def test_fused_weights_do_not_move_as_a_whole():
     """What the test above compares is not the same anyway."""
     named, whole = parameters(), parameters()
@@ -155,6 +188,30 @@ def test_parts_on_several_ranks_have_the_bits_of_one_process():
         for case, of_ranks in results:
             for rank, found in enumerate(of_ranks):
                 assert different(found, expected[case[0]]) == [], (ranks, case, rank)
+
+
+def test_parts_that_two_axes_cut_have_the_bits_of_one_process():
+    """Tensor parallel by one dim under FSDP2 by another, or by the same."""
+    ways = {"rows and columns": (Shard(0), Shard(1)), "rows twice": (Shard(0), Shard(0))}
+
+    def job(_rank, way):
+        mesh = init_device_mesh("cpu", (2, 2))
+
+        def place(tensor):
+            return distribute_tensor(tensor, mesh, list(ways[way]))
+
+        named = parameters(place)
+        opt = optimizer(named, **RATES["nanochat"])
+        for step in range(1, STEPS + 1):
+            for name, grad in values(step).items():
+                named[name].grad = place(grad)
+            opt.step()
+        return snapshot(opt)
+
+    expected = snapshot(trained(RATES["nanochat"], values))
+    for way, of_ranks in run_cases(4, ways, job):
+        for found in of_ranks:
+            assert different(found, expected) == [], way
 
 
 def test_copies_of_parts_have_the_bits_of_one_process():

@@ -97,15 +97,22 @@ def test_samesteps_own_checkpoints(tmp_path):
     assert run_forked(2, job) == [True] * 2
 
 
-def test_a_model_that_ddp_wraps_later_is_averaged_once():
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_model_that_ddp_wraps_later_is_averaged_once(scaled):
+    """Also with torch's own scaler, which is right for gradients that are averaged."""
+
     def job(rank):
         model = two_layers()
         opt = samestep.MuonAdamW(model, **OPTIONS, deferred=True)
         ddp = DistributedDataParallel(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * step + rank)
-            ddp(torch.randn(5, 6, generator=generator)).square().mean().backward()
-            opt.step()  # in silence
+            loss = ddp(torch.randn(5, 6, generator=generator)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            scaler.step(opt)  # in silence
+            scaler.update()
             opt.zero_grad()
         return opt._distribution.grads, [p.detach() for p in model.parameters()]
 

@@ -597,7 +597,7 @@ def test_options():
         cases += [{key: value} for options in cases for key, value in options.items()]
 
     def run(model, ranks, options):
-        opt = samestep.MuonAdamW(model, **{**OPTIONS, **options})
+        opt = samestep.MuonAdamW(model, **{**OPTIONS, "matrix_lr": OPTIONS["lr"], **options})
         return train(model, opt, ranks, with_schedule(opt))
 
     results = run_cases(3, cases, lambda rank, options: run(fsdp(Net()), (rank,), options))

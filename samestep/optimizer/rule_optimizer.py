@@ -633,6 +633,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def averages_gradients(self) -> bool:
         """Whether gradients are averaged, or judged with those of other stages, in the step."""
         averages = self._rank_group is not None and self._distribution.grads == "local"
+        if self._is_deferred and averages_with_ddp(self.param_groups):  # as the first step will see
+            averages = False
         return averages or self._stage_group is not None
 
     @property

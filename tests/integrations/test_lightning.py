@@ -70,7 +70,11 @@ WAYS = {
     "accumulation": {"accumulate_grad_batches": 2},
     "zero2": {"options": {"sharding": "zero2", "crossover": 1}},
     "none": {"options": {"sharding": "none"}},
-    "deferred": {"options": {"deferred": True, "crossover": 1}},
+    "deferred": {
+        "options": {"deferred": True, "crossover": 1},
+        "precision": "bf16-mixed",
+        "gradient_clip_val": 0.5,
+    },
 }
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import samestep
+from samestep.groups.param_groups import refuse_unsupported
 from tests.reference import ReferenceAdamW, relative_error, to_numpy
 from tests.soak import SOAK
 
@@ -417,3 +419,18 @@ def test_fused_is_not_loaded_and_not_compiled():
     assert opt.param_groups[0]["fused"] is True
     with pytest.raises(ValueError, match="fused=True and compile"):
         samestep.AdamW(params, fused=True, compile=True)
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
+def test_fused_is_taken_where_a_step_is_fused_anyway(device, kept):
+    """Trainers ask for it on CUDA, where torch's kernel for CPU is not what runs."""
+    param = SimpleNamespace(device=torch.device(device), is_floating_point=lambda: True)
+    group = {"params": [param], "rule": "adamw", "fused": True}
+    refuse_unsupported(0, group, compiled=False)
+    assert group["fused"] is kept
+
+
+def test_fused_is_refused_elsewhere():
+    param = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="fused=True is for parameters on CPU and CUDA"):
+        refuse_unsupported(0, {"params": [param], "rule": "adamw", "fused": True}, compiled=False)

@@ -25,7 +25,7 @@ class ProgramLog:
     """What a run has asked of XLA inside its steps.
 
     kinds: steps that may differ: in which layout, which parameters are present in which groups, and
-        which of them for the first time. Counts begin then, and XLA takes equal zeros for one input.
+        which of them for the first time: counts begin, and equal zeros are one input to XLA.
     """
 
     programs: int = 0

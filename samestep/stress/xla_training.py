@@ -25,7 +25,7 @@ class ProgramLog:
     """What a run has asked of XLA inside its steps.
 
     kinds: steps that may differ: in which layout, which parameters are present in which groups, and
-        which groups were updated before, since counts begin with the first.
+        which of them for the first time: counts begin, and equal zeros are one input to XLA.
     """
 
     programs: int = 0
@@ -67,7 +67,7 @@ class XlaTraining(Training):
         return None
 
     def _new_optimizer(self) -> RuleOptimizer:
-        self._seen: set[str] = set()  # groups that were updated
+        self._updated: set[str] = set()  # parameters, by this optimizer
         optimizer = super()._new_optimizer()
         runtime.sync()
         return optimizer
@@ -97,22 +97,13 @@ class XlaTraining(Training):
 
     def _kind(self) -> object:
         """What may make the program of a step another one."""
-        present = [
-            tuple(
-                name
-                for name, param in zip(g["param_names"], g["params"], strict=True)
-                if param.grad is not None
-            )
-            for g in self.optimizer.param_groups
-        ]
-        updated = tuple(bool(names and names[0] in self._seen) for names in self._names())
-        for names, of_group in zip(self._names(), present, strict=True):
-            if of_group:
-                self._seen.add(names[0])
-        return (self.layout.name, tuple(present), updated)
-
-    def _names(self) -> list[list[str]]:
-        return [group["param_names"] for group in self.optimizer.param_groups]
+        present = []
+        for group in self.optimizer.param_groups:
+            pairs = zip(group["param_names"], group["params"], strict=True)
+            names = [name for name, param in pairs if param.grad is not None]
+            present.append(tuple((name, name in self._updated) for name in names))
+        self._updated.update(name for names in present for name, _ in names)
+        return (self.layout.name, tuple(present))
 
     def _make_gradients(self, number: int) -> None:
         """Each device is given its rank's, and the program takes the mean.

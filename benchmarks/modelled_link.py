@@ -10,7 +10,9 @@ It is the backend "modelled". Transfers follow each other, as they do on one str
     end(k) = start(k) + latency + bytes / bandwidth
 
 Bytes are what the busiest direction of any rank's link carries: the most of sent and received. A
-transfer is complete when its end has passed and gloo is done. All groups must have all ranks.
+transfer is complete when its end has passed and gloo is done. Groups of some ranks have links of
+their own speed (`set_speeds`), and a rank's transfers follow each other over all its groups. Such
+groups are for the "cpu" clock: their ranks learn of each other's links when these wait.
 Two clocks can tell:
 
     wall  the system's monotonic clock. Whoever waits sleeps: a network card works beside the CPU
@@ -22,7 +24,7 @@ Two clocks can tell:
 import math
 import multiprocessing
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
@@ -34,6 +36,8 @@ from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 
 CAPACITY = 1 << 20  # transfers in the life of a link
 POLL = 1e-4  # seconds
+
+LEAST = 1e-12  # seconds: not 0, which stands for what is not known yet
 
 FREE = "free"  # the name of a link that costs nothing
 
@@ -47,6 +51,9 @@ class Speed(NamedTuple):
     bandwidth: float
 
 
+Speeds = Callable[[str, Sequence[int]], Speed]  # by kind of collective, and the ranks that meet
+
+
 @dataclass(slots=True)
 class Transfer:
     """One collective of this rank; times in seconds of the link's clock."""
@@ -56,6 +63,8 @@ class Transfer:
     bytes: float
     seconds: float  # that it occupies the link; of this rank alone until all have launched it
     launched: float
+    lane: int = 0  # which one of the rank's groups
+    members: Sequence[int] = ()
     name: str = ""
     ready: float = math.nan  # when the last rank launched it; before that nobody can know
     start: float = math.nan
@@ -66,13 +75,20 @@ class Transfer:
 class ModelledLink:
     """Which rank launched what when, in memory that forked ranks share, and how long that takes."""
 
-    def __init__(self, ranks: int, clock: Clock = "wall") -> None:
+    def __init__(
+        self, ranks: int, clock: Clock = "wall", *, groups: int = 1, capacity: int = CAPACITY
+    ) -> None:
+        """groups: that a rank is in, at most; capacity: transfers of each."""
         self._sleeps = clock == "wall"
         self._waited = 0.0  # of the CPU's clock
-        self._launches = [multiprocessing.RawArray("d", CAPACITY) for _ in range(ranks)]
-        self._alone = [multiprocessing.RawArray("d", CAPACITY) for _ in range(ranks)]
+        # Per rank and group: launches, when they would be over on an idle link, and when the rank's
+        # link was free for them.
+        self._times = [
+            [[multiprocessing.RawArray("d", capacity) for _ in range(3)] for _ in range(groups)]
+            for _ in range(ranks)
+        ]
         self._rank = -1
-        self._count = 0
+        self._counts: list[int] = []  # of transfers, by group
         self._unknown: list[Transfer] = []  # of which some rank was not seen to launch
         self._last_end = 0.0
         self.transfers: list[Transfer] = []  # in order of launch; to be cleared by whoever reads
@@ -80,7 +96,19 @@ class ModelledLink:
 
     def set_speed(self, latency: float, bandwidth: float) -> None:
         """For transfers to come: seconds per transfer, and bytes per second."""
-        self._latency, self._bandwidth = latency, bandwidth
+        speed = Speed(latency, bandwidth)
+        self.set_speeds(lambda kind, members: speed)
+
+    def set_speeds(self, speeds: Speeds) -> None:
+        """The same, by kind of collective and the ranks that meet."""
+        self._speeds = speeds
+
+    def add_group(self, store: dist.Store, rank: int, size: int) -> tuple[int, Sequence[int]]:
+        """A group that this rank is in, for `launch`: its number here, and the ranks in it."""
+        store.set(f"modelled member {rank}", str(self._rank))
+        members = tuple(int(store.get(f"modelled member {other}")) for other in range(size))
+        self._counts.append(0)
+        return len(self._counts) - 1, members
 
     def now(self) -> float:
         return time.monotonic() if self._sleeps else time.thread_time() + self._waited
@@ -99,12 +127,14 @@ class ModelledLink:
         dist.destroy_process_group()
         dist.init_process_group("modelled", store=store, rank=self._rank, world_size=size)
 
-    def launch(self, kind: str, carried: float) -> Transfer:
-        seconds = self._latency + carried / self._bandwidth
-        transfer = Transfer(self._count, kind, carried, seconds, self.now())
-        self._launches[self._rank][self._count] = transfer.launched
-        self._alone[self._rank][self._count] = transfer.launched + seconds  # on an idle link
-        self._count += 1
+    def launch(self, kind: str, carried: float, lane: int, members: Sequence[int]) -> Transfer:
+        speed = self._speeds(kind, members)
+        seconds = speed.latency + carried / speed.bandwidth
+        number = self._counts[lane]
+        transfer = Transfer(number, kind, carried, seconds, self.now(), lane, members)
+        launches, alone, _ = self._times[self._rank][lane]
+        launches[number], alone[number] = transfer.launched, transfer.launched + seconds
+        self._counts[lane] += 1
         self._unknown.append(transfer)
         self.transfers.append(transfer)
         return transfer
@@ -132,13 +162,19 @@ class ModelledLink:
     def _is_known(self, transfer: Transfer) -> bool:
         while self._unknown and math.isnan(transfer.end):
             first = self._unknown[0]
-            launches = [times[first.number] for times in self._launches]
-            ends = [times[first.number] for times in self._alone]
-            if not (all(launches) and all(ends)):
+            frees = self._times[self._rank][first.lane][2]
+            frees[first.number] = max(self._last_end, LEAST)
+            seen = [
+                [times[first.number] for times in self._times[member][first.lane]]
+                for member in first.members
+            ]
+            if len(self._counts) == 1:  # all ranks have the same transfers: their links are alike
+                seen = [[launched, over, self._last_end + LEAST] for launched, over, _ in seen]
+            if not all(map(all, seen)):
                 return False
-            first.seconds = max(end - begun for begun, end in zip(launches, ends, strict=True))
-            first.ready = max(launches)
-            first.start = max(first.ready, self._last_end)
+            first.seconds = max(over - launched for launched, over, _ in seen)
+            first.ready = max(launched for launched, _, _ in seen)
+            first.start = max(first.ready, self._last_end, *(free for _, _, free in seen))
             first.end = self._last_end = first.start + first.seconds
             self._unknown.pop(0)
         return True
@@ -181,6 +217,7 @@ class ModelledGroup(dist.ProcessGroup):
         # torch refuses the store from a Python subclass.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._link, self._store, self._name = link, store, ""
+        self._lane, self._members = link.add_group(store, rank, size)
         self._gloo: Any = dist.ProcessGroupGloo(
             store, rank, size, timeout
         )  # not all of it has types
@@ -242,5 +279,5 @@ class ModelledGroup(dist.ProcessGroup):
     def _launch(
         self, kind: str, carried: float, launch: Callable[..., dist.Work], *args: Any
     ) -> dist.Work:
-        transfer = self._link.launch(kind, carried)
+        transfer = self._link.launch(kind, carried, self._lane, self._members)
         return ModelledWork(self._link, transfer, launch(*args))

@@ -3,6 +3,9 @@
 Ranks measure the rates of the machine, then take steps of every model in turns, and calibrate once
 more. The prediction is the simulator's, with the mean of both calibrations. Gradients are there
 when a step begins, and all ranks begin together; a step is as long as the slowest rank's.
+
+With `--hosts 2 --clock cpu` the modelled link is fast inside hosts and slow between them, and
+buckets go in one level and in two.
 """
 
 import math
@@ -10,7 +13,8 @@ import os
 import platform
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,15 +25,16 @@ from rich.console import Console
 
 import samestep
 from benchmarks import number_table, write_json
-from benchmarks.modelled_link import Clock, ModelledLink
+from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.calibration import Measured, hardware, measure
 from samestep.estimate.hardware import Hardware, hardware_as_json
 from samestep.estimate.model import Decoder, Shape
 from samestep.estimate.timeline import simulate
 from samestep.launch import run_forked
-from samestep.plan.links import Link
+from samestep.plan.links import Fabric, Link
 from samestep.tooling.output import check_folder
+from samestep.tooling.request import BadRequestError
 
 MODELS = {
     "small": Shape("small", 512, 64, 2, 1, 1, 64, 256, gated=False),
@@ -42,9 +47,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "flat zero1": {"sharding": "zero1", "buffers": "flat"},
     "none": {"sharding": "none"},
 }
+LEVELS: dict[str, dict[str, Any]] = {
+    f"{layout} in {'two' if two else 'one'}": {**LAYOUTS[layout], "two_levels": two}
+    for layout in ("zero2", "flat zero1")
+    for two in (False, True)
+}
 BAR = 0.25
 KINDS = ("all_to_all", "all_reduce", "reduce_scatter")
 LATENCY, BANDWIDTH = 2e-4, 5e7  # of the modelled link
+INSIDE = Link(2e-4, 4e8)  # between ranks of a modelled host
+BUCKETS = 100_000  # elements, where there are hosts: their links are not those that ranks plan for
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class Options:
     rounds: int = 7
     clock: Clock = "wall"
     """"cpu": computing time plus waits of a modelled link, for a machine with other work."""
+    hosts: int = 1
+    """Modelled ones, of neighbouring ranks."""
     out: Path = Path("out/bench")
 
 
@@ -66,11 +80,31 @@ class Found(NamedTuple):
     seconds: dict[str, list[float]]
 
 
-def optimizer_of(model: torch.nn.Module, layout: str) -> samestep.MuonAdamW:
-    return samestep.MuonAdamW(model, **LAYOUTS[layout])
+def layouts(hosts: int) -> dict[str, dict[str, Any]]:
+    return LAYOUTS if hosts == 1 else LEVELS
 
 
-def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
+def optimizer_of(model: torch.nn.Module, layout: str, ranks: int, hosts: int) -> samestep.MuonAdamW:
+    keywords = layouts(hosts)[layout]
+    if hosts > 1:
+        keywords = {**keywords, "ranks_per_host": ranks // hosts, "bucket_size": BUCKETS}
+    return samestep.MuonAdamW(model, **keywords)
+
+
+def speeds(machine: Hardware, per_host: int) -> Speeds:
+    """What the simulator says of groups of ranks on these hosts."""
+
+    def of(kind: str, members: Sequence[int]) -> Speed:
+        hosts = len({member // per_host for member in members})
+        on_host = len(members) // hosts
+        fabric = Fabric(machine.inside, machine.between, len(members), on_host)
+        latency = machine.seconds(kind, 0.0, fabric)
+        return Speed(latency, 1e6 / (machine.seconds(kind, 1e6, fabric) - latency))
+
+    return of
+
+
+def on_rank(rank: int, rounds: int, link: ModelledLink | None, hosts: int) -> Found:
     now = time.perf_counter
     if link is not None:
         link.install()
@@ -79,10 +113,10 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
     measured = (ranks,) if link is None else ()
     trainings = {}
     for name, config in MODELS.items():
-        for layout in LAYOUTS:
+        for layout in layouts(hosts):
             torch.manual_seed(0)
             model = Decoder(config)
-            trainings[f"{name}, {layout}"] = model, optimizer_of(model, layout)
+            trainings[f"{name}, {layout}"] = model, optimizer_of(model, layout, ranks, hosts)
     before = measure(rank, measured, SIDES, now)
     seconds: dict[str, list[float]] = {key: [] for key in trainings}
     generator = torch.Generator().manual_seed(rank)
@@ -92,7 +126,10 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
             for param in model.parameters():
                 param.grad = torch.randn(param.shape, generator=generator)
             dist.barrier()
-            if link is not None:
+            if link is not None and hosts > 1:
+                machine = on_hosts(hardware(before, ranks), ranks, hosts)
+                link.set_speeds(speeds(machine, ranks // hosts))
+            elif link is not None:
                 link.set_speed(LATENCY, BANDWIDTH)
             begun = now()
             optimizer.step()
@@ -105,6 +142,14 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None) -> Found:
             if number:
                 seconds[key].append(float(took))
     return Found(before, measure(rank, measured, SIDES, now), seconds)
+
+
+def on_hosts(machine: Hardware, ranks: int, hosts: int) -> Hardware:
+    """With the modelled links between them and inside."""
+    between = Link(LATENCY, BANDWIDTH)
+    return replace(
+        machine, inside=INSIDE, between=between, ranks_per_host=ranks // hosts, measured={}
+    )
 
 
 def mean_of(found: Found, ranks: int) -> Hardware:
@@ -138,13 +183,20 @@ def main(options: Options) -> None:
     console = Console(highlight=False)
     rows: list[dict[str, Any]] = []
     machines = {}
-    load = os.getloadavg()
+    load, hosts = os.getloadavg(), options.hosts
+    if hosts > 1 and (options.clock != "cpu" or any(ranks % hosts for ranks in options.ranks)):
+        raise BadRequestError("--hosts needs --clock cpu, and --ranks that it divides")
     for ranks in options.ranks:
-        link = ModelledLink(ranks, "cpu") if options.clock == "cpu" else None
+        link = None
+        if options.clock == "cpu":
+            link = ModelledLink(ranks, "cpu", groups=1 if hosts == 1 else 3, capacity=1 << 17)
         found: list[Found] = run_forked(
-            ranks, on_rank, options.rounds, link, timeout=float("inf"), collective_timeout=300.0
-        )
+            ranks, on_rank, options.rounds, link, hosts, timeout=float("inf"),
+            collective_timeout=300.0,
+        )  # fmt: skip
         machine = mean_of(found[0], ranks)
+        if hosts > 1:
+            machine = on_hosts(machine, ranks, hosts)
         machines[str(ranks)] = hardware_as_json(machine)
         drift = max(
             abs(found[0].after.product_rates[side] / rate - 1)
@@ -155,7 +207,9 @@ def main(options: Options) -> None:
             config = MODELS[name]
             with torch.device("meta"):
                 model = Decoder(config)
-            plan = blueprint(optimizer_of(model, layout), one_axis(ranks))
+            optimizer = optimizer_of(model, layout, ranks, hosts)
+            on_links = machine if hosts > 1 else None
+            plan = blueprint(optimizer, one_axis(ranks), hardware=on_links)
             timeline = simulate(plan, machine)
             measured = statistics.median(times)
             rows.append(
@@ -193,11 +247,13 @@ def main(options: Options) -> None:
         "within": within,
         "bar": BAR,
         "clock": options.clock,
+        "hosts": hosts,
         "hardware": machines,
         "load_average": {"before": load[0], "after": os.getloadavg()[0], "cpus": os.cpu_count()},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    write_json(options.out, f"plan_time_{options.clock}.json", content, indent=1)
+    name = options.clock if hosts == 1 else f"{hosts}_hosts"
+    write_json(options.out, f"plan_time_{name}.json", content, indent=1)
 
 
 if __name__ == "__main__":

@@ -38,22 +38,23 @@ from samestep.tooling.output import write_files
 
 TOKENS = 4096  # of a rank; strong scaling divides those of the fewest ranks
 BEFORE = 6_553_600  # elements of a bucket, before ranks and links chose
+MOST_BEFORE = 1024  # ranks: by then it takes minutes
 COLUMNS = "| plan | ranks | step | exposed | iteration | exposed | sent | busiest | owners | peak |"
 
 
 class Case(NamedTuple):
-    """A model, and the axes beside data; `every`: how many doublings from point to point."""
+    """A model, the axes beside data, and on how many ranks; none: all powers of two."""
 
     model: str
     degrees: Degrees
-    every: int = 1
+    ranks: tuple[int, ...] = ()
 
 
 CASES = {
     "nanochat-d20": Case("nanochat-d20", Degrees(8)),
     "llama-7b": Case("llama-7b", Degrees(8)),
-    "llama-70b": Case("llama-70b", Degrees(8)),
-    "deepseek-v3": Case("deepseek-v3", Degrees(64, ep=64), every=2),
+    "llama-70b": Case("llama-70b", Degrees(8), (8, 64, 512, 1024, 4096)),
+    "deepseek-v3": Case("deepseek-v3", Degrees(64, ep=64), (64, 512, 4096)),
 }
 
 
@@ -111,8 +112,9 @@ def points(
     waits = replace(flat, overlap_gathers=False)  # a step alone has no forward to gather in
     alone = simulate(stage_blueprint(model, degrees, waits, hardware, 0), hardware)
     yield "samestep, flat", replace(found, step=alone.seconds, exposed=alone.exposed_seconds)
-    small = stage_blueprint(model, degrees, replace(settings, bucket_size=BEFORE), hardware, 0)
-    yield "before", of(in_copies(small))
+    if degrees.world <= MOST_BEFORE:
+        small = stage_blueprint(model, degrees, replace(settings, bucket_size=BEFORE), hardware, 0)
+        yield "before", of(in_copies(small))
     yield from all_peers(plan, model, hardware, (weak, strong)).items()
 
 
@@ -146,7 +148,7 @@ def main(options: Options) -> None:
     for name in options.models:
         case, curves = CASES[name], dict[str, list[Point]]()
         model = load_model(case.model, torch.bfloat16)
-        numbers = numbers_of_ranks(case.degrees, RANKS)[:: case.every]
+        numbers = numbers_of_ranks(case.degrees, case.ranks or RANKS)
         numbers = [ranks for ranks in numbers if ranks <= options.most]
         begun = time.process_time()
         for ranks in numbers:

@@ -59,11 +59,6 @@ class Collective:
     def levels(self) -> int:
         return self._first.levels
 
-    @property
-    def size(self) -> int:
-        """Bytes of the whole, on the ranks at the first place."""
-        return self._first.elements * self._first.dtype.itemsize
-
     def of(self, place_among: int) -> Transfer | None:
         """That of the ranks at a place in `among`."""
         return self.transfers[place_among if self.among is not None else 0]

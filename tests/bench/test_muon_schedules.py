@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from benchmarks.modelled_link import ModelledLink, Transfer
+from benchmarks.modelled_link import ModelledLink, Speed, Transfer
 from benchmarks.muon_exposure import (
     EXPOSED,
     IDLE,
@@ -100,19 +100,37 @@ def test_a_pipeline_is_held_against_the_same_without(share, verdict):
 
 def test_a_transfer_takes_as_long_as_on_its_busiest_rank():
     first = ModelledLink(2, "cpu")
-    first._rank = 0
+    first._rank, first._counts = 0, [0]
     first.set_speed(latency=1.0, bandwidth=10.0)
     second = copy.copy(first)  # with the same shared memory
-    second._rank, second._unknown = 1, []
-    mine = first.launch("all_to_all", 10.0)
+    second._rank, second._unknown, second._counts = 1, [], [0]
+    mine = first.launch("all_to_all", 10.0, 0, (0, 1))
     assert not first.is_over(mine)
     assert mine.ready != mine.ready  # not known before all have launched it
-    other = second.launch("all_to_all", 40.0)
+    other = second.launch("all_to_all", 40.0, 0, (0, 1))
     for link, seen in (first, mine), (second, other):
         link.is_over(seen)
         assert seen.seconds == pytest.approx(5.0)
         assert seen.ready == max(mine.launched, other.launched)
         assert seen.end == pytest.approx(seen.start + 5.0)
+
+
+def test_transfers_of_a_rank_follow_each_other_over_its_groups():
+    first = ModelledLink(2, "cpu", groups=2, capacity=8)
+    first._rank, first._counts = 0, [0, 0]
+    speeds = {(0, 1): Speed(1.0, 10.0), (0,): Speed(5.0, 10.0)}
+    first.set_speeds(lambda kind, members: speeds[tuple(members)])
+    second = copy.copy(first)
+    second._rank, second._unknown, second._counts = 1, [], [0, 0]
+    alone = first.launch("all_gather", 0.0, 1, (0,))  # 5 s, of the first rank alone
+    mine = first.launch("all_to_all", 10.0, 0, (0, 1))
+    other = second.launch("all_to_all", 10.0, 0, (0, 1))
+    assert not second.is_over(other)  # it cannot know what the other link does before
+    assert other.end != other.end
+    for link, seen in (first, mine), (second, other):
+        link.is_over(seen)
+        assert seen.start == pytest.approx(alone.end)
+        assert seen.end == pytest.approx(alone.end + 2.0)
 
 
 def test_pictures_are_drawn_from_json(tmp_path):

@@ -3,14 +3,17 @@
 import json
 
 import pytest
+import torch
 
 from samestep.estimate.hardware import (
     PRESETS,
     HardwareError,
-    Link,
     hardware_as_json,
     read_hardware,
 )
+from samestep.estimate.links import seconds_in_two
+from samestep.plan.links import Fabric, Link
+from samestep.plan.transfers import Traffic, of_segments
 
 
 def test_a_file_gives_the_same_hardware(tmp_path):
@@ -57,3 +60,17 @@ def test_rates_must_be_above_zero(tmp_path):
     path.write_text(json.dumps(content))
     with pytest.raises(HardwareError, match="above 0"):
         read_hardware(path)
+
+
+def test_two_levels_take_as_long_as_the_busiest_column():
+    """Two hosts of three ranks; segments of 1 byte each, but the first column has 5 and 3."""
+    sizes = (5, 3, 1, 1, 1, 1)
+    fabric = Fabric(Link(0.0, 1.0), Link(0.0, 1.0), 6, 3)
+
+    def seconds(traffic):
+        return seconds_in_two(of_segments(traffic, "", torch.int8, sizes), fabric)
+
+    # In rings all 12 bytes pass by, but those of a rank itself; across, those of the first column.
+    assert seconds(Traffic.REDUCE_SCATTER) == seconds(Traffic.UNEVEN_GATHER) == (8.0, 4.0)
+    # Exchanged: the first column's 8 bytes go to both others; the first segment's 5 to the other.
+    assert seconds(Traffic.EXCHANGE) == seconds(Traffic.COPIES) == (16.0, 5.0)

@@ -1,6 +1,8 @@
 """Thousands of ranks in one process."""
 
-import resource
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from samestep.estimate.figures import judge, stage_figures
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import distinct_stages, load_model
 from samestep.mesh.degrees import Degrees
+from tests.limits import HANG
 from tests.soak import SOAK
 
 CASES = [
@@ -38,7 +41,42 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
         for owners in figures.owners:
             assert owners.ratio >= owners.bound >= 1
         total += figures.parameters
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 < 2 * 2**30
+
+
+# In a process of its own: what planning and simulating costs, from the import on.
+MEASURED = """
+import gc, json, resource, time
+import torch
+from samestep.estimate.cluster import Settings
+from samestep.estimate.figures import stage_figures
+from samestep.estimate.hardware import PRESETS
+from samestep.estimate.model import distinct_stages, load_model
+from samestep.mesh.degrees import Degrees
+
+gc.disable()  # as the command does
+begun = time.process_time()
+model, degrees = load_model({name!r}, torch.bfloat16), {degrees!r}
+for stage in distinct_stages(model, degrees):
+    stage_figures(model, degrees, Settings(), PRESETS["h200x8"], stage)
+spent = time.process_time() - begun
+memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([spent, memory]))
+"""
+LIMITS = [("llama-70b", Degrees(1024), 10), ("deepseek-v3", Degrees(4096, pp=16, ep=64), 20)]
+if SOAK:
+    LIMITS += [("llama-70b", Degrees(4096), 10), ("deepseek-v3", Degrees(4096, ep=64), 20)]
+
+
+@pytest.mark.parametrize(("name", "degrees", "seconds"), LIMITS)
+def test_planning_at_scale_is_cheap(name, degrees, seconds):
+    """Seconds of one core, whatever else runs there, and bytes at the peak."""
+    program = MEASURED.format(name=name, degrees=degrees)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG, check=True
+    )
+    spent, memory = json.loads(done.stdout)
+    assert spent < seconds
+    assert memory < 1e9
 
 
 def test_groups_that_are_copies_of_each_other():

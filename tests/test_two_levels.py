@@ -118,6 +118,8 @@ def test_every_byte_crosses_between_hosts_once(reduction):
     of_host = [sum(sent for _, sent, _ in found[first : first + on_host]) for first in (0, on_host)]
     assert max(of_host) <= least * Fraction(105, 100)
     assert min(of_host) >= least * Fraction(95, 100)
+    each = [sent for _, sent, _ in found]  # all ranks of a host share what leaves it
+    assert max(each) <= sum(each) / world * Fraction(110, 100)
 
 
 def _groups():

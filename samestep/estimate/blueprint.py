@@ -150,12 +150,12 @@ _schedule = lru_cache(maxsize=64)(step_schedule)
 
 
 def _shared_plan(
-    specs: tuple[ParamSpec, ...], fabric: Fabric, distribution: Distribution
+    specs: tuple[ParamSpec, ...], fabric: Fabric, distribution: Distribution, levels: int = 1
 ) -> ShardingPlan:
     """zero1 and zero2 share one: they differ in when gradients are let go of."""
     if distribution.sharding == "zero2":
         distribution = replace(distribution, sharding="zero1")
-    return _known_plan(specs, fabric, distribution)
+    return _known_plan(specs, fabric, distribution, levels)
 
 
 _known_plan = lru_cache(maxsize=2)(planned_shares)
@@ -209,14 +209,17 @@ def blueprint(
         if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
             continue  # one process: nothing is shared
         members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
-        plan = _shared_plan(members.specs, links(peers), beside)
+        levels = 1
+        if (outer if peers == everyone else None) is None:
+            levels = levels_of(members.specs, links(peers), beside, on_cpu=not on_gpu)
+        plan = _shared_plan(members.specs, links(peers), beside, levels)
         own_outer = outer if peers == everyone else None
         policy = beside.bucket_policy(
             peers.size,
             own_outer.size if own_outer else 1,
             device,
             uneven=on_gpu,
-            levels=1 if own_outer else levels_of(plan, links(peers), beside, on_cpu=not on_gpu),
+            levels=levels,
         )
         watched = optimizer._in_flight.all_watched(members.params)
         shape = shape_of_shares(plan, members, beside, policy, watched=watched)

@@ -13,7 +13,7 @@ the rank's shard, and in the parameter itself.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from samestep.layout.owners import balanced_owners
+from samestep.layout.owners import balanced_owners, dealt
 
 # Elements. Parameters and shards begin where vector loads can, which for shards is more than
 # Megatron does: its bucket ends are multiples of lcm(ranks, 128).
@@ -151,6 +151,7 @@ def owner_shards(
     bucket_elements: int,
     *,
     start_alignment: int = START_ALIGNMENT,
+    columns: int = 1,
 ) -> FlatLayout:
     """Lay out parameters such that every block lies whole in the shard of one rank.
 
@@ -172,9 +173,9 @@ def owner_shards(
         [sum(params[i].flops) for i in narrow],
         [sum(params[i].elements) for i in narrow],
         ranks,
-        loads=loads,
+        loads=[loads[dealt(owner, ranks, columns)] for owner in range(ranks)],
     )
-    owner_of = dict(zip(narrow, owners, strict=True))
+    owner_of = {i: dealt(own, ranks, columns) for i, own in zip(narrow, owners, strict=True)}
     places: dict[int, Range] = {}
     buckets: list[FlatBucket] = []
     cursor = 0

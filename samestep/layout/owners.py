@@ -48,6 +48,15 @@ def balanced_owners(
     return owners
 
 
+def dealt(owner: int, ranks: int, columns: int) -> int:
+    """The place of an owner where the ranks of a column are neighbours, one of each host.
+
+    Owners that follow each other are in different columns: what crosses between hosts is shared by
+    all ranks of a host.
+    """
+    return owner % columns * (ranks // columns) + owner // columns
+
+
 def cyclic_owners(count: int, ranks: int) -> list[int]:
     """Block i belongs to rank i mod ranks."""
     return [block % ranks for block in range(count)]

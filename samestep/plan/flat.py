@@ -35,7 +35,9 @@ class Place(NamedTuple):
     start: int
 
 
-def plan_flat(params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int) -> ShardingPlan:
+def plan_flat(
+    params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int, columns: int = 1
+) -> ShardingPlan:
     """Lay out `params` (in order of use) in buckets for `ranks` ranks, last ones first."""
     backwards = range(len(params) - 1, -1, -1)
     order = [i for i in backwards if params[i].numel]
@@ -56,7 +58,7 @@ def plan_flat(params: Sequence[ParamSpec], ranks: int, *, bucket_elements: int) 
         ]
         if matrix:
             sizes = [_block_sizes(params[i]) for i in alike]
-            layout = owner_shards(sizes, ranks, bucket_elements)
+            layout = owner_shards(sizes, ranks, bucket_elements, columns=columns)
         else:
             layout = equal_shards([params[i].numel for i in alike], ranks, bucket_elements)
         of_params = [whole_pieces(i, params[i]) for i in alike]

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.owners import balanced_owners, cyclic_owners
+from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.rules.orthogonalize import block_flops
 
 OwnerStrategy = Literal["balanced", "cyclic"]
@@ -217,17 +217,21 @@ def plan_sharding(
     bucket_elements: int = 1 << 22,
     owners: OwnerStrategy = "balanced",
     max_size_ratio: float | None = None,
+    columns: int = 1,
 ) -> ShardingPlan:
-    """Cut `params` (in order of use) into buckets for `ranks` ranks.
+    """Cut `params` (in order of use) into buckets for `ranks` ranks, or places in columns of them.
 
     Parameters below `crossover` elements are replicated, all of one dtype in one bucket.
     With `shard=False` everything is, in buckets as well.
     """
     order = range(len(params) - 1, -1, -1)
     small = {i for i in order if not shard or ranks == 1 or params[i].numel < crossover}
-    owner_of = _block_owners(
-        params, [i for i in order if i not in small], ranks, owners, max_size_ratio
-    )
+    owner_of = {
+        block: dealt(owner, ranks, columns)
+        for block, owner in _block_owners(
+            params, [i for i in order if i not in small], ranks, owners, max_size_ratio
+        ).items()
+    }
     weights = _slice_weights(params, [i for i in order if i not in small], ranks, owner_of)
     buckets: list[Bucket] = []
     # Small parameters travel in one collective; whole models do not.

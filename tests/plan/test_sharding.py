@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from samestep.layout.blocks import blocks_of
+from samestep.plan.flat import plan_flat
 from samestep.plan.sharding import ParamSpec, plan_sharding, whole_pieces
 
 DTYPES = ("torch.float32", "torch.bfloat16", "torch.float64")
@@ -297,3 +298,17 @@ def test_the_size_cap_reaches_the_plan():
 
     assert fullest(max_size_ratio=1.0) <= fullest()
     assert fullest(max_size_ratio=1.2) <= 1.2 * 16 * 4096 / 3
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_owners_that_follow_each_other_are_in_different_columns(flat):
+    """Four ranks on each of two hosts: what crosses between hosts is shared by all of a host."""
+    params = [matrix(f"m{i}", (8, 8)) for i in range(4)]
+    options = {"bucket_elements": 1000, "columns": 4}
+    plan = (
+        plan_flat(params, 8, **options)
+        if flat
+        else plan_sharding(params, 8, crossover=1, **options)
+    )
+    owners = [place for bucket in plan.buckets for place, _ in bucket.filled]
+    assert sorted(place // 2 for place in owners) == [0, 1, 2, 3]

@@ -94,12 +94,12 @@ class ReplicatedParameters(Placement):
         self.distribution = distribution
         self.device = self.held.value(0).device
         fabric = fabric_of(group, self.device, distribution.ranks_per_host)
-        shares = planned(specs if mesh is None else mesh.shares, fabric, distribution)
         is_alone = mesh is None and outer is None
         self._check_levels(fabric, is_alone=is_alone)
         levels = 1
         if is_alone:
-            levels = levels_of(shares, fabric, distribution, on_cpu=self.device.type == "cpu")
+            levels = levels_of(specs, fabric, distribution, on_cpu=self.device.type == "cpu")
+        shares = planned(specs if mesh is None else mesh.shares, fabric, distribution, levels)
         self.plan = shares
         self._plan_lines = shares.lines()
         if mesh is not None:
@@ -724,16 +724,14 @@ class _PieceViews(NamedTuple):
     matrices: list[MatrixView]  # of a block of several, once somebody has asked
 
 
-def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution) -> ShardingPlan:
+def planned(
+    specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution, levels: int = 1
+) -> ShardingPlan:
     """The plan that some keywords ask for, between ranks with these links."""
-    size = distribution.bucket_size
-    if size is None:
-        elements = [spec.numel for spec in specs]
-        in_bytes = sum(map(operator.mul, elements, (_width(spec.dtype) for spec in specs)))
-        waves = None if distribution.overlap_grad_reduce else distribution.waves
-        size = bucket_elements(sum(elements), in_bytes, fabric, most_buckets=waves)
+    size = _bucket_size(specs, fabric, distribution)
+    columns = fabric.per_host if levels == 2 else 1
     if distribution.buffers == "flat":
-        return plan_flat(specs, fabric.ranks, bucket_elements=size)
+        return plan_flat(specs, fabric.ranks, bucket_elements=size, columns=columns)
     return plan_sharding(
         specs,
         fabric.ranks,
@@ -742,19 +740,34 @@ def planned(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distributi
         bucket_elements=size,
         owners=distribution.owners,
         max_size_ratio=distribution.max_state_ratio,
+        columns=columns,
     )
 
 
 def levels_of(
-    plan: ShardingPlan, fabric: Fabric, distribution: Distribution, *, on_cpu: bool
+    specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution, *, on_cpu: bool
 ) -> int:
-    """2: its buckets go inside hosts and across them."""
+    """2: buckets go inside hosts and across them."""
     asked = distribution.two_levels
     if asked is None:
-        carried = max((bucket.size * _width(bucket.dtype) for bucket in plan.buckets), default=0)
+        elements = sum(spec.numel for spec in specs)
+        share = min(1.0, _bucket_size(specs, fabric, distribution) / max(elements, 1))
         exchanged = on_cpu or distribution.reduction == "ordered"
-        asked = fabric.pays_in_two(carried, exchanged=exchanged)
+        asked = fabric.pays_in_two(share * _bytes(specs), exchanged=exchanged)
     return 1 + (asked and fabric.has_levels)
+
+
+def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution) -> int:
+    """Elements, as asked for or chosen."""
+    if distribution.bucket_size is not None:
+        return distribution.bucket_size
+    waves = None if distribution.overlap_grad_reduce else distribution.waves
+    elements = sum(spec.numel for spec in specs)
+    return bucket_elements(elements, _bytes(specs), fabric, most_buckets=waves)
+
+
+def _bytes(specs: Sequence[ParamSpec]) -> int:
+    return sum(spec.numel * _width(spec.dtype) for spec in specs)
 
 
 def _width(dtype: str) -> int:

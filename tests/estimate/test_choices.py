@@ -10,9 +10,10 @@ import samestep
 from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.choices import choices, shared_block_seconds
 from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.floors import ADAMW_BYTES
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import load_model
-from samestep.estimate.work import chunk_count
+from samestep.estimate.work import chunk_count, elementwise_work
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link
@@ -99,3 +100,15 @@ def test_a_rank_is_counted_with_the_blocks_of_which_it_holds_parts():
     chunks = range(len(spreading.plan.chunks))
     counts = sum(chunk_count(spreading, number) for number in chunks)
     assert counts.tolist() == [3, 3, 3, 1]  # two experts each, and rows of the shared matrix
+
+
+def test_layers_that_are_alike_are_counted_each():
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 16, bias=False))
+    optimizer = samestep.AdamW(model)
+    over = SpreadOver((("data",),), (Cut(0),))
+    (spreading,) = blueprint(optimizer, one_axis(4), spread=lambda name, param: over).spread
+    work = elementwise_work(spreading, H200)
+    assert work.pieces.tolist() == [4, 4, 4, 4]
+    assert work.bytes.tolist() == [ADAMW_BYTES * (3 * 16 + 32)] * 4

@@ -6,10 +6,15 @@ from math import inf
 import pytest
 import torch
 
+import samestep
+from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.choices import choices, shared_block_seconds
 from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.floors import ADAMW_BYTES
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import load_model
+from samestep.estimate.work import chunk_count, elementwise_work
+from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link
 from samestep.rules.orthogonalize import orthogonalize_flops
@@ -80,3 +85,30 @@ def test_what_sharing_a_block_costs():
     gathers = shared_block_seconds((8192, 28672), 8, H200) - alone / 8
     least = (8192 * 28672 + 10 * 8192**2) * 2 * 7 / 8 / H200.inside.bandwidth
     assert least < gathers < alone
+
+
+def test_a_rank_is_counted_with_the_blocks_of_which_it_holds_parts():
+    model = torch.nn.Module()
+    with torch.device("meta"):
+        model.experts = torch.nn.Parameter(torch.empty(6, 8, 8))
+        model.shared = torch.nn.Parameter(torch.empty(8, 8))
+    groups = [{"params": ["*"], "rule": "muon"}]
+    optimizer = samestep.MuonAdamW(model, groups=groups)
+    over = SpreadOver((("data",),), (Cut(0),))
+    plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
+    (spreading,) = plan.spread
+    chunks = range(len(spreading.plan.chunks))
+    counts = sum(chunk_count(spreading, number) for number in chunks)
+    assert counts.tolist() == [3, 3, 3, 1]  # two experts each, and rows of the shared matrix
+
+
+def test_layers_that_are_alike_are_counted_each():
+    with torch.device("meta"):
+        layers = [torch.nn.Linear(8, 8, bias=False) for _ in range(3)]
+        model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 16, bias=False))
+    optimizer = samestep.AdamW(model)
+    over = SpreadOver((("data",),), (Cut(0),))
+    (spreading,) = blueprint(optimizer, one_axis(4), spread=lambda name, param: over).spread
+    work = elementwise_work(spreading, H200)
+    assert work.pieces.tolist() == [4, 4, 4, 4]
+    assert work.bytes.tolist() == [ADAMW_BYTES * (3 * 16 + 32)] * 4

@@ -32,9 +32,9 @@ from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
-from samestep.placements.whole.replicated import levels_of
-from samestep.placements.whole.replicated import planned as planned_shares
-from samestep.placements.whole.replicated import shape_of as shape_of_shares
+from samestep.placements.whole.planned import levels_of
+from samestep.placements.whole.planned import planned as planned_shares
+from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.links import CPU_LINKS, GPU_LINKS, Fabric
 from samestep.plan.narrowed import even_share

@@ -17,7 +17,7 @@ from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
 from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
-from samestep.placements.whole.replicated import shape_of as shape_of_shares
+from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
 from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
 from samestep.plan.schedule import PlacementShape

@@ -29,7 +29,16 @@ PIPELINED = Case("parallel", True, "balanced")
 
 def transfer(name, ready, seconds, *waits):
     return Transfer(
-        0, "all_to_all", 8.0, seconds, 0.0, name, ready, ready, ready + seconds, tuple(waits)
+        0,
+        "all_to_all",
+        8.0,
+        seconds,
+        0.0,
+        name=name,
+        ready=ready,
+        start=ready,
+        end=ready + seconds,
+        waits=tuple(waits),
     )
 
 

@@ -35,6 +35,7 @@ SCRIPTS = sorted(
 )
 RUN_ELSEWHERE = {
     "muon_schedules": "tests.bench.test_muon_schedules",
+    "scaling": "tests.bench.test_scaling",
     "two_hosts": "tests.mesh.test_two_hosts",
 }
 

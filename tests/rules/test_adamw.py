@@ -426,11 +426,12 @@ def test_fused_is_taken_where_a_step_is_fused_anyway(device, kept):
     """Trainers ask for it on CUDA, where torch's kernel for CPU is not what runs."""
     param = SimpleNamespace(device=torch.device(device), is_floating_point=lambda: True)
     group = {"params": [param], "rule": "adamw", "fused": True}
-    refuse_unsupported(0, group, compiled=False)
+    refuse_unsupported(0, group, compiled=False, ranks=1)
     assert group["fused"] is kept
 
 
 def test_fused_is_refused_elsewhere():
     param = torch.nn.Parameter(torch.ones(2, 2, device="meta"))
+    group = {"params": [param], "rule": "adamw", "fused": True}
     with pytest.raises(ValueError, match="fused=True is for parameters on CPU and CUDA"):
-        refuse_unsupported(0, {"params": [param], "rule": "adamw", "fused": True}, compiled=False)
+        refuse_unsupported(0, group, compiled=False, ranks=1)

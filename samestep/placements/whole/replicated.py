@@ -26,7 +26,7 @@ from samestep.kernels.choice import line_of
 from samestep.layout.boxes import HeldState
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
-from samestep.placements.whole.buffers import FlatParameters, gradient_dtype, overlapping
+from samestep.placements.whole.buffers import FlatParameters, overlapping
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
@@ -39,20 +39,16 @@ from samestep.placements.whole.piece_state import (
     piece_shape,
     state_alike,
 )
+from samestep.placements.whole.planned import levels_of, planned, shape_of
 from samestep.placements.whole.reduction import GradientReducer
-from samestep.plan.flat import plan_flat
-from samestep.plan.links import Fabric, bucket_elements
+from samestep.plan.links import Fabric
 from samestep.plan.narrowed import narrowed
-from samestep.plan.schedule import Average, Gather, OfBucket, Place, PlacementShape, Reduce
+from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce
 from samestep.plan.sharding import (
     Bucket,
-    ParamSpec,
     Piece,
     Segment,
-    ShardingPlan,
-    plan_sharding,
 )
-from samestep.plan.transfers import BucketPolicy, bucket_transfers
 from samestep.rules.state import (
     MASTER,
     MatrixView,
@@ -722,78 +718,3 @@ class _PieceViews(NamedTuple):
     value: Tensor
     state: State
     matrices: list[MatrixView]  # of a block of several, once somebody has asked
-
-
-def planned(
-    specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution, levels: int = 1
-) -> ShardingPlan:
-    """The plan that some keywords ask for, between ranks with these links."""
-    size = _bucket_size(specs, fabric, distribution)
-    columns = fabric.per_host if levels == 2 else 1
-    if distribution.buffers == "flat":
-        return plan_flat(specs, fabric.ranks, bucket_elements=size, columns=columns)
-    return plan_sharding(
-        specs,
-        fabric.ranks,
-        shard=distribution.sharding != "none",
-        crossover=distribution.crossover,
-        bucket_elements=size,
-        owners=distribution.owners,
-        max_size_ratio=distribution.max_state_ratio,
-        columns=columns,
-    )
-
-
-def levels_of(
-    specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution, *, on_cpu: bool
-) -> int:
-    """2: buckets go inside hosts and across them."""
-    asked = distribution.two_levels
-    if asked is None:
-        elements = sum(spec.numel for spec in specs)
-        share = min(1.0, _bucket_size(specs, fabric, distribution) / max(elements, 1))
-        exchanged = on_cpu or distribution.reduction == "ordered"
-        asked = fabric.pays_in_two(share * _bytes(specs), exchanged=exchanged)
-    return 1 + (asked and fabric.has_levels)
-
-
-def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution) -> int:
-    """Elements, as asked for or chosen."""
-    if distribution.bucket_size is not None:
-        return distribution.bucket_size
-    waves = None if distribution.overlap_grad_reduce else distribution.waves
-    elements = sum(spec.numel for spec in specs)
-    return bucket_elements(elements, _bytes(specs), fabric, most_buckets=waves)
-
-
-def _bytes(specs: Sequence[ParamSpec]) -> int:
-    return sum(spec.numel * _width(spec.dtype) for spec in specs)
-
-
-def _width(dtype: str) -> int:
-    found: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
-    return found.itemsize
-
-
-def shape_of(
-    plan: ShardingPlan,
-    members: PlanMembers,
-    distribution: Distribution,
-    policy: BucketPolicy,
-    *,
-    watched: bool,
-) -> PlacementShape:
-    """What a schedule depends on; `watched`: modules wait for all of its parameters."""
-    firsts = [bucket.params[0] for bucket in plan.buckets]
-    alike = [members.params[index] for index in firsts]  # a bucket has one dtype
-    gradients = [distribution.reduce_dtype or gradient_dtype(param) for param in alike]
-    return PlacementShape(
-        # A bucket is complete with the parameter that forward uses first.
-        places=tuple(members.places[index] for index in firsts),
-        transfers=bucket_transfers(plan, policy, gradients, [param.dtype for param in alike]),
-        bucket_sizes=tuple(bucket.size for bucket in plan.buckets),
-        agrees=True,
-        reduces=distribution.grads == "local",
-        overlaps=distribution.overlap_grad_reduce or distribution.check_gradients,
-        defers=distribution.overlap_param_gather and watched,
-    )

@@ -11,7 +11,7 @@ from samestep.comm import collectives
 from samestep.comm.collectives import Pending, maximum, total
 from samestep.comm.presence import PresenceAgreement
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.whole import reduction, replicated
+from samestep.placements.whole import planned, reduction
 from samestep.placements.whole.buffers import FlatGradients
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.placements.whole.reduction import GradientReducer
@@ -130,7 +130,7 @@ def stale_chunk_size() -> list[Any]:
             kwargs["bucket_elements"] //= 4
         return original(*args, **kwargs)
 
-    return [(replicated, "plan_sharding", plan)]
+    return [(planned, "plan_sharding", plan)]
 
 
 @mutant("plan", RANDOM, replaces=(sharding, "balanced_owners"))

@@ -17,6 +17,7 @@ from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.work import owner_flops, shape_flops
+from samestep.placements.whole.planned import largest_block
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
@@ -176,7 +177,9 @@ def _of_buckets(placement: Sharing | CopiedParts, grid: Grid, hardware: Hardware
         fabric.per_host,
         fabric.hosts,
         one.seconds(fabric.ranks, largest),
-        fabric.seconds_in_two(largest) if fabric.has_levels else None,
+        fabric.seconds_in_two(largest, largest_block(placement.specs))
+        if fabric.has_levels
+        else None,
     )
 
 

@@ -64,20 +64,21 @@ class Fabric(NamedTuple):
             together = min(together, self.inside.bandwidth)
         return Link(self.between.latency, together, self.between.latency_per_rank)
 
-    def pays_in_two(self, carried: float, *, exchanged: bool) -> bool:
+    def pays_in_two(self, carried: float, *, exchanged: bool, block: float = 0.0) -> bool:
         """Whether so many bytes are sooner everywhere inside hosts first, and across them then.
 
-        `exchanged`: segments go from each rank to each other one, not in rings.
+        `exchanged`: segments go from each rank to each other one, not in rings. `block`: bytes of
+        the largest block, which crosses between hosts over one card.
         """
         if not self.has_levels:
             return False
         one = self.between if exchanged else self.ring()
-        return self.seconds_in_two(carried) < one.seconds(self.ranks, carried)
+        return self.seconds_in_two(carried, block) < one.seconds(self.ranks, carried)
 
-    def seconds_in_two(self, carried: float) -> float:
+    def seconds_in_two(self, carried: float, block: float = 0.0) -> float:
         """Of so many bytes that go to or come from all ranks, in two levels."""
         inside = self.inside.seconds(self.per_host, carried)
-        return inside + self.between.seconds(self.hosts, carried / self.per_host)
+        return inside + self.between.seconds(self.hosts, max(carried / self.per_host, block))
 
 
 # Where nobody has said what links can do. Of GPUs: `samestep plan`'s h200x8, which tells sources;

@@ -72,6 +72,11 @@ def test_when_two_levels_pay(ranks, per_host, carried, exchanged, pays):
     assert gpus(ranks, per_host).pays_in_two(carried, exchanged=exchanged) is pays
 
 
+def test_a_block_that_is_most_of_a_bucket_crosses_over_one_card():
+    assert gpus(4096).pays_in_two(5e8, exchanged=False)
+    assert not gpus(4096).pays_in_two(5e8, exchanged=False, block=4e8)
+
+
 def test_hosts_of_cpus_go_in_two_levels():
     assert Fabric(*CPU_LINKS, 16, 8).pays_in_two(1e8, exchanged=True)
     assert not Fabric(*CPU_LINKS, 16, 16).pays_in_two(1e8, exchanged=True)

@@ -46,7 +46,8 @@ def levels_of(
         elements = sum(spec.numel for spec in specs)
         share = min(1.0, _bucket_size(specs, fabric, distribution) / max(elements, 1))
         exchanged = on_cpu or distribution.reduction == "ordered"
-        asked = fabric.pays_in_two(share * _bytes(specs), exchanged=exchanged)
+        block = largest_block(specs)
+        asked = fabric.pays_in_two(share * _bytes(specs), exchanged=exchanged, block=block)
     return 1 + (asked and fabric.has_levels)
 
 
@@ -57,6 +58,16 @@ def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distr
     waves = None if distribution.overlap_grad_reduce else distribution.waves
     elements = sum(spec.numel for spec in specs)
     return bucket_elements(elements, _bytes(specs), fabric, most_buckets=waves)
+
+
+def largest_block(specs: Sequence[ParamSpec]) -> int:
+    """Bytes of it, 0 if there is none."""
+    sizes = (
+        block.rows * block.cols * _width(spec.dtype)
+        for spec in specs
+        for block in spec.blocks or ()
+    )
+    return max(sizes, default=0)
 
 
 def _bytes(specs: Sequence[ParamSpec]) -> int:

@@ -60,6 +60,22 @@ def test_the_bits_of_one_level(ranks):
                 assert states_equal(found[1], first[1]), layout
 
 
+def test_ordered_sums_do_not_depend_on_what_torchrun_says_of_hosts():
+    def job(rank):
+        found = []
+        for said in (None, "2", "1"):
+            with pytest.MonkeyPatch.context() as patch:
+                if said is not None:
+                    patch.setenv("LOCAL_WORLD_SIZE", said)
+                found.append(train(rank, reduction="ordered"))
+        return found
+
+    for first, *others in run_forked(4, job):
+        for other in others:
+            assert all(torch.equal(other[0][name], first[0][name]) for name in first[0])
+            assert states_equal(other[1], first[1])
+
+
 def test_the_sum_is_near_that_of_the_backend():
     """Without an order: what the backend adds up inside and across."""
 

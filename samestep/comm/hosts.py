@@ -14,17 +14,24 @@ import os
 import torch
 
 from samestep.comm.groups import Levels, RankGroup, registry
-from samestep.plan.links import CPU_LINKS, GPU_LINKS, Fabric
+from samestep.plan.links import Fabric, usual_links
 
 
-def fabric_of(group: RankGroup, device: torch.device, ranks_per_host: int | None = None) -> Fabric:
+def fabric_of(
+    group: RankGroup, device: torch.device, ranks_per_host: int | None, *, ordered: bool
+) -> Fabric:
     """The links of a group. Hosts have neighbouring ranks, as torchrun numbers them.
+
+    Ordered sums go by hosts that the user has told of, not by those that torchrun has: who resumes
+    on other hosts, or compares with FSDP2, expects the bits of rank order.
 
     A group that does not have as many ranks on each host counts as if it were on one. Nothing is
     sent to find out: who has another answer has another plan, and plans are compared.
     """
-    on_host = ranks_per_host or int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
-    inside, between = CPU_LINKS if device.type == "cpu" else GPU_LINKS
+    on_host = ranks_per_host
+    if on_host is None and not ordered:
+        on_host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
+    inside, between = usual_links(device.type)
     per_host = group.size
     if on_host is not None and list(group.members) == sorted(group.members):
         counts: dict[int, int] = {}

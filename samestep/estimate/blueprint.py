@@ -36,7 +36,7 @@ from samestep.placements.whole.planned import levels_of
 from samestep.placements.whole.planned import planned as planned_shares
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ShardedSpec
-from samestep.plan.links import CPU_LINKS, GPU_LINKS, Fabric
+from samestep.plan.links import Fabric, usual_links
 from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
@@ -270,8 +270,7 @@ def blueprint(
 def _fabric(peers: Peers, grid: Grid, device: torch.device, hardware: Hardware | None) -> Fabric:
     if hardware is not None:
         return hardware.fabric(peers, grid)
-    inside, between = CPU_LINKS if device.type == "cpu" else GPU_LINKS
-    return Fabric(inside, between, peers.size, peers.size)
+    return Fabric(*usual_links(device.type), peers.size, peers.size)
 
 
 def _copies(grid: Grid, everyone: Peers, lie: Sequence[SpreadOver]) -> Peers:

@@ -54,7 +54,8 @@ class Distribution:
     bucket_size: elements that travel together; default: few large buckets where there are many
         ranks, many small ones where there are few (`plan.links` has the formula).
     ranks_per_host: how many neighbouring ranks share a host; default: what torchrun says
-        (LOCAL_WORLD_SIZE), otherwise all. Ordered sums then go host by host.
+        (LOCAL_WORLD_SIZE), otherwise all. Given here, ordered sums go host by host; torchrun's word
+        leaves them in rank order.
     two_levels: buckets go inside hosts first, and across them then, so that everything crosses
         once; default: where that is faster by the figures in `plan.links`. For plain parameters.
     waves: parts of a step; the parameters of one travel while the next is computed.

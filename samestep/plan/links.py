@@ -88,6 +88,11 @@ GPU_LINKS = Link(2e-5, 3.6e11, 1e-6), Link(3e-5, 4.0e10, 1e-6)
 CPU_LINKS = Link(2e-4, 1e9, 5e-5), Link(2e-4, 1.25e8, 5e-5)
 
 
+def usual_links(device_type: str) -> tuple[Link, Link]:
+    """Inside a host and between hosts."""
+    return CPU_LINKS if device_type == "cpu" else GPU_LINKS
+
+
 def bucket_elements(
     elements: int, size: int, fabric: Fabric, *, most_buckets: int | None = None
 ) -> int:

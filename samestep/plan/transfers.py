@@ -175,6 +175,8 @@ def _of_bucket(
         reduce = reduce._replace(levels=policy.levels)
     if gather is not None:
         gather = gather._replace(levels=policy.levels)
+    if sums is not None:
+        sums = sums._replace(levels=policy.levels)
     return BucketTransfers(reduce, sums, outer, gather)
 
 

@@ -89,7 +89,8 @@ class ReplicatedParameters(Placement):
         self._groups = [group] if outer is None else [group, outer]
         self.distribution = distribution
         self.device = self.held.value(0).device
-        fabric = fabric_of(group, self.device, distribution.ranks_per_host)
+        ordered = distribution.reduction == "ordered"
+        fabric = fabric_of(group, self.device, distribution.ranks_per_host, ordered=ordered)
         is_alone = mesh is None and outer is None
         self._check_levels(fabric, is_alone=is_alone)
         levels = 1
@@ -114,7 +115,8 @@ class ReplicatedParameters(Placement):
         lines = [*distribution.lines(), f"divisor = {divisor}", *self._plan_lines, *members.lines]
         lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
         lines.append(line_of(self.device))
-        lines.append(f"{fabric.hosts} hosts, in {levels} levels")
+        hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host="
+        lines.append(f"{hosts}, in {levels} levels")
         shared = []
         if distribution.buffers == "flat":
             shared = [specs[index].name for index in overlapping(values)]

@@ -159,6 +159,11 @@ class ModelledLink:
         else:
             self._waited += max(transfer.end - self.now(), 0.0)
 
+    def forget_polling(self, since: float, transfer: Transfer) -> None:
+        """What a rank computes while it waits, since then, is this model's own work."""
+        if not self._sleeps:
+            self._waited = max(since, transfer.end) - time.thread_time()
+
     def _is_known(self, transfer: Transfer) -> bool:
         while self._unknown and math.isnan(transfer.end):
             first = self._unknown[0]
@@ -200,6 +205,7 @@ class ModelledWork(dist.Work):
                 if time.monotonic() >= deadline:
                     raise RuntimeError(f"{transfer.kind} is not over after {limit} s")
                 self._link.pass_time(transfer, limit)
+            self._link.forget_polling(begun, transfer)
         finally:
             transfer.waits += ((begun, self._link.now()),)
         return True

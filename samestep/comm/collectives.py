@@ -5,6 +5,7 @@ Segments may differ in length and may be empty. In a group of one rank nothing t
 result may be the very tensor that was given.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -50,12 +51,28 @@ S = TypeVar("S")
 
 
 class Chained(Pending[T], Generic[S, T]):
-    """A collective, and another one of what it gives."""
+    """A collective, and another one of what it gives.
 
-    def __init__(self, first: Pending[S], then: Callable[[S], Pending[T]]) -> None:
+    Where the host waits, the second is launched by `advance`, or when somebody waits for it. A GPU
+    waits on `stream`, beside what it computes: there the second is launched at once.
+    """
+
+    def __init__(
+        self,
+        first: Pending[S],
+        then: Callable[[S], Pending[T]],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
         super().__init__(None, (), lambda: self._second().wait())
         self._first, self._then = first, then
         self._launched: Pending[T] | None = None
+        if stream is not None:
+            # The host does not wait: buffers of the first stay until the second is waited for.
+            self._buffers = first._buffers
+            # What an earlier chain has left in memory of this stream may still be read.
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+            with torch.cuda.stream(stream):
+                self._second()
 
     def advance(self) -> None:
         self._second()
@@ -95,7 +112,18 @@ def _add_up_in_two(
         second = Transfer(transfer.traffic, name, summed.dtype, summed.numel(), mine)
         return add_up(second, summed, across, reuse=True)
 
-    return Chained(add_up(first, buffer, inside, reuse=reuse), then)
+    summed_inside = add_up(first, buffer, inside, reuse=reuse)
+    return Chained(summed_inside, then, _beside(inside, buffer.device))
+
+
+def _beside(group: RankGroup, device: torch.device) -> torch.cuda.Stream | None:
+    """A stream on which collectives are waited for; None: the host does."""
+    return _stream(device) if _is_nccl(group, device) else None
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _columns(sizes: Sequence[int], levels: Levels) -> tuple[list[int], Sequence[int]]:
@@ -312,11 +340,15 @@ def _gather_in_two(
 
         return Pending(None, (whole,), all_of_it)
 
-    return Chained(first, then)
+    return Chained(first, then, _beside(across, segment.device))
 
 
 def gathers_uneven(group: RankGroup, device: torch.device) -> bool:
     """Whether the backend gathers unequal lengths in one call: NCCL does."""
+    return _is_nccl(group, device)
+
+
+def _is_nccl(group: RankGroup, device: torch.device) -> bool:
     return f"{device.type}:nccl" in str(dist.get_backend_config(group.handle))
 
 

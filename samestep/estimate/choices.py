@@ -17,7 +17,7 @@ from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.work import owner_flops, shape_flops
-from samestep.placements.whole.planned import largest_block
+from samestep.placements.whole.planned import largest_block, legs_in_a_row
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
@@ -164,6 +164,7 @@ def _of_buckets(placement: Sharing | CopiedParts, grid: Grid, hardware: Hardware
     link = fabric.ring()
     begins = link.seconds(fabric.ranks, 0)
     exchanged = placement.policy.on_cpu or placement.policy.ordered
+    in_a_row = legs_in_a_row(len(buckets), on_cpu=placement.policy.on_cpu)
     one = fabric.between if exchanged and fabric.hosts > 1 else link
     return BucketChoice(
         placement.peers.name,
@@ -177,7 +178,7 @@ def _of_buckets(placement: Sharing | CopiedParts, grid: Grid, hardware: Hardware
         fabric.per_host,
         fabric.hosts,
         one.seconds(fabric.ranks, largest),
-        fabric.seconds_in_two(largest, largest_block(placement.specs))
+        fabric.seconds_in_two(largest, largest_block(placement.specs), in_a_row)
         if fabric.has_levels
         else None,
     )

@@ -94,6 +94,24 @@ class Grid:
         dims = [dim for dim, axis in enumerate(self.sizes) if axis in peers.axes]
         return values.amax(dim=dims, keepdim=True).expand(self.shape) if dims else values
 
+    def maximum_on_hosts(self, values: Tensor, peers: Peers, per_host: int) -> Tensor:
+        """The largest among the peers of each rank on its host: so many neighbours."""
+        return self._maximum_of(values, peers, per_host, -1)
+
+    def maximum_across(self, values: Tensor, peers: Peers, per_host: int) -> Tensor:
+        """The largest among the peers of each rank that have its place on their hosts."""
+        return self._maximum_of(values, peers, per_host, -2)
+
+    def _maximum_of(self, values: Tensor, peers: Peers, per_host: int, dim: int) -> Tensor:
+        if any(axis in self.beside for axis in peers.axes):  # of those only one place is here
+            return self.maximum(values, peers)
+        dims = [number for number, axis in enumerate(self.sizes) if axis in peers.axes]
+        order = [number for number in range(len(self.sizes)) if number not in dims] + dims
+        moved = values.permute(order)
+        by_host = moved.reshape(*moved.shape[: -len(dims)], -1, per_host)
+        largest = by_host.amax(dim, keepdim=True).expand_as(by_host).reshape(moved.shape)
+        return largest.permute([order.index(number) for number in range(len(order))])
+
     def zeros(self) -> Tensor:
         return torch.zeros(self.shape, dtype=torch.float64)
 

@@ -6,6 +6,10 @@ does one operation after the other, and a link on which transfers follow each ot
     start(k) = max(launch of k, end of what the link did before), over all peers
     end(k)   = start(k) + latency + bytes / bandwidth
 
+In two levels the second leg of a transfer follows the first, over another link, if the ranks are
+GPUs. CPUs launch it when the next transfer of its kind is launched, or when somebody waits, and
+wait for the first leg then, as `comm.collectives.Chained` does.
+
 A rank that waits either waits for peers that have not launched yet (idle), or for the link
 (exposed communication). While a model runs, layers wait for what they send each other, and stages
 of a pipeline for their neighbours. FSDP2 gathers the next unit as one computes, in forward and in
@@ -28,7 +32,7 @@ from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.grid import Peers, per_peer
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.links import Counted, seconds_of
+from samestep.estimate.links import BOTH, Counted, Leg, legs_of
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.estimate.slots import Pass, Slot
 from samestep.estimate.training import Training
@@ -59,6 +63,8 @@ from samestep.plan.schedule import (
     line_of,
 )
 from samestep.plan.transfers import Traffic, Transfer
+
+Flight = tuple[str, object]  # what kind of transfer, and of what: a bucket, a unit
 
 ROWS = {"operations": 0, "waits": 1, "transfers": 2}  # of a trace
 
@@ -121,9 +127,11 @@ class _Simulator:
     def __init__(self, blueprint: Blueprint, hardware: Hardware, show: Sequence[int]) -> None:
         self._blueprint, self._hardware, self._grid = blueprint, hardware, blueprint.grid
         self._launches = Launches(blueprint)
-        self._now, self._link = self._grid.zeros(), self._grid.zeros()
+        self._now = self._grid.zeros()
+        self._links = {name: self._grid.zeros() for name in BOTH}  # when each is free
         # Collectives in flight: per rank when each may begin and when it is over.
-        self._flying: dict[tuple[str, object], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._flying: dict[Flight, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+        self._second: dict[Flight, Leg] = {}  # legs to be launched when the first ones are over
         self._launched: set[BucketId] = set()
         self._gathered: set[str] = set()  # units that a pipeline keeps whole
         self._show = list(show)
@@ -238,8 +246,8 @@ class _Simulator:
         """What the layers of a pass send; nothing computes meanwhile."""
         before = self._now
         for each, count in collectives:
-            seconds = count * seconds_of(each, self._grid, self._hardware)
-            self._occupy("layers", None, each, seconds)
+            (leg,) = legs_of(each, self._grid, self._hardware)
+            self._occupy("layers", None, leg._replace(seconds=count * leg.seconds))
             self._wait("layers", None)
         if collectives:
             self._by_operation["layers"] += self._now - before
@@ -308,6 +316,8 @@ class _Simulator:
             self._by_operation["Begin"] += spent
         for operation in self._blueprint.schedule():
             self._run(operation)
+        for number, _ in self._blueprint.reduced():
+            self._advance("gather", number)
         self._launched.clear()
 
     # --- operations --------------------------------------------------------------------------
@@ -318,8 +328,11 @@ class _Simulator:
             case Reduce(bucket, transfer):
                 if bucket not in self._launched:
                     self._launched.add(bucket)
+                    self._advance("reduce", bucket.placement)
                     self._copy_pieces(bucket, transfer)
                     self._launch("reduce", bucket, operation)
+                    if bucket.bucket == self._last_bucket(bucket.placement):
+                        self._advance("reduce", bucket.placement)
             case Agree() | Clip() | Measure():
                 if isinstance(operation, Clip):
                     self._read_gradients()
@@ -335,6 +348,7 @@ class _Simulator:
                 self._update(buckets)
             case Gather(bucket, transfer):
                 self._copies(bucket, transfer)
+                self._advance("gather", bucket.placement)
                 self._launch("gather", bucket, operation)
             case Place(bucket):
                 self._wait("gather", bucket)
@@ -371,6 +385,9 @@ class _Simulator:
 
     def _seconds_of_chunk(self, spreading: Spreading, number: int) -> Tensor:
         return chunk_flops(spreading, number, self._hardware).seconds(self._hardware)
+
+    def _last_bucket(self, placement: int) -> int:
+        return next(len(s.plan.buckets) for n, s in self._blueprint.reduced() if n == placement) - 1
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """What a transfer sends is put side by side, or what it brought into place."""
@@ -444,20 +461,46 @@ class _Simulator:
     def _send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
         """Launch transfers, after what the link has to do already."""
         for each in collectives:
-            self._occupy(kind, about, each, seconds_of(each, self._grid, self._hardware))
+            first, *others = legs_of(each, self._grid, self._hardware)
+            over = self._occupy(kind, about, first)
+            for second in others:
+                if self._hardware.on_cpu:
+                    self._second[kind, about] = second
+                else:
+                    self._occupy(kind, about, second, after=over)
 
-    def _occupy(self, kind: str, about: object, each: Collective, seconds: Tensor) -> None:
-        ready = self._grid.maximum(self._now, each.peers)
-        start = torch.maximum(ready, self._grid.maximum(self._link, each.peers))
-        end = start + seconds
-        self._link = end
-        self._busy += seconds
+    def _advance(self, kind: str, placement: int) -> None:
+        """Second legs of a placement go on their way, which waits for the first ones."""
+        for each, about in list(self._second):
+            if each == kind and isinstance(about, BucketId) and about.placement == placement:
+                self._launch_second(kind, about)
+
+    def _launch_second(self, kind: str, about: object) -> None:
+        self._land(kind, about)
+        self._occupy(kind, about, self._second.pop((kind, about)))
+
+    def _occupy(self, kind: str, about: object, leg: Leg, after: float | Tensor = 0.0) -> Tensor:
+        """Launched now, to begin after something else is over; when it is over itself."""
+        ready = leg.latest(self._now)
+        start = leg.latest(torch.maximum(self._now, self._grid.zeros() + after))
+        for name in leg.links:
+            start = torch.maximum(start, leg.latest(self._links[name]))
+        end = start + leg.seconds
+        for name in leg.links:
+            self._links[name] = end
+        self._busy += leg.seconds
         self._flying[kind, about].append((ready, end))
         for shown, times in self._drawn(start, end, self._now):
-            shown.transfers.append(Span(each.name, *times))
+            shown.transfers.append(Span(leg.name, *times))
+        return end
 
     def _wait(self, kind: str, about: object) -> None:
         """Until transfers are over, where there are any."""
+        if (kind, about) in self._second:
+            self._launch_second(kind, about)
+        self._land(kind, about)
+
+    def _land(self, kind: str, about: object) -> None:
         for ready, end in self._flying.pop((kind, about), ()):
             until = torch.maximum(self._now, end)
             others = torch.minimum(torch.maximum(self._now, ready), until)

@@ -64,21 +64,28 @@ class Fabric(NamedTuple):
             together = min(together, self.inside.bandwidth)
         return Link(self.between.latency, together, self.between.latency_per_rank)
 
-    def pays_in_two(self, carried: float, *, exchanged: bool, block: float = 0.0) -> bool:
+    def pays_in_two(
+        self, carried: float, *, exchanged: bool, block: float = 0.0, in_a_row: int = 1
+    ) -> bool:
         """Whether so many bytes are sooner everywhere inside hosts first, and across them then.
 
         `exchanged`: segments go from each rank to each other one, not in rings. `block`: bytes of
-        the largest block, which crosses between hosts over one card.
+        the largest block, which crosses between hosts over one card. `in_a_row`: of such buckets.
         """
         if not self.has_levels:
             return False
         one = self.between if exchanged else self.ring()
-        return self.seconds_in_two(carried, block) < one.seconds(self.ranks, carried)
+        return self.seconds_in_two(carried, block, in_a_row) < one.seconds(self.ranks, carried)
 
-    def seconds_in_two(self, carried: float, block: float = 0.0) -> float:
-        """Of so many bytes that go to or come from all ranks, in two levels."""
+    def seconds_in_two(self, carried: float, block: float = 0.0, in_a_row: int = 1) -> float:
+        """Of so many bytes that go to or come from all ranks, in two levels.
+
+        While one bucket crosses between hosts the next is on its way inside: of the shorter leg
+        only that of one bucket counts, a share of it for each of those in a row.
+        """
         inside = self.inside.seconds(self.per_host, carried)
-        return inside + self.between.seconds(self.hosts, max(carried / self.per_host, block))
+        across = self.between.seconds(self.hosts, max(carried / self.per_host, block))
+        return max(inside, across) + min(inside, across) / in_a_row
 
 
 # Where nobody has said what links can do. Of GPUs: `samestep plan`'s h200x8, which tells sources;

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from itertools import pairwise
 
 import pytest
 import torch
@@ -166,6 +167,31 @@ def test_overlap_hides_communication_behind_backward():
         found[name] = simulate(blueprint(optimizer, one_axis(2)), machine, training=Training(512))
     assert found["both"].exposed_seconds < 0.5 * found["none"].exposed_seconds
     assert found["both"].seconds < found["none"].seconds
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_legs_of_two_levels(on_cpu):
+    """Of GPUs they go beside each other; a CPU waits for the first before it launches the next."""
+    with torch.device("meta"):
+        model = Matrices({f"m{i}": (8, 8) for i in range(6)})
+    options = {"sharding": "zero2", "bucket_size": 128, "ranks_per_host": 2, "two_levels": True}
+    options["crossover"] = 20  # elements from which a parameter is shared at all
+    optimizer = samestep.MuonAdamW(model, lr=0.1, **options)
+    machine = Hardware(**{**vars(MACHINE), "ranks_per_host": 2, "on_cpu": on_cpu})
+    plan = blueprint(optimizer, one_axis(4), hardware=machine)
+    (shown,) = simulate(plan, machine, show=[0]).shown.values()
+    legs = [span for span in shown.transfers if "hosts" in span.name]
+    reductions = [span for span in legs if span.name.startswith("reduction")]
+    inside, across = ([s for s in reductions if kind in s.name] for kind in ("in hosts", "across"))
+    assert len(inside) == len(across) == len(legs) / 4 == 3
+    for number, (first, second) in enumerate(zip(inside, across, strict=True)):
+        assert second.start >= first.end
+        assert (second.launched >= first.end) == on_cpu
+        if number and not on_cpu:
+            assert first.start == inside[number - 1].end < across[number - 1].end
+    if on_cpu:
+        in_order = sorted(legs, key=lambda span: span.start)
+        assert all(b.start >= a.end for a, b in pairwise(in_order))
 
 
 def test_groups_that_span_hosts():

@@ -72,6 +72,17 @@ def test_when_two_levels_pay(ranks, per_host, carried, exchanged, pays):
     assert gpus(ranks, per_host).pays_in_two(carried, exchanged=exchanged) is pays
 
 
+def test_legs_beside_each_other_make_two_levels_pay_sooner():
+    """One bucket takes both legs; of many in a row only the longer ones count."""
+    fabric = gpus(512)
+    one, many = fabric.seconds_in_two(5e8), fabric.seconds_in_two(5e8, in_a_row=1000)
+    inside, across = fabric.inside.seconds(8, 5e8), fabric.between.seconds(64, 5e8 / 8)
+    assert one == inside + across
+    assert many == pytest.approx(max(inside, across), rel=1e-3)
+    assert not fabric.pays_in_two(5e8, exchanged=False)
+    assert fabric.pays_in_two(5e8, exchanged=False, in_a_row=10)
+
+
 def test_a_block_that_is_most_of_a_bucket_crosses_over_one_card():
     assert gpus(4096).pays_in_two(5e8, exchanged=False)
     assert not gpus(4096).pays_in_two(5e8, exchanged=False, block=4e8)

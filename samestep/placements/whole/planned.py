@@ -4,6 +4,7 @@ Pure: optimizers ask before they make anything, and `estimate` asks the same.
 """
 
 from collections.abc import Sequence
+from math import ceil
 
 import torch
 
@@ -47,8 +48,18 @@ def levels_of(
         share = min(1.0, _bucket_size(specs, fabric, distribution) / max(elements, 1))
         exchanged = on_cpu or distribution.reduction == "ordered"
         block = largest_block(specs)
-        asked = fabric.pays_in_two(share * _bytes(specs), exchanged=exchanged, block=block)
+        asked = fabric.pays_in_two(
+            share * _bytes(specs),
+            exchanged=exchanged,
+            block=block,
+            in_a_row=legs_in_a_row(ceil(1 / share), on_cpu=on_cpu),
+        )
     return 1 + (asked and fabric.has_levels)
+
+
+def legs_in_a_row(buckets: int, *, on_cpu: bool) -> int:
+    """Whose legs go beside each other: a CPU waits for one leg before it launches the next."""
+    return 1 if on_cpu else buckets
 
 
 def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distribution) -> int:

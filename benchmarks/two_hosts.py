@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,13 +27,10 @@ from typing import Any, NamedTuple
 import torch
 import tyro
 
+from benchmarks.namespaces import cut_the_link, refused, torchrun, two_hosts
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError
 
-HOSTS = ("samestep-north", "samestep-south")
-LINKS = ("ss-north", "ss-south")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
-PORT = 29577
 Told = dict[str, Any]
 
 
@@ -67,76 +64,15 @@ class Ended(NamedTuple):
     cut: float = math.inf  # when the link was, if so
 
 
-def refused() -> str | None:
-    """Why there can be no hosts of our own here, if so."""
-    if sys.platform != "linux":
-        return "network namespaces are Linux's"
-    probe = "samestep-probe"
-    try:
-        made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
-    except FileNotFoundError:
-        return "there is no command `ip`"
-    if made.returncode:
-        return f"`ip netns add` says: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "del", probe], check=True)
-    return None
-
-
-@contextmanager
-def two_hosts() -> Iterator[None]:
-    """Two namespaces with a link between them; gone afterwards."""
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], capture_output=True)
-    try:
-        _run("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
-        for host, link, address in zip(HOSTS, LINKS, ADDRESSES, strict=True):
-            _run("ip", "netns", "add", host)
-            _run("ip", "link", "set", link, "netns", host)
-            _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", link)
-            for each in (link, "lo"):
-                _run("ip", "-n", host, "link", "set", each, "up")
-        yield
-    finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True)
-        subprocess.run(["ip", "link", "del", LINKS[0]], capture_output=True)
-
-
-def cut_the_link() -> None:
-    """From now on nothing arrives, and nobody is told."""
-    _run("ip", "-n", HOSTS[1], "link", "set", LINKS[1], "down")
-
-
 def start(options: Options, hosts: int, marks: Path) -> list[subprocess.Popen[bytes]]:
     """One torchrun per host; with one host it has all ranks."""
     ranks = 2 * options.ranks_per_host // hosts
-    started = []
-    for number in range(hosts):
-        torchrun = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts),
-            "--node-rank", str(number), "--nproc-per-node", str(ranks),
-            "--master-addr", ADDRESSES[0], "--master-port", str(PORT),
-            "-m", "benchmarks.two_hosts_rank", str(options.layers), str(options.steps),
-            str(options.timeout), str(marks),
-        ]  # fmt: skip
-        named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[number]}; exec "$@"', "sh"]
-        inside = ["ip", "netns", "exec", HOSTS[number], *named, *torchrun]
-        environment = {
-            **os.environ,
-            "GLOO_SOCKET_IFNAME": LINKS[number],
-            "OMP_NUM_THREADS": "1",
-            "ONEDNN_JIT_PROFILE": "0",
-        }
-        started.append(
-            subprocess.Popen(
-                inside,
-                env=environment,
-                stdout=(marks / f"host{number}.log").open("w"),  # a pipe may fill up
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        )
-    return started
+    numbers = map(str, (options.layers, options.steps, options.timeout))
+    words = ["-m", "benchmarks.two_hosts_rank", *numbers, str(marks)]
+    return [
+        torchrun(words, number, hosts, ranks, marks / f"host{number}.log")
+        for number in range(hosts)
+    ]
 
 
 def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
@@ -269,10 +205,6 @@ def main(options: Options) -> int:
         texts = {f"{k}_{n}.log": t.encode() for k, v in logs.items() for n, t in enumerate(v)}
         write_files(options.out, texts)
     return 1 if problems else 0
-
-
-def _run(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Chained(Pending[T], Generic[S, T]):
         if stream is not None:
             # The host does not wait: buffers of the first stay until the second is waited for.
             self._buffers = first._buffers
-            # What an earlier chain has left in memory of this stream may still be read.
+            # The second comes after what was launched so far, even if the first does not travel.
             stream.wait_stream(torch.cuda.current_stream(stream.device))
             with torch.cuda.stream(stream):
                 self._second()

@@ -69,6 +69,7 @@ class Hardware:
             return by_ranks[nearest].seconds(ranks, carried)
         if kind in RINGS:
             return fabric.ring().seconds(ranks, carried)
+        # Backends exchange in rounds, in each of which somebody's partner is on another host.
         return (self.inside if fabric.hosts == 1 else self.between).seconds(ranks, carried)
 
 

@@ -37,6 +37,7 @@ RUN_ELSEWHERE = {
     "muon_schedules": "tests.bench.test_muon_schedules",
     "scaling": "tests.bench.test_scaling",
     "two_hosts": "tests.mesh.test_two_hosts",
+    "two_levels": "tests.bench.test_two_levels",
 }
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")

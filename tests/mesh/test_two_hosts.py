@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from benchmarks.two_hosts import Ended, Options, clear_end, main, refused, same_run
+from benchmarks.namespaces import refused
+from benchmarks.two_hosts import Ended, Options, clear_end, main, same_run
 from tests.soak import SOAK
 
 

@@ -1,0 +1,180 @@
+"""Network namespaces as hosts of one machine.
+
+    two_hosts   two of them, with a name and an address each, and a link between
+    cards       a namespace for each rank of some hosts, whose card is slow towards other hosts
+
+Needs Linux and root (`ip netns`, `unshare`; `tc` for cards).
+"""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+HOSTS = ("samestep-north", "samestep-south")
+LINKS = ("ss-north", "ss-south")
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 29577
+CARD = "card"  # the network card of a rank
+PACKET = 9000  # bytes of a packet between cards, as clusters have them
+SLOW = "1:20"  # the class of what goes to other hosts
+
+
+def refused() -> str | None:
+    """Why there can be no hosts of our own here, if so."""
+    if sys.platform != "linux":
+        return "network namespaces are Linux's"
+    probe = "samestep-probe"
+    try:
+        made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    except FileNotFoundError:
+        return "there is no command `ip`"
+    if made.returncode:
+        return f"`ip netns add` says: {made.stderr.strip()}"
+    subprocess.run(["ip", "netns", "del", probe], check=True)
+    return None
+
+
+@contextmanager
+def two_hosts() -> Iterator[None]:
+    """Two namespaces with a link between them; gone afterwards."""
+    for host in HOSTS:
+        subprocess.run(["ip", "netns", "del", host], capture_output=True)
+    try:
+        _run("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
+        for host, link, address in zip(HOSTS, LINKS, ADDRESSES, strict=True):
+            _run("ip", "netns", "add", host)
+            _run("ip", "link", "set", link, "netns", host)
+            _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", link)
+            for each in (link, "lo"):
+                _run("ip", "-n", host, "link", "set", each, "up")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+        subprocess.run(["ip", "link", "del", LINKS[0]], capture_output=True)
+
+
+def cut_the_link() -> None:
+    """From now on nothing arrives, and nobody is told."""
+    _run("ip", "-n", HOSTS[1], "link", "set", LINKS[1], "down")
+
+
+def torchrun(
+    words: Sequence[str], number: int, hosts: int, ranks: int, log: Path, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start `python -m torch.distributed.run ... words` on a host, in a session of its own."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts),
+        "--node-rank", str(number), "--nproc-per-node", str(ranks),
+        "--master-addr", ADDRESSES[0], "--master-port", str(PORT), *words,
+    ]  # fmt: skip
+    named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[number]}; exec "$@"', "sh"]
+    usual: Mapping[str, str] = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": LINKS[number],
+        "OMP_NUM_THREADS": "1",
+        "ONEDNN_JIT_PROFILE": "0",
+    }
+    return subprocess.Popen(
+        ["ip", "netns", "exec", HOSTS[number], *named, *command],
+        env={**usual, **environment},
+        stdout=log.open("w"),  # a pipe may fill up
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+@contextmanager
+def cards(hosts: int, per_host: int, pace: float) -> Iterator[None]:
+    """A namespace for each rank: `card_0` and so on; gone afterwards.
+
+    What goes to, or comes from, a rank of another host passes at `pace` bytes per second, in each
+    direction of each rank's card; inside a host nothing holds it up.
+    """
+    names = ["card_switch", *(f"card_{rank}" for rank in range(hosts * per_host))]
+    _forget(names)
+    try:
+        for name in names:
+            _run("ip", "netns", "add", name)
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        _run("ip", "-n", names[0], "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", names[0], "link", "set", "switch", "mtu", str(PACKET), "up")
+        for rank, name in enumerate(names[1:]):
+            port = f"port_{rank}"
+            at = "netns", names[0], "type", "veth", "peer", "name", CARD, "netns", name
+            _run("ip", "link", "add", port, *at)
+            _run("ip", "-n", names[0], "link", "set", port, "master", "switch")
+            _run("ip", "-n", name, "addr", "add", f"{card_address(rank, per_host)}/16", "dev", CARD)
+            for where, end, side in ((names[0], port, "src"), (name, CARD, "dst")):
+                _run("ip", "-n", where, "link", "set", end, "mtu", str(PACKET), "up")
+                others = [host for host in range(hosts) if host != rank // per_host]
+                _slow_down(where, end, pace, [f"ip {side} 10.78.{host}.0/24" for host in others])
+        yield
+    finally:
+        _forget(names)
+
+
+def card_address(rank: int, per_host: int) -> str:
+    """Ranks of a host have neighbouring ones."""
+    host, place = divmod(rank, per_host)
+    return f"10.78.{host}.{place + 1}"
+
+
+def start_on_card(
+    words: Sequence[str], rank: int, hosts: int, per_host: int, log: Path, **environment: str
+) -> subprocess.Popen[bytes]:
+    """Start `python words` as a rank of gloo, in a session of its own."""
+    usual: Mapping[str, str] = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(hosts * per_host),
+        "LOCAL_RANK": str(rank % per_host),
+        "LOCAL_WORLD_SIZE": str(per_host),
+        "MASTER_ADDR": card_address(0, per_host),
+        "MASTER_PORT": str(PORT),
+        "GLOO_SOCKET_IFNAME": CARD,
+        "OMP_NUM_THREADS": "1",
+        "ONEDNN_JIT_PROFILE": "0",
+    }
+    return subprocess.Popen(
+        ["ip", "netns", "exec", f"card_{rank}", sys.executable, *words],
+        env={**usual, **environment},
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+
+
+def bytes_to_other_hosts() -> int:
+    """Sent by this rank's card since it is there, headers included."""
+    told = subprocess.run(
+        ["tc", "-s", "class", "show", "dev", CARD], check=True, capture_output=True, text=True
+    ).stdout
+    found = re.search(rf"class htb {SLOW} .*\n Sent (\d+) bytes", told)
+    assert found is not None, told
+    return int(found[1])
+
+
+def _slow_down(where: str, end: str, pace: float, matches: Sequence[str]) -> None:
+    """What matches leaves an end of a link at this pace, all else as it comes."""
+    at = "dev", end
+    _run("tc", "-n", where, "qdisc", "add", *at, "root", "handle", "1:", "htb", "default", "10")
+    for handle, rate in (("1:10", "100gbit"), (SLOW, f"{8 * pace:.0f}bit")):
+        added = "parent", "1:", "classid", handle, "htb", "rate", rate
+        _run("tc", "-n", where, "class", "add", *at, *added, "burst", "64kb", "cburst", "64kb")
+    for match in matches:
+        found = "protocol", "ip", "parent", "1:", "prio", "1", "u32", "match", *match.split()
+        _run("tc", "-n", where, "filter", "add", *at, *found, "flowid", SLOW)
+
+
+def _forget(names: Sequence[str]) -> None:
+    for name in names:
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)

@@ -64,8 +64,8 @@ class Chained(Pending[T], Generic[S, T]):
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(None, (), lambda: self._second().wait())
-        self._first, self._then = first, then
         self._launched: Pending[T] | None = None
+        self._launch: Callable[[], Pending[T]] | None = lambda: then(first.wait())
         if stream is not None:
             # The host does not wait: buffers of the first stay until the second is waited for.
             self._buffers = first._buffers
@@ -78,8 +78,10 @@ class Chained(Pending[T], Generic[S, T]):
         self._second()
 
     def _second(self) -> Pending[T]:
-        if self._launched is None:
-            self._launched = self._then(self._first.wait())
+        if self._launch is not None:
+            self._launched = self._launch()
+            self._launch = None  # which knows the first one and its buffers
+        assert self._launched is not None
         return self._launched
 
 

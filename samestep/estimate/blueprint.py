@@ -223,7 +223,10 @@ def blueprint(
         )
         watched = optimizer._in_flight.all_watched(members.params)
         shape = shape_of_shares(plan, members, beside, policy, watched=watched)
-        shared.append(Sharing(members.params, plan, peers, own_outer, beside, policy, shape))
+        on_host = links(peers).per_host
+        shared.append(
+            Sharing(members.params, plan, peers, own_outer, beside, policy, shape, per_host=on_host)
+        )
     on_meshes: list[CopiedParts | Spreading] = []
     for mesh in meshes:
         own = _only(groups, lie, mesh)

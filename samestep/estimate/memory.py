@@ -98,7 +98,7 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     master_weights = blueprint.optimizer._masters
     for sharing in _sharings(blueprint, rank):
-        place = blueprint.grid.place(rank, sharing.peers)
+        place = sharing.place(blueprint.grid.place(rank, sharing.peers))
         params += _whole_parameters(sharing)
         entries += _shared_state(sharing, place, blueprint.groups, master_weights)
     for spreading in blueprint.spread:
@@ -188,7 +188,7 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
     for placement in blueprint.placements:
         place = blueprint.grid.place(rank, placement.peers)
         if isinstance(placement, Sharing):
-            walks.append(SharingWalk(len(walks), placement, place, ledger))
+            walks.append(SharingWalk(len(walks), placement, placement.place(place), ledger))
         elif isinstance(placement, CopiedParts):
             at = blueprint.grid.place(rank, placement.mesh)
             walks.append(CopiedWalk(len(walks), placement, at, place, ledger, blueprint))

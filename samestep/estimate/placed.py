@@ -30,6 +30,7 @@ class Sharing:
     """Parameters that peers hold copies of, and how they share the work on them.
 
     has_parts: the copies are of parts; their blocks come together in `CopiedParts.blocks`.
+    per_host: peers on each host, where buckets go in two levels.
     """
 
     params: tuple[Tensor, ...]
@@ -40,6 +41,14 @@ class Sharing:
     policy: BucketPolicy
     shape: PlacementShape
     has_parts: bool = False
+    per_host: int = 1
+
+    def place(self, peer: int) -> int:
+        """Which segment of a bucket is a peer's: in two levels those of a column lie together."""
+        if self.policy.levels == 1:
+            return peer
+        host, here = divmod(peer, self.per_host)
+        return here * (self.peers.size // self.per_host) + host
 
     @property
     def specs(self) -> tuple[ParamSpec, ...]:

@@ -202,10 +202,21 @@ class SharingWalk(Walk):
                     self._drop(index, "gradient")
         if self._ranks == 1 or transfer.sizes is None:  # all of it, in place
             return
-        own = transfer.sizes[self._place] * width
-        if transfer.traffic is Traffic.EXCHANGE:
+        own, exchanged = transfer.sizes[self._place], transfer.traffic is Traffic.EXCHANGE
+        if transfer.levels == 2:  # the column's sum, and what is added up across hosts
+            column, inside, across = self._in_two(transfer)
+            own = (inside + 1) * column + across * own if exchanged else column + own
+        elif exchanged:
             own *= self._copies
-        self._add("received", number, own)
+        self._add("received", number, own * width)
+
+    def _in_two(self, transfer: Transfer) -> tuple[int, int, int]:
+        """Elements of this rank's column, and of how many others it hears inside and across."""
+        assert transfer.sizes is not None
+        here = self._sharing.per_host
+        hosts = self._ranks // here
+        first = self._place - self._place % hosts
+        return sum(transfer.sizes[first : first + hosts]), here - 1, hosts - 1
 
     @property
     def _in_middle(self) -> bool:
@@ -297,6 +308,10 @@ class SharingWalk(Walk):
             return
         copies = 0 if self._ranks == 2 else own * self._copies
         arrives = 0 if into else self._arriving(transfer)
+        if transfer.levels == 2:
+            column, inside, across = self._in_two(transfer)
+            copies = max(column * inside * (inside > 1), own * across * (across > 1))
+            arrives = 0 if into else whole
         self._add(what, number, (own * cat + copies + arrives) * width)
 
     def _arriving(self, transfer: Transfer) -> int:

@@ -110,7 +110,7 @@ def grid_and_spread(layout, world):
     return Grid({"data": world // inner, "model": inner}), spread
 
 
-def blueprint_of(layout, scenario, world, reduction):
+def blueprint_of(layout, scenario, world, reduction, hardware=None):
     """From a model on the meta device, in this process alone."""
     with torch.device("meta"):
         model = Matrices(scenario.shapes)
@@ -119,4 +119,4 @@ def blueprint_of(layout, scenario, world, reduction):
         warnings.simplefilter("ignore")
         optimizer = samestep.MuonAdamW(model, **options)
     grid, spread = grid_and_spread(layout, world)
-    return blueprint(optimizer, grid, spread=spread)
+    return blueprint(optimizer, grid, spread=spread, hardware=hardware)

@@ -83,16 +83,22 @@ class MuonOptions(CommonOptions, total=False):
     nesterov: bool
     equilibrate: bool
     orthogonalize: str
+    norm_factor: float | None
     ns_steps: int
     ns_coefficients: Any
     execution: str | None
     eps_form: str
     renormalize: bool
     variance_beta2: float | None
+    variance_axis: str
+    variance_eps: float
+    variance_eps_form: str
     adjust_lr: str | None
     adjust_lr_fn: str | None
+    update_scale: float
     cautious: bool
     scale_decay: bool
+    decay_form: str
     split_sizes: Any
     flatten: bool
     transposed: bool
@@ -108,6 +114,7 @@ class MuonAdamWOptions(MuonOptions, total=False):
     betas: tuple[float, float]
     eps: float
     amsgrad: bool
+    eps_hat: bool
     fused: bool
     matrix_lr: float | Tensor
     embedding_lr: float | Tensor
@@ -138,10 +145,11 @@ class MuonAdamW(RuleOptimizer):
             a preset has different ones for Muon and AdamW, give matrix_lr beside it). A tensor is
             copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
-        weight_decay, maximize: for both rules (default decay 0.1).
+        weight_decay, decay_form, maximize: for both rules (default decay 0.1).
         matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay per role.
             `scalar_decay=0` leaves norms and biases alone, as many trainers do.
-        betas, eps, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, False, False).
+        betas, eps, eps_hat, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, all False); its
+            `cautious` is a group key.
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
         preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
@@ -182,7 +190,7 @@ class MuonAdamW(RuleOptimizer):
         if lr is not None:
             given["lr"] = lr
         muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
-        adamw_keys = {*AdamWRule.defaults, "maximize"}
+        adamw_keys = {*AdamWRule.defaults, "maximize"} - {"cautious"}  # and that one is Muon's
         rule_options = {
             "muon": {
                 "weight_decay": 0.1,
@@ -287,6 +295,9 @@ class AdamW(RuleOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        eps_hat: bool = False,
+        cautious: bool = False,
+        decay_form: str = "decoupled",
         fused: bool = False,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Unpack[CommonOptions],
@@ -295,7 +306,8 @@ class AdamW(RuleOptimizer):
         steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
+            "amsgrad": amsgrad, "eps_hat": eps_hat, "cautious": cautious,
+            "decay_form": decay_form, "fused": fused, "maximize": maximize,
             "state_dtypes": state_dtypes,
         }  # fmt: skip
         super().__init__(

@@ -46,6 +46,7 @@ HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32, torch.float64]
 EXECUTIONS = ["standard", "gram"]
 FIVE = as_table(step_coefficients("polar-express"))
+NARROW = [method for method in POLYNOMIALS if method != "cans"]  # have room for 16 bits
 
 
 def exact_values(table, start, count=400_001):
@@ -260,7 +261,7 @@ def test_the_judge_sees_one_block_among_many():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("arithmetic", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
 def test_kernels_keep_equilibrated_blocks_in_bounds(arithmetic, execution):
-    for seed, method in enumerate(POLYNOMIALS):
+    for seed, method in enumerate(NARROW):
         for steps in (5, 7):
             table, factor = step_coefficients(method, steps), POLYNOMIALS[method].norm_factor
             blocks = blocks_of("equilibrated", (6, 12), 3000, seed, table, CPU)
@@ -294,6 +295,12 @@ def test_polynomials_rounded_to_bfloat16_are_caught():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", POLYNOMIALS)
 def test_plain_torch_keeps_every_kind_in_bounds(method, execution, dtype):
+    if dtype in HALVES and method not in NARROW:
+        with pytest.raises(ValueError, match=r"orthogonalize cannot run in b?float16"):
+            samestep.Muon(
+                [nn.Parameter(torch.zeros(2, 3))], orthogonalize=method, compute_dtype=dtype
+            )
+        return
     for steps in (1, 2, 3, 4, 5, 6, 8, 12, 15, 25) if SOAK else (1, 2, 5, 7, 25):
         table = step_coefficients(method, steps)
         for seed, kind in enumerate(KINDS):

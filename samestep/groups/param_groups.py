@@ -122,7 +122,8 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if new.get("rule") != old["rule"]:
         return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
     cuts = [[_normal(o.get(key)) or None for key in CUTS] for o in (old, new)]
-    states = [(set(rule.state_shapes((1, 1), o)), o.get("state_dtypes")) for o in (old, new)]
+    # Of a block that is wide: some state is per row or per column as options say.
+    states = [(dict(rule.state_shapes((2, 3), o)), o.get("state_dtypes")) for o in (old, new)]
     if cuts[0] == cuts[1] and states[0] == states[1]:
         return ""
     changes = []

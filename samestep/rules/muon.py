@@ -166,20 +166,16 @@ class MuonRule:
             ]
             of_blocks = {key: torch.cat([new[key] for _, new in alone]) for key in alone[0].state}
             return Direction(torch.cat([direction for direction, _ in alone]), of_blocks)
+        return self.transform_stack(prepared, state, scalars, options)
+
+    def transform_stack(
+        self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
+    ) -> Direction:
+        """`transform` of blocks that may run together."""
         direction, new_state = prepared, {}
         if options["equilibrate"]:
             direction = equilibrate_rows(direction)
-        direction = orthogonalize(
-            direction,
-            method=options["orthogonalize"],
-            steps=options["ns_steps"],
-            coefficients=options["ns_coefficients"],
-            norm_factor=options["norm_factor"],
-            eps=options["eps"],
-            eps_form=options["eps_form"],
-            compute_dtype=options["compute_dtype"],
-            execution=options["execution"],
-        )
+        direction = orthogonalized(direction, options)
         if options["renormalize"]:
             direction = renormalize(direction)
         if "variance" in state:
@@ -215,6 +211,21 @@ class MuonRule:
         else:
             step_size = -adjusted_lr.to(param.dtype)
         return decayed.addcmul_(direction, step_size)
+
+
+def orthogonalized(blocks: Tensor, options: Options) -> Tensor:
+    """What the options of a group make of blocks (B, rows, cols)."""
+    return orthogonalize(
+        blocks,
+        method=options["orthogonalize"],
+        steps=options["ns_steps"],
+        coefficients=options["ns_coefficients"],
+        norm_factor=options["norm_factor"],
+        eps=options["eps"],
+        eps_form=options["eps_form"],
+        compute_dtype=options["compute_dtype"],
+        execution=options["execution"],
+    )
 
 
 def _depends_on_company(blocks: Tensor, options: Options) -> bool:

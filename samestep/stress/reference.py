@@ -34,6 +34,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "split_sizes": None, "flatten": False, "transposed": False,
         "maximize": False,
     },
+    "adamuon": {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "momentum_form": "sum",
+        "nesterov": False, "sign": True, "orthogonalize": "newton-schulz", "ns_steps": None,
+        "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "norm_factor": None,
+        "variance_beta2": 0.95, "variance_eps": 1e-8, "renormalize": True,
+        "adjust_lr": "match_rms_adamw", "update_scale": 1.0, "cautious": False,
+        "scale_decay": False, "decay_form": "decoupled", "split_sizes": None, "flatten": False,
+        "transposed": False, "maximize": False,
+    },
 }  # fmt: skip
 TABLES: dict[str, list[Triple]] = {
     "newton-schulz": [(3.4445, -4.7750, 2.0315)],
@@ -143,6 +152,8 @@ class Reference:
         param, state = self.params[name], self.state[name]
         if group["rule"] == "adamw":
             self.params[name], self.state[name] = adamw(param, grad, state, group)
+        elif group["rule"] == "adamuon":
+            self.params[name], self.state[name] = adamuon(name, param, grad, state, group)
         else:
             self.params[name], self.state[name] = muon(name, param, grad, state, group)
 
@@ -193,8 +204,10 @@ def initial_state(name: str, param: Tensor, group: Options) -> State:
     if group["rule"] == "adamw":
         state = {"step": zeros(), "exp_avg": zeros(*param.shape), "exp_avg_sq": zeros(*param.shape)}
         return {**state, "max_exp_avg_sq": zeros(*param.shape)} if group["amsgrad"] else state
-    count = sum(variance_counts(blocks_of(name, param, group), group))
     state = {"momentum_buffer": zeros(*param.shape)}
+    if group["rule"] == "adamuon":
+        return {**state, "second_moment": zeros(param.numel())}
+    count = sum(variance_counts(blocks_of(name, param, group), group))
     if group["variance_beta2"] is not None:
         state["variance"] = zeros(*param.shape) if count == param.numel() else zeros(count)
     return state
@@ -256,6 +269,35 @@ def muon(
     for (matrix, rows), update in zip(blocks, updates, strict=True):
         matrix[rows] = new_block(matrix[rows], update, options)
     return new_param, new_state
+
+
+def adamuon(
+    name: str, param: Tensor, grad: Tensor, state: State, options: Options
+) -> tuple[Tensor, State]:
+    """Of each block:  u = orthogonalized sign(m);  v <- b2 v + (1 - b2) u^2.
+
+    u / (sqrt(v) + eps) is brought to the norm sqrt(min(rows, cols)), and is then a direction like
+    Muon's. Second moments lie block after block.
+    """
+    momentum, direction = accumulate(state["momentum_buffer"], grad, options)
+    new_param, second_moments = param.clone(), []
+    beta2, eps = float(options["variance_beta2"]), float(options["variance_eps"])
+    begin = 0
+    directions = blocks_of(name, direction, options)
+    for (matrix, rows), (given, _) in zip(
+        blocks_of(name, new_param, options), directions, strict=True
+    ):
+        block = given[rows].sign() if options["sign"] else given[rows]
+        update = orthogonalize(block, options)
+        old = state["second_moment"][begin : begin + update.numel()].view(update.shape)
+        second_moments.append((beta2 * old + (1 - beta2) * update.square()).flatten())
+        begin += update.numel()
+        update = update / (second_moments[-1].view(update.shape).sqrt() + eps)
+        if options["renormalize"]:
+            update = update * (math.sqrt(min(update.shape)) / max(norm(update), 1e-6))
+        matrix[rows] = new_block(matrix[rows], update, options)
+    second_moment = torch.cat(second_moments) if second_moments else state["second_moment"]
+    return new_param, {"momentum_buffer": momentum, "second_moment": second_moment}
 
 
 def blocks_of(name: str, tensor: Tensor, options: Options) -> list[tuple[Tensor, list[int]]]:

@@ -167,6 +167,26 @@ def muon_options(draw_: Any) -> dict[str, Any]:
     return {key: draw_(choice) for key, choice in choices.items()}
 
 
+ADAMUON_SHAPES = {"ada.wide": (4, 6), "ada.stack": (2, 6, 3)}
+
+
+@st.composite
+def adamuon_options(draw_: Any) -> dict[str, Any]:
+    """Those of Muon that it shares, and its own."""
+    choices = {
+        key: value
+        for key, value in draw_(muon_options()).items()
+        if key in RULES["adamuon"].defaults and key != "split_sizes"
+    }
+    own = {
+        "sign": st.booleans(),
+        "variance_beta2": numbers(0, 0.99),
+        "variance_eps": st.sampled_from([1e-8, 1e-2]),
+        "split_sizes": st.sampled_from([None, {"ada.stack": (4, 2)}]),
+    }
+    return {**choices, **{key: draw_(choice) for key, choice in own.items()}}
+
+
 @st.composite
 def adamw_options(draw_: Any) -> dict[str, Any]:
     tensors = draw_(st.booleans())
@@ -226,7 +246,8 @@ def gradients(draw_: Any) -> list[dict[str, Tensor | None]]:
     steps: list[dict[str, Tensor | None]] = []
     for step in range(4):
         grads: dict[str, Tensor | None] = {}
-        for index, (name, shape) in enumerate({**SHAPES, "bias": (7,), "scale": ()}.items()):
+        shapes = {**SHAPES, **ADAMUON_SHAPES, "bias": (7,), "scale": ()}
+        for index, (name, shape) in enumerate(shapes.items()):
             kind = draw_(kinds)
             grad = draw(shape, 100 * seed + 10 * step + index) * 3.0**-step
             if kind == "zero":
@@ -238,17 +259,22 @@ def gradients(draw_: Any) -> list[dict[str, Tensor | None]]:
     return steps
 
 
-@given(muon_options(), adamw_options(), gradients(), st.sampled_from([None, 0.3, math.inf]))
+@given(
+    muon_options(), adamuon_options(), adamw_options(), gradients(),
+    st.sampled_from([None, 0.3, math.inf]),
+)  # fmt: skip
 def test_any_options(
     muon: dict[str, Any],
+    adamuon: dict[str, Any],
     adamw: dict[str, Any],
     steps: list[dict[str, Tensor | None]],
     max_grad_norm: float | None,
 ):
     """Parameters and state of samestep and the reference, also where gradients are absent."""
-    shapes = {**SHAPES, "bias": (7,), "scale": ()}
+    shapes = {**SHAPES, **ADAMUON_SHAPES, "bias": (7,), "scale": ()}
     params = {name: draw(shape, index) for index, (name, shape) in enumerate(shapes.items())}
     groups = [
+        {**adamuon, "rule": "adamuon", "param_names": list(ADAMUON_SHAPES)},
         {**muon, "rule": "muon", "param_names": list(SHAPES)},
         {**adamw, "rule": "adamw", "param_names": ["bias", "scale"]},
     ]
@@ -356,7 +382,7 @@ def test_long_run():
 
 def test_defaults_and_options_are_those_of_the_rules():
     """An option that the package gains must get a meaning here too."""
-    assert reference.DEFAULTS.keys() == RULES.keys() & {"muon", "adamw"}
+    assert reference.DEFAULTS.keys() == RULES.keys() & {"muon", "adamw", "adamuon"}
     for name, defaults in reference.DEFAULTS.items():
         no_matter = {"execution", "compute_dtype", "fused", "state_dtypes"}
         known = {key: v for key, v in RULES[name].defaults.items() if key not in no_matter}

@@ -18,6 +18,11 @@ from samestep.tooling.warn import warn_user
 Group = dict[str, Any]
 # How parameters are cut and state is kept: no business of the math.
 LAYOUT_KEYS = {"split_sizes", "flatten", "transposed", "state_dtypes"}
+ADJUST_LR_FN = {
+    "original": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "spectral_unclamped": "unit_rms_norm",
+}
 ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
 
 
@@ -45,18 +50,18 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 def own_spelling(options: Mapping[str, Any]) -> Group:
-    """torch.optim.Muon's `adjust_lr_fn` as our `adjust_lr`; its None means "original"."""
+    """torch.optim.Muon's and torchtitan's `adjust_lr_fn` as our `adjust_lr`; None: "original"."""
     options = dict(options)
     if "adjust_lr_fn" in options:
         if "adjust_lr" in options:
             raise ValueError("adjust_lr and adjust_lr_fn mean the same: give only one of them")
         value = options.pop("adjust_lr_fn") or "original"
-        if value not in ("original", "match_rms_adamw"):
+        if value not in ADJUST_LR_FN:
             raise ValueError(
                 f"Adjust learning rate function {value} is not supported; "
-                "choose 'original' or 'match_rms_adamw'"
+                f"choose one of {list(ADJUST_LR_FN)}"
             )
-        options["adjust_lr"] = value
+        options["adjust_lr"] = ADJUST_LR_FN[value]
     return options
 
 

@@ -1,6 +1,7 @@
 """The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -10,7 +11,13 @@ from torch import Tensor, nn
 from samestep.groups.crossover import read_crossover
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import averages_with_ddp
-from samestep.groups.param_groups import Group, check_pair, own_spelling, unknown_option
+from samestep.groups.param_groups import (
+    Group,
+    check_pair,
+    own_spelling,
+    parameter_names,
+    unknown_option,
+)
 from samestep.groups.routing import (
     NamedParameter,
     Overrides,
@@ -22,11 +29,12 @@ from samestep.groups.routing import (
 )
 from samestep.groups.step_options import StepOptions
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
-from samestep.presets import preset_options
+from samestep.presets import KERNEL_SCALED, preset_options
 from samestep.recipes import known_of
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
-from samestep.rules.muon import MuonRule
+from samestep.rules.muon import MuonRule, lr_factor
+from samestep.tooling.warn import warn_user
 
 SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
 ROLES = ("matrix", "embedding", "unembedding", "scalar")
@@ -152,7 +160,8 @@ class MuonAdamW(RuleOptimizer):
             `cautious` is a group key.
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
-        preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
+        preset: "torch", "keller", "moonlight", "nanochat", "dion", ...: the defaults of that
+            recipe; `samestep.presets` has them all.
         recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
             "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
             None: none. Overrides win over it.
@@ -245,6 +254,7 @@ class MuonAdamW(RuleOptimizer):
             order_of_use=order_of_use,
         )
         self._reasons = reasons
+        _tell_of_convolutions(preset, self.param_groups)
 
 
 class Muon(RuleOptimizer):
@@ -330,6 +340,28 @@ def _refuse_one_rate(preset: str | None) -> None:
             "for AdamW, and lr= would be both: pass matrix_lr= for Muon, and lr= beside it for "
             "AdamW (or embedding_lr=, unembedding_lr=, scalar_lr=); left out, each is the recipe's"
         )
+
+
+def _tell_of_convolutions(preset: str | None, groups: Sequence[Group]) -> None:
+    """Where an original scales by the kernel, and we by the matrix that a convolution is."""
+    if preset not in KERNEL_SCALED:
+        return
+    for index, group in enumerate(groups):
+        if not group.get("flatten") or group.get("adjust_lr") != "original":
+            continue
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            if param.ndim != 4 or 0 in param.shape:
+                continue
+            ours = lr_factor(param.shape[0], prod(param.shape[1:]), "original")
+            theirs = lr_factor(param.shape[2], param.shape[3], "original")
+            if ours != theirs:
+                warn_user(
+                    f"preset {preset!r}: the original scales a convolution by its kernel, "
+                    f"{theirs:.3g} for {name} {tuple(param.shape)}, and here it is scaled as the "
+                    f"matrix (out, all the rest), {ours:.3g}. For the original's add to its "
+                    f'overrides "adjust_lr": None and "update_scale": {theirs:.6g}'
+                )
+                return
 
 
 def _listed(params: Params) -> Params:

@@ -47,7 +47,7 @@ DTYPES = [*HALVES, torch.float32, torch.float64]
 EXECUTIONS = ["standard", "gram"]
 FIVE = as_table(step_coefficients("polar-express"))
 NARROW = [method for method in POLYNOMIALS if method != "cans"]  # have room for 16 bits
-USUAL = list(POLYNOMIALS) if SOAK else ["newton-schulz", "polar-express", "deepseek-v4"]
+USUAL = list(POLYNOMIALS) if SOAK else ["newton-schulz", "polar-express"]
 
 
 def exact_values(table, start, count=400_001):

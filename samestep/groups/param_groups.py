@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.groups.group_keys import CUTS, OF_EVERY_GROUP, likely_option, said_here
@@ -226,6 +227,11 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool, ranks: int) 
                 f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
                 f"support {'complex' if param.is_complex() else 'integer or boolean'} "
                 "parameters; leave it out or freeze it"
+            )
+        if param.layout != torch.strided:
+            raise ValueError(
+                f"parameter {name!r} is sparse ({str(param.layout).removeprefix('torch.')}): no "
+                "rule supports that; make it dense (.to_dense()), leave it out or freeze it"
             )
         if group.get("fused") and param.device.type not in ("cpu", "cuda"):
             raise ValueError(

@@ -1,5 +1,5 @@
 # make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-xla |
-# test-browser | test-integrations | clean: everything happens in .venv, what needs XLA in .venv-xla and
+# test-browser | test-integrations | test-peers | clean: everything happens in .venv, what needs XLA in .venv-xla and
 # the trainers of others in .venv-integrations.
 PYTHON ?= python3
 VENV := .venv
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-xla xla_receipts \
-	test-browser test-integrations clean
+	test-browser test-integrations test-peers clean
 
 venv: $(STAMP)
 
@@ -138,6 +138,14 @@ $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e ".[dev,integrations]"
 	touch $@
+
+# Classes of other libraries beside ours, from checkouts in PEERS (dion, Megatron-LM, ...); then the
+# table of docs/peers.md.
+PEERS ?=
+test-peers: venv
+	@test -n "$(PEERS)" || { echo "make test-peers needs PEERS=/path/to/checkouts"; exit 2; }
+	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m pytest -q tests/peers
+	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m tests.peers > docs/peers.md
 
 test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m tests.integrations.table

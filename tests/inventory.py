@@ -19,7 +19,7 @@ from typing import Any, get_args, get_type_hints
 import samestep
 from samestep import cli, presets
 from samestep.recipes import RECIPES
-from samestep.rules import AdamWRule, MuonRule
+from samestep.rules import RULES
 from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.scenarios import SCENARIOS
@@ -40,7 +40,7 @@ def inventory() -> dict[str, Any]:
         optimizer = getattr(samestep, name)
         found[f"options of {name}"] = sorted(_keywords(optimizer))
         found[f"methods of {name}"] = sorted(n for n in dir(optimizer) if not n.startswith("_"))
-    for rule in (AdamWRule(), MuonRule()):
+    for rule in RULES.values():
         found[f"options of rule {rule.name}"] = sorted(rule.defaults)
     functions = inspect.getmembers(presets, inspect.isfunction)
     found["presets"] = {

@@ -901,3 +901,30 @@ def test_a_ddp_model_is_refused():
         return True
 
     assert run_forked(2, job) == [True, True]
+
+
+def sparse_embedding(rank, options):
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 3))
+    opt = samestep.MuonAdamW(model, sharding="zero2", **options)
+    try:
+        model(torch.tensor([1, 2, rank])).sum().backward()
+        opt.step()
+    except RuntimeError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+def test_sparse_gradients_and_parameters_are_refused_in_our_words():
+    cases = [
+        {"buffers": buffers, "overlap_grad_reduce": overlap}
+        for buffers in ("flat", "per_parameter")
+        for overlap in (False, True)
+    ]
+    for case, found in run_cases(2, cases, sparse_embedding):
+        for error in found:
+            assert "'0.weight' has a sparse gradient" in error, case
+            assert "sparse=False" in error, case
+    sparse = nn.Parameter(torch.eye(4).to_sparse())
+    for kind in (samestep.AdamW, samestep.Muon):
+        with pytest.raises(ValueError, match=r"parameter 'w' is sparse.*\.to_dense\(\)"):
+            kind([("w", sparse)])

@@ -22,7 +22,7 @@ def build(*keys: dict[str, Any]) -> samestep.MuonAdamW:
 @pytest.mark.parametrize(
     ("rule", "key", "value"),
     [
-        ("adamw", "cautious", True),
+        ("adamw", "renormalize", True),
         ("adamw", "momentum", 0.9),
         ("adamw", "adjust_lr_fn", "original"),
         ("adamw", "split_sizes", (2, 2)),
@@ -42,8 +42,8 @@ def test_an_option_of_the_other_rule_is_refused_in_a_group(rule: str, key: str, 
 def test_an_option_of_the_other_rule_is_refused_in_a_group_that_is_added():
     opt = build({"rule": "muon"})
     bias = nn.Parameter(torch.ones(4))
-    with pytest.raises(ValueError, match=r"param_groups\[1\]: 'cautious' is no option of rule"):
-        opt.add_param_group({"params": [bias], "rule": "adamw", "cautious": True})
+    with pytest.raises(ValueError, match=r"param_groups\[1\]: 'nesterov' is no option of rule"):
+        opt.add_param_group({"params": [bias], "rule": "adamw", "nesterov": True})
     assert len(opt.param_groups) == 1
     with pytest.raises(ValueError, match=r"param_groups\[0\]: 'betas' is no option of rule 'muon'"):
         samestep.Muon([{"params": [nn.Parameter(torch.ones(4, 4))], "betas": (0.9, 0.95)}])

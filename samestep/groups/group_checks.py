@@ -148,16 +148,21 @@ class CheckedParameters(NamedTuple):
 def _check_parameter(name: str, param: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     grad = param.grad
     if grad is not None and grad.layout != torch.strided:
-        raise RuntimeError(
-            f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
-            "embedding with sparse=False"
-        )
+        raise sparse_gradient(name)
     if param.shape != shape or math_dtype(param) != dtype:
         raise RuntimeError(
             f"parameter {name!r} is {param.dtype} {tuple(param.shape)} now, but its state was "
             f"made for {tuple(shape)} and math in {dtype}: build the optimizer after changing "
             "the model"
         )
+
+
+def sparse_gradient(name: str) -> RuntimeError:
+    """What is said of a parameter that has one."""
+    return RuntimeError(
+        f"parameter {name!r} has a sparse gradient, which no rule supports: build its "
+        "embedding with sparse=False"
+    )
 
 
 def _are_the_same(options: Group, checked: Group) -> bool:

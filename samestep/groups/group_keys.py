@@ -41,6 +41,7 @@ class Peer(NamedTuple):
 
 _EMERGING = "Megatron's (Emerging-Optimizers)"
 _RULE = '"rule": "muon" or "rule": "adamw"'
+_DECAYS = '"decoupled", "independent" or, of rule "adamw", "l2"'
 PEERS = {
     "mu": Peer("dion's", '"momentum"'),
     "epsilon": Peer("dion's", '"eps"'),
@@ -70,23 +71,29 @@ PEERS = {
     "momentum_beta": Peer(_EMERGING, '"momentum"'),
     "use_nesterov": Peer(_EMERGING, '"nesterov"'),
     "num_ns_steps": Peer(_EMERGING, '"ns_steps"'),
-    "coefficient_type": Peer(_EMERGING, '"orthogonalize": "newton-schulz" or "polar-express"'),
-    "scale_mode": Peer(_EMERGING, '"adjust_lr": "match_rms_adamw", "original" or None'),
-    "extra_scale_factor": Peer(
-        _EMERGING, '"adjust_lr": "match_rms_adamw" (a factor of 0.2), or another "lr"'
+    "coefficient_type": Peer(
+        _EMERGING,
+        '"orthogonalize": "newton-schulz" for its "simple", "quintic", "cans", "aol", '
+        '"deepseek-v4", "cubic" or "polar-express"',
     ),
+    "scale_mode": Peer(
+        _EMERGING,
+        '"adjust_lr": "sqrt_max" for its "spectral", "original" for its "shape_scaling", or '
+        '"unit_rms_norm"',
+    ),
+    "extra_scale_factor": Peer(_EMERGING, '"update_scale"'),
     "fp32_matmul_prec": Peer(_EMERGING, '"compute_dtype"'),
     "split_qkv": Peer(_EMERGING, '"split_sizes"', harmless=(False,)),
-    "qkv_split_shapes": Peer(_EMERGING, '"split_sizes"', harmless=(None,)),
+    "qkv_split_shapes": Peer(
+        _EMERGING,
+        '"split_sizes": "interleaved:Q+K+VxGROUPS", with the rows of one group',
+        harmless=(None,),
+    ),
     "is_qkv_fn": Peer(_EMERGING, '"split_sizes", which takes name patterns', harmless=(None,)),
-    "weight_decay_method": Peer(
-        _EMERGING, "always decoupled: leave it out", harmless=("decoupled",)
-    ),
-    "use_decoupled_weight_decay": Peer(
-        _EMERGING, "always decoupled: leave it out", harmless=(True,)
-    ),
-    "decoupled_weight_decay": Peer("torch's", "always decoupled: leave it out", harmless=(True,)),
-    "adam_w_mode": Peer("DeepSpeed's", "always decoupled: leave it out", harmless=(True,)),
+    "weight_decay_method": Peer(_EMERGING, f'"decay_form": {_DECAYS}', harmless=("decoupled",)),
+    "use_decoupled_weight_decay": Peer(_EMERGING, f'"decay_form": {_DECAYS}', harmless=(True,)),
+    "decoupled_weight_decay": Peer("torch's", f'"decay_form": {_DECAYS}', harmless=(True,)),
+    "adam_w_mode": Peer("DeepSpeed's", f'"decay_form": {_DECAYS}', harmless=(True,)),
     "bias_correction": Peer("DeepSpeed's", "always corrected: leave it out", harmless=(True,)),
     "dampening": Peer("torch.optim.SGD's", '"momentum_form": "ema" or "sum"', harmless=(0,)),
     "learning_rate": Peer("Hugging Face's and Keras's", '"lr"'),

@@ -245,8 +245,9 @@ class GradientEdits:
         def hook_of(index: int) -> Any:
             def arrived(param: Tensor) -> None:
                 alive = watch()
-                if alive is not None and param.grad is not None:
-                    alive._seen[index] = (param.grad.data_ptr(), param.grad._version)
+                grad = param.grad
+                if alive is not None and grad is not None and grad.layout == torch.strided:
+                    alive._seen[index] = (grad.data_ptr(), grad._version)
 
             return arrived
 
@@ -284,7 +285,9 @@ class GradientEdits:
 
     def _is_edited(self, index: int, address: int, version: int) -> bool:
         grad = self._params[index].grad
-        return grad is not None and grad.data_ptr() == address and grad._version != version
+        if grad is None or grad.layout != torch.strided:
+            return False
+        return grad.data_ptr() == address and grad._version != version
 
 
 _ddp_modules: "weakref.WeakSet[DistributedDataParallel]" = weakref.WeakSet()

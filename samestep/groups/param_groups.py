@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from samestep.groups.group_keys import CUTS, OF_EVERY_GROUP, likely_option, said_here
@@ -18,6 +19,11 @@ from samestep.tooling.warn import warn_user
 Group = dict[str, Any]
 # How parameters are cut and state is kept: no business of the math.
 LAYOUT_KEYS = {"split_sizes", "flatten", "transposed", "state_dtypes"}
+ADJUST_LR_FN = {
+    "original": "original",
+    "match_rms_adamw": "match_rms_adamw",
+    "spectral_unclamped": "unit_rms_norm",
+}
 ALWAYS_KNOWN = ("lr", "weight_decay", "maximize", "preset", "overrides", "groups")
 
 
@@ -45,18 +51,18 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 def own_spelling(options: Mapping[str, Any]) -> Group:
-    """torch.optim.Muon's `adjust_lr_fn` as our `adjust_lr`; its None means "original"."""
+    """torch.optim.Muon's and torchtitan's `adjust_lr_fn` as our `adjust_lr`; None: "original"."""
     options = dict(options)
     if "adjust_lr_fn" in options:
         if "adjust_lr" in options:
             raise ValueError("adjust_lr and adjust_lr_fn mean the same: give only one of them")
         value = options.pop("adjust_lr_fn") or "original"
-        if value not in ("original", "match_rms_adamw"):
+        if value not in ADJUST_LR_FN:
             raise ValueError(
                 f"Adjust learning rate function {value} is not supported; "
-                "choose 'original' or 'match_rms_adamw'"
+                f"choose one of {list(ADJUST_LR_FN)}"
             )
-        options["adjust_lr"] = value
+        options["adjust_lr"] = ADJUST_LR_FN[value]
     return options
 
 
@@ -122,7 +128,8 @@ def decisive_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     if new.get("rule") != old["rule"]:
         return f"rule: {old['rule']!r} -> {new.get('rule')!r}"
     cuts = [[_normal(o.get(key)) or None for key in CUTS] for o in (old, new)]
-    states = [(set(rule.state_shapes((1, 1), o)), o.get("state_dtypes")) for o in (old, new)]
+    # Of a block that is wide: some state is per row or per column as options say.
+    states = [(dict(rule.state_shapes((2, 3), o)), o.get("state_dtypes")) for o in (old, new)]
     if cuts[0] == cuts[1] and states[0] == states[1]:
         return ""
     changes = []
@@ -220,6 +227,11 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool, ranks: int) 
                 f"parameter {name!r} has dtype {param.dtype}: rule {group['rule']!r} does not "
                 f"support {'complex' if param.is_complex() else 'integer or boolean'} "
                 "parameters; leave it out or freeze it"
+            )
+        if param.layout != torch.strided:
+            raise ValueError(
+                f"parameter {name!r} is sparse ({str(param.layout).removeprefix('torch.')}): no "
+                "rule supports that; make it dense (.to_dense()), leave it out or freeze it"
             )
         if group.get("fused") and param.device.type not in ("cpu", "cuda"):
             raise ValueError(

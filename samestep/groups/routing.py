@@ -18,6 +18,7 @@ from samestep.groups.param_groups import Group, name_matches
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.layout.splits import split_of
 from samestep.rules import RULES
+from samestep.rules.muon import MuonRule
 from samestep.rules.rule import Rule
 from samestep.tooling.warn import warn_user
 
@@ -235,7 +236,7 @@ def route(
                 options.pop("flatten", None)
                 options.pop("transposed", None)
             _refuse_lost_overrides(parameter.name, known_rule, options)
-        if rule == "muon":
+        if isinstance(known_rule, MuonRule):
             if role == "conv" and "flatten" not in options:
                 raise ValueError(
                     f'parameter {_describe(parameter)} is a convolution: add "flatten": True '

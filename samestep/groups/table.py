@@ -105,7 +105,9 @@ def _row(
         for (rows, cols), count in kinds.items()
     )
     factors = [
-        f"{lr_factor(*kind, group['adjust_lr']):.4g}" for kind in kinds if "adjust_lr" in group
+        f"{lr_factor(*kind, group['adjust_lr'], group['update_scale']):.4g}"
+        for kind in kinds
+        if "adjust_lr" in group
     ]
     return TableRow(
         name,

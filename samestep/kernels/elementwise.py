@@ -124,6 +124,9 @@ def adamw(
     second_dtype: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     MAXIMIZE: tl.constexpr,
+    EPS_HAT: tl.constexpr,
+    CAUTIOUS: tl.constexpr,
+    DECAY: tl.constexpr,  # "decoupled" | "independent" | "l2"
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -140,14 +143,27 @@ def adamw(
         master = pointer_in(tensors + 3 * count, number, tl.float32, ALIGNED) + offsets
     value = main_value(tl.load(param, inside, 0.0), master, inside)
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
+    decay = tl.load(weight_decay)
+    if DECAY == "l2":
+        g += value * decay.to(tl.float32)
     m = tl.load(first, inside, 0.0).to(tl.float32)
     v = tl.load(second, inside, 0.0).to(tl.float32)
     b1, b2 = tl.load(beta1), tl.load(beta2)
     m += (1 - b1).to(tl.float32) * (g - m)
     v = v * b2.to(tl.float32) + (1 - b2).to(tl.float32) * g * g
-    denominator = tl.sqrt_rn(v) / tl.load(root_corrections + number).to(tl.float32)
-    denominator += tl.load(eps).to(tl.float32)
-    value *= (1 - tl.load(lr) * tl.load(weight_decay)).to(tl.float32)
+    denominator = tl.sqrt_rn(v)
+    if EPS_HAT:
+        denominator += tl.load(eps).to(tl.float32)
+    denominator = denominator / tl.load(root_corrections + number).to(tl.float32)
+    if not EPS_HAT:
+        denominator += tl.load(eps).to(tl.float32)
+    if DECAY == "decoupled":
+        decay = tl.load(lr) * decay
+    if CAUTIOUS:
+        differ = ((m > 0) & (value < 0)) | ((m < 0) & (value > 0))
+        value -= tl.where(differ, 0.0, value * decay.to(tl.float32))
+    elif DECAY != "l2":
+        value *= (1 - decay).to(tl.float32)
     value -= tl.load(step_sizes + number).to(tl.float32) * m / denominator
     tl.store(param, value.to(param_dtype), inside)
     tl.store(first, m.to(first_dtype), inside)

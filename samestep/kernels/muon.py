@@ -25,8 +25,14 @@ from samestep.kernels.call import FUSION, Gradients, Step, Table, tiled, tiles
 from samestep.kernels.choice import padded
 from samestep.kernels.norm import DTYPES
 from samestep.kernels.orthogonalize import orthogonalize_wide
-from samestep.rules.muon import largest_singular_value, lr_factor, table_of
-from samestep.rules.orthogonalize import POLYNOMIALS, cheaper_execution
+from samestep.rules.muon import (
+    largest_singular_value,
+    lr_factor,
+    norm_factor_of,
+    table_of,
+    variance_of_rows,
+)
+from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Options
 from samestep.rules.state import MASTER, State
 
@@ -170,7 +176,9 @@ def _step_along(
         grads.writes,
         scalars["lr"],
         scalars["weight_decay"],
-        _float32(lr_factor(blocks.rows, blocks.cols, options["adjust_lr"])),
+        _float32(
+            lr_factor(blocks.rows, blocks.cols, options["adjust_lr"], options["update_scale"])
+        ),
         blocks.outliers,
         min(call.TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
         **_sizes(blocks, directions),
@@ -179,6 +187,7 @@ def _step_along(
         FACTORS=kind,
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
+        INDEPENDENT=options["decay_form"] == "independent",
         BFLOAT16=_in_bfloat16(options),
         HAS_MASTER=len(blocks.targets.tensors) == 2,
         ALIGNED=blocks.targets.aligned and blocks.lie is None,
@@ -275,7 +284,7 @@ def _numbers(
         again,
         norms,
         scales,
-        POLYNOMIALS[options["orthogonalize"]].norm_factor,
+        norm_factor_of(options),
         options["eps"],
         ADD=options["eps_form"] == "add",
         HAS_POWER=multiplied,
@@ -352,10 +361,12 @@ def _factors(
     variance = "variance" in blocks.states[0]
     if not variance and not options["renormalize"]:
         return None, 0, None
-    # One per row of a block that is not wide, one per column of a wide one.
-    along_short = rows == cols
+    # Directions of tall blocks are transposed, so that their rows lie along the long side.
+    of_rows = variance_of_rows(rows, cols, options["variance_axis"])
+    along_short = of_rows and not blocks.tall
     count, short, long = directions.shape
-    along, room = max(rows, cols), (short if along_short else long) if variance else 1
+    along = rows if of_rows else cols
+    room = (short if along_short else long) if variance else 1
     square_sums = _sums_along(directions, along, along_short)
     factors = torch.empty(count, room, device=directions.device)
     squares = torch.empty(count, device=directions.device)
@@ -369,11 +380,13 @@ def _factors(
         writes,
         step.scalars["variance_beta2"] if variance else None,
         along,
-        min(rows, cols),
+        cols if of_rows else rows,
         room,
         float(min(rows, cols)),
+        options["variance_eps"],
         variance_dtype=DTYPES[kept[0].dtype] if variance else tl.float32,
         RENORMALIZE=options["renormalize"],
+        ADD=options["variance_eps_form"] == "add",
         SIZE=min(triton.next_power_of_2(max(along, room)), 1024),
         num_warps=4,
         enable_fp_fusion=FUSION,

@@ -47,13 +47,15 @@ def new_momentum(
 @triton.jit
 def step_to(
     param, master, u, inside, lr, weight_decay, lr_factor,
-    SCALE_DECAY: tl.constexpr, CAUTIOUS: tl.constexpr,
+    SCALE_DECAY: tl.constexpr, CAUTIOUS: tl.constexpr, INDEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Weight decay and the step along u, of the elements that pointers point to."""
     value = main_value(tl.load(param, inside, 0.0), master, inside)
     rate = tl.load(lr)
     adjusted = rate * lr_factor
-    decay = (adjusted if SCALE_DECAY else rate) * tl.load(weight_decay)
+    decay = tl.load(weight_decay)
+    if not INDEPENDENT:
+        decay = (adjusted if SCALE_DECAY else rate) * decay
     if CAUTIOUS:
         value -= tl.where(u * value >= 0, value * decay.to(tl.float32), 0.0)
     else:
@@ -384,8 +386,10 @@ def direction_factors(
     across,  # elements of a row or column
     room,
     least,  # the shorter side: the square of the norm of an orthogonal block
+    eps,
     variance_dtype: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    ADD: tl.constexpr,  # whether eps is added to the root, or the variance is no less than it
     SIZE: tl.constexpr,
 ):
     """What one direction is multiplied with: `renormalize`, then `reduce_variance`."""
@@ -417,11 +421,14 @@ def direction_factors(
             old = tl.load(kept + place, inside, 0.0).to(tl.float32)
             new = old + weight * (own / across - old)
             tl.store(kept + place, new.to(variance_dtype), inside & written)
-            rescale = 1.0 / tl.sqrt(tl.maximum(new, 1e-10))
+            if ADD:
+                rescale = 1.0 / (tl.sqrt(new) + eps)
+            else:
+                rescale = 1.0 / tl.sqrt(tl.maximum(new, eps))
             tl.store(factors + number * room + place, rescale, inside)
             new_squares += tl.where(inside, own * rescale * rescale, 0.0)
             first += SIZE
-        keep = tl.sqrt(square) / tl.maximum(tl.sqrt(tl.sum(new_squares)), 1e-10) * scale
+        keep = tl.sqrt(square) / tl.maximum(tl.sqrt(tl.sum(new_squares)), eps) * scale
         tl.debug_barrier()  # what was stored is read again
         first = tl.program_id(0) * 0
         while first < room:
@@ -456,6 +463,7 @@ def step_along(
     FACTORS: tl.constexpr,  # none, one per block, per short or per long coordinate: 0 to 3
     SCALE_DECAY: tl.constexpr,
     CAUTIOUS: tl.constexpr,
+    INDEPENDENT: tl.constexpr,
     TALL: tl.constexpr,
     LAID: tl.constexpr,
     BFLOAT16: tl.constexpr,
@@ -487,4 +495,6 @@ def step_along(
     master = None
     if HAS_MASTER:
         master = pointer_in(tensors + count, number, tl.float32, ALIGNED) + offsets
-    step_to(param, master, u, inside, lr, weight_decay, lr_factor, SCALE_DECAY, CAUTIOUS)
+    step_to(
+        param, master, u, inside, lr, weight_decay, lr_factor, SCALE_DECAY, CAUTIOUS, INDEPENDENT
+    )  # fmt: skip

@@ -99,6 +99,7 @@ def step_of_parts(
     direction_dtype: tl.constexpr,
     SCALE_DECAY: tl.constexpr,
     CAUTIOUS: tl.constexpr,
+    INDEPENDENT: tl.constexpr,
     HAS_MASTER: tl.constexpr,
     ALIGNED: tl.constexpr,
     TURNED_ALIGNED: tl.constexpr,
@@ -122,5 +123,6 @@ def step_of_parts(
         master = pointer_in(own, 5, tl.float32, ALIGNED) + row * _number(own + 6, ALIGNED) + col
     factor = tl.load(lr_factors + part)
     step_to(
-        target, master, u.to(tl.float32), inside, lr, weight_decay, factor, SCALE_DECAY, CAUTIOUS
-    )
+        target, master, u.to(tl.float32), inside, lr, weight_decay, factor,
+        SCALE_DECAY, CAUTIOUS, INDEPENDENT,
+    )  # fmt: skip

@@ -145,7 +145,8 @@ class StepOfParts:
     def __init__(
         self,
         parts: Sequence[StepPart],
-        lr_factor: Callable[[int, int, str | None], float],  # of a block: rows, cols, adjust_lr
+        # Of a block: rows, cols, adjust_lr, update_scale.
+        lr_factor: Callable[[int, int, str | None, float], float],
     ) -> None:
         self.param_dtype = DTYPES[parts[0].target.dtype]
         self.has_master = parts[0].master is not None
@@ -173,13 +174,14 @@ class StepOfParts:
         self.programs = programs([part.size for part in parts], self.device)
         self.blocks = [part.block for part in parts]
         self.lr_factor = lr_factor
-        self._lr_factors: tuple[str | None, Tensor] | None = None
+        self._lr_factors: tuple[tuple[str | None, float], Tensor] | None = None
 
-    def lr_factors(self, adjust_lr: str | None) -> Tensor:
+    def lr_factors(self, adjust_lr: str | None, scale: float) -> Tensor:
         """What the learning rate of each part is multiplied with, (parts,) float32."""
-        if self._lr_factors is None or self._lr_factors[0] != adjust_lr:
-            found = [self.lr_factor(*block, adjust_lr) for block in self.blocks]
-            self._lr_factors = adjust_lr, torch.tensor(found, device=self.device)
+        asked = adjust_lr, scale
+        if self._lr_factors is None or self._lr_factors[0] != asked:
+            found = [self.lr_factor(*block, *asked) for block in self.blocks]
+            self._lr_factors = asked, torch.tensor(found, device=self.device)
         return self._lr_factors[1]
 
     def run_(self, sources: Sequence[Tensor], writes: Tensor | None, step: Step) -> None:
@@ -188,7 +190,7 @@ class StepOfParts:
         part_tiles.step_of_parts[(len(self.programs),)](
             table.addresses,
             self.table,
-            self.lr_factors(options["adjust_lr"]),
+            self.lr_factors(options["adjust_lr"], options["update_scale"]),
             self.programs,
             step.only_if,
             writes,
@@ -198,6 +200,7 @@ class StepOfParts:
             direction_dtype=DTYPES[sources[0].dtype],
             SCALE_DECAY=options["scale_decay"],
             CAUTIOUS=options["cautious"],
+            INDEPENDENT=options["decay_form"] == "independent",
             HAS_MASTER=self.has_master,
             ALIGNED=self.aligned and all(map(_is_aligned, sources)),
             TURNED_ALIGNED=self.turned_aligned,

@@ -1,6 +1,7 @@
 """The public optimizers: what their arguments mean, as groups for `RuleOptimizer`."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -10,7 +11,13 @@ from torch import Tensor, nn
 from samestep.groups.crossover import read_crossover
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import averages_with_ddp
-from samestep.groups.param_groups import Group, check_pair, own_spelling, unknown_option
+from samestep.groups.param_groups import (
+    Group,
+    check_pair,
+    own_spelling,
+    parameter_names,
+    unknown_option,
+)
 from samestep.groups.routing import (
     NamedParameter,
     Overrides,
@@ -22,11 +29,12 @@ from samestep.groups.routing import (
 )
 from samestep.groups.step_options import StepOptions
 from samestep.optimizer.rule_optimizer import Params, RuleOptimizer
-from samestep.presets import preset_options
+from samestep.presets import KERNEL_SCALED, preset_options
 from samestep.recipes import known_of
 from samestep.rules import RULES
 from samestep.rules.adamw import AdamWRule
-from samestep.rules.muon import MuonRule
+from samestep.rules.muon import MuonRule, lr_factor
+from samestep.tooling.warn import warn_user
 
 SHARED = ("lr", "weight_decay", "maximize")  # one keyword, every rule
 ROLES = ("matrix", "embedding", "unembedding", "scalar")
@@ -83,16 +91,22 @@ class MuonOptions(CommonOptions, total=False):
     nesterov: bool
     equilibrate: bool
     orthogonalize: str
+    norm_factor: float | None
     ns_steps: int
     ns_coefficients: Any
     execution: str | None
     eps_form: str
     renormalize: bool
     variance_beta2: float | None
+    variance_axis: str
+    variance_eps: float
+    variance_eps_form: str
     adjust_lr: str | None
     adjust_lr_fn: str | None
+    update_scale: float
     cautious: bool
     scale_decay: bool
+    decay_form: str
     split_sizes: Any
     flatten: bool
     transposed: bool
@@ -108,6 +122,7 @@ class MuonAdamWOptions(MuonOptions, total=False):
     betas: tuple[float, float]
     eps: float
     amsgrad: bool
+    eps_hat: bool
     fused: bool
     matrix_lr: float | Tensor
     embedding_lr: float | Tensor
@@ -138,13 +153,15 @@ class MuonAdamW(RuleOptimizer):
             a preset has different ones for Muon and AdamW, give matrix_lr beside it). A tensor is
             copied for each group, so that schedules may differ: change `param_groups`, not it.
         matrix_lr, embedding_lr, unembedding_lr, scalar_lr: learning rates per role.
-        weight_decay, maximize: for both rules (default decay 0.1).
+        weight_decay, decay_form, maximize: for both rules (default decay 0.1).
         matrix_decay, embedding_decay, unembedding_decay, scalar_decay: weight decay per role.
             `scalar_decay=0` leaves norms and biases alone, as many trainers do.
-        betas, eps, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, False, False).
+        betas, eps, eps_hat, amsgrad, fused: AdamW's (defaults (0.9, 0.95), 1e-8, all False); its
+            `cautious` is a group key.
         momentum, nesterov, variance_beta2, cautious, orthogonalize, ns_steps, adjust_lr,
             split_sizes, compute_dtype, ...: Muon's; `samestep.rules.muon` lists all.
-        preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
+        preset: "torch", "keller", "moonlight", "nanochat", "dion", ...: the defaults of that
+            recipe; `samestep.presets` has them all.
         recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
             "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
             None: none. Overrides win over it.
@@ -182,7 +199,7 @@ class MuonAdamW(RuleOptimizer):
         if lr is not None:
             given["lr"] = lr
         muon_keys = {*MuonRule.defaults, "maximize"} - {"eps"}  # the keyword eps is AdamW's
-        adamw_keys = {*AdamWRule.defaults, "maximize"}
+        adamw_keys = {*AdamWRule.defaults, "maximize"} - {"cautious"}  # and that one is Muon's
         rule_options = {
             "muon": {
                 "weight_decay": 0.1,
@@ -237,6 +254,7 @@ class MuonAdamW(RuleOptimizer):
             order_of_use=order_of_use,
         )
         self._reasons = reasons
+        _tell_of_convolutions(preset, self.param_groups)
 
 
 class Muon(RuleOptimizer):
@@ -287,6 +305,9 @@ class AdamW(RuleOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
+        eps_hat: bool = False,
+        cautious: bool = False,
+        decay_form: str = "decoupled",
         fused: bool = False,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Unpack[CommonOptions],
@@ -295,7 +316,8 @@ class AdamW(RuleOptimizer):
         steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
+            "amsgrad": amsgrad, "eps_hat": eps_hat, "cautious": cautious,
+            "decay_form": decay_form, "fused": fused, "maximize": maximize,
             "state_dtypes": state_dtypes,
         }  # fmt: skip
         super().__init__(
@@ -318,6 +340,28 @@ def _refuse_one_rate(preset: str | None) -> None:
             "for AdamW, and lr= would be both: pass matrix_lr= for Muon, and lr= beside it for "
             "AdamW (or embedding_lr=, unembedding_lr=, scalar_lr=); left out, each is the recipe's"
         )
+
+
+def _tell_of_convolutions(preset: str | None, groups: Sequence[Group]) -> None:
+    """Where an original scales by the kernel, and we by the matrix that a convolution is."""
+    if preset not in KERNEL_SCALED:
+        return
+    for index, group in enumerate(groups):
+        if not group.get("flatten") or group.get("adjust_lr") != "original":
+            continue
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            if param.ndim != 4 or 0 in param.shape:
+                continue
+            ours = lr_factor(param.shape[0], prod(param.shape[1:]), "original")
+            theirs = lr_factor(param.shape[2], param.shape[3], "original")
+            if ours != theirs:
+                warn_user(
+                    f"preset {preset!r}: the original scales a convolution by its kernel, "
+                    f"{theirs:.3g} for {name} {tuple(param.shape)}, and here it is scaled as the "
+                    f"matrix (out, all the rest), {ours:.3g}. For the original's add to its "
+                    f'overrides "adjust_lr": None and "update_scale": {theirs:.6g}'
+                )
+                return
 
 
 def _listed(params: Params) -> Params:

@@ -1,10 +1,11 @@
 """The math: update rules behind one small protocol. Nothing here knows of ranks."""
 
+from samestep.rules.adamuon import AdaMuonRule
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
 from samestep.rules.rule import Rule, Update
 
-RULES: dict[str, Rule] = {rule.name: rule for rule in (MuonRule(), AdamWRule())}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (MuonRule(), AdamWRule(), AdaMuonRule())}
 
 
 def register_rule(rule: Rule) -> None:
@@ -18,4 +19,4 @@ def register_rule(rule: Rule) -> None:
     RULES[rule.name] = rule
 
 
-__all__ = ["RULES", "AdamWRule", "MuonRule", "Rule", "Update", "register_rule"]
+__all__ = ["RULES", "AdaMuonRule", "AdamWRule", "MuonRule", "Rule", "Update", "register_rule"]

@@ -19,8 +19,14 @@ class AdamWRule:
     v <- beta2 v + (1 - beta2) g^2
     p <- p - lr / (1 - beta1^t)  m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 
-    With `amsgrad` the largest v so far stands for v in the last line. `fused` does all in one pass
-    over memory, on CPU, as torch's own does: about twice as fast, other by rounding.
+    With `amsgrad` the largest v so far stands for v in the last line. `eps_hat` adds eps before
+    the correction, as Moonlight and section 2 of arXiv 1412.6980 do:
+    (sqrt(v) + eps) / sqrt(1 - beta2^t) divides. `cautious` decays only where m and p have one sign
+    (arXiv 2510.12402). `decay_form`: "independent" decays p (1 - wd); "l2" takes g + wd p for the
+    gradient.
+
+    `fused` does all in one pass over memory, on CPU, as torch's own does: about twice as fast,
+    other by rounding; not with the forms above, which torch's kernel does not have.
     """
 
     name = "adamw"
@@ -31,6 +37,9 @@ class AdamWRule:
         "eps": 1e-8,
         "weight_decay": 0.01,
         "amsgrad": False,
+        "eps_hat": False,
+        "cautious": False,
+        "decay_form": "decoupled",  # "independent" | "l2"
         "fused": False,
         "state_dtypes": None,  # {"exp_avg": torch.bfloat16, ...}: kept so, computed in 32 bits
     }
@@ -41,8 +50,21 @@ class AdamWRule:
         checks.betas(options["betas"])
         checks.not_negative("eps", options["eps"])
         checks.not_negative("weight_decay", options["weight_decay"])
-        checks.boolean("amsgrad", options["amsgrad"])
-        checks.boolean("fused", options["fused"])
+        for key in ("amsgrad", "eps_hat", "cautious", "fused"):
+            checks.boolean(key, options[key])
+        form = options["decay_form"]
+        checks.one_of("decay_form", form, ("decoupled", "independent", "l2"))
+        if options["cautious"] and form == "l2":
+            raise ValueError(
+                "cautious=True and decay_form='l2' exclude each other: decay that is part of the "
+                "gradient cannot be left out where signs differ; leave one of them out"
+            )
+        if options["fused"] and (options["eps_hat"] or options["cautious"] or form != "decoupled"):
+            raise ValueError(
+                "fused=True is torch's kernel, which has no eps_hat, no cautious decay and no "
+                f"decay_form but 'decoupled' (given: eps_hat={options['eps_hat']}, "
+                f"cautious={options['cautious']}, decay_form={form!r}): leave fused out"
+            )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
@@ -111,6 +133,9 @@ def _step(
     if options["fused"]:
         return _fused_step(param, grad, {**state, "step": step}, numbers, in_place=in_place)
     count, lr, beta1, beta2 = (numbers[key] for key in ("step", "lr", "beta1", "beta2"))
+    decay, form = numbers["weight_decay"], options["decay_form"]
+    if form == "l2":
+        grad = grad + param * decay
     exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
     exp_avg = torch.lerp(exp_avg, grad, in_dtype(1 - beta1, grad), out=into(exp_avg))
     exp_avg_sq = torch.mul(exp_avg_sq, beta2, out=into(exp_avg_sq))
@@ -123,9 +148,18 @@ def _step(
         new_state["max_exp_avg_sq"] = second_moment
     correction1 = 1 - beta1**count
     correction2 = 1 - beta2**count
-    denominator = second_moment.sqrt().div_(correction2**0.5).add_(numbers["eps"])
+    if options["eps_hat"]:
+        denominator = second_moment.sqrt().add_(numbers["eps"]).div_(correction2**0.5)
+    else:
+        denominator = second_moment.sqrt().div_(correction2**0.5).add_(numbers["eps"])
     step_size = in_dtype(lr / correction1, param)
-    new_param = torch.mul(param, 1 - lr * numbers["weight_decay"], out=into(param))
+    if form == "decoupled":
+        decay = lr * decay
+    if options["cautious"]:  # the sign of the update is that of its average
+        lost = param * decay * (exp_avg.sign() * param >= 0)
+        new_param = torch.sub(param, lost, out=into(param))
+    else:
+        new_param = torch.mul(param, 1.0 if form == "l2" else 1 - decay, out=into(param))
     if reads:
         new_param.addcdiv_(exp_avg, denominator, value=-step_size)
     else:

@@ -49,6 +49,13 @@ def positive(name: str, value: Any) -> None:
         raise ValueError(f"Invalid {name} value: {value}; give a finite number > 0")
 
 
+def at_least_one(name: str, value: Any) -> None:
+    """A finite number from 1 on."""
+    number = _number(name, value)
+    if not (math.isfinite(number) and number >= 1):
+        raise ValueError(f"Invalid {name} value: {value}; give a finite number >= 1")
+
+
 def limit(name: str, value: Any) -> None:
     """A number that is not negative, or infinity."""
     if not _number(name, value) >= 0:
@@ -120,15 +127,15 @@ def coefficients(name: str, value: Any) -> None:
         )
 
 
-def own_table(
-    name: str, table: Sequence[Coefficients], norm_factor: float, dtype: torch.dtype | None
+def table(
+    name: str, steps: Sequence[Coefficients], norm_factor: float, dtype: torch.dtype | None
 ) -> None:
     """A table whose singular values stay where they converge, also when rounded to `dtype`.
 
     None: the narrowest that will do is chosen later, at most 32 bits.
     """
     chosen = dtype or torch.float32
-    reason = unsafe_step(as_table(table), norm_factor, chosen)
+    reason = unsafe_step(as_table(steps), norm_factor, chosen)
     if reason is not None:
         wider = "" if dtype in (None, torch.float32) else "compute_dtype=torch.float32, or "
         raise ValueError(

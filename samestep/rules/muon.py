@@ -7,6 +7,7 @@ Each stage is one small pure function below, on stacks of blocks (B, rows, cols)
 """
 
 import math
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 import torch
@@ -16,6 +17,7 @@ from samestep.rules import checks
 from samestep.rules.basin import TOLERANCE, Coefficients, as_table, basin_of
 from samestep.rules.orthogonalize import (
     POLYNOMIALS,
+    EpsForm,
     block_norm,
     default_compute_dtype,
     orthogonalize,
@@ -33,6 +35,7 @@ from samestep.rules.rule import (
 )
 
 MomentumForm = Literal["ema", "sum"]
+VarianceAxis = Literal["long", "rows"]
 
 
 class MuonRule:
@@ -48,6 +51,7 @@ class MuonRule:
         "nesterov": True,
         "equilibrate": False,  # bring the rows to one norm first
         "orthogonalize": "polar-express",
+        "norm_factor": None,  # of a block's norm, before the first step; None: the table's
         "ns_steps": None,  # None: as many as the table has, 5 of a single triple
         "ns_coefficients": None,  # (a, b, c), or one triple per step, instead of the table
         "execution": None,  # "standard" | "gram"; None: the one with fewer FLOPs
@@ -55,8 +59,13 @@ class MuonRule:
         "eps_form": "clamp",
         "renormalize": False,  # to Frobenius norm sqrt(min(rows, cols)) afterwards
         "variance_beta2": None,  # None: no variance reduction
+        "variance_axis": "long",  # "rows": per row also of wide blocks
+        "variance_eps": 1e-10,
+        "variance_eps_form": "clamp",  # "add": 1 / (sqrt(s) + eps)
         "adjust_lr": "match_rms_adamw",
+        "update_scale": 1.0,  # one more factor on the adjusted learning rate
         "cautious": False,
+        "decay_form": "decoupled",  # "independent": not multiplied with the learning rate
         "scale_decay": False,  # weight decay with the adjusted learning rate
         "split_sizes": None,  # rows of matrices inside a parameter: `layout.splits` has all forms
         "flatten": False,
@@ -84,17 +93,23 @@ class MuonRule:
         checks.one_of("orthogonalize", options["orthogonalize"], tuple(POLYNOMIALS))
         checks.one_of("execution", options["execution"], ("standard", "gram", None))
         checks.one_of("eps_form", options["eps_form"], ("clamp", "add"))
-        checks.one_of("adjust_lr", options["adjust_lr"], ("match_rms_adamw", "original", None))
+        checks.one_of("variance_axis", options["variance_axis"], ("long", "rows"))
+        checks.positive("variance_eps", options["variance_eps"])
+        checks.one_of("variance_eps_form", options["variance_eps_form"], ("clamp", "add"))
+        checks.one_of("adjust_lr", options["adjust_lr"], tuple(LR_FACTORS))
+        checks.positive("update_scale", options["update_scale"])
+        checks.one_of("decay_form", options["decay_form"], ("decoupled", "independent"))
         checks.steps("ns_steps", options["ns_steps"])
         checks.coefficients("ns_coefficients", options["ns_coefficients"])
         checks.compute_dtype("compute_dtype", options["compute_dtype"])
-        if options["ns_coefficients"] is not None:
-            checks.own_table(
-                "ns_coefficients",
-                table_of(options),
-                POLYNOMIALS[options["orthogonalize"]].norm_factor,
-                options["compute_dtype"],
-            )
+        if options["norm_factor"] is not None:
+            checks.at_least_one("norm_factor", options["norm_factor"])
+        checks.table(
+            "orthogonalize" if options["ns_coefficients"] is None else "ns_coefficients",
+            table_of(options),
+            norm_factor_of(options),
+            options["compute_dtype"],
+        )
         checks.state_dtypes("state_dtypes", options["state_dtypes"])
 
     def scalars(self, options: Options) -> dict[str, float | Tensor]:
@@ -109,7 +124,8 @@ class MuonRule:
         """Momentum of the block's shape, and one variance per row or column if asked for."""
         shapes = {"momentum_buffer": shape}
         if options["variance_beta2"] is not None:
-            shapes["variance"] = variance_shape(*shape)
+            rows, cols = shape
+            shapes["variance"] = variance_shape(rows, cols, options["variance_axis"])
         return shapes
 
     def largest_norm(self, shape: Shape, options: Options) -> float:
@@ -150,24 +166,26 @@ class MuonRule:
             ]
             of_blocks = {key: torch.cat([new[key] for _, new in alone]) for key in alone[0].state}
             return Direction(torch.cat([direction for direction, _ in alone]), of_blocks)
+        return self.transform_stack(prepared, state, scalars, options)
+
+    def transform_stack(
+        self, prepared: Tensor, state: Tensors, scalars: Tensors, options: Options
+    ) -> Direction:
+        """`transform` of blocks that may run together."""
         direction, new_state = prepared, {}
         if options["equilibrate"]:
             direction = equilibrate_rows(direction)
-        direction = orthogonalize(
-            direction,
-            method=options["orthogonalize"],
-            steps=options["ns_steps"],
-            coefficients=options["ns_coefficients"],
-            eps=options["eps"],
-            eps_form=options["eps_form"],
-            compute_dtype=options["compute_dtype"],
-            execution=options["execution"],
-        )
+        direction = orthogonalized(direction, options)
         if options["renormalize"]:
             direction = renormalize(direction)
         if "variance" in state:
             direction, new_state["variance"] = reduce_variance(
-                direction, state["variance"], number(scalars["variance_beta2"], direction)
+                direction,
+                state["variance"],
+                number(scalars["variance_beta2"], direction),
+                axis=options["variance_axis"],
+                eps=options["variance_eps"],
+                eps_form=options["variance_eps_form"],
             )
         return Direction(direction, new_state)
 
@@ -182,14 +200,32 @@ class MuonRule:
         """Weight decay and the step, of any part of a block of `block_shape` (rows, cols)."""
         rows, cols = block_shape
         lr, weight_decay = (number(scalars[key], param) for key in ("lr", "weight_decay"))
-        adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"])
-        decay = (adjusted_lr if options["scale_decay"] else lr) * weight_decay
+        adjusted_lr = lr * lr_factor(rows, cols, options["adjust_lr"], options["update_scale"])
+        if options["decay_form"] == "independent":
+            decay = weight_decay
+        else:
+            decay = (adjusted_lr if options["scale_decay"] else lr) * weight_decay
         decayed = decay_weights(param, direction, decay, cautious=options["cautious"])
         if on_host(param):
             step_size = torch.scalar_tensor(-adjusted_lr, dtype=param.dtype)
         else:
             step_size = -adjusted_lr.to(param.dtype)
         return decayed.addcmul_(direction, step_size)
+
+
+def orthogonalized(blocks: Tensor, options: Options) -> Tensor:
+    """What the options of a group make of blocks (B, rows, cols)."""
+    return orthogonalize(
+        blocks,
+        method=options["orthogonalize"],
+        steps=options["ns_steps"],
+        coefficients=options["ns_coefficients"],
+        norm_factor=options["norm_factor"],
+        eps=options["eps"],
+        eps_form=options["eps_form"],
+        compute_dtype=options["compute_dtype"],
+        execution=options["execution"],
+    )
 
 
 def _depends_on_company(blocks: Tensor, options: Options) -> bool:
@@ -235,47 +271,77 @@ def renormalize(blocks: Tensor) -> Tensor:
     return blocks * factor.to(blocks.dtype)
 
 
-def variance_shape(rows: int, cols: int) -> Shape:
-    """One second moment per row of a tall block, per column of a wide one."""
-    return (rows, 1) if rows >= cols else (1, cols)
+def variance_of_rows(rows: int, cols: int, axis: VarianceAxis) -> bool:
+    """Whether a block has one second moment per row, and not per column."""
+    return axis == "rows" or rows >= cols
+
+
+def variance_shape(rows: int, cols: int, axis: VarianceAxis = "long") -> Shape:
+    """One second moment per row of a tall block, per column of a wide one; "rows": always per row.
+
+    nanochat and Megatron keep the longer side; the paper's code and dion keep rows.
+    """
+    return (rows, 1) if variance_of_rows(rows, cols, axis) else (1, cols)
 
 
 def reduce_variance(
-    direction: Tensor, variance: Tensor, beta2: float | Tensor
+    direction: Tensor,
+    variance: Tensor,
+    beta2: float | Tensor,
+    *,
+    axis: VarianceAxis = "long",
+    eps: float = 1e-10,
+    eps_form: EpsForm = "clamp",
 ) -> tuple[Tensor, Tensor]:
     """Even out the size of rows (or columns) without changing the norm of a block.
 
-    v = mean(u^2) over the short way;  s <- beta2 s + (1 - beta2) v;  r = 1 / sqrt(max(s, 1e-10))
-    u <- u r ||u|| / max(||u r||, 1e-10)          (NorMuon, arXiv 2510.05491)
+    v = mean(u^2) across;  s <- beta2 s + (1 - beta2) v
+    clamp: r = 1 / sqrt(max(s, eps))      add: r = 1 / (sqrt(s) + eps)
+    u <- u r ||u|| / max(||u r||, eps)          (NorMuon, arXiv 2510.05491)
     """
     rows, cols = direction.shape[-2:]
-    dim = -1 if rows >= cols else -2
+    dim = -1 if variance_of_rows(rows, cols, axis) else -2
     mean_square = direction.square().mean(dim=dim, keepdim=True)
     variance = torch.lerp(variance, mean_square, in_dtype(1 - beta2, variance))
-    rescale = variance.clamp_min(1e-10).rsqrt()
+    if eps_form == "add":
+        rescale = variance.sqrt().add_(eps).reciprocal_()
+    else:
+        rescale = variance.clamp_min(eps).rsqrt()
     square_sums = mean_square * direction.shape[dim]
     norm = square_sums.sum(dim=(-2, -1), keepdim=True).sqrt()
     new_norm = (square_sums * rescale.square()).sum(dim=(-2, -1), keepdim=True).sqrt()
-    return direction * (rescale * (norm / new_norm.clamp_min(1e-10))), variance
+    return direction * (rescale * (norm / new_norm.clamp_min(eps))), variance
 
 
-def lr_factor(rows: int, cols: int, adjust_lr: str | None) -> float:
-    """What the learning rate of a block is multiplied with, from its logical shape.
+# What the learning rate of a block is multiplied with, from its rows and columns.
+LR_FACTORS: dict[str | None, Callable[[int, int], float]] = {
+    # The usual RMS of an AdamW update (Moonlight, arXiv 2502.16982).
+    "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
+    # Keller Jordan, kellerjordan.github.io/posts/muon.
+    "original": lambda rows, cols: max(1.0, rows / cols) ** 0.5,
+    # From RMS to RMS: Scion (arXiv 2502.07529), Bernstein (jeremybernste.in/writing/deriving-muon).
+    # dion calls it "spectral_norm", torchtitan "spectral_unclamped".
+    "unit_rms_norm": lambda rows, cols: (rows / cols) ** 0.5,
+    # Moonlight's without its 0.2, which is then `update_scale`: "spectral" in Megatron.
+    "sqrt_max": lambda rows, cols: max(rows, cols) ** 0.5,
+    None: lambda rows, cols: 1.0,
+}
 
-    "match_rms_adamw": 0.2 sqrt(max(rows, cols)), the usual RMS of an AdamW update (Moonlight,
-    arXiv 2502.16982).  "original": sqrt(max(1, rows / cols)) (Keller Jordan).  None: 1.
-    """
-    if adjust_lr == "match_rms_adamw":
-        return float(0.2 * max(rows, cols) ** 0.5)
-    if adjust_lr == "original":
-        return float(max(1.0, rows / cols) ** 0.5)
-    return 1.0
+
+def lr_factor(rows: int, cols: int, adjust_lr: str | None, scale: float = 1.0) -> float:
+    """What the learning rate of a block of this logical shape is multiplied with."""
+    return float(LR_FACTORS[adjust_lr](rows, cols) * scale)
 
 
 def largest_singular_value(options: Options) -> float:
     """More than any singular value that the orthogonalization of a group can give."""
-    norm_factor = POLYNOMIALS[options["orthogonalize"]].norm_factor
-    return basin_of(as_table(table_of(options)), norm_factor).largest[-1] + TOLERANCE
+    return basin_of(as_table(table_of(options)), norm_factor_of(options)).largest[-1] + TOLERANCE
+
+
+def norm_factor_of(options: Options) -> float:
+    """The factor on the norm of blocks that a group asks for."""
+    asked: float | None = options["norm_factor"]
+    return POLYNOMIALS[options["orthogonalize"]].norm_factor if asked is None else asked
 
 
 def table_of(options: Options) -> list[Coefficients]:

@@ -58,6 +58,57 @@ POLYNOMIALS: dict[str, Polynomial] = {
         ),
         norm_factor=1.01,
     ),
+    # Cesista, You and Jordan 2025, leloykun.github.io/ponder/muon-opt-coeffs, as modded-nanogpt,
+    # dion and Emerging-Optimizers run it.
+    "quintic": Polynomial(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        norm_factor=1.0,
+    ),
+    # Grishina, Smirnov and Rakhuba 2025, arXiv 2506.10935, as Emerging-Optimizers rounds it: no
+    # room for rounding to 16 bits.
+    "cans": Polynomial(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        norm_factor=1.0,
+    ),
+    # github.com/thib-s/flash-newton-schulz, whose first step follows another scaling (almost
+    # orthogonal layers, arXiv 2208.03160); here blocks have unit norm, as in Emerging-Optimizers.
+    "aol": Polynomial(
+        (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        norm_factor=1.0,
+    ),
+    # DeepSeek-V4's report (huggingface.co/deepseek-ai/DeepSeek-V4-Pro): eight steps of Keller
+    # Jordan's, then two that settle at 1.
+    "deepseek-v4": Polynomial(
+        ((3.4445, -4.7750, 2.0315),) * 8 + ((2.0, -1.5, 0.5),) * 2, norm_factor=1.0
+    ),
+    # arXiv 2606.00371: cubics, two products per step, for singular values in [7e-3, 1].
+    "cubic": Polynomial(
+        (
+            (3.3656576, -3.3420992, 0.0),
+            (2.5744352, -1.4957376, 0.0),
+            (2.5368962, -1.4312570, 0.0),
+            (2.4418906, -1.2764040, 0.0),
+            (2.2230472, -0.9630650, 0.0),
+        ),
+        norm_factor=1.0,
+    ),
 }
 
 USUAL_STEPS = 5  # of a single triple, for which no number of steps is given
@@ -69,6 +120,7 @@ def orthogonalize(
     method: str = "polar-express",
     steps: int | None = None,
     coefficients: CoefficientsLike | None = None,
+    norm_factor: float | None = None,
     eps: float = 0.0,
     eps_form: EpsForm = "clamp",
     compute_dtype: torch.dtype | None = None,
@@ -80,7 +132,8 @@ def orthogonalize(
     scale of a block, as long as its norm fits `compute_dtype` (a larger one is an overflow, and
     gives zero). `execution=None` takes the one with fewer FLOPs, which depends on the shape of a
     block and the dtype, never on the batch. `coefficients` replace the table of `method`, but not
-    its factor on the norm; `steps=None` runs as many steps as the table has (`step_coefficients`).
+    its factor on the norm, which `norm_factor` does; `steps=None` runs as many steps as the table
+    has (`step_coefficients`).
     """
     table = step_coefficients(method, steps, coefficients)
     rows, cols = blocks.shape[-2:]
@@ -98,7 +151,7 @@ def orthogonalize(
         blocks.reshape(-1, rows, cols),
         table,
         execution or cheaper_execution(rows, cols, table, products),
-        norm_factor=POLYNOMIALS[method].norm_factor,
+        norm_factor=POLYNOMIALS[method].norm_factor if norm_factor is None else norm_factor,
         eps=eps,
         eps_form=eps_form,
         dtype=dtype,

@@ -22,15 +22,26 @@ Triple = tuple[float, float, float]
 DEFAULTS: dict[str, dict[str, Any]] = {
     "adamw": {
         "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False,
-        "maximize": False,
+        "eps_hat": False, "cautious": False, "decay_form": "decoupled", "maximize": False,
     },
     "muon": {
         "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "momentum_form": "ema", "nesterov": True,
         "equilibrate": False, "orthogonalize": "polar-express", "ns_steps": None,
         "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "renormalize": False,
-        "variance_beta2": None, "adjust_lr": "match_rms_adamw", "cautious": False,
-        "scale_decay": False, "split_sizes": None, "flatten": False, "transposed": False,
+        "variance_beta2": None, "variance_axis": "long", "variance_eps": 1e-10,
+        "variance_eps_form": "clamp", "adjust_lr": "match_rms_adamw", "update_scale": 1.0,
+        "cautious": False, "scale_decay": False, "decay_form": "decoupled", "norm_factor": None,
+        "split_sizes": None, "flatten": False, "transposed": False,
         "maximize": False,
+    },
+    "adamuon": {
+        "lr": 1e-3, "weight_decay": 0.1, "momentum": 0.95, "momentum_form": "sum",
+        "nesterov": False, "sign": True, "orthogonalize": "newton-schulz", "ns_steps": None,
+        "ns_coefficients": None, "eps": 1e-7, "eps_form": "clamp", "norm_factor": None,
+        "variance_beta2": 0.95, "variance_eps": 1e-8, "renormalize": True,
+        "adjust_lr": "match_rms_adamw", "update_scale": 1.0, "cautious": False,
+        "scale_decay": False, "decay_form": "decoupled", "split_sizes": None, "flatten": False,
+        "transposed": False, "maximize": False,
     },
 }  # fmt: skip
 TABLES: dict[str, list[Triple]] = {
@@ -42,8 +53,25 @@ TABLES: dict[str, list[Triple]] = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ],
-}
-NORM_FACTORS = {"newton-schulz": 1.0, "polar-express": 1.01}
+    "quintic": [
+        (4.0848, -6.8946, 2.927), (3.9505, -6.3029, 2.6377), (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046), (2.8366, -3.0525, 1.2012),
+    ],
+    "cans": [
+        (8.4703, -25.1081, 18.6293), (4.1828, -3.1087, 0.5806), (3.9619, -2.9541, 0.563),
+        (3.2866, -2.4647, 0.5074), (2.2737, -1.6447, 0.4162),
+    ],
+    "aol": [
+        (4.0098, -7.0585, 2.4635), (3.4585, -5.5479, 2.5959), (2.7573, -3.2939, 1.4254),
+        (2.7215, -3.0494, 1.3169),
+    ],
+    "deepseek-v4": [*[(3.4445, -4.775, 2.0315)] * 8, *[(2.0, -1.5, 0.5)] * 2],
+    "cubic": [
+        (3.3656576, -3.3420992, 0.0), (2.5744352, -1.4957376, 0.0), (2.5368962, -1.431257, 0.0),
+        (2.4418906, -1.276404, 0.0), (2.2230472, -0.963065, 0.0),
+    ],
+}  # fmt: skip
+NORM_FACTORS = {"polar-express": 1.01}  # others: 1
 
 
 class Reference:
@@ -124,6 +152,8 @@ class Reference:
         param, state = self.params[name], self.state[name]
         if group["rule"] == "adamw":
             self.params[name], self.state[name] = adamw(param, grad, state, group)
+        elif group["rule"] == "adamuon":
+            self.params[name], self.state[name] = adamuon(name, param, grad, state, group)
         else:
             self.params[name], self.state[name] = muon(name, param, grad, state, group)
 
@@ -166,10 +196,7 @@ def average(
 
 
 def initial_state(name: str, param: Tensor, group: Options) -> State:
-    """Zeros. The variance is 1-D, block after block; if it has a number per element, as the param.
-
-    Of the variance a tall block has one number per row, a wide one per column.
-    """
+    """Zeros. The variance is 1-D, block after block; with a number per element, as the param."""
 
     def zeros(*shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64)
@@ -177,8 +204,10 @@ def initial_state(name: str, param: Tensor, group: Options) -> State:
     if group["rule"] == "adamw":
         state = {"step": zeros(), "exp_avg": zeros(*param.shape), "exp_avg_sq": zeros(*param.shape)}
         return {**state, "max_exp_avg_sq": zeros(*param.shape)} if group["amsgrad"] else state
-    count = sum(max(len(rows), matrix.shape[1]) for matrix, rows in blocks_of(name, param, group))
     state = {"momentum_buffer": zeros(*param.shape)}
+    if group["rule"] == "adamuon":
+        return {**state, "second_moment": zeros(param.numel())}
+    count = sum(variance_counts(blocks_of(name, param, group), group))
     if group["variance_beta2"] is not None:
         state["variance"] = zeros(*param.shape) if count == param.numel() else zeros(count)
     return state
@@ -191,9 +220,14 @@ def adamw(param: Tensor, grad: Tensor, state: State, options: Options) -> tuple[
     """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  with amsgrad the largest v so far counts.
 
     p <- p (1 - lr wd) - lr m' / (sqrt(v') + eps),  m' = m / (1 - b1^t),  v' = v / (1 - b2^t)
+
+    eps_hat: (sqrt(v) + eps) / sqrt(1 - b2^t) divides. independent: p (1 - wd). l2: g + wd p is the
+    gradient. cautious: no decay where the update and p differ in sign.
     """
     lr, eps, weight_decay = (float(options[key]) for key in ("lr", "eps", "weight_decay"))
     beta1, beta2 = (float(beta) for beta in options["betas"])
+    if options["decay_form"] == "l2":
+        grad = grad + weight_decay * param
     step = state["step"] + 1
     exp_avg = beta1 * state["exp_avg"] + (1 - beta1) * grad
     exp_avg_sq = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad.square()
@@ -203,9 +237,16 @@ def adamw(param: Tensor, grad: Tensor, state: State, options: Options) -> tuple[
         second_moment = torch.maximum(state["max_exp_avg_sq"], exp_avg_sq)
         new_state["max_exp_avg_sq"] = second_moment
     corrected1 = exp_avg / (1 - beta1 ** float(step))
-    corrected2 = second_moment / (1 - beta2 ** float(step))
-    update = corrected1 / (corrected2.sqrt() + eps)
-    return param * (1 - lr * weight_decay) - lr * update, new_state
+    correction2 = 1 - beta2 ** float(step)
+    if options["eps_hat"]:
+        update = corrected1 * math.sqrt(correction2) / (second_moment.sqrt() + eps)
+    else:
+        update = corrected1 / ((second_moment / correction2).sqrt() + eps)
+    decay = {"decoupled": lr * weight_decay, "independent": weight_decay, "l2": 0.0}
+    decayed = decay[options["decay_form"]] * param
+    if options["cautious"]:
+        decayed = decayed * (update * param >= 0)
+    return param - decayed - lr * update, new_state
 
 
 # --- Muon ----------------------------------------------------------------------------------
@@ -222,14 +263,41 @@ def muon(
     updates = [orthogonal_direction(matrix[rows], options) for matrix, rows in directions]
     if options["variance_beta2"] is not None:
         new_state["variance"] = state["variance"].clone()
-        counts = [max(len(rows), matrix.shape[1]) for matrix, rows in blocks]
-        variances = torch.split(new_state["variance"].view(-1), counts)
-        beta2 = float(options["variance_beta2"])
+        variances = torch.split(new_state["variance"].view(-1), variance_counts(blocks, options))
         pairs = zip(updates, variances, strict=True)
-        updates = [reduce_variance_(update, variance, beta2) for update, variance in pairs]
+        updates = [reduce_variance_(update, variance, options) for update, variance in pairs]
     for (matrix, rows), update in zip(blocks, updates, strict=True):
         matrix[rows] = new_block(matrix[rows], update, options)
     return new_param, new_state
+
+
+def adamuon(
+    name: str, param: Tensor, grad: Tensor, state: State, options: Options
+) -> tuple[Tensor, State]:
+    """Of each block:  u = orthogonalized sign(m);  v <- b2 v + (1 - b2) u^2.
+
+    u / (sqrt(v) + eps) is brought to the norm sqrt(min(rows, cols)), and is then a direction like
+    Muon's. Second moments lie block after block.
+    """
+    momentum, direction = accumulate(state["momentum_buffer"], grad, options)
+    new_param, second_moments = param.clone(), []
+    beta2, eps = float(options["variance_beta2"]), float(options["variance_eps"])
+    begin = 0
+    directions = blocks_of(name, direction, options)
+    for (matrix, rows), (given, _) in zip(
+        blocks_of(name, new_param, options), directions, strict=True
+    ):
+        block = given[rows].sign() if options["sign"] else given[rows]
+        update = orthogonalize(block, options)
+        old = state["second_moment"][begin : begin + update.numel()].view(update.shape)
+        second_moments.append((beta2 * old + (1 - beta2) * update.square()).flatten())
+        begin += update.numel()
+        update = update / (second_moments[-1].view(update.shape).sqrt() + eps)
+        if options["renormalize"]:
+            update = update * (math.sqrt(min(update.shape)) / max(norm(update), 1e-6))
+        matrix[rows] = new_block(matrix[rows], update, options)
+    second_moment = torch.cat(second_moments) if second_moments else state["second_moment"]
+    return new_param, {"momentum_buffer": momentum, "second_moment": second_moment}
 
 
 def blocks_of(name: str, tensor: Tensor, options: Options) -> list[tuple[Tensor, list[int]]]:
@@ -315,7 +383,8 @@ def orthogonal_direction(matrix: Tensor, options: Options) -> Tensor:
 def orthogonalize(matrix: Tensor, options: Options) -> Tensor:
     """U p(s / size) V^T of U s V^T, p being a s + b s^3 + c s^5 step after step. (rows, cols)."""
     method, eps = options["orthogonalize"], float(options["eps"])
-    size = NORM_FACTORS[method] * norm(matrix)
+    factor = NORM_FACTORS.get(method, 1.0) if options["norm_factor"] is None else None
+    size = (options["norm_factor"] if factor is None else factor) * norm(matrix)
     size = size + eps if options["eps_form"] == "add" else max(size, eps)
     if size == 0:
         return torch.zeros_like(matrix)
@@ -345,18 +414,30 @@ def triples(method: str, steps: int | None, coefficients: Any) -> list[Triple]:
     return [table[min(step, len(table) - 1)] for step in range(steps)]
 
 
-def reduce_variance_(update: Tensor, variance: Tensor, beta2: float) -> Tensor:
+def variance_counts(blocks: Sequence[tuple[Tensor, list[int]]], options: Options) -> list[int]:
+    """Of each block: a number per row if it is not wide, or if asked for, else per column."""
+    if options["variance_axis"] == "rows":
+        return [len(rows) for _, rows in blocks]
+    return [max(len(rows), matrix.shape[1]) for matrix, rows in blocks]
+
+
+def reduce_variance_(update: Tensor, variance: Tensor, options: Options) -> Tensor:
     """The update, its rows (tall) or columns (wide) evened out; `variance` moves on in place.
 
-    v = mean(u^2) the short way;  s <- b2 s + (1 - b2) v;  r = 1 / sqrt(max(s, 1e-10))
-    u <- u r ||u|| / max(||u r||, 1e-10)
+    v = mean(u^2) of each;  s <- b2 s + (1 - b2) v
+    r = 1 / sqrt(max(s, eps)) or 1 / (sqrt(s) + eps);  u <- u r ||u|| / max(||u r||, eps)
     """
     rows, cols = update.shape
-    dim = 1 if rows >= cols else 0
+    beta2, eps = float(options["variance_beta2"]), float(options["variance_eps"])
+    dim = 1 if rows >= cols or options["variance_axis"] == "rows" else 0
     mean_square = update.square().mean(dim=dim)
     variance.copy_(beta2 * variance + (1 - beta2) * mean_square)
-    evened = update / variance.clamp_min(1e-10).sqrt().unsqueeze(dim)
-    return evened * (norm(update) / max(norm(evened), 1e-10))
+    if options["variance_eps_form"] == "add":
+        roots = variance.sqrt() + eps
+    else:
+        roots = variance.clamp_min(eps).sqrt()
+    evened = update / roots.unsqueeze(dim)
+    return evened * (norm(update) / max(norm(evened), eps))
 
 
 def new_block(block: Tensor, update: Tensor, options: Options) -> Tensor:
@@ -368,9 +449,13 @@ def new_block(block: Tensor, update: Tensor, options: Options) -> Tensor:
     factor = {
         "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
         "original": math.sqrt(max(1.0, rows / cols)),
+        "unit_rms_norm": math.sqrt(rows / cols),
+        "sqrt_max": math.sqrt(max(rows, cols)),
         None: 1.0,
-    }[options["adjust_lr"]]
+    }[options["adjust_lr"]] * float(options["update_scale"])
     lr = float(options["lr"])
     decay = (lr * factor if options["scale_decay"] else lr) * float(options["weight_decay"])
+    if options["decay_form"] == "independent":
+        decay = float(options["weight_decay"])
     decayed = (update * block >= 0) if options["cautious"] else torch.ones_like(block)
     return block - decay * block * decayed - lr * factor * update

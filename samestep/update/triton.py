@@ -153,22 +153,32 @@ def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
 
 # Every option of the rules that the kernels read. What is not here they would ignore, so a group
 # with another option is plain torch's.
-ADAMW_OPTIONS = frozenset({"amsgrad", "fused"})
+ADAMW_OPTIONS = frozenset({"amsgrad", "fused", "eps_hat", "cautious", "decay_form"})
+DECAY_FORMS = ("decoupled", "independent", "l2")
 MUON_OPTIONS = frozenset(
     {
         "momentum_form", "nesterov", "equilibrate", "orthogonalize", "ns_steps", "ns_coefficients",
         "execution", "eps", "eps_form", "renormalize", "adjust_lr", "cautious", "scale_decay",
-        "compute_dtype",
+        "compute_dtype", "norm_factor", "variance_axis", "variance_eps", "variance_eps_form",
+        "update_scale", "decay_form",
     }
 )  # fmt: skip
-MUON_VALUES = {"momentum_form": ("ema", "sum"), "eps_form": ("add", "clamp")}
+# Of those that name a form: the ones that kernels have.
+MUON_VALUES = {
+    "momentum_form": ("ema", "sum"),
+    "eps_form": ("add", "clamp"),
+    "variance_axis": ("long", "rows"),
+    "variance_eps_form": ("add", "clamp"),
+    "decay_form": ("decoupled", "independent"),
+}
 
 
 def can_run(math: GroupMath, device: torch.device) -> bool:
     """Whether there are kernels for the rule and options of a group."""
     options = math.options
     if type(math.rule) is AdamWRule:
-        return options.keys() <= ADAMW_OPTIONS and math.sizes is None and not options["amsgrad"]
+        known = options.keys() <= ADAMW_OPTIONS and options["decay_form"] in DECAY_FORMS
+        return known and math.sizes is None and not options["amsgrad"]
     if type(math.rule) is not MuonRule or not options.keys() <= MUON_OPTIONS:
         return False
     if any(options[key] not in known for key, known in MUON_VALUES.items()):

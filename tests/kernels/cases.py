@@ -220,17 +220,29 @@ ADAMW = AdamWRule()
 ADAMW_NUMBERS = {"lr": 0.1, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
-@pytest.mark.parametrize("maximize", [False, True])
-@pytest.mark.parametrize("factor", [None, 0.5])
-def test_adamw_is_that_of_plain_torch(factor, maximize):
+ADAMW_FORMS = [
+    {"eps_hat": True, "decay_form": "independent"}, {"cautious": True, "decay_form": "independent"},
+    {"cautious": True}, {"decay_form": "l2"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("factor", "maximize", "own"),
+    [
+        *((factor, maximize, {}) for factor in (None, 0.5) for maximize in (False, True)),
+        *((None, False, own) for own in ADAMW_FORMS),
+    ],
+)
+def test_adamw_is_that_of_plain_torch(factor, maximize, own):
     params, grads, states = adamw_case()
+    options = {**ADAMW.defaults, **own}
     scalars = {key: number(value) for key, value in ADAMW_NUMBERS.items()}
     sign = (-1 if maximize else 1) * (1 if factor is None else factor)
     wanted = [
-        ADAMW.update(param, grad * sign, state, scalars, ADAMW.defaults)
+        ADAMW.update(param, grad * sign, state, scalars, options)
         for param, grad, state in zip(params, grads, states, strict=True)
     ]
-    step = Step(scalars, ADAMW.defaults, None if factor is None else number(factor), maximize, None)
+    step = Step(scalars, options, None if factor is None else number(factor), maximize, None)
     AdamWTensors(params, states).step_(gradients(grads), step)
     for param, state, new in zip(params, states, wanted, strict=True):
         torch.testing.assert_close(param, new.param, rtol=2e-6, atol=2e-6)
@@ -307,6 +319,11 @@ def stacked(params, grads, states, scalars, options, factor):
 
 
 SUM = {"momentum_form": "sum", "nesterov": False, "adjust_lr": None}
+ROWS = {
+    "variance_beta2": 0.9, "variance_axis": "rows", "variance_eps": 0.1, "variance_eps_form": "add",
+    "adjust_lr": "unit_rms_norm", "update_scale": 3.0, "norm_factor": 1.2, "lr": 0.02,
+    "decay_form": "independent", "weight_decay": 1e-3,
+}  # fmt: skip
 QUINTIC = {"eps": 0.0, "weight_decay": 0.0, "orthogonalize": "newton-schulz"}
 
 
@@ -316,6 +333,8 @@ QUINTIC = {"eps": 0.0, "weight_decay": 0.0, "orthogonalize": "newton-schulz"}
         *((shape, own) for shape in SHAPES for own in ({}, NANOCHAT)),
         (SHAPES[0], SUM),
         (SHAPES[1], QUINTIC),
+        (SHAPES[0], ROWS),
+        (SHAPES[2], ROWS),
     ],
 )
 @pytest.mark.usefixtures("products_by_torch")

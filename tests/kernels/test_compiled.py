@@ -12,7 +12,7 @@ tl = pytest.importorskip("triton.language")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource, compile  # noqa: A004, E402
 
-from samestep.kernels import muon_tiles, part_tiles  # noqa: E402
+from samestep.kernels import elementwise, muon_tiles, part_tiles  # noqa: E402
 from samestep.kernels.call import FUSION  # noqa: E402
 from samestep.kernels.symmetric import TILINGS, _symmetric_kernel  # noqa: E402
 from tests.soak import SOAK  # noqa: E402
@@ -90,7 +90,9 @@ def test_momentum_of_a_part_is_that_of_a_block(form):
 
 @pytest.mark.parametrize("cautious", [False, True])
 def test_the_step_of_a_part_is_that_of_a_block(cautious):
-    options = {"CAUTIOUS": cautious, "SCALE_DECAY": False, "ALIGNED": True}
+    options = {
+        "CAUTIOUS": cautious, "SCALE_DECAY": False, "INDEPENDENT": not cautious, "ALIGNED": True,
+    }  # fmt: skip
     of_part = compiled(part_tiles.step_of_parts, TURNED_ALIGNED=True, **options)
     of_block = compiled(muon_tiles.step_along, TALL=False, FACTORS=0, **options)
     beside = operations(of_block) - operations(of_part)  # of the sum that tells outliers
@@ -106,7 +108,9 @@ def test_blocks_in_the_gaps_of_others_have_the_arithmetic_of_contiguous_ones(tal
         **options, **dict.fromkeys(["EMA", "NESTEROV"], True),
         **dict.fromkeys(["GIVEN", "MAXIMIZE", "ONLY_SUMS"], False),
     }  # fmt: skip
-    of_step = {**options, "CAUTIOUS": True, "SCALE_DECAY": False, "FACTORS": 2}
+    of_step = {
+        **options, "CAUTIOUS": True, "SCALE_DECAY": False, "INDEPENDENT": False, "FACTORS": 2,
+    }  # fmt: skip
     for kernel, given in ((muon_tiles.momentum, of_momentum), (muon_tiles.step_along, of_step)):
         laid, contiguous = (compiled(kernel, LAID=laid, **given) for laid in (True, False))
         assert laid != contiguous
@@ -137,8 +141,24 @@ def test_numbers_of_blocks_compile(known):
     compiled(
         muon_tiles.direction_factors,
         {"square_sums": "*fp32", "variances": "*i64", "beta2": "*fp64"},
-        RENORMALIZE=known, SIZE=1024, variance_dtype=tl.float32,
+        RENORMALIZE=known, ADD=known, SIZE=1024, variance_dtype=tl.float32,
     )  # fmt: skip
+
+
+FORMS = [("decoupled", True, False), ("l2", False, True)]  # decay, cautious, eps_hat
+FORMS += [("decoupled", False, False), ("independent", True, True)] if SOAK else []
+
+
+@pytest.mark.parametrize(("decay", "cautious", "eps_hat"), FORMS)
+def test_forms_of_adamw_compile(decay, cautious, eps_hat):
+    numbers = ["step_sizes", "root_corrections", "beta1", "beta2", "eps"]
+    given = {
+        "MAXIMIZE": False, "CAUTIOUS": cautious, "DECAY": decay, "ALIGNED": True, "BLOCK": 4096,
+        "first_dtype": tl.float32, "second_dtype": tl.float32, "HAS_MASTER": False,
+        "EPS_HAT": eps_hat,
+    }  # fmt: skip
+    types = {**dict.fromkeys(numbers, "*fp64"), "chunks": "*i64"}
+    assert "ld.global.v4.b32" in compiled(elementwise.adamw, types, **given)
 
 
 @pytest.mark.parametrize("given", ["residue", "left_residue"])

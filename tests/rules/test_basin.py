@@ -46,6 +46,8 @@ HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [*HALVES, torch.float32, torch.float64]
 EXECUTIONS = ["standard", "gram"]
 FIVE = as_table(step_coefficients("polar-express"))
+NARROW = [method for method in POLYNOMIALS if method != "cans"]  # have room for 16 bits
+USUAL = list(POLYNOMIALS) if SOAK else ["newton-schulz", "polar-express"]
 
 
 def exact_values(table, start, count=400_001):
@@ -79,7 +81,7 @@ def test_largest_values_and_edges_of_five_steps(method):
 
 
 @pytest.mark.parametrize("steps", [1, 4, 5, 8])
-@pytest.mark.parametrize("method", POLYNOMIALS)
+@pytest.mark.parametrize("method", USUAL)
 def test_largest_values_and_edges_are_those_of_a_dense_grid(method, steps):
     table = as_table(step_coefficients(method, steps))
     basin = basin_of(table, POLYNOMIALS[method].norm_factor)
@@ -126,9 +128,9 @@ def test_segments_of_the_gram_form(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", POLYNOMIALS)
+@pytest.mark.parametrize("method", USUAL)
 def test_segments_cover_every_step_once(method, dtype):
-    for steps in range(1, 31):
+    for steps in range(1, 31) if SOAK else (1, 2, 5, 10, 30):
         for rows in (4, 400):
             segments = gram_segments(step_coefficients(method, steps), dtype, rows)
             assert [k for start, stop in segments for k in range(start, stop)] == [*range(steps)]
@@ -260,7 +262,7 @@ def test_the_judge_sees_one_block_among_many():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("arithmetic", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
 def test_kernels_keep_equilibrated_blocks_in_bounds(arithmetic, execution):
-    for seed, method in enumerate(POLYNOMIALS):
+    for seed, method in enumerate(NARROW):
         for steps in (5, 7):
             table, factor = step_coefficients(method, steps), POLYNOMIALS[method].norm_factor
             blocks = blocks_of("equilibrated", (6, 12), 3000, seed, table, CPU)
@@ -294,7 +296,14 @@ def test_polynomials_rounded_to_bfloat16_are_caught():
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("method", POLYNOMIALS)
 def test_plain_torch_keeps_every_kind_in_bounds(method, execution, dtype):
-    for steps in (1, 2, 3, 4, 5, 6, 8, 12, 15, 25) if SOAK else (1, 2, 5, 7, 25):
+    if dtype in HALVES and method not in NARROW:
+        with pytest.raises(ValueError, match=r"orthogonalize cannot run in b?float16"):
+            samestep.Muon(
+                [nn.Parameter(torch.zeros(2, 3))], orthogonalize=method, compute_dtype=dtype
+            )
+        return
+    usual = (1, 2, 5, 7, 25) if method in USUAL else (5,)
+    for steps in (1, 2, 3, 4, 5, 6, 8, 12, 15, 25) if SOAK else usual:
         table = step_coefficients(method, steps)
         for seed, kind in enumerate(KINDS):
             shape = ((3, 6), (8, 8), (12, 5))[(seed + steps) % 3]

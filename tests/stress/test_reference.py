@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.rules import RULES
+from samestep.rules.muon import LR_FACTORS
+from samestep.rules.orthogonalize import POLYNOMIALS
 from samestep.stress import reference
 from samestep.stress.reference import Reference
 from tests.reference import (
@@ -54,7 +56,9 @@ def assert_same_bits(before: dict[str, Tensor], after: dict[str, Tensor]) -> Non
 
 def test_coefficients_to_the_last_digit():
     tables = {"newton-schulz": QUINTIC, "polar-express": POLAR_EXPRESS}
-    assert tables == reference.TABLES
+    assert {name: reference.TABLES[name] for name in tables} == tables
+    ours = {name: list(table.coefficients) for name, table in POLYNOMIALS.items()}
+    assert ours == reference.TABLES  # which were typed separately
 
 
 @pytest.mark.parametrize("recipe", REFERENCES)
@@ -139,14 +143,20 @@ def muon_options(draw_: Any) -> dict[str, Any]:
         "weight_decay": numbers(0, 1),
         "momentum": st.just(0.0) | numbers(0.1, 0.99),  # with 1e-38, 1 - mu is rounded to 1
         "momentum_form": st.sampled_from(["ema", "sum"]),
-        "orthogonalize": st.sampled_from(["polar-express", "newton-schulz"]),
+        "orthogonalize": st.sampled_from(list(POLYNOMIALS)),
+        "norm_factor": st.sampled_from([None, 1.0, 1.5]),
         "ns_steps": st.integers(1, 6),
         "ns_coefficients": st.none() | triple,
         "execution": st.sampled_from([None, "standard", "gram"]),
         "eps": st.sampled_from([0.0, 1e-7, 0.5, 5.0]),
         "eps_form": st.sampled_from(["clamp", "add"]),
         "variance_beta2": st.none() | numbers(0, 0.99),
-        "adjust_lr": st.sampled_from(["match_rms_adamw", "original", None]),
+        "variance_axis": st.sampled_from(["long", "rows"]),
+        "variance_eps": st.sampled_from([1e-10, 1e-3]),
+        "variance_eps_form": st.sampled_from(["clamp", "add"]),
+        "adjust_lr": st.sampled_from(list(LR_FACTORS)),
+        "update_scale": st.just(1.0) | numbers(0.1, 3),
+        "decay_form": st.sampled_from(["decoupled", "independent"]),
         "split_sizes": st.sampled_from([None, {"qkv.weight": (4, 4, 4), "exp*": [5, 1]}]),
     }
     flags = ("nesterov", "equilibrate", "renormalize", "cautious", "scale_decay", "maximize")
@@ -157,16 +167,40 @@ def muon_options(draw_: Any) -> dict[str, Any]:
     return {key: draw_(choice) for key, choice in choices.items()}
 
 
+ADAMUON_SHAPES = {"ada.wide": (4, 6), "ada.stack": (2, 6, 3)}
+
+
+@st.composite
+def adamuon_options(draw_: Any) -> dict[str, Any]:
+    """Those of Muon that it shares, and its own."""
+    choices = {
+        key: value
+        for key, value in draw_(muon_options()).items()
+        if key in RULES["adamuon"].defaults and key != "split_sizes"
+    }
+    own = {
+        "sign": st.booleans(),
+        "variance_beta2": numbers(0, 0.99),
+        "variance_eps": st.sampled_from([1e-8, 1e-2]),
+        "split_sizes": st.sampled_from([None, {"ada.stack": (4, 2)}]),
+    }
+    return {**choices, **{key: draw_(choice) for key, choice in own.items()}}
+
+
 @st.composite
 def adamw_options(draw_: Any) -> dict[str, Any]:
     tensors = draw_(st.booleans())
     betas = draw_(st.tuples(numbers(0, 0.95), numbers(0, 0.999)))
+    decay_form = draw_(st.sampled_from(["decoupled", "independent", "l2"]))
     return {
         "lr": maybe_tensor(draw_(numbers(0, 0.1)), tensors),
         "betas": tuple(maybe_tensor(beta, tensors) for beta in betas),
         "eps": maybe_tensor(draw_(st.sampled_from([1e-8, 1e-3, 1.0])), tensors),
         "weight_decay": maybe_tensor(draw_(numbers(0, 1)), tensors),
         "amsgrad": draw_(st.booleans()),
+        "eps_hat": draw_(st.booleans()),
+        "cautious": decay_form != "l2" and draw_(st.booleans()),
+        "decay_form": decay_form,
         "maximize": draw_(st.booleans()),
     }
 
@@ -212,7 +246,8 @@ def gradients(draw_: Any) -> list[dict[str, Tensor | None]]:
     steps: list[dict[str, Tensor | None]] = []
     for step in range(4):
         grads: dict[str, Tensor | None] = {}
-        for index, (name, shape) in enumerate({**SHAPES, "bias": (7,), "scale": ()}.items()):
+        shapes = {**SHAPES, **ADAMUON_SHAPES, "bias": (7,), "scale": ()}
+        for index, (name, shape) in enumerate(shapes.items()):
             kind = draw_(kinds)
             grad = draw(shape, 100 * seed + 10 * step + index) * 3.0**-step
             if kind == "zero":
@@ -224,17 +259,22 @@ def gradients(draw_: Any) -> list[dict[str, Tensor | None]]:
     return steps
 
 
-@given(muon_options(), adamw_options(), gradients(), st.sampled_from([None, 0.3, math.inf]))
+@given(
+    muon_options(), adamuon_options(), adamw_options(), gradients(),
+    st.sampled_from([None, 0.3, math.inf]),
+)  # fmt: skip
 def test_any_options(
     muon: dict[str, Any],
+    adamuon: dict[str, Any],
     adamw: dict[str, Any],
     steps: list[dict[str, Tensor | None]],
     max_grad_norm: float | None,
 ):
     """Parameters and state of samestep and the reference, also where gradients are absent."""
-    shapes = {**SHAPES, "bias": (7,), "scale": ()}
+    shapes = {**SHAPES, **ADAMUON_SHAPES, "bias": (7,), "scale": ()}
     params = {name: draw(shape, index) for index, (name, shape) in enumerate(shapes.items())}
     groups = [
+        {**adamuon, "rule": "adamuon", "param_names": list(ADAMUON_SHAPES)},
         {**muon, "rule": "muon", "param_names": list(SHAPES)},
         {**adamw, "rule": "adamw", "param_names": ["bias", "scale"]},
     ]
@@ -342,7 +382,7 @@ def test_long_run():
 
 def test_defaults_and_options_are_those_of_the_rules():
     """An option that the package gains must get a meaning here too."""
-    assert reference.DEFAULTS.keys() == RULES.keys() & {"muon", "adamw"}
+    assert reference.DEFAULTS.keys() == RULES.keys() & {"muon", "adamw", "adamuon"}
     for name, defaults in reference.DEFAULTS.items():
         no_matter = {"execution", "compute_dtype", "fused", "state_dtypes"}
         known = {key: v for key, v in RULES[name].defaults.items() if key not in no_matter}

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from samestep.groups.group_checks import sparse_gradient
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.plan.flat import Place, places
 from samestep.plan.sharding import ShardingPlan
@@ -36,13 +37,20 @@ class PackedGradients:
         buffer = torch.empty(self._sizes[number], dtype=dtype, device=like.device)
         for piece, start in self._runs[number]:
             part = buffer[start : start + piece.size]
-            grad = self._held.gradient(piece.param)
+            grad = self._dense(piece.param)
             if grad is None or zeros:
                 part.zero_()
                 continue
             flat = grad.reshape(-1)
             part.copy_(flat if piece.size == len(flat) else flat[piece.start : piece.stop])
         return buffer
+
+    def _dense(self, index: int) -> Tensor | None:
+        """A gradient that is about to travel, which may be before a step looks at it."""
+        grad = self._held.gradient(index)
+        if grad is not None and grad.layout != torch.strided:
+            raise sparse_gradient(self._plan.params[index].name)
+        return grad
 
     def divided(self, number: int, buffer: Tensor, by: int) -> Tensor:
         """What `packed` gave, divided; gradients stay what they are."""
@@ -103,7 +111,7 @@ class FlatGradients(PackedGradients):
         for index in self._members[number]:
             place = self._places[index]
             assert place is not None
-            view, grad = self._view(index, place), self._held.gradient(index)
+            view, grad = self._view(index, place), self._dense(index)
             if grad is None or zeros:
                 view.zero_()
             elif grad.data_ptr() != view.data_ptr():
@@ -139,7 +147,7 @@ class FlatGradients(PackedGradients):
         """Gradients that lie here are partly sums by now: nobody shall take them for gradients."""
         for index, place in enumerate(self._places):
             grad = None if place is None else self._held.gradient(index)
-            if place is None or grad is None:
+            if place is None or grad is None or grad.layout != torch.strided:
                 continue
             buffer = self._buffers.get(place.bucket)
             if buffer is not None and _lies_in(grad, buffer):

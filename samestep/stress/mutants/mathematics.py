@@ -53,8 +53,8 @@ def scale_of_the_fused_matrix() -> list[Any]:
         fused_rows[:] = [sum(self._groups[index].get("split_sizes") or ())]
         original(self, index, operands)
 
-    def factor(original: Any, rows: int, cols: int, adjust_lr: Any) -> float:
-        return float(original(fused_rows[0] or rows, cols, adjust_lr))
+    def factor(original: Any, rows: int, cols: int, *asked: Any) -> float:
+        return float(original(fused_rows[0] or rows, cols, *asked))
 
     return [
         (step.StepRunner, "_update_group", update_group),

@@ -38,6 +38,7 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
         patterns.ExpertStacks,
         recipes.FusedInGroups,
         recipes.SchedulesToZero,
+        recipes.OptionsOfPeers,
         hybrid.HybridGPT,
         hybrid.HybridConditional,
         hybrid.HybridLoRA,

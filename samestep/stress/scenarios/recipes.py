@@ -167,6 +167,26 @@ class NorMuon(FourPatternsRandom):
         return {**options, "groups": groups}
 
 
+class OptionsOfPeers(FourPatternsRandom):
+    """The math of other libraries: state and factors that the usual options do not have."""
+
+    name = "options_of_peers"
+    story = "AdaMuon; NorMuon per row; AdamW with cautious, independent decay and eps before"
+
+    def options(self) -> dict[str, Any]:
+        options = super().options()
+        adam, mu_a, mu_b = options.pop("groups")
+        adam |= {"eps_hat": True, "cautious": True, "decay_form": "independent"}
+        rows = {
+            "variance_beta2": 0.9, "variance_axis": "rows", "variance_eps": 1e-8,
+            "variance_eps_form": "add", "adjust_lr": "unit_rms_norm", "update_scale": 0.5,
+            "orthogonalize": "quintic", "decay_form": "independent",
+        }  # fmt: skip
+        decays = {"weight_decay": 2**-9}
+        groups = [{**adam, **decays}, {**mu_a, "rule": "adamuon"}, {**mu_b, **rows, **decays}]
+        return {**options, "groups": groups}
+
+
 class Resumed(FourPatternsRandom):
     """What was saved is what the run goes on with."""
 

@@ -1,0 +1,1 @@
+"""Other libraries' classes beside ours, from checkouts: `make test-peers PEERS=/path`."""

@@ -312,10 +312,15 @@ class _OnlyMetadata(pickle.Unpickler):
             found = getattr(torch, name, None)
             if name == "Size" or isinstance(found, torch.dtype):
                 return found
-        ours = module in (
-            "torch.distributed.checkpoint.metadata",
-            "torch.distributed.checkpoint.filesystem",
-        ) and (name.lstrip("_")[:1].isupper())
+        ours = (
+            module
+            in (
+                "torch.distributed.checkpoint.metadata",
+                "torch.distributed.checkpoint.filesystem",
+                "torch.distributed.checkpoint.planner",  # Megatron's has the plans of ranks too
+            )
+            and (name.lstrip("_")[:1].isupper())
+        )
         if ours or (module, name) == ("torch.serialization", "_get_layout"):
             return super().find_class(module, name)
         if module.startswith("pathlib") and name in ("PosixPath", "Path", "PurePosixPath"):

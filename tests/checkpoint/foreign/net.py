@@ -49,3 +49,10 @@ def adamw_groups(model):
 
 
 ADAMW = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8}
+
+
+def muon_groups(model):
+    """Hidden matrices, and all others."""
+    matrices = [model.up.weight, model.down.weight]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return matrices, others

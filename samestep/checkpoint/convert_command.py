@@ -108,6 +108,8 @@ def _built(path: str) -> nn.Module:
 
 def _show(done: Converted, console: Console) -> None:
     table = Table("tensor", "from", "shape", "dtype", "to", box=None)
+    for column in table.columns:
+        column.overflow = "fold"  # a name that is cut is none
     for row in done.rows:
         shape = " x ".join(map(str, row.shape)) or "()"
         table.add_row(*map(escape, (row.tensor, row.origin, shape, row.dtype, row.to)))

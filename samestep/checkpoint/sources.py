@@ -86,8 +86,14 @@ class Collected:
     def drop(self, name: str) -> None:
         del self._found[name]
 
-    def shape(self, name: str) -> torch.Size:
-        return self._found[name].shape
+    def whole(self, name: str) -> Tensor:
+        """All of a tensor, read now."""
+        parts = self._found[name]
+        dtype = next(iter(parts.boxes.values())).dtype
+        whole = torch.empty(parts.shape, dtype=dtype)
+        for box, _, get in parts.boxes.values():
+            whole[box.slices] = get()
+        return whole
 
     def source(self, **facts: Any) -> Source:
         """All that was found; raises if a part of a tensor is missing."""

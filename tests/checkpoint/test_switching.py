@@ -1,6 +1,6 @@
 """Trainings that switch over: state of others goes on here, on any number of ranks and layout.
 
-Files are of the packages themselves where `foreign/make_*.py` says so: each has also the parameters of
+Files are of the packages themselves, as `foreign/make_*.py` says; each has also the parameters of
 the run that went on there, for 20 steps.
 """
 

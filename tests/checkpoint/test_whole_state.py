@@ -1,6 +1,6 @@
 """The whole state dict of one process, torch's or ours, on several ranks in every layout.
 
-After the cases of torch's ZeroRedundancyOptimizer tests: state of a local optimizer is loaded by all
+After the cases of torch's ZeroRedundancyOptimizer: state of a local optimizer is loaded by all
 ranks, comes back whole and the same, and both take the same steps from there.
 """
 

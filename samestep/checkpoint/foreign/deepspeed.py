@@ -36,6 +36,8 @@ LATEST = "latest"
 OPTIM, MODEL = "*_optim_states.pt", "*_model_states.pt"
 FP32 = "fp32"
 KEPT = ("global_steps", "global_samples", "skipped_steps", "ds_version")
+READ = ("module", "optimizer", "param_shapes", "buffer_names", "ds_config", "shared_params")
+SAID = ("frozen_param_shapes", "frozen_param_fragments", "dp_world_size", "mp_world_size")
 State = Mapping[str, Any]
 
 
@@ -90,7 +92,7 @@ def read(path: Path) -> Source:
         groups = merge(files, states, facts["param_shapes"], collected)
     _add_model(models, facts, collected, whole=not parallel)
     extra = {key: facts[key] for key in KEPT if isinstance(facts.get(key), int | str)}
-    done = (*KEPT, "module", "optimizer", "param_shapes", "buffer_names", "ds_config")
+    done = (*KEPT, *READ, *SAID, "checkpoint_parallel_dimensions")
     left = [key for key, value in facts.items() if key not in done and value not in (None, {}, [])]
     return collected.source(
         groups=groups.facts(), world_size=ranks, extra={"deepspeed": extra}, left_out=left

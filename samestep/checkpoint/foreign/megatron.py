@@ -141,6 +141,7 @@ def read(path: Path, names: Names | None, model: nn.Module | None, opened: ExitS
         order = names_of(model) if model is not None else _order(folder, names)
         dtypes = {name: entry.dtype for e in params.values() for name, entry in _layers(e)}
         for name, keys in _from_buckets(folder, buckets, order, shapes, dtypes, collected).items():
+            _check_main(folder, name, collected)
             _add_options(collected, groups, name, shapes[name], keys, options, left)
     for name in shapes:
         main = state_key(name, MASTER)
@@ -357,6 +358,17 @@ def _from_buckets(
         if left:
             raise _no_fit(folder, len(numbered) - 1, left[0], 0, 0)
     return keys_of
+
+
+def _check_main(folder: Path, name: str, collected: Collected) -> None:
+    """Raise unless a bucket's main parameter is the model's: shapes alone do not tell the order."""
+    model = collected.whole(model_name(name))
+    main = collected.whole(state_key(name, MASTER))
+    if not torch.equal(main.to(model.dtype), model):
+        raise CheckpointError(
+            f"{folder}: what would be {name!r} in its bucket is not what the model has: the names "
+            "are not in the order of model.named_parameters()"
+        )
 
 
 def _no_fit(folder: Path, bucket: int, name: str, stop: int, size: int) -> CheckpointError:

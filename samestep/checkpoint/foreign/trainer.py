@@ -35,11 +35,15 @@ def read(path: Path, names: Names | None, model: nn.Module | None) -> Source:
         raise CheckpointError(f"{path / OPTIMIZER} has no state dict of an optimizer")
     values = _weights(path)
     if names is None and not any("param_names" in group for group in opt["param_groups"]):
+        model = _built(path) if model is None else model
         names = _order(path, opt, model)
     collected = Collected()
     found = add_optimizers(collected, path / OPTIMIZER, [opt], names, values, None)
     for name, tensor in values.items():
         collected.add(model_name(name), tensor, name)
+    for name, same in _tied(model).items():
+        if model_name(same) in collected and model_name(name) not in collected:
+            collected.add_same(model_name(name), model_name(same))
     state = safe.read_json(path / STATE) if (path / STATE).is_file() else {}
     extra = {key: state[key] for key in KEPT if key in state}
     others = ("scheduler.pt", "scaler.pt", "rng_state.pth")
@@ -60,8 +64,16 @@ def _weights(path: Path) -> dict[str, Tensor]:
     )
 
 
-def _order(path: Path, opt: Any, model: nn.Module | None) -> list[list[str]]:
-    model = _built(path) if model is None else model
+def _tied(model: nn.Module | None) -> dict[str, str]:
+    """Other names of parameters that have one in the files: a head that is the embedding."""
+    first: dict[int, str] = {}
+    every = [] if model is None else list(model.named_parameters(remove_duplicate=False))
+    for name, param in every:
+        first.setdefault(id(param), name)
+    return {name: first[id(param)] for name, param in every if first[id(param)] != name}
+
+
+def _order(path: Path, opt: Any, model: nn.Module) -> list[list[str]]:
     groups = groups_of_trainer(model)
     sizes = [len(group["params"]) for group in opt["param_groups"]]
     if [len(own) for own in groups] == sizes:

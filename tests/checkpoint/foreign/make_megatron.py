@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python -m tests.checkpoint.foreign.make_megatron FOLDER
 
-Its distributed data parallel, distributed optimizer and checkpoints are the real ones; where they ask
-for the GPU of this process they are told of the CPU.
+Its distributed data parallel, distributed optimizer and checkpoints are the real ones; where they
+ask for the GPU of this process they are told of the CPU.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from tests.checkpoint.foreign.net import ADAMW, AFTER, BEFORE, Net, tokens_of
 
 WORLD = 2
-FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
+FORMATS = ("fully_reshardable", "dp_reshardable")  # its other ones it writes no more
 
 
 class OnCpu(TorchFunctionMode):
@@ -88,13 +88,10 @@ def write(rank, folder):
             target.mkdir(parents=True)
             (folder / form / "latest_checkpointed_iteration.txt").write_text(str(BEFORE))
         torch.distributed.barrier()
-        try:
-            metadata = {"distrib_optim_sharding_type": form}
-            state = optimizer.sharded_state_dict(shards, metadata=metadata)
-            content = {"model": shards, "optimizer": state, "iteration": BEFORE}
-            dist_checkpointing.save(content, str(target))
-        except Exception as error:
-            print(form, "cannot be written:", repr(error)[:300])
+        metadata = {"distrib_optim_sharding_type": form}
+        state = optimizer.sharded_state_dict(shards, metadata=metadata)
+        content = {"model": shards, "optimizer": state, "iteration": BEFORE}
+        dist_checkpointing.save(content, str(target))
     train(model, optimizer, range(BEFORE, BEFORE + AFTER), rank)
     if rank == 0:
         torch.save(net.state_dict(), folder / "expected.pt")

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from samestep.checkpoint.converting import Converted, Kind, convert
+from samestep.checkpoint.converting import Converted, Kind, Part, convert
 from samestep.checkpoint.foreign.naming import rename_rule
 from samestep.checkpoint.storage import CheckpointError
 from samestep.tooling.factories import in_one_line, named_function
@@ -60,6 +60,7 @@ class Options:
         str | None,
         tyro.conf.arg(help="the preset of the optimizer that will load it: momentum is rescaled"),
     ] = None
+    only: Annotated[Part | None, tyro.conf.arg(help="take one part alone")] = None
     step: Annotated[
         int | None, tyro.conf.arg(help="AdamW's count of steps, if the files have none")
     ] = None
@@ -81,6 +82,7 @@ def run(options: Options) -> int:
             rename=[rename_rule(text) for text in options.rename],
             preset=options.preset,
             step=options.step,
+            only=options.only,
             verify=options.verify,
             dry_run=options.dry_run,
         )

@@ -5,7 +5,7 @@ A box at a time is in memory: files are mapped, and what is written is read from
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from samestep.checkpoint import folder, formats
 from samestep.checkpoint.foreign import deepspeed, megatron, naming, torch_save, trainer
 from samestep.checkpoint.foreign.conventions import checked, with_preset, with_step
 from samestep.checkpoint.formats import format_named, open_checkpoint
+from samestep.checkpoint.logical import MODEL
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
 from samestep.checkpoint.sources import Source, boxes_of
@@ -25,6 +26,7 @@ from samestep.checkpoint.storage import INDEX, CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
 
 Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
+Part = Literal["model", "optimizer"]
 # Under these names too.
 ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"} | formats.ALIASES
 
@@ -36,6 +38,7 @@ class Given(NamedTuple):
     names: naming.Names | None = None
     model: nn.Module | None = None
     verify: bool = True
+    only: Part | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ def convert(
     rename: Sequence[tuple[str, str]] = (),
     preset: str | None = None,
     step: int | None = None,
+    only: Part | None = None,
     verify: bool = True,
     dry_run: bool = False,
 ) -> Converted:
@@ -112,6 +116,7 @@ def convert(
         preset: Give Muon's groups the options of a preset but for their numbers; momentum is
             rescaled where it is kept otherwise there.
         step: The count of steps of AdamW, for files that have none.
+        only: Take the model alone, or the optimizer alone.
         verify: Compare checksums, of sources that have some.
         dry_run: Read everything, and write nothing.
 
@@ -121,10 +126,10 @@ def convert(
     path = Path(source)
     if isinstance(names, str | Path):
         names = naming.names_in(Path(names))
-    given = Given([Path(file) for file in optimizers], names, model, verify)
+    given = Given([Path(file) for file in optimizers], names, model, verify, only)
     found = kind or kind_of(path)
     with ExitStack() as opened:
-        read = _read(path, found, given, opened)
+        read = _part(_read(path, found, given, opened), only)
         read = naming.renamed(with_preset(with_step(read, step), preset), rename)
         if not read.tensors:
             raise CheckpointError("there are no tensors in it")
@@ -143,6 +148,18 @@ def convert(
         for name, tensor in read.tensors.items()
     ]
     return Converted(path, Path(target), found, rows, len(read.groups), read.left_out, not dry_run)
+
+
+def _part(source: Source, only: Part | None) -> Source:
+    """The same without the other part."""
+    if only is None:
+        return source
+    kept = {
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if name.startswith(f"{MODEL}.") == (only == "model")
+    }
+    return replace(source, tensors=kept, groups=[] if only == "model" else source.groups)
 
 
 def kind_of(path: Path) -> Kind:
@@ -170,18 +187,18 @@ def kind_of(path: Path) -> Kind:
 
 def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
     if kind == "megatron":
-        return megatron.read(path, given.names, given.model, opened)
+        return megatron.read(path, given.names, given.model, opened, given.only)
     if kind == "deepspeed":
-        return deepspeed.read(path)
+        return deepspeed.read(path, given.only)
     if kind == "trainer":
-        return trainer.read(path, given.names, given.model)
+        return trainer.read(path, given.names, given.model, given.only)
     if path.is_file():
         if kind in ("samestep", "dcp"):
             raise CheckpointError(f"{path} is a file, and a checkpoint of {kind} is a folder")
         values: dict[str, Tensor] | None = None
         if given.model is not None:
             values = {n: p for n, p in given.model.named_parameters() if p.requires_grad}
-        return torch_save.read_files(path, given.optimizers, given.names, values)
+        return torch_save.read_files(path, given.optimizers, given.names, values, given.only)
     if given.optimizers:
         raise CheckpointError(
             f"--optimizer is for files of torch.save, and {path} is a folder, which has all of it"
@@ -194,6 +211,8 @@ def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
     source.groups, source.extra = content["groups"], content["extra"]
     source.world_size = content["world_size"]
     if isinstance(stored, TorchFiles):
+        if stored.refusal and given.only != "model":
+            raise stored.refusal
         source.left_out, source.origins = stored.left_out, dict(stored.keys)
     for name, entry in stored.tensors.items():
         source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))

@@ -181,8 +181,14 @@ class TorchFiles:
         self.content: dict[str, Any] = dict(
             content or {"world_size": 1, "layout": [], "extra": None}
         )
+        self.refusal: CheckpointError | None = None  # why its state is not that of a rule here
         if content is None:
-            self._translate(state)
+            try:
+                self._translate(state)
+            except CheckpointError as error:
+                self.refusal = error
+                self.content["groups"] = []
+                self.left_out += [key for keys in state.values() for key in keys.values()]
         else:
             for name, keys in state.items():
                 for own, key in keys.items():

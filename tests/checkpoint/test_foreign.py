@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import samestep
 from samestep import cli
@@ -344,7 +345,11 @@ def test_what_has_no_counterpart(tmp_path):
     convert(file(optimizer(torch.optim.Adam)), tmp_path / "no decay")
     sgd = optimizer(torch.optim.SGD, momentum=0.9)
     refused(file(sgd), out, match="'embed.weight' was trained by SGD")
-    refused(file(optimizer(torch.optim.RMSprop)), out, match="of RMSprop or Adadelta")
+    rmsprop = file(optimizer(torch.optim.RMSprop))
+    refused(rmsprop, out, match="of RMSprop or Adadelta")
+    done = convert(rmsprop, tmp_path / "model", only="model")
+    assert len(done.rows) == 7
+    assert all(row.to.startswith("model.") for row in done.rows)
 
     def spectral(content):
         group = content["param_groups"][0]
@@ -360,6 +365,32 @@ def test_what_has_no_counterpart(tmp_path):
     assert out.exists()
     refused(of_dion, tmp_path / "b", preset="nanochat", match="keeps a variance of rows, and")
     refused(of_dion, tmp_path / "b", preset="other", match="preset 'other' is not known")
+
+
+def test_a_folder_of_torch_whose_optimizer_is_none_of_ours(tmp_path):
+    """The model loads; who wants its state is told why there is none."""
+    model, opt = trained(lambda m: torch.optim.SGD(m.named_parameters(), momentum=0.9), steps=1)
+    of_model, of_opt = get_state_dict(model, opt)
+    content = {"model": of_model, "optimizer": of_opt}
+    dcp.save(content, checkpoint_id=tmp_path / "sgd", no_dist=True)
+    ours = Net(seed=9)
+    samestep.load(tmp_path / "sgd", ours)
+    assert torch.equal(ours.up.weight, model.up.weight)
+    with pytest.raises(CheckpointError, match="was trained by SGD"):
+        samestep.load(tmp_path / "sgd", ours, adamw(ours))
+    refused(tmp_path / "sgd", tmp_path / "a", match="was trained by SGD")
+    assert len(convert(tmp_path / "sgd", tmp_path / "a", only="model").rows) == 7
+
+
+def test_a_part_of_others(files, tmp_path):
+    """The model alone, also where it is made of main parameters; and the optimizer alone."""
+    for name in ("deepspeed/zero3", "deepspeed/universal_zero3", "megatron/dp_reshardable"):
+        own = tmp_path / name.replace("/", " ")
+        assert len(convert(files / name, own, only="model").rows) == 7
+        samestep.load(own, Net(seed=9))
+    done = convert(files / "deepspeed" / "zero1", tmp_path / "opt", only="optimizer")
+    assert len(done.rows) == 21
+    samestep.load(tmp_path / "opt", optimizer=adamw(Net()))
 
 
 # --- Trainer ---------------------------------------------------------------------------------

@@ -50,8 +50,8 @@ def folder_of(path: Path) -> Path | None:
     return path if found else None
 
 
-def read(path: Path) -> Source:
-    """All of a checkpoint; raises if it is of tensor or pipeline parallel ranks."""
+def read(path: Path, only: str | None = None) -> Source:
+    """All of a checkpoint, or its model alone; of tensor parallel ranks if it is universal."""
     folder = folder_of(path)
     if folder is None:
         raise CheckpointError(
@@ -74,7 +74,7 @@ def read(path: Path) -> Source:
         )
     collected = Collected()
     if universal:
-        groups, ranks = _universal(folder, facts, collected, whole=not parallel), 1
+        groups, ranks = _universal(folder, facts, _Into(collected, only), whole=not parallel), 1
     else:
         files = _by_rank(folder, OPTIM)
         states = [safe.load_dict(file, SHELLS)["optimizer_state_dict"] for file in files]
@@ -89,7 +89,7 @@ def read(path: Path) -> Source:
         if stage not in (1, 2, 3):
             raise CheckpointError(f"{files[0]} is of ZeRO stage {stage}, and 1 to 3 are known")
         merge = _zero3 if stage == 3 else _zero12
-        groups = merge(files, states, facts["param_shapes"], collected)
+        groups = merge(files, states, facts["param_shapes"], _Into(collected, only))
     _add_model(models, facts, collected, whole=not parallel)
     extra = {key: facts[key] for key in KEPT if isinstance(facts.get(key), int | str)}
     done = (*KEPT, *READ, *SAID, "checkpoint_parallel_dimensions")
@@ -147,11 +147,13 @@ def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, wh
 class _Into:
     """Where ranges of a parameter go: state under our keys, main parameters, steps, options."""
 
-    def __init__(self, collected: Collected) -> None:
-        self.collected, self.groups = collected, Groups()
+    def __init__(self, collected: Collected, only: str | None) -> None:
+        self.collected, self.groups, self._only = collected, Groups(), only
         self._meanings: dict[str, Meaning] = {}
 
     def options(self, place: int, name: str, keys: Sequence[str], group: State) -> Meaning:
+        if self._only == "model":
+            return Meaning("", {}, {}, "")
         if name not in self._meanings:
             found = meaning(name, keys, group)
             self._meanings[name] = found
@@ -166,9 +168,8 @@ class _Into:
 
 
 def _zero12(
-    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], collected: Collected
+    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into
 ) -> Groups:
-    into = _Into(collected)
     done: dict[str, int] = {}
     for file, own in zip(files, states, strict=True):
         entries, groups = _entries(own["base_optimizer_state"], own)
@@ -193,9 +194,9 @@ def _zero12(
 
 
 def _zero3(
-    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], collected: Collected
+    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into
 ) -> Groups:
-    into, ranks = _Into(collected), len(files)
+    ranks = len(files)
     for rank, (file, own) in enumerate(zip(files, states, strict=True)):
         entries, groups = _entries(own["optimizer_state_dict"], own)
         if len(entries) != len(shapes):
@@ -251,12 +252,11 @@ def _add_range(
     into.collected.add_range(state_key(name, MASTER), shape, at, values, f"{origin} {FP32}")
 
 
-def _universal(folder: Path, facts: State, collected: Collected, *, whole: bool) -> Groups:
+def _universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> Groups:
     """zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt, and the options in zero/optimizer_state.pt.
 
     Shapes are those of the model's files, if these are of whole parameters.
     """
-    into = _Into(collected)
     place_of = {name: place for place, own in enumerate(facts["param_shapes"]) for name in own}
     options = _universal_options(folder)
     for raw, place in place_of.items():
@@ -280,7 +280,7 @@ def _universal(folder: Path, facts: State, collected: Collected, *, whole: bool)
                 )
             elif whole:
                 value = value.reshape(shape)
-            collected.add(state_key(name, ours), value, origin)
+            into.collected.add(state_key(name, ours), value, origin)
         if found.rule == "adamw" and "step" not in found.keys:
             into.step(name, {}, group, "zero/optimizer_state.pt: step")
     return into.groups

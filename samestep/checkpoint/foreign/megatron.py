@@ -88,8 +88,17 @@ def folder_of(path: Path) -> Path | None:
     return path if isinstance(config, dict) and "sharded_backend" in config else None
 
 
-def read(path: Path, names: Names | None, model: nn.Module | None, opened: ExitStack) -> Source:
-    """All of a checkpoint; `names` or `model` give the order of parameters for dp_reshardable."""
+def read(
+    path: Path,
+    names: Names | None,
+    model: nn.Module | None,
+    opened: ExitStack,
+    only: str | None = None,
+) -> Source:
+    """All of a checkpoint, or its model alone.
+
+    `names` or `model` give the order of parameters for dp_reshardable.
+    """
     folder = folder_of(path)
     if folder is None:
         raise CheckpointError(
@@ -120,6 +129,8 @@ def read(path: Path, names: Names | None, model: nn.Module | None, opened: ExitS
             left.append(key)
         else:
             params[key] = entry
+    if only == "model":
+        state, buckets = {}, []
     shapes: dict[str, torch.Size] = {}
     for key, entry in params.items():
         for name, one in _layers(entry):

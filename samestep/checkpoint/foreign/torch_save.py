@@ -33,6 +33,7 @@ def read_files(
     optimizers: Sequence[Path] = (),
     names: Names | None = None,
     model: Values | None = None,
+    only: str | None = None,
 ) -> Source:
     """What a file has, and others with optimizers beside it; mapped, not read.
 
@@ -52,6 +53,8 @@ def read_files(
             f"({', '.join(MODELS)}) or of an optimizer ({', '.join(OPTIMIZERS)})"
         )
     found = [opts] if isinstance(opts, Mapping) else list(opts or ())
+    if only == "model":
+        found = []
     if any(map(nanochat.is_nanochat, found)):
         return nanochat.read_nanochat(where, values, names)
     collected = Collected()

@@ -25,7 +25,10 @@ def is_trainer(path: Path) -> bool:
     return (path / OPTIMIZER).is_file() and (path / STATE).is_file()
 
 
-def read(path: Path, names: Names | None, model: nn.Module | None) -> Source:
+def read(
+    path: Path, names: Names | None, model: nn.Module | None, only: str | None = None
+) -> Source:
+    """All of a checkpoint, or its model alone."""
     if not (path / OPTIMIZER).is_file():
         inside = [name for name in ("optimizer_0", "optimizer") if (path / name).is_dir()]
         way = f"; convert {path / inside[0]} with --from dcp" if inside else ""
@@ -34,7 +37,9 @@ def read(path: Path, names: Names | None, model: nn.Module | None) -> Source:
     if not is_optimizer(opt):
         raise CheckpointError(f"{path / OPTIMIZER} has no state dict of an optimizer")
     values = _weights(path)
-    if names is None and not any("param_names" in group for group in opt["param_groups"]):
+    if only == "model":
+        opt = {"state": {}, "param_groups": []}
+    elif names is None and not any("param_names" in group for group in opt["param_groups"]):
         model = _built(path) if model is None else model
         names = _order(path, opt, model)
     collected = Collected()

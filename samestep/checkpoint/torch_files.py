@@ -47,6 +47,7 @@ from samestep.checkpoint.storage import (
 )
 from samestep.comm.integrity.checksum import checksum
 
+BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # a model without prefix, in torchtitan
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 Checksums = dict[str, int]  # by the name of a file
 STATE_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<key>[^.]+)")
@@ -171,7 +172,7 @@ class TorchFiles:
         state: dict[str, dict[str, str]] = {}  # by name and key, where it is
         for key, entry in self._metadata.state_dict_metadata.items():
             found = STATE_KEY.fullmatch(key)
-            of_model = key.startswith("model.") or not with_prefix
+            of_model = key.startswith("model.") or not (with_prefix or key.startswith(BESIDE))
             if found and isinstance(entry, TensorStorageMetadata):
                 state.setdefault(found["name"], {})[found["key"]] = key
             elif isinstance(entry, TensorStorageMetadata) and of_model:

@@ -178,7 +178,7 @@ def _zero12(
         if places is None:
             raise CheckpointError(
                 f"{file} does not say where parameters are in it (param_slice_mappings): it is of "
-                "a version before 0.7; load and save it with a later one"
+                "an old version; load and save it with a later one"
             )
         for number, (entry, of_group, main) in enumerate(zip(entries, places, mains, strict=True)):
             for raw, fragment in of_group.items():

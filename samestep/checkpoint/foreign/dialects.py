@@ -97,9 +97,16 @@ def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
         preset = "moonlight" if "wd" in group or "adamw_betas" in group else "keller"
     elif "ns_coefficients" in group or "adjust_lr_fn" in group:
         preset = "torch"
-    else:
-        preset = "emerging_optimizers" if "emerging_optimizers" in PRESETS else "torch"
-    options = _form_of(preset) | own_spelling(dict(group))
+    else:  # Megatron's, whose files do not say how it scales: that stays as the loader has it
+        options = {"momentum_form": "ema", **group}
+        return Meaning("muon", found, _known("muon", options), "emerging_optimizers")
+    try:
+        options = _form_of(preset) | own_spelling(dict(group))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name!r} was trained with adjust_lr_fn={group['adjust_lr_fn']!r}, which is not known "
+            f"here ({error}): convert the model alone"
+        ) from None
     return Meaning("muon", found, _known("muon", options), preset)
 
 

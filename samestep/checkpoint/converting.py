@@ -27,6 +27,7 @@ from samestep.checkpoint.torch_files import TorchFiles
 
 Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
 Part = Literal["model", "optimizer"]
+OF_FILES: tuple[Kind, ...] = ("dion", "nanochat")  # which are torch's but for what groups have
 # Under these names too.
 ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"} | formats.ALIASES
 
@@ -39,6 +40,7 @@ class Given(NamedTuple):
     model: nn.Module | None = None
     verify: bool = True
     only: Part | None = None
+    step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -126,10 +128,13 @@ def convert(
     path = Path(source)
     if isinstance(names, str | Path):
         names = naming.names_in(Path(names))
-    given = Given([Path(file) for file in optimizers], names, model, verify, only)
+    given = Given([Path(file) for file in optimizers], names, model, verify, only, step)
     found = kind or kind_of(path)
     with ExitStack() as opened:
         read = _part(_read(path, found, given, opened), only)
+        if kind in OF_FILES and kind not in read.by:
+            whose = ", ".join(sorted(read.by)) or "no optimizer"
+            raise CheckpointError(f"{path} is of {whose}, and not of {kind}: leave --from out")
         read = naming.renamed(with_preset(with_step(read, step), preset), rename)
         if not read.tensors:
             raise CheckpointError("there are no tensors in it")
@@ -147,6 +152,7 @@ def convert(
         )
         for name, tensor in read.tensors.items()
     ]
+    found = next((own for own in OF_FILES if own in read.by), found)
     return Converted(path, Path(target), found, rows, len(read.groups), read.left_out, not dry_run)
 
 
@@ -187,7 +193,9 @@ def kind_of(path: Path) -> Kind:
 
 def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
     if kind == "megatron":
-        return megatron.read(path, given.names, given.model, opened, given.only)
+        return megatron.read(
+            path, given.names, given.model, opened, given.only, strict=given.step is None
+        )
     if kind == "deepspeed":
         return deepspeed.read(path, given.only)
     if kind == "trainer":
@@ -214,6 +222,7 @@ def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
         if stored.refusal and given.only != "model":
             raise stored.refusal
         source.left_out, source.origins = stored.left_out, dict(stored.keys)
+        source.by = stored.by
     for name, entry in stored.tensors.items():
         source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
     return source

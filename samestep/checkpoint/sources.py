@@ -26,6 +26,7 @@ class Source:
     world_size: int = 1
     left_out: list[str] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)  # where a tensor was, in their words
+    by: set[str] = field(default_factory=set)  # whose optimizers they are, where groups tell
 
     def add(self, name: str, shape: torch.Size, dtype: torch.dtype, boxes: list[HeldBox]) -> None:
         """A tensor in boxes that are without values."""

@@ -182,6 +182,7 @@ class TorchFiles:
         self.content: dict[str, Any] = dict(
             content or {"world_size": 1, "layout": [], "extra": None}
         )
+        self.by: set[str] = set()  # whose optimizer it was
         self.refusal: CheckpointError | None = None  # why its state is not that of a rule here
         if content is None:
             try:
@@ -203,6 +204,7 @@ class TorchFiles:
         if without:  # nobody has saved options: state alone tells
             groups.append({"params": without})
         self.content["groups"], meanings = groups_in_our_words(groups, state)
+        self.by = {found.by for found in meanings.values()}
         group_of = {name: group for group in groups for name in group["params"]}
         for name, found in meanings.items():
             for theirs, ours in found.keys.items():

@@ -504,5 +504,36 @@ def test_nothing_in_files_of_others_is_run(files, tmp_path):
     folder = tmp_path / "megatron"
     shutil.copytree(files / "megatron" / "fully_reshardable", folder)
     torch.save({"args": Trap(mark)}, folder / "iter_0000005" / "common.pt")
-    refused(folder, tmp_path / "a", match="without running what is in it")
+    refused(folder, tmp_path / "a", match="without running what is in it .* or give --step N")
+    done = convert(folder, tmp_path / "without", step=BEFORE)
+    assert done.left_out == ["common.pt"]
     assert not mark.exists()
+
+
+def test_whose_it_is(files, tmp_path):
+    """It is found out, and what was said is held against it."""
+    folder = files / "dion" / "muon"
+    assert convert(folder / "dcp", tmp_path / "a").kind == "dion"
+    assert convert(folder / "dcp", tmp_path / "b", kind="dion").kind == "dion"
+    model, opt = trained(lambda m: torch.optim.AdamW(m.named_parameters()), steps=1)
+    torch.save({"model": model.state_dict(), "optimizer": opt.state_dict()}, tmp_path / "a.pt")
+    refused(tmp_path / "a.pt", tmp_path / "c", kind="dion", match="is of torch.optim, and not of d")
+    refused(tmp_path / "a.pt", tmp_path / "c", kind="dcp", match="is a file, and a checkpoint of")
+    refused(folder, tmp_path / "c", kind="megatron", match="is no distributed checkpoint of Mega")
+    refused(folder, tmp_path / "c", kind="trainer", match="is no checkpoint of Trainer")
+
+
+def test_cut_rows_keep_their_names(tmp_path):
+    """Of ours, under another name: how a fused weight is cut goes along."""
+    model = nn.ModuleDict({"qkv": nn.Linear(4, 6, bias=False)})
+    opt = samestep.MuonAdamW(model, overrides={"qkv.weight": {"split_sizes": (2, 4)}})
+    samestep.save(tmp_path / "a", model, opt)
+    convert(tmp_path / "a", tmp_path / "b", rename=[("^qkv", "attn.fused")])
+    inner = nn.ModuleDict({"fused": nn.Linear(4, 6, bias=False)})
+    other = nn.ModuleDict({"attn": inner})
+    loaded = samestep.MuonAdamW(other, overrides={"attn.fused.weight": {"split_sizes": (2, 4)}})
+    samestep.load(tmp_path / "b", other, loaded)
+    assert torch.equal(inner["fused"].weight, model["qkv"].weight)
+    uncut = samestep.MuonAdamW(other)
+    with pytest.raises(CheckpointError, match="split_sizes"):
+        samestep.load(tmp_path / "b", other, uncut)

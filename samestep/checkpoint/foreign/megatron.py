@@ -94,10 +94,13 @@ def read(
     model: nn.Module | None,
     opened: ExitStack,
     only: str | None = None,
+    *,
+    strict: bool = True,
 ) -> Source:
     """All of a checkpoint, or its model alone.
 
-    `names` or `model` give the order of parameters for dp_reshardable.
+    `names` or `model` give the order of parameters for dp_reshardable. Unless it is `strict`,
+    common.pt is left out where it cannot be read.
     """
     folder = folder_of(path)
     if folder is None:
@@ -114,10 +117,18 @@ def read(
     metadata = read_metadata(folder / METADATA)
     entries, objects = _entries(folder, metadata)
     opened.callback(_chunk.cache_clear)
+    left = [key for key in objects if not OBJECT.fullmatch(key)]
     common = _common(folder, metadata, objects)
+    try:
+        common |= _options_file(folder)
+    except CheckpointError as error:
+        if strict and only != "model":
+            raise CheckpointError(
+                f"{error}; or give --step N, and it is converted without {COMMON}"
+            ) from None
+        left.append(COMMON)
     options = list(_param_groups(common))
     collected, groups = Collected(), Groups()
-    left = [key for key in objects if not OBJECT.fullmatch(key)]
     params, state, buckets = dict[str, _Entry](), dict[str, dict[str, _Entry]](), list[_Entry]()
     for key, entry in entries.items():
         found = STATE.fullmatch(key)
@@ -156,14 +167,14 @@ def read(
             _add_options(collected, groups, name, shapes[name], keys, options, left)
     for name in shapes:
         main = state_key(name, MASTER)
-        if main in collected and entries_dtype(params, name).itemsize >= 4:
+        if main in collected and _dtype_of(params, name).itemsize >= 4:
             collected.drop(main)
     iteration = common.get("iteration")
     extra = {"megatron": {"iteration": iteration}} if isinstance(iteration, int) else None
     return collected.source(groups=groups.facts(), extra=extra, left_out=sorted(set(left)))
 
 
-def entries_dtype(params: Mapping[str, _Entry], name: str) -> torch.dtype:
+def _dtype_of(params: Mapping[str, _Entry], name: str) -> torch.dtype:
     """The dtype of a parameter, of a layer too."""
     stacked = re.sub(r"(\blayers)\.\d+\.", r"\1.", name)
     return (params.get(name) or params[stacked]).dtype
@@ -248,13 +259,17 @@ def _range(read: Callable[[], Tensor], start: int, sizes: tuple[int, ...]) -> Te
 
 
 def _common(folder: Path, metadata: Metadata, objects: Sequence[str]) -> dict[str, Any]:
-    """What is no tensor: common.pt, and options that are among the tensors."""
+    """Options that are among the tensors."""
+    return {
+        key: load_entry(folder, metadata, MetadataIndex(key))
+        for key in objects
+        if OBJECT.fullmatch(key)
+    }
+
+
+def _options_file(folder: Path) -> dict[str, Any]:
     path = folder / COMMON
-    found = dict(safe.load_dict(path, SHELLS)) if path.is_file() else {}
-    for key in objects:
-        if OBJECT.fullmatch(key):
-            found[key] = load_entry(folder, metadata, MetadataIndex(key))
-    return found
+    return dict(safe.load_dict(path, SHELLS)) if path.is_file() else {}
 
 
 def _param_groups(content: Any, count: Any = None) -> Iterator[dict[str, Any]]:

@@ -130,6 +130,7 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
         extra=source.extra,
         world_size=source.world_size,
         left_out=source.left_out,
+        by=source.by,
     )
     for tensor, pieces in source.tensors.items():
         there = _with_name(tensor, new[parameter_of(tensor)])
@@ -137,10 +138,22 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
         moved.tensors[there] = pieces
         moved.origins[there] = source.origins.get(tensor, tensor)
     moved.groups = [
-        {**group, "params": [new.get(name, name) for name in group["params"]]}
+        {
+            "params": [new.get(name, name) for name in group["params"]],
+            "options": _cuts_renamed(group["options"], new),
+        }
         for group in source.groups
     ]
     return moved
+
+
+def _cuts_renamed(options: dict[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
+    """How rows are cut is by name too."""
+    cuts = options.get("split_sizes")
+    if not isinstance(cuts, dict):
+        return options
+    entries = {new.get(name, name): sizes for name, sizes in cuts["entries"].items()}
+    return {**options, "split_sizes": {"entries": entries}}
 
 
 def parameter_of(tensor: str) -> str:

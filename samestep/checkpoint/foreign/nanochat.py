@@ -54,7 +54,7 @@ def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
         facts.append({"params": of_group, "options": plain_options(options)})
     for name, value in model.items():
         collected.add(model_name(name), value, f"model: {name}")
-    return collected.source(groups=facts, world_size=len(ranks))
+    return collected.source(groups=facts, world_size=len(ranks), by={"nanochat"})
 
 
 def files_of_all_ranks(path: Path) -> list[Path]:

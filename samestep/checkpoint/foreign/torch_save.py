@@ -61,7 +61,7 @@ def read_files(
     source = add_optimizers(collected, where, found, names, values, model)
     for name, tensor in values.items():
         collected.add(model_name(name), tensor, f"{path.name}: {name}")
-    whole = collected.source(groups=source.groups, left_out=source.left_out)
+    whole = collected.source(groups=source.groups, left_out=source.left_out, by=source.by)
     if isinstance(content, Mapping) and not is_optimizer(content) and not _all_tensors(content):
         whole.left_out += [str(key) for key in content if key not in (*MODELS, *OPTIMIZERS)]
     return whole
@@ -87,6 +87,7 @@ def add_optimizers(
     of_name = {named[number]: state for number, state in opt["state"].items()}
     keys_of = {name: list(state) for name, state in of_name.items()}
     source.groups, meanings = groups_in_our_words(groups, keys_of)
+    source.by = {own.by for own in meanings.values()}
     group_of = {name: group for group in groups for name in group["params"]}
     for name, own in meanings.items():
         for theirs, ours in own.keys.items():

@@ -73,7 +73,7 @@ COMMANDS = {
         "samestep.checkpoint.inspect_command",
     ),
     "convert": Command(
-        "torch's checkpoints into ours, and back",
+        "checkpoints of torch, Megatron, DeepSpeed, dion, ... into ours, and ours into torch's",
         "samestep.checkpoint.convert_command",
     ),
 }

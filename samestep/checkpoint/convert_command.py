@@ -1,27 +1,21 @@
-"""`samestep convert`: from torch's formats and back, on one process, a box at a time."""
+"""`samestep convert`: checkpoints of other packages into ours, and of ours into torch's."""
 
-from contextlib import ExitStack
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import WriteItem
+from rich.markup import escape
+from rich.table import Table
+from torch import nn
 
-from samestep.checkpoint import folder, formats
-from samestep.checkpoint.formats import format_named, open_checkpoint
-from samestep.checkpoint.ranks import Ranks, plan_locally
-from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
-from samestep.checkpoint.sources import Source, boxes_of, read_file
+from samestep.checkpoint.converting import Converted, Kind, Part, convert
+from samestep.checkpoint.foreign.naming import rename_rule
 from samestep.checkpoint.storage import CheckpointError
-from samestep.checkpoint.torch_files import TorchFiles
+from samestep.tooling.factories import in_one_line, named_function
 from samestep.tooling.request import BadRequestError
-
-# Under these names too.
-ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"} | formats.ALIASES
 
 
 @dataclass(frozen=True)
@@ -30,9 +24,13 @@ class Options:
 
     source: Annotated[
         tyro.conf.Positional[Path],
-        tyro.conf.arg(help="a checkpoint of samestep, a folder of torch's, or a torch.save file"),
+        tyro.conf.arg(help="a folder, or a file of torch.save"),
     ]
     target: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="a folder to be made")]
+    kind: Annotated[
+        Kind | None,
+        tyro.conf.arg(name="from", help="whose checkpoint it is; found out if left out"),
+    ] = None
     to: Annotated[
         Literal[
             "fully_reshardable", "fully_sharded_model_space", "samestep", "fsdp_dtensor", "torch"
@@ -41,68 +39,87 @@ class Options:
             help="fully_reshardable, fully_sharded_model_space or samestep: ours; fsdp_dtensor or "
             "torch: what torch.distributed.checkpoint reads"
         ),
-    ]
+    ] = "fully_reshardable"
     optimizer: Annotated[
-        Path | None, tyro.conf.arg(help="a torch.save file with the optimizer's state dict")
-    ] = None
+        tuple[Path, ...],
+        tyro.conf.arg(help="torch.save files with state dicts of optimizers, beside the model's"),
+    ] = ()
     names: Annotated[
         Path | None,
-        tyro.conf.arg(
-            help="for files of nanochat: JSON with the parameters' names, group by group"
-        ),
+        tyro.conf.arg(help="JSON: names of parameters in the optimizer's order, or per group"),
+    ] = None
+    model: Annotated[
+        str | None,
+        tyro.conf.arg(help="file.py:function that builds the model, for its names and their order"),
+    ] = None
+    rename: Annotated[
+        tyro.conf.UseAppendAction[tuple[str, ...]],
+        tyro.conf.arg(help="regex=replacement, applied to names; may be repeated"),
+    ] = ()
+    preset: Annotated[
+        str | None,
+        tyro.conf.arg(help="the preset of the optimizer that will load it: momentum is rescaled"),
+    ] = None
+    only: Annotated[Part | None, tyro.conf.arg(help="take one part alone")] = None
+    step: Annotated[
+        int | None, tyro.conf.arg(help="AdamW's count of steps, if the files have none")
     ] = None
     verify: Annotated[bool, tyro.conf.arg(help="compare the checksums of ours first")] = True
+    dry_run: Annotated[bool, tyro.conf.arg(help="read and check everything, write nothing")] = False
+    json: Annotated[bool, tyro.conf.arg(help="say as JSON what became what")] = False
 
 
 def run(options: Options) -> int:
-    console = Console()
     try:
-        with ExitStack() as opened:
-            source = _read(options, opened)
-            _write(source, options.target, ALIASES.get(options.to, options.to))
+        done = convert(
+            options.source,
+            options.target,
+            kind=options.kind,
+            to=options.to,
+            optimizers=options.optimizer,
+            names=options.names,
+            model=None if options.model is None else _built(options.model),
+            rename=[rename_rule(text) for text in options.rename],
+            preset=options.preset,
+            step=options.step,
+            only=options.only,
+            verify=options.verify,
+            dry_run=options.dry_run,
+        )
     except CheckpointError as error:
         raise BadRequestError(str(error)) from error
-    console.print(f"{len(source.tensors)} tensors: {options.target}")
-    if source.left_out:
-        some = ", ".join(source.left_out[:6]) + (" ..." if len(source.left_out) > 6 else "")
-        console.print(f"left out: {some}")
-    if not source.groups:
-        console.print("there is no optimizer in it: load it with the model alone")
+    if options.json:
+        Console(soft_wrap=True, highlight=False, markup=False).print(
+            json.dumps(done.as_json(), indent=1)
+        )
+    else:
+        _show(done, Console())
     return 0
 
 
-def _read(options: Options, opened: ExitStack) -> Source:
-    if options.source.is_file():
-        return read_file(options.source, options.optimizer, options.names)
-    stored = open_checkpoint(folder.find(options.source))
-    if options.verify:
-        stored.verify()
-    content = stored.content
-    source = Source(opened.enter_context(stored.reading()))
-    source.groups, source.extra = content["groups"], content["extra"]
-    source.world_size = content["world_size"]
-    if isinstance(stored, TorchFiles):
-        source.left_out = stored.left_out
-    for name, entry in stored.tensors.items():
-        source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
-    return source
+def _built(path: str) -> nn.Module:
+    make = named_function(path, "--model")
+    try:
+        model = make()
+    except Exception as error:
+        raise BadRequestError(f"--model: {path} raised {in_one_line(error)}") from error
+    if not isinstance(model, nn.Module):
+        raise BadRequestError(f"--model: {path} gave a {type(model).__name__}, and no module")
+    return model
 
 
-def _write(source: Source, path: Path, name: str) -> None:
-    ranks = Ranks()
-    if not source.tensors:
-        raise CheckpointError("there are no tensors in it")
-    facts = facts_of(name, source.world_size, source.groups, source.extra)
-    target = format_named(name)
-    planner = plan_locally(target.state_dict(source.tensors, facts), target.is_nested)
-    ours = {id(tensor): key for key, tensor in source.tensors.items()}
-
-    def read(item: WriteItem) -> Tensor:
-        own = ours[id(planner.state_dict[item.index.fqn])]
-        return source.read(MetadataIndex(own, item.index.offset))
-
-    plan = target.plan(planner, {}, ranks)
-    request = Request(path, None, None, source.extra, None, name)
-    unfinished = folder.Unfinished(path)
-    seen = Seen(planner, planner.state_dict, planner.plan.items, facts)
-    write(Prepared(request, ranks, unfinished, seen, plan), read)
+def _show(done: Converted, console: Console) -> None:
+    table = Table("tensor", "from", "shape", "dtype", "to", box=None)
+    for column in table.columns:
+        column.overflow = "fold"  # a name that is cut is none
+    for row in done.rows:
+        shape = " x ".join(map(str, row.shape)) or "()"
+        table.add_row(*map(escape, (row.tensor, row.origin, shape, row.dtype, row.to)))
+    console.print(table)
+    where = done.target if done.written else "nothing written (--dry-run)"
+    console.print(escape(f"{len(done.rows)} tensors of {done.kind}: {where}"))
+    if done.left_out:
+        some = ", ".join(done.left_out[:6]) + (" ..." if len(done.left_out) > 6 else "")
+        console.print(escape(f"left out: {some}"))
+    if not done.groups:
+        console.print("there is no optimizer in it: load it with the model alone")

@@ -22,6 +22,7 @@ from samestep.checkpoint.logical import (
 from samestep.checkpoint.ranks import all_ranks
 from samestep.checkpoint.saving import finish_background
 from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules.state import MASTER
@@ -66,6 +67,8 @@ def load(
 
     def look() -> tuple[tuple[Stored, Tensors], bool]:
         stored = open_checkpoint(folder.find(Path(path)), here)
+        if isinstance(stored, TorchFiles) and stored.refusal and optimizer is not None:
+            raise stored.refusal
         tensors = tensors_of(model, optimizer)
         return (stored, tensors), bool(surplus(tensors, stored.tensors))
 

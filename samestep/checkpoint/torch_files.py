@@ -20,17 +20,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from samestep.checkpoint.folder import METADATA
+from samestep.checkpoint.foreign.dialects import groups_in_our_words
 from samestep.checkpoint.logical import MODEL, Tensors, options_from, state_key
 from samestep.checkpoint.ranks import WritePlan
-from samestep.checkpoint.sources import groups_of_torch, model_name
+from samestep.checkpoint.sources import model_name, step_tensor
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
@@ -44,6 +47,8 @@ from samestep.checkpoint.storage import (
 )
 from samestep.comm.integrity.checksum import checksum
 
+BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # a model without prefix, in torchtitan
+MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 Checksums = dict[str, int]  # by the name of a file
 STATE_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.state\.(?P<name>.+)\.(?P<key>[^.]+)")
 GROUP_KEY = re.compile(r"(?:.*\.)?optim(?:izer)?\.param_groups(?:\.(?P<rest>.+))?")
@@ -154,30 +159,76 @@ class TorchFiles:
     def __init__(self, folder: Path, content: Mapping[str, Any] | None) -> None:
         self.folder = folder
         self._sums: Checksums = {}
+        self._counts: dict[str, Tensor] = {}  # of groups
         if content is not None:
             check_sizes(folder, content["files"])
             self._sums = content["checksums"]
             self._compare([METADATA])  # before it is looked into
-        self._metadata = _metadata(folder / METADATA)
+        self._metadata = read_metadata(folder / METADATA)
         self.tensors: dict[str, TensorStorageMetadata] = {}
-        self._keys: dict[str, str] = {}  # ours: theirs
+        self.keys: dict[str, str] = {}  # ours: theirs
         self.left_out: list[str] = []
         with_prefix = any(key.startswith("model.") for key in self._metadata.state_dict_metadata)
+        state: dict[str, dict[str, str]] = {}  # by name and key, where it is
         for key, entry in self._metadata.state_dict_metadata.items():
-            state = STATE_KEY.fullmatch(key)
-            of_model = key.startswith("model.") or not with_prefix
-            if isinstance(entry, TensorStorageMetadata) and (state or of_model):
-                own = model_name(key.removeprefix("model."))
-                name = state_key(state["name"], state["key"]) if state else own
-                self._keys[name], self.tensors[name] = key, _without_nothing(entry)
+            found = STATE_KEY.fullmatch(key)
+            of_model = key.startswith("model.") or not (with_prefix or key.startswith(BESIDE))
+            if found and isinstance(entry, TensorStorageMetadata):
+                state.setdefault(found["name"], {})[found["key"]] = key
+            elif isinstance(entry, TensorStorageMetadata) and of_model:
+                self._add(model_name(key.removeprefix("model.")), key)
             elif GROUP_KEY.fullmatch(key) is None:
                 self.left_out.append(key)
         self.content: dict[str, Any] = dict(
             content or {"world_size": 1, "layout": [], "extra": None}
         )
+        self.by: set[str] = set()  # whose optimizer it was
+        self.refusal: CheckpointError | None = None  # why its state is not that of a rule here
         if content is None:
-            groups = _groups(folder, self._metadata)
-            self.content["groups"] = groups_of_torch(groups, self.tensors)
+            try:
+                self._translate(state)
+            except CheckpointError as error:
+                self.refusal = error
+                self.content["groups"] = []
+                self.left_out += [key for keys in state.values() for key in keys.values()]
+        else:
+            for name, keys in state.items():
+                for own, key in keys.items():
+                    self._add(state_key(name, own), key)
+
+    def _translate(self, state: Mapping[str, Mapping[str, str]]) -> None:
+        """State and options of an optimizer of others in our words."""
+        groups = _groups(self.folder, self._metadata)
+        known = {name for group in groups for name in group["params"]}
+        without = [name for name in state if name not in known]
+        if without:  # nobody has saved options: state alone tells
+            groups.append({"params": without})
+        self.content["groups"], meanings = groups_in_our_words(groups, state)
+        self.by = {found.by for found in meanings.values()}
+        group_of = {name: group for group in groups for name in group["params"]}
+        for name, found in meanings.items():
+            for theirs, ours in found.keys.items():
+                self._add(state_key(name, ours), state[name][theirs])
+            count = group_of[name].get("step")
+            if found.rule == "adamw" and "step" not in found.keys.values() and count is not None:
+                self._counts[state_key(name, "step")] = step_tensor(count)
+                self.tensors[state_key(name, "step")] = TensorStorageMetadata(
+                    TensorProperties(dtype=torch.float32),
+                    torch.Size(()),
+                    [ChunkStorageMetadata(torch.Size(()), torch.Size(()))],
+                )
+            self.left_out += [key for own, key in state[name].items() if own not in found.keys]
+
+    def _add(self, name: str, key: str) -> None:
+        entry = self._metadata.state_dict_metadata[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        self.keys[name], self.tensors[name] = key, _without_nothing(entry)
+        if name.endswith(".variance") and entry.size[1:] == (1,):  # of dion: ours is 1-D
+            chunks = [
+                ChunkStorageMetadata(chunk.offsets[:1], chunk.sizes[:1])
+                for chunk in self.tensors[name].chunks
+            ]
+            self.tensors[name] = replace(entry, size=entry.size[:1], chunks=chunks)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the files."""
@@ -195,10 +246,16 @@ class TorchFiles:
     @contextmanager
     def reading(self) -> Iterator[Read]:
         def read(box: MetadataIndex) -> Tensor:
-            index = MetadataIndex(self._keys[box.fqn], box.offset)
-            found = _load(self.folder, self._metadata, index)
+            if box.fqn in self._counts:
+                return self._counts[box.fqn]
+            key, offset = self.keys[box.fqn], tuple(box.offset or ())
+            entry = self._metadata.state_dict_metadata[key]
+            assert isinstance(entry, TensorStorageMetadata)
+            whole = entry.size
+            index = MetadataIndex(key, (*offset, *(0,) * (len(whole) - len(offset))))
+            found = load_entry(self.folder, self._metadata, index)
             assert isinstance(found, Tensor)
-            return found
+            return found if len(whole) == len(offset) else found.flatten()
 
         yield read
 
@@ -216,7 +273,7 @@ def _groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:
     for key, entry in metadata.state_dict_metadata.items():
         if not GROUP_KEY.fullmatch(key) or not isinstance(entry, BytesStorageMetadata):
             continue
-        value = _load(folder, metadata, MetadataIndex(key))
+        value = load_entry(folder, metadata, MetadataIndex(key))
         path = list((metadata.planner_data or {}).get(key, ()))
         if path[-1:] == ["param_groups"]:
             groups.update(enumerate(value))
@@ -242,7 +299,7 @@ def _with_lists(value: Any) -> Any:
     return list(map(_with_lists, value)) if isinstance(value, list) else value
 
 
-def _load(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
+def load_entry(folder: Path, metadata: Metadata, index: MetadataIndex) -> Any:
     """One entry; torch.load with weights_only."""
     info = metadata.storage_data[index]
     path = folder / info.relative_path
@@ -264,20 +321,27 @@ class _OnlyMetadata(pickle.Unpickler):
             found = getattr(torch, name, None)
             if name == "Size" or isinstance(found, torch.dtype):
                 return found
-        ours = module in (
-            "torch.distributed.checkpoint.metadata",
-            "torch.distributed.checkpoint.filesystem",
-        ) and (name.lstrip("_")[:1].isupper())
+        ours = (
+            module
+            in (
+                "torch.distributed.checkpoint.metadata",
+                "torch.distributed.checkpoint.filesystem",
+                "torch.distributed.checkpoint.planner",  # Megatron's has the plans of ranks too
+            )
+            and (name.lstrip("_")[:1].isupper())
+        )
         if ours or (module, name) == ("torch.serialization", "_get_layout"):
             return super().find_class(module, name)
         if module.startswith("pathlib") and name in ("PosixPath", "Path", "PurePosixPath"):
             return getattr(pathlib, name)
         if (module, name) == ("collections", "OrderedDict"):
             return dict
+        if (module, name) == (MEGATRON, "MCoreMetadata"):  # the same with notes of its own
+            return Metadata
         raise pickle.UnpicklingError(f"it wants {module}.{name}, which no metadata needs")
 
 
-def _metadata(path: Path) -> Metadata:
+def read_metadata(path: Path) -> Metadata:
     try:
         with path.open("rb") as file:
             found: object = _OnlyMetadata(file).load()

@@ -1,0 +1,246 @@
+"""`convert`: a checkpoint of ours or of another package into one of ours, on one process.
+
+A box at a time is in memory: files are mapped, and what is written is read from them.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from samestep.checkpoint import folder, formats
+from samestep.checkpoint.foreign import deepspeed, megatron, naming, torch_save, trainer
+from samestep.checkpoint.foreign.conventions import checked, with_preset, with_step
+from samestep.checkpoint.formats import format_named, open_checkpoint
+from samestep.checkpoint.logical import MODEL
+from samestep.checkpoint.ranks import Ranks, plan_locally
+from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
+from samestep.checkpoint.sources import Source, boxes_of
+from samestep.checkpoint.storage import INDEX, CheckpointError
+from samestep.checkpoint.torch_files import TorchFiles
+
+Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
+Part = Literal["model", "optimizer"]
+OF_FILES: tuple[Kind, ...] = ("dion", "nanochat")  # which are torch's but for what groups have
+# Under these names too.
+ALIASES = {"samestep": "fully_reshardable", "torch": "fsdp_dtensor"} | formats.ALIASES
+
+
+class Given(NamedTuple):
+    """What was said of a source beside its path."""
+
+    optimizers: Sequence[Path] = ()
+    names: naming.Names | None = None
+    model: nn.Module | None = None
+    verify: bool = True
+    only: Part | None = None
+    step: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor of the new checkpoint and where it comes from."""
+
+    tensor: str  # its name there
+    origin: str
+    shape: tuple[int, ...]
+    dtype: str
+    to: str
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What `convert` has written, or would write."""
+
+    source: Path
+    target: Path
+    kind: Kind
+    rows: list[Row]
+    groups: int
+    left_out: list[str]
+    written: bool
+
+    def as_json(self) -> dict[str, Any]:
+        rows = [
+            {"tensor": r.tensor, "from": r.origin, **_but(asdict(r), "tensor", "origin")}
+            for r in self.rows
+        ]
+        return {
+            "source": str(self.source),
+            "target": str(self.target),
+            "from": self.kind,
+            "written": self.written,
+            "groups": self.groups,
+            "left_out": self.left_out,
+            "tensors": rows,
+        }
+
+
+def _but(entries: dict[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in entries.items() if key not in keys}
+
+
+@torch.no_grad()
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    kind: Kind | None = None,
+    to: str = "fully_reshardable",
+    optimizers: Sequence[str | Path] = (),
+    names: naming.Names | str | Path | None = None,
+    model: nn.Module | None = None,
+    rename: Sequence[tuple[str, str]] = (),
+    preset: str | None = None,
+    step: int | None = None,
+    only: Part | None = None,
+    verify: bool = True,
+    dry_run: bool = False,
+) -> Converted:
+    """Read a checkpoint of any kind and write one of ours, whole or not at all.
+
+    Args:
+        source: A folder or file.
+        target: A folder that does not exist yet.
+        kind: Whose it is; found out if None.
+        to: The format to write.
+        optimizers: Files with state dicts of optimizers, if the source has the model alone.
+        names: Where files know parameters by number: their names in the optimizer's order, in one
+            list or one per group; or a JSON file with these.
+        model: The same from a model (on the meta device too), where its order is the optimizer's.
+        rename: Pairs of a regular expression and what stands for it, applied to names in order.
+        preset: Give Muon's groups the options of a preset but for their numbers; momentum is
+            rescaled where it is kept otherwise there.
+        step: The count of steps of AdamW, for files that have none.
+        only: Take the model alone, or the optimizer alone.
+        verify: Compare checksums, of sources that have some.
+        dry_run: Read everything, and write nothing.
+
+    Raises:
+        CheckpointError: Nothing is left behind.
+    """
+    path = Path(source)
+    if isinstance(names, str | Path):
+        names = naming.names_in(Path(names))
+    given = Given([Path(file) for file in optimizers], names, model, verify, only, step)
+    found = kind or kind_of(path)
+    with ExitStack() as opened:
+        read = _part(_read(path, found, given, opened), only)
+        if kind in OF_FILES and kind not in read.by:
+            whose = ", ".join(sorted(read.by)) or "no optimizer"
+            raise CheckpointError(f"{path} is of {whose}, and not of {kind}: leave --from out")
+        read = naming.renamed(with_preset(with_step(read, step), preset), rename)
+        if not read.tensors:
+            raise CheckpointError("there are no tensors in it")
+        if found != "samestep":  # whose rules may be anybody's
+            checked(read)
+        if not dry_run:
+            _write(read, Path(target), ALIASES.get(to, to))
+    rows = [
+        Row(
+            naming.parameter_of(name),
+            read.origins.get(name, name),
+            tuple(tensor.shape),
+            str(tensor.dtype).removeprefix("torch."),
+            name,
+        )
+        for name, tensor in read.tensors.items()
+    ]
+    found = next((own for own in OF_FILES if own in read.by), found)
+    return Converted(path, Path(target), found, rows, len(read.groups), read.left_out, not dry_run)
+
+
+def _part(source: Source, only: Part | None) -> Source:
+    """The same without the other part."""
+    if only is None:
+        return source
+    kept = {
+        name: tensor
+        for name, tensor in source.tensors.items()
+        if name.startswith(f"{MODEL}.") == (only == "model")
+    }
+    return replace(source, tensors=kept, groups=[] if only == "model" else source.groups)
+
+
+def kind_of(path: Path) -> Kind:
+    """Whose checkpoint a folder or file is, by what is in it."""
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    if path.is_file():
+        return "torch"  # or dion's, or nanochat's: its groups tell
+    if (path / INDEX).is_file() or (path / folder.LATEST).is_file():
+        return "samestep"
+    if megatron.folder_of(path) is not None:
+        return "megatron"
+    if trainer.is_trainer(path):
+        return "trainer"
+    if deepspeed.folder_of(path) is not None:
+        return "deepspeed"
+    if (path / folder.METADATA).is_file():
+        return "dcp"
+    raise CheckpointError(
+        f"{path} is no checkpoint that is known: it has no {INDEX}, no {folder.METADATA}, "
+        "no *_optim_states.pt and no optimizer.pt; name a folder deeper, or say whose it is with "
+        "--from"
+    )
+
+
+def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
+    if kind == "megatron":
+        return megatron.read(
+            path, given.names, given.model, opened, given.only, strict=given.step is None
+        )
+    if kind == "deepspeed":
+        return deepspeed.read(path, given.only)
+    if kind == "trainer":
+        return trainer.read(path, given.names, given.model, given.only)
+    if path.is_file():
+        if kind in ("samestep", "dcp"):
+            raise CheckpointError(f"{path} is a file, and a checkpoint of {kind} is a folder")
+        values: dict[str, Tensor] | None = None
+        if given.model is not None:
+            values = {n: p for n, p in given.model.named_parameters() if p.requires_grad}
+        return torch_save.read_files(path, given.optimizers, given.names, values, given.only)
+    if given.optimizers:
+        raise CheckpointError(
+            f"--optimizer is for files of torch.save, and {path} is a folder, which has all of it"
+        )
+    stored = open_checkpoint(folder.find(path))
+    if given.verify:
+        stored.verify()
+    content = stored.content
+    source = Source(opened.enter_context(stored.reading()))
+    source.groups, source.extra = content["groups"], content["extra"]
+    source.world_size = content["world_size"]
+    if isinstance(stored, TorchFiles):
+        if stored.refusal and given.only != "model":
+            raise stored.refusal
+        source.left_out, source.origins = stored.left_out, dict(stored.keys)
+        source.by = stored.by
+    for name, entry in stored.tensors.items():
+        source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
+    return source
+
+
+def _write(source: Source, path: Path, name: str) -> None:
+    ranks = Ranks()
+    facts = facts_of(name, source.world_size, source.groups, source.extra)
+    target = format_named(name)
+    planner = plan_locally(target.state_dict(source.tensors, facts), target.is_nested)
+    ours = {id(tensor): key for key, tensor in source.tensors.items()}
+
+    def read(item: WriteItem) -> Tensor:
+        own = ours[id(planner.state_dict[item.index.fqn])]
+        return source.read(MetadataIndex(own, item.index.offset))
+
+    plan = target.plan(planner, {}, ranks)
+    request = Request(path, None, None, source.extra, None, name)
+    unfinished = folder.Unfinished(path)
+    seen = Seen(planner, planner.state_dict, planner.plan.items, facts)
+    write(Prepared(request, ranks, unfinished, seen, plan), read)

@@ -1,0 +1,304 @@
+"""Checkpoints of DeepSpeed: ZeRO 1, 2 and 3, and universal ones.
+
+*_model_states.pt    the model (empty in ZeRO 3), and names and shapes of each group's parameters
+*_optim_states.pt    of each rank its range of every group: main parameters and state, flat
+
+In ZeRO 1 and 2 a group is one flat vector that is cut into ranges, one per rank; which parameters a
+range has, and where, it says itself (`param_slice_mappings`). In ZeRO 3 every parameter is cut into
+as many equal ranges, the last one padded. Universal checkpoints have a folder per parameter.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.checkpoint.foreign import safe
+from samestep.checkpoint.foreign.dialects import Groups, Meaning, meaning
+from samestep.checkpoint.logical import state_key
+from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
+from samestep.checkpoint.storage import CheckpointError
+from samestep.groups.routing import without_wrappers
+from samestep.rules.state import MASTER
+
+# What DeepSpeed has in its files beside tensors and plain values; made as shells.
+SHELLS = (
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+LATEST = "latest"
+OPTIM, MODEL = "*_optim_states.pt", "*_model_states.pt"
+FP32 = "fp32"
+KEPT = ("global_steps", "global_samples", "skipped_steps", "ds_version")
+READ = ("module", "optimizer", "param_shapes", "buffer_names", "ds_config", "shared_params")
+SAID = ("frozen_param_shapes", "frozen_param_fragments", "dp_world_size", "mp_world_size")
+State = Mapping[str, Any]
+
+
+def folder_of(path: Path) -> Path | None:
+    """The checkpoint in a folder: itself, or the one that `latest` names; None if there is none."""
+    latest = path / LATEST
+    if latest.is_file():
+        path = path / latest.read_text(errors="replace").strip()
+    found = any(path.glob(OPTIM)) or any(path.glob("zero/*/fp32.pt"))
+    return path if found else None
+
+
+def read(path: Path, only: str | None = None) -> Source:
+    """All of a checkpoint, or its model alone; of tensor parallel ranks if it is universal."""
+    folder = folder_of(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path} is no checkpoint of DeepSpeed: it has no {OPTIM}, no zero/*/fp32.pt and no "
+            f"{LATEST} that names a folder with these"
+        )
+    models = _by_rank(folder, MODEL)
+    if not models:
+        raise CheckpointError(
+            f"{folder} has no {MODEL}, which has the names of parameters: take it from the run"
+        )
+    facts = safe.load_dict(models[0], SHELLS)
+    universal = any(folder.glob("zero/*/fp32.pt"))
+    degrees = facts.get("checkpoint_parallel_dimensions") or {}
+    parallel = [key for key in ("tp_degree", "pp_degree") if degrees.get(key, 1) > 1]
+    if parallel and not universal:
+        raise CheckpointError(
+            f"{folder} is of {parallel[0]} above 1: make it a universal checkpoint with "
+            "DeepSpeed's ds_to_universal, and convert that"
+        )
+    collected = Collected()
+    if universal:
+        groups, ranks = _universal(folder, facts, _Into(collected, only), whole=not parallel), 1
+    else:
+        files = _by_rank(folder, OPTIM)
+        states = [safe.load_dict(file, SHELLS)["optimizer_state_dict"] for file in files]
+        stage = _plain(states[0].get("zero_stage", 0))
+        counts = states[0].get("partition_count", len(files))
+        ranks = max(counts) if isinstance(counts, list) else counts
+        if ranks != len(files):
+            raise CheckpointError(
+                f"{folder} has {len(files)} {OPTIM} files and should have {ranks}: are the files "
+                "of all ranks there?"
+            )
+        if stage not in (1, 2, 3):
+            raise CheckpointError(f"{files[0]} is of ZeRO stage {stage}, and 1 to 3 are known")
+        merge = _zero3 if stage == 3 else _zero12
+        groups = merge(files, states, facts["param_shapes"], _Into(collected, only))
+    _add_model(models, facts, collected, whole=not parallel)
+    extra = {key: facts[key] for key in KEPT if isinstance(facts.get(key), int | str)}
+    done = (*KEPT, *READ, *SAID, "checkpoint_parallel_dimensions")
+    left = [key for key, value in facts.items() if key not in done and value not in (None, {}, [])]
+    return collected.source(
+        groups=groups.facts(), world_size=ranks, extra={"deepspeed": extra}, left_out=left
+    )
+
+
+def _by_rank(folder: Path, pattern: str) -> list[Path]:
+    """Files in the order of ranks: 10 after 9."""
+    return sorted(
+        folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
+    )
+
+
+def _plain(value: Any) -> Any:
+    return value.value() if isinstance(value, safe.Shell) else value
+
+
+def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, whole: bool) -> None:
+    """Parameters and buffers as the model has them; in ZeRO 3 the main parameters are the model's.
+
+    So they are with tensor parallel, where files have parts (`whole` is False). Main parameters
+    stay beside as master weights where the model's are of 16 bits.
+    """
+    for raw, tensor in facts["module"].items():
+        name = without_wrappers(raw)
+        own, main = model_name(name), state_key(name, MASTER)
+        if not isinstance(tensor, Tensor):
+            continue
+        if main not in collected or (tensor.numel() and whole):
+            if raw not in (facts.get("frozen_param_shapes") or {}) or tensor.numel():
+                collected.add(own, tensor, f"{models[0].name}: {raw}")
+        else:
+            collected.add_same(own, main)
+        if main in collected and tensor.dtype.itemsize >= 4:
+            collected.drop(main)
+    for rank, file in enumerate(models):  # frozen ones in ZeRO 3
+        of_rank = safe.load_dict(file, SHELLS) if rank else facts
+        for raw, shape in (of_rank.get("frozen_param_shapes") or {}).items():
+            own, part = model_name(without_wrappers(raw)), of_rank["frozen_param_fragments"][raw]
+            share = -(-prod(shape) // len(models))
+            if own not in collected or rank:
+                left = max(0, min(share, prod(shape) - rank * share))
+                origin = f"{file.name}: {raw}"
+                flat = part.reshape(-1)[:left]
+                collected.add_range(own, torch.Size(shape), rank * share, flat, origin)
+    for raw, same in (facts.get("shared_params") or {}).items():
+        own, other = model_name(without_wrappers(raw)), model_name(without_wrappers(same))
+        if other in collected and own not in collected:
+            collected.add_same(own, other)
+
+
+class _Into:
+    """Where ranges of a parameter go: state under our keys, main parameters, steps, options."""
+
+    def __init__(self, collected: Collected, only: str | None) -> None:
+        self.collected, self.groups, self._only = collected, Groups(), only
+        self._meanings: dict[str, Meaning] = {}
+
+    def options(self, place: int, name: str, keys: Sequence[str], group: State) -> Meaning:
+        if self._only == "model":
+            return Meaning("", {}, {}, "")
+        if name not in self._meanings:
+            found = meaning(name, keys, group)
+            self._meanings[name] = found
+            self.groups.add(place, name, found.options)
+        return self._meanings[name]
+
+    def step(self, name: str, state: State, group: State, origin: str) -> None:
+        value = state.get("step", group.get("step"))
+        key = state_key(name, "step")
+        if value is not None and key not in self.collected:
+            self.collected.add(key, step_tensor(value), origin)
+
+
+def _zero12(
+    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into
+) -> Groups:
+    done: dict[str, int] = {}
+    for file, own in zip(files, states, strict=True):
+        entries, groups = _entries(own["base_optimizer_state"], own)
+        mains = own["single_partition_of_fp32_groups"]
+        places = own.get("param_slice_mappings")
+        if places is None:
+            raise CheckpointError(
+                f"{file} does not say where parameters are in it (param_slice_mappings): it is of "
+                "an old version; load and save it with a later one"
+            )
+        for number, (entry, of_group, main) in enumerate(zip(entries, places, mains, strict=True)):
+            for raw, fragment in of_group.items():
+                name, shape = without_wrappers(raw), torch.Size(shapes[number][raw])
+                start, numel = fragment.start, fragment.numel
+                at = done.get(name, 0)
+                done[name] = at + numel
+                _add_range(
+                    into, number, name, shape, at, (start, numel), entry, groups[number], main,
+                    f"{file.name}: group {number}",
+                )  # fmt: skip
+    return into.groups
+
+
+def _zero3(
+    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into
+) -> Groups:
+    ranks = len(files)
+    for rank, (file, own) in enumerate(zip(files, states, strict=True)):
+        entries, groups = _entries(own["optimizer_state_dict"], own)
+        if len(entries) != len(shapes):
+            raise CheckpointError(
+                f"{file} has state of {len(entries)} groups and {MODEL} shapes of {len(shapes)}: "
+                "are these files of one checkpoint?"
+            )
+        group_of = {number: group for group in groups for number in group["params"]}
+        mains = own["fp32_flat_groups"]
+        for number, (entry, of_group, main) in enumerate(zip(entries, shapes, mains, strict=True)):
+            start = 0
+            for raw, sizes in of_group.items():
+                name, shape = without_wrappers(raw), torch.Size(sizes)
+                share = -(-prod(shape) // ranks)
+                numel = max(0, min(share, prod(shape) - rank * share))
+                group = group_of.get(number, groups[min(number, len(groups) - 1)])
+                _add_range(
+                    into, number, name, shape, rank * share, (start, numel), entry, group, main,
+                    f"{file.name}: group {number}",
+                )  # fmt: skip
+                start += share
+    return into.groups
+
+
+def _entries(base: Any, own: State) -> tuple[list[State], list[dict[str, Any]]]:
+    """State of each group and its options; elastic checkpoints have a list without options."""
+    if isinstance(base, Mapping):
+        return [base["state"][number] for number in sorted(base["state"])], base["param_groups"]
+    step = own.get("base_optimizer_state_step")
+    return list(base), [{"step": step, "params": [n]} for n in range(len(base))]
+
+
+def _add_range(
+    into: _Into, place: int, name: str, shape: torch.Size, at: int, where: tuple[int, int],
+    entry: State, group: State, main: Tensor, origin: str,
+) -> None:  # fmt: skip
+    """What a rank's flat group has of a parameter: `where` in the group, `at` in the parameter."""
+    start, numel = where
+    found = into.options(place, name, list(entry), group)
+    for theirs, ours in found.keys.items():
+        if ours != "step":
+            flat = entry[theirs].reshape(-1)[start : start + numel]
+            if flat.numel() != numel:
+                raise CheckpointError(
+                    f"{origin} has {entry[theirs].numel()} elements of {theirs}, and {name!r} ends "
+                    f"at {start + numel}: the file is cut short or of another checkpoint"
+                )
+            key = state_key(name, ours)
+            into.collected.add_range(key, shape, at, flat, f"{origin} {theirs}")
+    if found.rule == "adamw":
+        into.step(name, entry, group, f"{origin} step")
+    values = main.detach().reshape(-1)[start : start + numel]
+    into.collected.add_range(state_key(name, MASTER), shape, at, values, f"{origin} {FP32}")
+
+
+def _universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> Groups:
+    """zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt, and the options in zero/optimizer_state.pt.
+
+    Shapes are those of the model's files, if these are of whole parameters.
+    """
+    place_of = {name: place for place, own in enumerate(facts["param_shapes"]) for name in own}
+    options = _universal_options(folder)
+    for raw, place in place_of.items():
+        own, name = folder / "zero" / raw, without_wrappers(raw)
+        files = {file.stem: file for file in sorted(own.glob("*.pt"))}
+        if FP32 not in files:
+            raise CheckpointError(f"{own} has no {FP32}.pt: the checkpoint is not whole")
+        group = options[place] if place < len(options) else {}
+        found = into.options(place, name, [key for key in files if key != FP32], group)
+        shape = torch.Size(facts["param_shapes"][place][raw])
+        for theirs, ours in {**found.keys, FP32: MASTER}.items():
+            value = safe.load(files[theirs], SHELLS)
+            value = value["param"] if isinstance(value, Mapping) else value
+            origin = f"zero/{raw}/{theirs}.pt"
+            if ours == "step":
+                value = step_tensor(value)
+            elif whole and value.numel() != prod(shape):
+                raise CheckpointError(
+                    f"{files[theirs]} has shape {tuple(value.shape)}, and {name!r} has "
+                    f"{tuple(shape)}: are these files of one checkpoint?"
+                )
+            elif whole:
+                value = value.reshape(shape)
+            into.collected.add(state_key(name, ours), value, origin)
+        if found.rule == "adamw" and "step" not in found.keys:
+            into.step(name, {}, group, "zero/optimizer_state.pt: step")
+    return into.groups
+
+
+def _universal_options(folder: Path) -> list[dict[str, Any]]:
+    """Options of groups, with the count of steps where there is one."""
+    path = folder / "zero" / "optimizer_state.pt"
+    if not path.is_file():
+        return []
+    content = safe.load_dict(path, SHELLS)
+    base = content.get("optimizer_state_dict", content)
+    counts = {
+        number: {"step": entry["step"]}
+        for number, entry in base.get("state", {}).items()
+        if "step" in entry
+    }
+    return [
+        {**group, **counts.get(number, {})}
+        for number, group in enumerate(base.get("param_groups", ()))
+    ]

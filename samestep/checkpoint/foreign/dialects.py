@@ -1,0 +1,211 @@
+"""How optimizers are called elsewhere: state and options of others in our words.
+
+Which rule a parameter had is told by the keys of its state, and of whom it is by the keys of its
+group. Where the same state would mean another update here, it is refused.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from samestep.checkpoint.logical import GroupFacts, plain_options
+from samestep.checkpoint.storage import CheckpointError
+from samestep.groups.param_groups import own_spelling
+from samestep.presets import PRESETS, preset_options
+from samestep.rules import RULES
+
+Group = Mapping[str, Any]
+MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "step": "step"}
+LARGEST = {"max_exp_avg_sq": "max_exp_avg_sq"}
+MOONLIGHT = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
+OF_DION = {"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"}
+NUMBERS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "maximize", "nesterov")
+OTHERS = {  # their state means nothing here
+    "Q": "Dion keeps a low-rank basis",
+    "row_var": "Adafactor keeps factors",
+    "exp_avg_sq_row": "Adafactor keeps factors",
+    "square_avg": "it is of RMSprop or Adadelta",
+    "sum": "it is of Adagrad",
+    "GG": "Shampoo and SOAP keep factors",
+}
+
+
+class Meaning(NamedTuple):
+    """What the state of one parameter is."""
+
+    rule: str
+    keys: dict[str, str]  # theirs: ours
+    options: dict[str, Any]
+    by: str  # whose optimizer it is
+
+
+def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
+    """In our words what a parameter's state has; raises if it has no counterpart."""
+    if "rule" in group:  # ours
+        own = {key: key for key in keys}
+        return Meaning(group["rule"], own, _known(group["rule"], group), "samestep")
+    if "algorithm" in group:
+        return _of_dion(name, keys, group)
+    if {"exp_avg", "exp_avg_sq"} <= set(keys):
+        found = {**MOMENTS, **LARGEST} if "max_exp_avg_sq" in keys else MOMENTS
+        return Meaning("adamw", _there(found, keys), _adamw(name, group), "torch.optim")
+    if {"moment1", "moment2"} <= set(keys):
+        options = preset_options("moonlight", "adamw") | _numbers(group)
+        # Which of its groups' betas: it calls them so.
+        options |= {"betas": group["adamw_betas"]} if "adamw_betas" in group else {}
+        options |= {"eps": group["adamw_eps"]} if "adamw_eps" in group else {}
+        return Meaning("adamw", _there(MOONLIGHT, keys), _known("adamw", options), "moonlight")
+    if "momentum_buffer" in keys:
+        return _muon(name, keys, group)
+    reason = next((why for key, why in OTHERS.items() if key in keys), "it is of another optimizer")
+    raise CheckpointError(
+        f"the state of {name!r} has the keys {sorted(keys)}, which have no counterpart here: "
+        f"{reason}. Convert the model alone, and begin with new state"
+    )
+
+
+def _there(wanted: Mapping[str, str], keys: Collection[str]) -> dict[str, str]:
+    return {theirs: ours for theirs, ours in wanted.items() if theirs in keys}
+
+
+def _adamw(name: str, group: Group) -> dict[str, Any]:
+    decoupled = group.get("decoupled_weight_decay", True)
+    if not decoupled and float(group.get("weight_decay", 0)):
+        raise CheckpointError(
+            f"{name!r} was trained by Adam with weight_decay {group['weight_decay']}, which is in "
+            "its gradients (L2) and in its state, and AdamW's is beside them: convert the model "
+            "alone, or train on with weight_decay 0 there and save again"
+        )
+    if group.get("bias_correction") is False or group.get("correct_bias") is False:
+        raise CheckpointError(
+            f"{name!r} was trained by an Adam without bias correction, which is always on here: "
+            "its steps would be others. Convert the model alone"
+        )
+    return _known("adamw", group)
+
+
+def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
+    if "dampening" in group:
+        raise CheckpointError(
+            f"{name!r} was trained by SGD with momentum, which is no rule here: convert the model "
+            "alone"
+        )
+    found = {"momentum_buffer": "momentum_buffer"}
+    if "use_muon" in group:  # Keller Jordan's, and Moonlight's
+        preset = "moonlight" if "wd" in group or "adamw_betas" in group else "keller"
+    elif "ns_coefficients" in group or "adjust_lr_fn" in group:
+        preset = "torch"
+    else:  # Megatron's, whose files do not say how it scales: that stays as the loader has it
+        options = {"momentum_form": "ema", **group}
+        return Meaning("muon", found, _known("muon", options), "emerging_optimizers")
+    try:
+        options = _form_of(preset) | own_spelling(dict(group))
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name!r} was trained with adjust_lr_fn={group['adjust_lr_fn']!r}, which is not known "
+            f"here ({error}): convert the model alone"
+        ) from None
+    return Meaning("muon", found, _known("muon", options), preset)
+
+
+def _form_of(preset: str) -> dict[str, Any]:
+    """What a state file does not say of Muon: how it sums, and what it divides by."""
+    keys = ("momentum_form", "nesterov", "orthogonalize", "eps", "eps_form", "adjust_lr")
+    options = preset_options(preset, "muon")
+    return {key: options[key] for key in keys if key in options}
+
+
+def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
+    """The optimizers of github.com/microsoft/dion: momentum is a sum, mu m + g."""
+    algorithm = group["algorithm"]
+    numbers = _numbers(group) | {"eps": group["epsilon"]}
+    if algorithm == "adamw":
+        if group.get("cautious_wd") and "cautious" not in RULES["adamw"].defaults:
+            raise CheckpointError(
+                f"{name!r} was trained by dion's AdamW with cautious_wd, which this AdamW has not: "
+                "set cautious_wd to False there, or convert the model alone"
+            )
+        options = numbers | {"betas": (group["beta1"], group["beta2"])}
+        if "cautious" in RULES["adamw"].defaults:
+            options["cautious"] = group.get("cautious_wd", False)
+        return Meaning("adamw", _there(OF_DION, keys), _known("adamw", options), "dion")
+    if algorithm not in ("muon", "normuon"):
+        raise CheckpointError(
+            f"{name!r} was trained by dion's {algorithm!r}, which is no rule here: convert the "
+            "model alone"
+        )
+    options = numbers | {
+        "momentum": group["mu"],
+        "momentum_form": "sum",
+        "nesterov": group["nesterov"],
+        "adjust_lr": _dions_rate(group["adjust_lr"]),
+        "cautious": group.get("cautious_wd", False),
+        "orthogonalize": "polar-express",
+        "eps_form": "add",
+    }
+    if "dion" in PRESETS:
+        options = preset_options("dion", "muon") | options
+    found = {"momentum": "momentum_buffer"}
+    if algorithm == "normuon":
+        found["variance_neuron"] = "variance"
+        options["variance_beta2"] = group["muon_beta2"]
+    return Meaning("muon", found, _known("muon", options), "dion")
+
+
+def _dions_rate(adjust_lr: str | None) -> str | None:
+    """Its name here; where there is none it stays, and is refused unless a preset has another."""
+    if adjust_lr == "rms_norm":
+        return "match_rms_adamw"
+    if adjust_lr is not None and "dion" in PRESETS:  # whose scale it is
+        found: str | None = preset_options("dion", "muon")["adjust_lr"]
+        return found
+    return adjust_lr
+
+
+def _numbers(group: Group) -> dict[str, Any]:
+    return {key: group[key] for key in NUMBERS if key in group}
+
+
+def _known(rule: str, options: Group) -> dict[str, Any]:
+    """Those of a rule's options that a group has, with plain numbers."""
+    keys = ("maximize", "initial_lr", *RULES[rule].defaults)
+    kept = {key: options[key] for key in keys if key in options}
+    plain = {
+        k: v.item() if isinstance(v, Tensor) and v.numel() == 1 else v for k, v in kept.items()
+    }
+    plain.pop("fused", None)  # how it was computed, which is nobody's business here
+    return {"rule": rule, **plain}
+
+
+class Groups:
+    """Options of parameters, gathered into groups of those that have the same."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, list[str]] = defaultdict(list)
+        self._options: dict[str, dict[str, Any]] = {}
+
+    def add(self, place: Any, name: str, options: Mapping[str, Any]) -> None:
+        """`place` is that of their group: two of the same options stay two."""
+        key = f"{place} {sorted(options.items(), key=str)}"
+        self._options.setdefault(key, plain_options(options))
+        self._names[key].append(name)
+
+    def facts(self) -> list[GroupFacts]:
+        return [
+            {"params": names, "options": self._options[key]} for key, names in self._names.items()
+        ]
+
+
+def groups_in_our_words(
+    groups: Iterable[Group], keys_of: Mapping[str, Collection[str]]
+) -> tuple[list[GroupFacts], dict[str, Meaning]]:
+    """Groups whose "params" are names, of which some have state: its keys are in `keys_of`."""
+    found, meanings = Groups(), dict[str, Meaning]()
+    for place, group in enumerate(groups):
+        for name in group["params"]:
+            if keys_of.get(name):
+                meanings[name] = meaning(name, keys_of[name], group)
+                found.add(place, name, meanings[name].options)
+    return found.facts(), meanings

@@ -1,0 +1,414 @@
+"""Distributed checkpoints of Megatron (format torch_dist: files of torch.distributed.checkpoint).
+
+optimizer.state.KEY.NAME    state in the shape of the model (`fully_reshardable`), or with the last
+                            dim flat (`fully_sharded_model_space`); main parameters are fp32_param
+optimizer.distributed...    flat buckets (`dp_reshardable`), which have no names
+common.pt                   what is no tensor: iteration, options of groups, arguments
+
+Layers of a kind are one tensor there, with the layer as its first dim: `decoder.layers.mlp...` is
+`decoder.layers.0.mlp...` and so on here. Which parameters a group has is not saved; that ones of
+one dim and biases have no weight decay is known, and tells them apart.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import lru_cache, partial
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from samestep.checkpoint.folder import METADATA
+from samestep.checkpoint.foreign import safe
+from samestep.checkpoint.foreign.dialects import Groups, meaning
+from samestep.checkpoint.foreign.naming import Names, as_lists, names_of
+from samestep.checkpoint.logical import state_key
+from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
+from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.torch_files import load_entry, read_metadata
+from samestep.layout.boxes import Box, range_boxes
+from samestep.rules.state import MASTER
+
+CONFIG, COMMON, LATEST = "metadata.json", "common.pt", "latest_checkpointed_iteration.txt"
+# What Megatron has in common.pt beside plain values; made as shells.
+SHELLS = (
+    "argparse.Namespace",
+    "types.SimpleNamespace",
+    "signal.Signals",
+    "megatron.core.enums.ModelType",
+    "megatron.core.enums.Fp8Recipe",
+    "megatron.core.enums.Fp4Recipe",
+    "megatron.core.rerun_state_machine.RerunDiagnostic",
+    "megatron.core.rerun_state_machine.RerunMode",
+    "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.AttnBackend",
+    "megatron.core.transformer.enums.AttnMaskType",
+    "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.LayerType",
+)
+STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<key>[^.]+)\.(?P<name>.+)")
+BUCKET = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_(?P<ranks>\d+)\.gbuf_idx_(?P<buffer>\d+)"
+    r"\.dtype_\(torch\.(?P<dtype>\w+), .*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<key>\w+)"
+)
+OBJECT = re.compile(
+    r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.optimizer(?:/.*)?"
+)
+STACKED = re.compile(r"(?P<before>.*\blayers)\.(?P<after>(?!\d+\.).+)")
+MAIN = ("fp32_param", "param")
+ALIGNMENT = 64  # of the start of a parameter in a bucket, in elements
+Chunks = list[tuple[Box, Callable[[], Tensor]]]
+
+
+class _Entry(NamedTuple):
+    """A tensor of the files; `read` gets a chunk of it."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    chunks: Chunks
+
+
+def folder_of(path: Path) -> Path | None:
+    """The checkpoint in a folder: itself, or its newest iteration; None if there is none."""
+    if (path / LATEST).is_file():
+        newest = (path / LATEST).read_text(errors="replace").strip()
+        path = path / (f"iter_{int(newest):07d}" if newest.isdigit() else newest)
+    if not (path / CONFIG).is_file():
+        return None
+    try:
+        config = json.loads((path / CONFIG).read_text())
+    except ValueError:
+        return None
+    return path if isinstance(config, dict) and "sharded_backend" in config else None
+
+
+def read(
+    path: Path,
+    names: Names | None,
+    model: nn.Module | None,
+    opened: ExitStack,
+    only: str | None = None,
+    *,
+    strict: bool = True,
+) -> Source:
+    """All of a checkpoint, or its model alone.
+
+    `names` or `model` give the order of parameters for dp_reshardable. Unless it is `strict`,
+    common.pt is left out where it cannot be read.
+    """
+    folder = folder_of(path)
+    if folder is None:
+        raise CheckpointError(
+            f"{path} is no distributed checkpoint of Megatron: it has no {CONFIG} with "
+            f'"sharded_backend", and no {LATEST} that names one'
+        )
+    backend = json.loads((folder / CONFIG).read_text())["sharded_backend"]
+    if backend != "torch_dist" or not (folder / METADATA).is_file():
+        raise CheckpointError(
+            f"{folder} has the format {backend}, and torch_dist is known: load it with Megatron "
+            "and save it with --ckpt-format torch_dist"
+        )
+    metadata = read_metadata(folder / METADATA)
+    entries, objects = _entries(folder, metadata)
+    opened.callback(_chunk.cache_clear)
+    left = [key for key in objects if not OBJECT.fullmatch(key)]
+    common = _common(folder, metadata, objects)
+    try:
+        common |= _options_file(folder)
+    except CheckpointError as error:
+        if strict and only != "model":
+            raise CheckpointError(
+                f"{error}; or give --step N, and it is converted without {COMMON}"
+            ) from None
+        left.append(COMMON)
+    options = list(_param_groups(common))
+    collected, groups = Collected(), Groups()
+    params, state, buckets = dict[str, _Entry](), dict[str, dict[str, _Entry]](), list[_Entry]()
+    for key, entry in entries.items():
+        found = STATE.fullmatch(key)
+        if found:
+            state.setdefault(found["name"], {})[found["key"]] = entry
+        elif BUCKET.fullmatch(key):
+            buckets.append(entry)
+        elif key.startswith(("optimizer.", "chained_")):
+            left.append(key)
+        else:
+            params[key] = entry
+    if only == "model":
+        state, buckets = {}, []
+    shapes: dict[str, torch.Size] = {}
+    for key, entry in params.items():
+        for name, one in _layers(entry):
+            shapes[name] = one.shape
+            collected.add_later(model_name(name), one.shape, one.dtype, one.chunks, key)
+    for raw, of_keys in state.items():
+        if raw not in params:
+            raise CheckpointError(
+                f"{folder} has state of {raw!r} and no such parameter: is the model in it?"
+            )
+        for theirs, entry in of_keys.items():
+            whole = _unflattened(entry, params[raw].shape)
+            for name, one in _layers(whole, raw):
+                own = state_key(name, MASTER if theirs in MAIN else theirs)
+                collected.add_later(own, one.shape, one.dtype, one.chunks, entry.key)
+        for name, _ in _layers(params[raw]):
+            _add_options(collected, groups, name, shapes[name], of_keys, options, left)
+    if buckets:
+        order = names_of(model) if model is not None else _order(folder, names)
+        dtypes = {name: entry.dtype for e in params.values() for name, entry in _layers(e)}
+        for name, keys in _from_buckets(folder, buckets, order, shapes, dtypes, collected).items():
+            _check_main(folder, name, collected)
+            _add_options(collected, groups, name, shapes[name], keys, options, left)
+    for name in shapes:
+        main = state_key(name, MASTER)
+        if main in collected and _dtype_of(params, name).itemsize >= 4:
+            collected.drop(main)
+    iteration = common.get("iteration")
+    extra = {"megatron": {"iteration": iteration}} if isinstance(iteration, int) else None
+    return collected.source(groups=groups.facts(), extra=extra, left_out=sorted(set(left)))
+
+
+def _dtype_of(params: Mapping[str, _Entry], name: str) -> torch.dtype:
+    """The dtype of a parameter, of a layer too."""
+    stacked = re.sub(r"(\blayers)\.\d+\.", r"\1.", name)
+    return (params.get(name) or params[stacked]).dtype
+
+
+@lru_cache(maxsize=8)
+def _chunk(read: Callable[[], Tensor]) -> Tensor:
+    """A chunk of the files, which several boxes may want one after the other."""
+    return read()
+
+
+def _entries(folder: Path, metadata: Metadata) -> tuple[dict[str, _Entry], list[str]]:
+    """Tensors of the files, and the names of what is no tensor."""
+    found, objects = {}, []
+    for key, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            objects.append(key)
+            continue
+        chunks: Chunks = [
+            (
+                Box(tuple(chunk.offsets), tuple(chunk.sizes)),
+                partial(load_entry, folder, metadata, MetadataIndex(key, chunk.offsets)),
+            )
+            for chunk in entry.chunks
+        ]
+        found[key] = _Entry(key, entry.size, entry.properties.dtype, chunks)
+    return found, objects
+
+
+def _layers(entry: _Entry, name: str | None = None) -> Iterator[tuple[str, _Entry]]:
+    """Parameters by our names: of a stack of layers one after the other."""
+    name = entry.key if name is None else name
+    found = STACKED.fullmatch(name)
+    if found is None:
+        yield name, entry
+        return
+    for layer in range(entry.shape[0]):
+        chunks: Chunks = []
+        for box, read in entry.chunks:
+            place = layer - box.offsets[0]
+            if 0 <= place < box.sizes[0]:
+                inner = Box(box.offsets[1:], box.sizes[1:])
+                chunks.append((inner, partial(_of_layer, read, place)))
+        own = f"{found['before']}.{layer}.{found['after']}"
+        yield own, _Entry(entry.key, entry.shape[1:], entry.dtype, chunks)
+
+
+def _of_layer(read: Callable[[], Tensor], place: int) -> Tensor:
+    return _chunk(read)[place]
+
+
+def _unflattened(entry: _Entry, shape: torch.Size) -> _Entry:
+    """State in the shape of its parameter.
+
+    In fully_sharded_model_space a tensor of (X, Y) in parts of (x, y) is one of (X/x, Y/y, x y),
+    whose last dim is cut anywhere.
+    """
+    if entry.shape == shape:
+        return entry
+    if len(entry.shape) != len(shape) + 1 or prod(entry.shape) != prod(shape):
+        raise CheckpointError(
+            f"{entry.key} has shape {tuple(entry.shape)} and its parameter {tuple(shape)}: it is "
+            "no form of Megatron's that is known"
+        )
+    part = tuple(size // parts for size, parts in zip(shape, entry.shape[:-1], strict=True))
+    chunks: Chunks = []
+    for box, read in entry.chunks:
+        corner = [at * size for at, size in zip(box.offsets[:-1], part, strict=True)]
+        start, done = box.offsets[-1], 0
+        for inner in range_boxes(part, start, start + box.sizes[-1]):
+            offsets = tuple(map(sum, zip(corner, inner.offsets, strict=True)))
+            chunks.append((Box(offsets, inner.sizes), partial(_range, read, done, inner.sizes)))
+            done += inner.numel
+    return _Entry(entry.key, shape, entry.dtype, chunks)
+
+
+def _range(read: Callable[[], Tensor], start: int, sizes: tuple[int, ...]) -> Tensor:
+    return _chunk(read).reshape(-1)[start : start + prod(sizes)].view(sizes)
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def _common(folder: Path, metadata: Metadata, objects: Sequence[str]) -> dict[str, Any]:
+    """Options that are among the tensors."""
+    return {
+        key: load_entry(folder, metadata, MetadataIndex(key))
+        for key in objects
+        if OBJECT.fullmatch(key)
+    }
+
+
+def _options_file(folder: Path) -> dict[str, Any]:
+    path = folder / COMMON
+    return dict(safe.load_dict(path, SHELLS)) if path.is_file() else {}
+
+
+def _param_groups(content: Any, count: Any = None) -> Iterator[dict[str, Any]]:
+    """Groups, wherever they are; with the count of steps, where it is beside them."""
+    if isinstance(content, Mapping):
+        state = content.get("state")
+        count = state.get("common_step", count) if isinstance(state, Mapping) else count
+        for group in content.get("param_groups") or ():
+            yield {"step": count, **{k: v for k, v in group.items() if v is not None}}
+        for key, value in content.items():
+            if key not in ("param_groups", "state", "args"):
+                yield from _param_groups(value, count)
+    elif isinstance(content, list | tuple):
+        for value in content:
+            yield from _param_groups(value, count)
+
+
+def _add_options(
+    collected: Collected,
+    groups: Groups,
+    name: str,
+    shape: torch.Size,
+    keys: Mapping[str, Any],
+    options: Sequence[Mapping[str, Any]],
+    left: list[str],
+) -> None:
+    """The rule and options of a parameter, and its count of steps."""
+    held = [key for key in keys if key not in MAIN]
+    fitting = [g for g in options if ("betas" in g) == ("exp_avg" in held)] or list(options)
+    bare = len(shape) < 2 or name.endswith(".bias")
+    decayed = [g for g in fitting if (g.get("wd_mult", 1.0) == 0.0) == bare]
+    fitting = decayed or fitting
+    same = {
+        key: value
+        for key, value in (fitting[0] if fitting else {}).items()
+        if all(other.get(key) == value for other in fitting[1:])
+    }
+    unsure = {key for group in fitting for key in group} - set(same) - {"params"}
+    if unsure & {"lr", "weight_decay", "betas", "eps", "momentum"}:
+        left.append(f"of several groups that fit: {', '.join(sorted(unsure))}")
+    found = meaning(name, held, same)
+    place = [options.index(group) for group in fitting]
+    groups.add(place, name, found.options)
+    if found.rule == "adamw" and same.get("step") is not None:
+        collected.add(state_key(name, "step"), step_tensor(same["step"]), f"{COMMON}: step")
+
+
+# --- dp_reshardable --------------------------------------------------------------------------
+
+
+def _order(folder: Path, names: Names | None) -> list[str]:
+    if names is None:
+        raise CheckpointError(
+            f"{folder} has its optimizer in buckets (dp_reshardable), which have no names: give "
+            "the names of model.named_parameters() in order with --names, or the model with "
+            "--model, or save it once with --dist-ckpt-optim-fully-reshardable"
+        )
+    return [name.removeprefix("module.") for own in as_lists(names) for name in own]
+
+
+def _from_buckets(
+    folder: Path,
+    buckets: Sequence[_Entry],
+    order: Sequence[str],
+    shapes: Mapping[str, torch.Size],
+    dtypes: Mapping[str, torch.dtype],
+    collected: Collected,
+) -> dict[str, dict[str, None]]:
+    """Take parameters' state out of buckets; gives the keys of each.
+
+    Buckets of a buffer have its parameters in reverse order, each from a multiple of 64 elements
+    on; a bucket ends with a parameter.
+    """
+    of_buffer: dict[tuple[int, str], dict[int, dict[str, _Entry]]] = {}
+    for entry in buckets:
+        found = BUCKET.fullmatch(entry.key)
+        assert found is not None
+        if found["ranks"] != "0":
+            raise CheckpointError(
+                f"{entry.key} is of tensor or pipeline parallel ranks, whose buckets have parts of "
+                f"parameters: save {folder} once with --dist-ckpt-optim-fully-reshardable"
+            )
+        buffer = of_buffer.setdefault((int(found["buffer"]), found["dtype"]), {})
+        buffer.setdefault(int(found["bucket"]), {})[found["key"]] = entry
+    kinds = [dtype for _, dtype in of_buffer]
+    if len(set(kinds)) < len(kinds):
+        raise CheckpointError(
+            f"{folder} has several buffers of {kinds[0]} (of experts, or model chunks), and what "
+            "is in which nobody can tell: save it once with --dist-ckpt-optim-fully-reshardable"
+        )
+    unknown = [name for name in order if name not in shapes]
+    if unknown:
+        raise CheckpointError(f"there is a name {unknown[0]!r}, which {folder} does not have")
+    keys_of: dict[str, dict[str, None]] = {}
+    for (_, dtype), numbered in sorted(of_buffer.items()):
+        left = [name for name in reversed(order) if str(dtypes[name]) == f"torch.{dtype}"]
+        for number, keys in sorted(numbered.items()):
+            size, start = next(iter(keys.values())).shape[0], 0
+            while start < size and left:
+                name = left.pop(0)
+                stop = start + shapes[name].numel()
+                if stop > size:
+                    raise _no_fit(folder, number, name, stop, size)
+                for theirs, entry in keys.items():
+                    own = state_key(name, MASTER if theirs in MAIN else theirs)
+                    chunks = list(_cut(entry, start, stop, tuple(shapes[name])))
+                    collected.add_later(own, shapes[name], entry.dtype, chunks, entry.key)
+                    keys_of.setdefault(name, {})[theirs] = None
+                start = stop if stop == size else -(-stop // ALIGNMENT) * ALIGNMENT
+            if start < size:
+                raise _no_fit(folder, number, "nothing", start, size)
+        if left:
+            raise _no_fit(folder, len(numbered) - 1, left[0], 0, 0)
+    return keys_of
+
+
+def _check_main(folder: Path, name: str, collected: Collected) -> None:
+    """Raise unless a bucket's main parameter is the model's: shapes alone do not tell the order."""
+    model = collected.whole(model_name(name))
+    main = collected.whole(state_key(name, MASTER))
+    if not torch.equal(main.to(model.dtype), model):
+        raise CheckpointError(
+            f"{folder}: what would be {name!r} in its bucket is not what the model has: the names "
+            "are not in the order of model.named_parameters()"
+        )
+
+
+def _no_fit(folder: Path, bucket: int, name: str, stop: int, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: {name!r} would end at {stop} of {size} elements of bucket {bucket}: the names "
+        "are not in the order of model.named_parameters(), or some have no gradients"
+    )
+
+
+def _cut(entry: _Entry, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Any]:
+    """Boxes of a parameter that is at start..stop-1 of a bucket."""
+    for box, read in entry.chunks:
+        first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])
+        done = first - box.offsets[0]
+        for inner in range_boxes(shape, first - start, last - start) if first < last else ():
+            yield inner, partial(_range, read, done, inner.sizes)
+            done += inner.numel

@@ -1,0 +1,168 @@
+"""Names of parameters: where files have numbers, and where names are others here."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from samestep.checkpoint.foreign.safe import read_json
+from samestep.checkpoint.logical import MODEL, state_key
+from samestep.checkpoint.sources import Source, model_name
+from samestep.checkpoint.storage import CheckpointError
+from samestep.groups.routing import without_wrappers
+
+# One list in the order of the optimizer's parameters, or one per group.
+Names = Sequence[str] | Sequence[Sequence[str]]
+HOW = (
+    "give the names of each group's parameters with --names, or the model with --model "
+    "(docs/convert.md says how)"
+)
+# What transformers leaves without weight decay: names, and parameters of norms.
+UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)", re.IGNORECASE)
+Shapes = Mapping[Any, torch.Size | None]
+
+
+def names_in(path: Path) -> list[list[str]]:
+    """The names in a JSON file, as lists; a single list is one list."""
+    found = read_json(path)
+    if isinstance(found, list) and found and all(isinstance(name, str) for name in found):
+        return [found]
+    right = isinstance(found, list) and all(
+        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in found
+    )
+    if not right:
+        raise CheckpointError(f"{path} is no JSON list of names, nor a list of lists of names")
+    return [list(group) for group in found]
+
+
+def as_lists(names: Names) -> list[list[str]]:
+    if names and isinstance(names[0], str):
+        return [[str(name) for name in names]]
+    return [list(group) for group in names]
+
+
+def by_groups(where: object, groups: Sequence[Mapping[str, Any]], names: Names) -> dict[Any, str]:
+    """The name of every number, from lists of names: one of all, or one per group."""
+    lists = as_lists(names)
+    sizes = [len(group["params"]) for group in groups]
+    numbers = [number for group in groups for number in group["params"]]
+    counts = [len(own) for own in lists]
+    if len(lists) == 1 and counts == [len(numbers)]:
+        return dict(zip(sorted(numbers), lists[0], strict=True))
+    if counts != sizes:
+        raise CheckpointError(
+            f"there are groups of {counts} names, and {where} has groups of {sizes} parameters: "
+            "take both from the same model"
+        )
+    return dict(zip(numbers, (name for own in lists for name in own), strict=True))
+
+
+def check_shapes(where: object, names: Mapping[Any, str], shapes: Shapes, known: Shapes) -> None:
+    """Raise if state cannot be that of the parameter of its name; `known` are those by name."""
+    for number, name in names.items():
+        found, wanted = shapes.get(number), known.get(name)
+        if found is not None and wanted is not None and found != wanted:
+            raise CheckpointError(
+                f"{where}: parameter {number} with state of shape {tuple(found)} would be {name!r} "
+                f"of shape {tuple(wanted)}: it stacks parameters or sorts them otherwise; {HOW}"
+            )
+
+
+def groups_of_trainer(model: nn.Module) -> list[list[str]]:
+    """Names as Hugging Face's Trainer sorts them: with weight decay first, then without."""
+    norms = {
+        f"{module}.{name}" if module else name
+        for module, owner in model.named_modules()
+        if isinstance(owner, nn.LayerNorm)
+        for name, _ in owner.named_parameters(recurse=False)
+    }
+    trained = [name for name, param in model.named_parameters() if param.requires_grad]
+    without = [name for name in trained if name in norms or UNDECAYED.search(name)]
+    return [[name for name in trained if name not in without], without]
+
+
+def names_of(model: nn.Module) -> list[str]:
+    return [without_wrappers(n) for n, p in model.named_parameters() if p.requires_grad]
+
+
+# --- other names here ------------------------------------------------------------------------
+
+
+def rename_rule(text: str) -> tuple[str, str]:
+    """`regex=replacement`; split at the last "=", since a regex may have some."""
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals:
+        raise CheckpointError(f"--rename {text!r} is not of the form regex=replacement")
+    return pattern, replacement
+
+
+def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
+    """The same under other names; every rule must fit one, and no two may become the same."""
+    if not rules:
+        return source
+    names = dict.fromkeys(parameter_of(tensor) for tensor in source.tensors)
+    new = {name: name for name in names}
+    for pattern, replacement in rules:
+        try:
+            fitting = [name for name in new if re.search(pattern, new[name])]
+            new |= {name: re.sub(pattern, replacement, new[name]) for name in fitting}
+        except (re.error, IndexError) as error:
+            raise CheckpointError(f"--rename '{pattern}={replacement}': {error}") from None
+        if not fitting:
+            some = ", ".join(list(new.values())[:4])
+            raise CheckpointError(
+                f"--rename '{pattern}={replacement}' fits no name; there are: {some} ..."
+            )
+    seen: dict[str, str] = {}
+    for old, name in new.items():
+        if seen.setdefault(name, old) != old:
+            raise CheckpointError(
+                f"--rename makes {name!r} of both {seen[name]!r} and {old!r}: make the patterns "
+                "narrower"
+            )
+    back: dict[str, str] = {}
+    moved = Source(
+        lambda box: source.read(MetadataIndex(back[box.fqn], box.offset)),
+        extra=source.extra,
+        world_size=source.world_size,
+        left_out=source.left_out,
+        by=source.by,
+    )
+    for tensor, pieces in source.tensors.items():
+        there = _with_name(tensor, new[parameter_of(tensor)])
+        back[there] = tensor
+        moved.tensors[there] = pieces
+        moved.origins[there] = source.origins.get(tensor, tensor)
+    moved.groups = [
+        {
+            "params": [new.get(name, name) for name in group["params"]],
+            "options": _cuts_renamed(group["options"], new),
+        }
+        for group in source.groups
+    ]
+    return moved
+
+
+def _cuts_renamed(options: dict[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
+    """How rows are cut is by name too."""
+    cuts = options.get("split_sizes")
+    if not isinstance(cuts, dict):
+        return options
+    entries = {new.get(name, name): sizes for name, sizes in cuts["entries"].items()}
+    return {**options, "split_sizes": {"entries": entries}}
+
+
+def parameter_of(tensor: str) -> str:
+    """The parameter that a tensor of a checkpoint is, or is the state of."""
+    part, _, rest = tensor.partition(".")
+    return rest if part == MODEL else rest.rpartition(".")[0]
+
+
+def _with_name(tensor: str, name: str) -> str:
+    if tensor.startswith(f"{MODEL}."):
+        return model_name(name)
+    return state_key(name, tensor.rpartition(".")[2])

@@ -1,16 +1,22 @@
 """The command `samestep`: finds the command that was asked for and runs it.
 
 Exit status: 0, it worked; 1, a rank failed or drift was found; 2, it was asked for what cannot be
-done; 130, Ctrl-C.
+done; 130, Ctrl-C; 141, whoever read the output has gone (`samestep --help | head -1`).
+
+Nothing here imports torch until a command runs: help comes from stored pages.
 """
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from io import StringIO, UnsupportedOperation
+from select import POLLERR, POLLHUP, poll
 from types import ModuleType
 from typing import NamedTuple, TextIO
 
-from samestep.launch import RanksFailed, torchrun_rank
+from samestep.tooling.pages import INSTALL, Page, broken_lines, flags_in, stored_pages
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
@@ -83,6 +89,33 @@ EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich", "tyro")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()  # here, where it may fail in peace
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # another pipe than the output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 141
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed it
+            return 141
+        raise
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    try:
+        output = sys.stdout.fileno()
+    except UnsupportedOperation:  # of a test
+        return False
+    watcher = poll()
+    watcher.register(output, 0)
+    return any(event & (POLLERR | POLLHUP) for _, event in watcher.poll(0))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     asked: list[str] = []
     while words and not words[0].startswith("-") and " ".join(asked) not in COMMANDS:
@@ -95,18 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
-        return _fail(2, f'"samestep {name}" needs {error.name}: pip install "samestep[cli]"')
+        return _fail(2, f'"samestep {name}" needs {error.name}: {INSTALL}')
     except BadRequestError as error:
         return _fail(2, str(error)) if _speaks() else 2
-    except RanksFailed as error:
-        return _fail(1, str(error))
     except KeyboardInterrupt:
         return _fail(130, "stopped; nothing was written")
 
 
 def _run(name: str, words: list[str]) -> int:
+    if {"--help", "-h"} & set(words) and (page := stored_pages().get(name)) is not None:
+        return _say(0, page.help if os.environ.get("RANK", "0") == "0" else "", sys.stdout)
     module = import_module(COMMANDS[name].module)
     run: Callable[[object], int | None] = module.run
+    from samestep.launch import RanksFailed, torchrun_rank  # with torch
+
     try:
         torchrun_rank()
     except ValueError as error:
@@ -115,7 +150,27 @@ def _run(name: str, words: list[str]) -> int:
         options = _parse(module, f"samestep {name}", words)
     except SystemExit as shown:  # help, or an error that tyro has explained
         return shown.code if isinstance(shown.code, int) else 2
-    return run(options) or 0
+    try:
+        return run(options) or 0
+    except RanksFailed as error:
+        return _fail(1, str(error))
+
+
+def live_page(name: str) -> Page:
+    """What the command itself says of its options, for the pages that are stored."""
+    module = import_module(COMMANDS[name].module)
+    shown = {}
+    before = os.environ.get("COLUMNS", "")
+    try:
+        for width in ("80", "1000"):  # for people; for `flags_in`
+            os.environ["COLUMNS"] = width
+            text = StringIO()
+            with redirect_stdout(text), suppress(SystemExit):
+                _parse(module, f"samestep {name}", ["--help"])
+            shown[width] = text.getvalue()
+    finally:
+        os.environ["COLUMNS"] = before  # empty is as good as none
+    return Page(COMMANDS[name].help, broken_lines(shown["80"]), flags_in(shown["1000"]))
 
 
 def _parse(module: ModuleType, prog: str, words: list[str]) -> object:
@@ -147,6 +202,8 @@ def _describe(name: str, words: list[str]) -> int:
 
 def _speaks() -> bool:
     """Under torchrun one process says for all what is wrong."""
+    from samestep.launch import torchrun_rank  # with torch
+
     try:
         place = torchrun_rank()
     except ValueError:

@@ -47,7 +47,7 @@ class Options:
         samestep stress --scenario dist_adamw_muon --world-size 4
         samestep stress --continue                  # after Ctrl-C, or worse
         samestep stress --mutants                   # does it catch every known bug?
-        samestep stress --compare A.json B.json     # what changed between two receipts?
+        samestep stress --compare A.json B.json     # what changed between two?
     """
 
     scenario: Annotated[str, arg(metavar="NAME,...|all")] = "all"

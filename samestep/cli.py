@@ -8,6 +8,7 @@ Nothing here imports torch until a command runs: help comes from stored pages.
 
 import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
@@ -16,6 +17,7 @@ from select import POLLERR, POLLHUP, poll
 from types import ModuleType
 from typing import NamedTuple, TextIO
 
+from samestep.launch import RanksFailed, torchrun_rank
 from samestep.tooling.pages import INSTALL, Page, broken_lines, flags_in, stored_pages
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
@@ -41,6 +43,10 @@ COMMANDS = {
     "train": Command(
         "a small GPT in any layout, with checkpoints that any other can go on from",
         "samestep.train.trainer",
+    ),
+    "doctor": Command(
+        "what is on this machine, what would run, and what is broken",
+        "samestep.doctor.command",
     ),
     "mesh": Command(
         "which rank is where on which axis, whom it meets, and whether a model fits",
@@ -82,6 +88,10 @@ COMMANDS = {
         "torch's checkpoints into ours, and back",
         "samestep.checkpoint.convert_command",
     ),
+    "completion": Command(
+        "what makes a shell complete commands, options and their values",
+        "samestep.tooling.completion",
+    ),
 }
 # What samestep[cli] brings and a command may import.
 EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich", "tyro")
@@ -95,7 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise  # another pipe than the output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what is flushed at exit
         return 141
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed it
@@ -126,34 +138,34 @@ def _main(arguments: Sequence[str] | None) -> int:
             return _run(name, words)
         return _describe(name, words)
     except ImportError as error:
+        if error.name == "torch":
+            return _fail(2, f'"samestep {name}" needs torch: pip install torch')
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
         return _fail(2, f'"samestep {name}" needs {error.name}: {INSTALL}')
     except BadRequestError as error:
         return _fail(2, str(error)) if _speaks() else 2
+    except RanksFailed as error:
+        return _fail(1, str(error))
     except KeyboardInterrupt:
         return _fail(130, "stopped; nothing was written")
 
 
 def _run(name: str, words: list[str]) -> int:
     if {"--help", "-h"} & set(words) and (page := stored_pages().get(name)) is not None:
-        return _say(0, page.help if os.environ.get("RANK", "0") == "0" else "", sys.stdout)
+        return _say(0, page.help if _speaks() else "", sys.stdout)
     module = import_module(COMMANDS[name].module)
     run: Callable[[object], int | None] = module.run
-    from samestep.launch import RanksFailed, torchrun_rank  # with torch
-
     try:
         torchrun_rank()
     except ValueError as error:
-        raise BadRequestError(str(error)) from error
+        if name != "doctor":  # which tells what to do about it
+            raise BadRequestError(str(error)) from error
     try:
         options = _parse(module, f"samestep {name}", words)
     except SystemExit as shown:  # help, or an error that tyro has explained
         return shown.code if isinstance(shown.code, int) else 2
-    try:
-        return run(options) or 0
-    except RanksFailed as error:
-        return _fail(1, str(error))
+    return run(options) or 0
 
 
 def live_page(name: str) -> Page:
@@ -191,7 +203,10 @@ def _describe(name: str, words: list[str]) -> int:
     lines = [GROUPS[name], "", f"usage: samestep {name}{' ' * bool(name)}COMMAND ...", ""]
     inside = {key: command for key, command in COMMANDS.items() if key.startswith(name)}
     width = max(map(len, inside))
-    lines += [f"  samestep {key:{width}}  {command.help}" for key, command in inside.items()]
+    below = " " * (width + 13)
+    for key, command in inside.items():
+        line = f"  samestep {key:{width}}  {command.help}"
+        lines += textwrap.wrap(line, 80, subsequent_indent=below)
     lines += ["", "Every command explains its options with --help.", ""]
     if words in (["--help"], ["-h"]):
         return _say(0, "\n".join(lines), sys.stdout)
@@ -202,8 +217,6 @@ def _describe(name: str, words: list[str]) -> int:
 
 def _speaks() -> bool:
     """Under torchrun one process says for all what is wrong."""
-    from samestep.launch import torchrun_rank  # with torch
-
     try:
         place = torchrun_rank()
     except ValueError:

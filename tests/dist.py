@@ -69,23 +69,26 @@ def main() -> int:
     out = parser.parse_args().out
     changed = _git("status", "--porcelain", "--", *SOURCES)
     if changed:
-        print("error: changed since the commit: commit it first, or put it away:", *changed)
-        return 1
+        return _say(1, f"error: not as committed: commit it first, or put it away: {changed}")
     tags = _git("tag", "--points-at", "HEAD")
     wrong = wrong_tags(tags, __version__)
     if wrong:
-        print(f"error: samestep/version.py says {__version__}, and the tag {', '.join(wrong)}")
-        return 1
+        return _say(1, f"error: samestep/version.py says {__version__}, and the tag {wrong[0]}")
     scratch = out / ".scratch"
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         for path in build(out, scratch):
-            print(f"{path}  {path.stat().st_size:,} bytes")
+            _say(0, f"{path}  {path.stat().st_size:,} bytes")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if f"v{__version__}" not in tags:
-        print(f"not a release: the commit has no tag v{__version__} (docs/releasing.md)")
+        _say(0, f"not a release: the commit has no tag v{__version__} (docs/releasing.md)")
     return 0
+
+
+def _say(status: int, text: str) -> int:
+    sys.stdout.write(f"{text}\n")
+    return status
 
 
 if __name__ == "__main__":

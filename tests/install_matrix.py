@@ -89,9 +89,7 @@ class Matrix:
         summary = re.findall(r"(?m)^=*\s*(\d+ (?:passed|failed|error).*?) in ", ran.stdout)
         outcome = "failed" if ran.returncode else "passed"
         detail = summary[-1] if summary else _why(ran)
-        return Cell(
-            python, torch, outcome, detail, time.monotonic() - start, found.stdout.strip()
-        )
+        return Cell(python, torch, outcome, detail, time.monotonic() - start, found.stdout.strip())
 
     def forget(self, *packages: str) -> None:
         """Give back the disk of what the next cell does not need; of all if none is named."""
@@ -130,8 +128,8 @@ def table(cells: list[Cell]) -> str:
     pythons = sorted({cell.python for cell in cells}, key=_number)
     torches = sorted({cell.torch for cell in cells}, key=_number)
     known = {(cell.python, cell.torch): cell for cell in cells}
-    lines = [f"| torch | {' | '.join(f'Python {p}' for p in pythons)} |", "|---|" * (len(pythons) + 1)]
-    lines[1] = "|" + "---|" * (len(pythons) + 1)
+    head = " | ".join(f"Python {python}" for python in pythons)
+    lines = [f"| torch | {head} |", "|" + "---|" * (len(pythons) + 1)]
     notes = []
     for torch in torches:
         row = []
@@ -167,14 +165,15 @@ def main() -> int:
             for python in options.python:
                 cell = matrix.run(python, torch)
                 cells.append(cell)
-                print(f"{json.dumps(cell._asdict())}", flush=True)
+                sys.stdout.write(json.dumps(cell._asdict()) + "\n")
+                sys.stdout.flush()
                 matrix.forget("torch")
             matrix.forget()
     finally:
         matrix.forget()
         shutil.rmtree(matrix.tests, ignore_errors=True)
         (options.out / "cells.json").write_text(json.dumps([c._asdict() for c in cells], indent=1))
-    print(table(cells))
+    sys.stdout.write(table(cells))
     return int(any(cell.outcome == "failed" for cell in cells))
 
 

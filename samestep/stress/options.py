@@ -28,8 +28,8 @@ from samestep.xla import runtime
 Backend = Literal["gloo", "nccl"]
 Carrier = Literal["gloo", "nccl", "xla"]  # what carries the data in the end
 Device = Literal["cpu", "cuda", "xla"]
-# Gradients that come and go, experts, everything that a rule can, a step that must not be taken, and
-# a new start; in whole parameters, in flat buffers with both overlaps, and in DTensors.
+# Gradients that come and go, experts, all that a rule can do, a step that must not be taken, and a
+# new start; in whole parameters, in flat buffers with both overlaps, and in DTensors.
 QUICK: dict[str, Any] = {
     "scenario": "dist_adamw_muon_random,conditional_compute,normuon_cautious,not_finite,"
     "clipped,fused_qkv_groups,resume",

@@ -45,7 +45,7 @@ def broken_lines(text: str, width: int = 80) -> str:
 
 
 def flags_in(text: str) -> dict[str, list[str]]:
-    """The flags that a help of unbroken lines shows, each with its values: `--backend {gloo,nccl}`."""
+    """The flags in a help of unbroken lines, each with its values: `--backend {gloo,nccl}`."""
     found: dict[str, list[str]] = {}
     for flag, values in re.findall(r"(--[a-z][a-z0-9-]*)(?: \{([^}]*)\})?", text):
         choices = values.split(",") if values not in ("", "None") else []  # {None}|INT

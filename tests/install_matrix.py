@@ -3,10 +3,11 @@
     python -m tests.install_matrix --python 3.11 3.14 --torch 2.9 2.13
 
 Each cell is an environment of its own, made by uv (which finds interpreters, or downloads them),
-with torch, the wheel, and a copy of the tests outside of the checkout. It is deleted before the
-next, and one torch's libraries are downloaded once: what is on the disk at a time stays below 12 GB
-with torch's CUDA wheels from PyPI, and below 2 GB with its CPU wheels, which are taken if their
-index can be reached. Prints the table of docs/releasing.md and exits with 1 if a cell has failed.
+with torch, the wheel, and a copy of the tests outside of the checkout: `samestep doctor` must find
+nothing broken, then the core's tests run. It is deleted before the next, and one torch's libraries
+are downloaded once: with torch's CUDA wheels from PyPI less than 12 GB are on the disk at a time,
+and less than 2 GB with its CPU wheels, which are taken if their index can be reached. Prints the
+table of docs/releasing.md, and exits with 1 if a cell has failed.
 """
 
 import argparse
@@ -83,6 +84,9 @@ class Matrix:
         found = self._do([inside, "-W", "ignore", "-c", code])
         if found.returncode:
             return Cell(python, torch, "failed", _why(found))
+        healthy = self._do([inside, "-W", "ignore", "-m", "samestep", "doctor", "--timeout", "300"])
+        if healthy.returncode:
+            return Cell(python, torch, "failed", f"samestep doctor: {healthy.stdout[-300:]}")
         pytest = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations", "0"]
         ran = self._do([*pytest, *(f"tests/{name}.py" for name in CORE)], TESTING)
         (self.folder / f"python{python}_torch{torch}.log").write_text(ran.stdout + ran.stderr)
@@ -118,9 +122,9 @@ def _reached(index: str) -> bool:
 
 
 def _why(done: "subprocess.CompletedProcess[str]") -> str:
-    """The end of what a command has said, in one line."""
-    lines = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    return re.sub(r"\s+", " ", " ".join(lines[-3:]))[-300:]
+    """How what a command has said begins and ends, in one line."""
+    text = " ".join((done.stderr or done.stdout).split())
+    return text if len(text) < 300 else f"{text[:150]} ... {text[-150:]}"
 
 
 def table(cells: list[Cell]) -> str:

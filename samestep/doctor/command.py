@@ -50,7 +50,7 @@ def run(options: Options) -> int:
         if ":" not in options.model:
             raise BadRequestError(f"--model {options.model!r} is not PATH:FACTORY")
         make = named_function(options.model, "--model")
-    found = []
+    found: list[Check] = []
     for check in every(make, options.model or "a GPT of 4 layers", options.timeout):
         if not options.json:
             _show(check, new_area=not found or found[-1].area != check.area)

@@ -84,13 +84,14 @@ def results_table(cases: Sequence[Entry]) -> Table:
         Column("scenario", no_wrap=True),
         Column("steps", justify="right"),
         Column("between ranks\nand layouts", min_width=15),
-        Column("to reference\nadam", justify="right"),
+        Column("reference\nadam", justify="right"),
         Column("\nmuon", justify="right"),
         Column("s", justify="right"),
         title="largest differences, over all samples",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
         pad_edge=False,
+        show_edge=False,
     )
     by_scenario: dict[str, list[Entry]] = {}
     for case in cases:

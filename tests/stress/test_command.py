@@ -152,6 +152,7 @@ def test_the_table_has_room_on_80_columns_and_tells_reasons_once():
     row = next(line for line in lines if "uneven_accumulation_sharded" in line)
     exact = sum(c["status"] == "exact" for c in cases) // 2
     assert f"1000  0 in {exact} layouts" in row
+    assert row.rstrip().endswith(f" {123.4 * len(cases) / 2:.0f}")
     assert "…" not in text.getvalue()
     assert len(next(line for line in lines if "──" in line).rstrip()) <= 80
     assert left_out(cases) == ["[dim]does not apply to hsdp: it needs four ranks[/]"]

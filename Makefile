@@ -1,6 +1,6 @@
 # make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-xla |
-# test-browser | test-integrations | test-peers | clean: everything happens in .venv, what needs XLA in .venv-xla and
-# the trainers of others in .venv-integrations.
+# test-browser | test-integrations | test-peers | pages | dist | test-matrix | clean: everything happens in .venv, what needs
+# XLA in .venv-xla and the trainers of others in .venv-integrations.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-xla xla_receipts \
-	test-browser test-integrations test-peers clean
+	test-browser test-integrations test-peers pages dist test-matrix clean
 
 venv: $(STAMP)
 
@@ -150,9 +150,32 @@ test-peers: venv
 test-integrations: $(INTEGRATIONS)/.installed
 	$(INTEGRATIONS)/bin/python -m tests.integrations.table
 
+# What commands say of themselves (help and completion read it), and the list of all names.
+pages: venv
+	$(PY) -m tests.pages
+	$(PY) -m tests.inventory > tests/.inventory.json
+	mv tests/.inventory.json tests/inventory.json
+
+# sdist and wheel of the commit, into dist/: docs/releasing.md.
+dist: venv
+	$(PY) -m tests.dist --out dist
+
+# The wheel with other versions of torch and Python, an environment each, which is deleted:
+# make test-matrix PYTHONS="3.11 3.14" TORCHES=2.13
+MATRIX := .venv-matrix
+PYTHONS ?= 3.11 3.12 3.13 3.14
+TORCHES ?= 2.9 2.10 2.11 2.12 2.13
+test-matrix: venv $(MATRIX)/.installed
+	$(PY) -m tests.install_matrix --python $(PYTHONS) --torch $(TORCHES) --uv $(MATRIX)/bin/uv
+
+$(MATRIX)/.installed:
+	$(PYTHON) -m venv $(MATRIX)
+	$(MATRIX)/bin/python -m pip install --quiet --disable-pip-version-check uv
+	touch $@
+
 bench: venv
 	$(PY) -m benchmarks.cpu_step --out out/bench
 
 clean:
-	rm -rf $(VENV) $(XLA_VENV) $(INTEGRATIONS) out build *.egg-info .pytest_cache .mypy_cache .ruff_cache \
+	rm -rf $(VENV) $(XLA_VENV) $(INTEGRATIONS) $(MATRIX) out build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache \
 		.hypothesis .coverage

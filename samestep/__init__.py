@@ -1,19 +1,22 @@
-"""samestep: optimizers that keep every rank in step."""
+"""samestep: optimizers that keep every rank in step.
+
+Public names are imported when they are first asked for: torch takes seconds to import, and what
+needs none of it (`samestep --help`, completion in a shell) does not wait for it.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from samestep import presets, recipes
-from samestep.comm.diagnosis.recorder import FlightRecorder
-from samestep.optimizer import AdamW, Muon, MuonAdamW
-from samestep.optimizer.grad_scaler import GradScaler
-from samestep.rules import Rule, Update, register_rule
 from samestep.version import __version__
 
 if TYPE_CHECKING:
-    from samestep import mesh
+    from samestep import mesh, presets, recipes
     from samestep.checkpoint import CheckpointError, async_save, load, save
+    from samestep.comm.diagnosis.recorder import FlightRecorder
     from samestep.integrations import hf
+    from samestep.optimizer import AdamW, Muon, MuonAdamW
+    from samestep.optimizer.grad_scaler import GradScaler
+    from samestep.rules import Rule, Update, register_rule
 
 __all__ = [
     "AdamW",
@@ -34,16 +37,32 @@ __all__ = [
     "register_rule",
     "save",
 ]
+_HOMES = {
+    "samestep.checkpoint": ("CheckpointError", "async_save", "load", "save"),
+    "samestep.comm.diagnosis.recorder": ("FlightRecorder",),
+    "samestep.optimizer": ("AdamW", "Muon", "MuonAdamW"),
+    "samestep.optimizer.grad_scaler": ("GradScaler",),
+    "samestep.rules": ("Rule", "Update", "register_rule"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = {"hf": "samestep.integrations.hf"}  # by another name than their own
 
 
 def __getattr__(name: str) -> Any:
-    """Checkpoints and meshes when asked for: what they need takes torch a second to import."""
-    if name in ("CheckpointError", "async_save", "load", "save"):
-        from samestep import checkpoint
-
-        return getattr(checkpoint, name)
-    if name == "mesh":
-        return import_module("samestep.mesh")
-    if name == "hf":
-        return import_module("samestep.integrations.hf")
+    """A public name from its home, or a module of the package."""
+    if name in _HOME:
+        found = getattr(import_module(_HOME[name]), name)
+        globals()[name] = found  # the next time it is simply there
+        return found
+    module = _MODULES.get(name, f"samestep.{name}")
+    try:
+        if not name.startswith("_"):
+            return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise  # it is there, and something that it needs is not
     raise AttributeError(f"module 'samestep' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,16 +1,24 @@
 """The command `samestep`: finds the command that was asked for and runs it.
 
 Exit status: 0, it worked; 1, a rank failed or drift was found; 2, it was asked for what cannot be
-done; 130, Ctrl-C.
+done; 130, Ctrl-C; 141, whoever read the output has gone (`samestep --help | head -1`).
+
+Nothing here imports torch until a command runs: help comes from stored pages.
 """
 
+import os
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from importlib import import_module
+from io import StringIO, UnsupportedOperation
+from select import POLLERR, POLLHUP, poll
 from types import ModuleType
 from typing import NamedTuple, TextIO
 
 from samestep.launch import RanksFailed, torchrun_rank
+from samestep.tooling.pages import INSTALL, Page, broken_lines, flags_in, stored_pages
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
@@ -35,6 +43,10 @@ COMMANDS = {
     "train": Command(
         "a small GPT in any layout, with checkpoints that any other can go on from",
         "samestep.train.trainer",
+    ),
+    "doctor": Command(
+        "what is on this machine, what would run, and what is broken",
+        "samestep.doctor.command",
     ),
     "mesh": Command(
         "which rank is where on which axis, whom it meets, and whether a model fits",
@@ -76,6 +88,10 @@ COMMANDS = {
         "checkpoints of torch, Megatron, DeepSpeed, dion, ... into ours, and ours into torch's",
         "samestep.checkpoint.convert_command",
     ),
+    "completion": Command(
+        "what makes a shell complete commands, options and their values",
+        "samestep.tooling.completion",
+    ),
 }
 # What samestep[cli] brings and a command may import.
 EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich", "tyro")
@@ -83,6 +99,35 @@ EXTRAS = ("jinja2", "jsonschema", "matplotlib", "rich", "tyro")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
+    try:
+        status = _main(arguments)
+        sys.stdout.flush()  # here, where it may fail in peace
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # another pipe than the output
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # for what is flushed at exit
+        return 141
+    except SystemExit as ended:
+        if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed it
+            return 141
+        raise
+    return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    try:
+        output = sys.stdout.fileno()
+    except UnsupportedOperation:  # of a test
+        return False
+    watcher = poll()
+    watcher.register(output, 0)
+    return any(event & (POLLERR | POLLHUP) for _, event in watcher.poll(0))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     asked: list[str] = []
     while words and not words[0].startswith("-") and " ".join(asked) not in COMMANDS:
@@ -93,9 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(name, words)
         return _describe(name, words)
     except ImportError as error:
+        if error.name == "torch":
+            return _fail(2, f'"samestep {name}" needs torch: pip install torch')
         if error.name is None or error.name.partition(".")[0] not in EXTRAS:
             raise
-        return _fail(2, f'"samestep {name}" needs {error.name}: pip install "samestep[cli]"')
+        return _fail(2, f'"samestep {name}" needs {error.name}: {INSTALL}')
     except BadRequestError as error:
         return _fail(2, str(error)) if _speaks() else 2
     except RanksFailed as error:
@@ -105,17 +152,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, words: list[str]) -> int:
+    if {"--help", "-h"} & set(words) and (page := stored_pages().get(name)) is not None:
+        return _say(0, page.help if _speaks() else "", sys.stdout)
     module = import_module(COMMANDS[name].module)
     run: Callable[[object], int | None] = module.run
     try:
         torchrun_rank()
     except ValueError as error:
-        raise BadRequestError(str(error)) from error
+        if name != "doctor":  # which tells what to do about it
+            raise BadRequestError(str(error)) from error
     try:
         options = _parse(module, f"samestep {name}", words)
     except SystemExit as shown:  # help, or an error that tyro has explained
         return shown.code if isinstance(shown.code, int) else 2
     return run(options) or 0
+
+
+def live_page(name: str) -> Page:
+    """What the command itself says of its options, for the pages that are stored."""
+    module = import_module(COMMANDS[name].module)
+    shown = {}
+    before = os.environ.get("COLUMNS", "")
+    try:
+        for width in ("80", "1000"):  # for people; for `flags_in`
+            os.environ["COLUMNS"] = width
+            text = StringIO()
+            with redirect_stdout(text), suppress(SystemExit):
+                _parse(module, f"samestep {name}", ["--help"])
+            shown[width] = text.getvalue()
+    finally:
+        os.environ["COLUMNS"] = before  # empty is as good as none
+    return Page(COMMANDS[name].help, broken_lines(shown["80"]), flags_in(shown["1000"]))
 
 
 def _parse(module: ModuleType, prog: str, words: list[str]) -> object:
@@ -136,7 +203,10 @@ def _describe(name: str, words: list[str]) -> int:
     lines = [GROUPS[name], "", f"usage: samestep {name}{' ' * bool(name)}COMMAND ...", ""]
     inside = {key: command for key, command in COMMANDS.items() if key.startswith(name)}
     width = max(map(len, inside))
-    lines += [f"  samestep {key:{width}}  {command.help}" for key, command in inside.items()]
+    below = " " * (width + 13)
+    for key, command in inside.items():
+        line = f"  samestep {key:{width}}  {command.help}"
+        lines += textwrap.wrap(line, 80, subsequent_indent=below)
     lines += ["", "Every command explains its options with --help.", ""]
     if words in (["--help"], ["-h"]):
         return _say(0, "\n".join(lines), sys.stdout)

@@ -1,5 +1,7 @@
 """The command `samestep`, up to the point where a command takes over."""
 
+import multiprocessing
+import os
 import re
 import runpy
 import subprocess
@@ -7,6 +9,7 @@ import sys
 import tomllib
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,7 +63,7 @@ def test_version(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sing"], "there is no command 'sing'; there is: stress, train, mesh"),
+        (["sing"], "there is no command 'sing'; there is: stress, train, doctor"),
         (["bench", "sing", "--loud"], "there is no command 'bench sing'"),
         (["crossover"], "there is no command 'crossover'"),
         (["--loud"], "unknown option '--loud'"),
@@ -92,7 +95,7 @@ def test_missing_extras_are_named(capsys, monkeypatch, missing):
     assert cli.main(["bench", "crossover"]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f'error: "samestep bench crossover" needs {missing}')
-    assert err.endswith(': pip install "samestep[cli]"\n')
+    assert err.endswith(': pip install ".[cli]" in a checkout of the repository\n')
     assert cli.main(["--help"]) == 0
 
 
@@ -115,7 +118,7 @@ def test_every_command_is_in_a_group_and_can_be_loaded():
     for name, found in cli.COMMANDS.items():
         assert name.rpartition(" ")[0] in cli.GROUPS
         module = import_module(found.module)
-        assert callable(module.run)
+        assert callable(module.run), name
         assert callable(module.Options)
 
 
@@ -130,8 +133,16 @@ def test_python_m_samestep_and_the_library_need_no_extras():
 import runpy, sys
 sys.modules.update(rich=None, tyro=None, matplotlib=None)
 import samestep
+assert "torch" not in sys.modules
+assert {"MuonAdamW", "save", "hf", "presets"} <= set(dir(samestep))
+import torch
+before = set(sys.modules)
+for name in ("AdamW", "FlightRecorder", "GradScaler", "Muon", "MuonAdamW", "Rule", "presets"):
+    getattr(samestep, name)
+new = sorted(name for name in set(sys.modules) - before if not name.startswith("samestep"))
+assert not new, f"importing takes longer than torch by {new}"
 assert "torch._dynamo" not in sys.modules, "importing takes twice as long"
-import samestep.launch, samestep.bench.crossover
+import samestep.launch.forked, samestep.bench.crossover
 sys.argv[1:] = ["--help"]
 runpy.run_module("samestep", run_name="__main__")
 """
@@ -140,3 +151,90 @@ runpy.run_module("samestep", run_name="__main__")
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "usage: samestep COMMAND" in done.stdout
+
+
+def test_help_and_completion_import_no_torch():
+    code = """
+import sys
+from samestep import cli
+for name in ["", "bench", "bench client", *cli.COMMANDS]:
+    assert cli.main([*name.split(), "--help"]) == 0, name
+assert cli.main(["--version"]) == cli.main(["completion", "bash"]) == 0
+heavy = {"torch", "numpy", "triton", "rich", "tyro", "matplotlib"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=HANG
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in cli.COMMANDS:
+        assert f"usage: samestep {name}" in done.stdout
+    assert max(map(len, done.stdout.partition("_samestep()")[0].splitlines())) <= 80
+
+
+def test_every_public_name_has_a_home():
+    for name in samestep.__all__:
+        assert getattr(samestep, name) is getattr(samestep, name)
+    assert samestep.fsdp is import_module("samestep.fsdp")
+    with pytest.raises(AttributeError, match="has no attribute 'Adamw'"):
+        _ = samestep.Adamw
+
+
+def test_torch_that_is_missing_is_named(capsys, monkeypatch):
+    missing = ModuleNotFoundError("No module named 'torch'", name="torch")
+    monkeypatch.setattr(cli, "_run", Mock(side_effect=missing))
+    assert cli.main(["train"]) == 2
+    assert capsys.readouterr().err == 'error: "samestep train" needs torch: pip install torch\n'
+
+
+def without_a_reader(arguments):
+    """Exit status and errors of a command whose output nobody reads."""
+    read, write = os.pipe()
+    os.close(read)
+    errors, told = os.pipe()
+
+    def be_it():
+        os.dup2(write, 1)
+        os.dup2(told, 2)
+        sys.stdout, sys.stderr = (open(n, "w", closefd=False) for n in (1, 2))  # noqa: SIM115
+        sys.exit(cli.main(arguments))
+
+    process = multiprocessing.get_context("fork").Process(target=be_it)
+    process.start()
+    os.close(write)
+    os.close(told)
+    process.join(HANG)
+    with open(errors) as text:
+        return process.exitcode, text.read()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["stress", "--help"],
+        ["--version"],
+        ["recipes", "--page"],  # writes to the stream
+        ["stress", "--list"],  # through rich
+        ["mesh", "--world-size", "2"],
+    ],
+    ids=" ".join,
+)
+def test_output_that_nobody_reads_ends_a_command_quietly(arguments):
+    assert without_a_reader(arguments) == (141, "")
+
+
+def test_help_into_head_of_a_real_shell():
+    samestep_help = f"{sys.executable} -m samestep train --help"
+    line = f"({samestep_help}; echo $? >&2) | head -c 1"
+    done = subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, cwd=ROOT, timeout=HANG
+    )
+    assert done.stdout == "u"
+    assert done.stderr.strip() in ("0", "141")  # `head` may have read all of it
+
+
+def test_other_broken_pipes_are_no_quiet_end(monkeypatch):
+    monkeypatch.setattr(command, "run", Mock(side_effect=BrokenPipeError("of a rank")))
+    with pytest.raises(BrokenPipeError, match="of a rank"):
+        cli.main(["bench", "crossover"])

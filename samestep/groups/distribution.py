@@ -1,6 +1,6 @@
 """How an optimizer spreads its work over ranks: what the user asked for, as one value."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 import torch
@@ -131,12 +131,10 @@ class Distribution:
             value = getattr(self, key)
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{key} must be a whole number from 1 on, or None, got {value!r}")
-        for key in self.__annotations__:
-            if self.__annotations__[key] is not bool:
-                continue
-            value = getattr(self, key)
-            if type(value) is not bool:
-                raise TypeError(f"{key} must be True or False, got {value!r}")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type is bool and type(value) is not bool:
+                raise TypeError(f"{field.name} must be True or False, got {value!r}")
         if self.two_levels is not None and type(self.two_levels) is not bool:
             raise TypeError(f"two_levels must be True, False or None, got {self.two_levels!r}")
         for key in ("reduce_dtype", "grad_dtype", "block_dtype"):
@@ -254,4 +252,5 @@ class Distribution:
         """What all ranks must have alike, as text."""
         # Each rank has its handles; what a state dict has, and when plans are made, is no plan.
         own = ("process_group", "outer_group", "stage_group", "state_dict_form", "deferred")
-        return [f"{key} = {getattr(self, key)}" for key in self.__annotations__ if key not in own]
+        names = [field.name for field in fields(self) if field.name not in own]
+        return [f"{name} = {getattr(self, name)}" for name in names]

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from samestep.launch.failure import RanksFailed
+
 POLL = 0.002
 START = 300.0  # seconds that ranks have to begin: a hang's limit, which a busy machine may need
 LOOK = 0.05  # for ranks whose own children hide that they have ended
@@ -34,17 +36,6 @@ GRACE = 1.0  # seconds for the other ranks to end by themselves after the first 
 # Loaded before forking, since loading takes locks.
 _libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 _PR_SET_PDEATHSIG = 1
-
-
-class RanksFailed(RuntimeError):  # noqa: N818
-    """Some ranks raised, died or did not finish; ``reports`` says what each of them did."""
-
-    def __init__(self, world_size: int, reports: dict[int, str]) -> None:
-        self.reports = reports  # in the order in which the failures were noticed
-        returned = [rank for rank in range(world_size) if rank not in reports]
-        head = f"{len(reports)} of {world_size} ranks failed; ranks that returned: {returned}"
-        parts = [f"--- rank {rank} {report.rstrip()}" for rank, report in reports.items()]
-        super().__init__("\n".join([head, *parts]))
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,7 @@ def step_coefficients(
     """
     own = coefficients is not None
     table = POLYNOMIALS[method].coefficients if coefficients is None else coefficients
-    if isinstance(table[0], float | int):
+    if isinstance(table[0], (float, int)):  # torch 2.9 cannot compile `float | int`
         table = [cast("Coefficients", tuple(table))]
     triples = cast("Sequence[Coefficients]", table)
     if steps is None:

@@ -25,6 +25,7 @@ from samestep.stress.display import (
     closing_sentence,
     findings_lines,
     known_table,
+    left_out,
     mutants_table,
     results_table,
 )
@@ -57,6 +58,7 @@ def run(options: Options) -> int:
         console.print(known_table())
         return 0
     options.check()
+    options = options.quickened()
     return Session(options, torchrun_rank(), console).run()
 
 
@@ -259,6 +261,8 @@ class Session:
     def _show(self, verdict: str, cases: Sequence[Entry]) -> None:
         if cases:
             self.console.print(results_table(cases))
+            for line in left_out(cases):
+                self.console.print(line)
         if self.mutants:
             self.console.print(mutants_table(self.mutants))
         self.console.print(closing_sentence(verdict, cases, self.mutants))

@@ -1,5 +1,6 @@
 """What `samestep stress` shows: progress while it runs, tables at its end."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,14 @@ from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST
 
 Entry = Mapping[str, Any]  # a case as the receipt has it
 MARKS = {"failed": "[bold red]FAILED[/]", "interrupted": "[dim]stopped[/]"}
+LINE_EVERY = 10.0  # seconds between lines in a log
 
 
 class Display(Progress):
-    """Two lines while cases run: how many are done, and how far the present one is."""
+    """Two lines while cases run: how many are done, and how far the present one is.
+
+    Where the output is no terminal but a log, a line of it now and then.
+    """
 
     def __init__(self, console: Console, total: int, what: str) -> None:
         columns = (
@@ -38,30 +43,55 @@ class Display(Progress):
         super().__init__(*columns, console=console, transient=True, refresh_per_second=4)
         self._all = self.add_task(what, total=total)
         self._one = self.add_task("")
+        self._what, self._begun, self._told = what, 0.0, 0.0
+
+    def start(self) -> None:
+        super().start()
+        self._begun = self._told = time.monotonic()
+        if not self.console.is_terminal:
+            self.console.print(f"{self._what} ...", soft_wrap=True)
 
     def step(self, case: Case, step: int, worst: float) -> None:
         text = f"{case.scenario} · {case.layout} · largest difference {worst:.3g}"
         self.update(self._one, description=text, completed=step, total=case.steps)
+        self._log(f"{case.scenario} · {case.layout} · step {step}")
 
     def begin(self, text: str) -> None:
         """Something without steps."""
         self.update(self._one, description=text, completed=0, total=None)
+        self._log(text)
 
     def done(self, count: int = 1) -> None:
         self.advance(self._all, count)
 
+    def _log(self, text: str) -> None:
+        """A line, if it is time for one; also of ranks that show nothing: they never start."""
+        now = time.monotonic()
+        if self.console.is_terminal or not self._begun or now - self._told < LINE_EVERY:
+            return
+        self._told = now
+        whole = self.tasks[0]
+        done = f"{whole.completed:.0f} of {whole.total:.0f} after {now - self._begun:.0f} s"
+        self.console.print(f"{done} · {escape(text)}", soft_wrap=True)
+
 
 def results_table(cases: Sequence[Entry]) -> Table:
-    """Per scenario: the differences that should be 0, and the distance to the reference."""
+    """Per scenario: the differences that should be 0, and the distance to the reference.
+
+    Has room on 80 columns; what does not apply stands below it (`left_out`).
+    """
     table = Table(
         Column("scenario", no_wrap=True),
         Column("steps", justify="right"),
-        "between ranks and layouts",
-        Column("from the reference\nadam", justify="right"),
+        Column("between ranks\nand layouts", min_width=15),
+        Column("reference\nadam", justify="right"),
         Column("\nmuon", justify="right"),
         Column("s", justify="right"),
         title="largest differences, over all samples",
         box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
     )
     by_scenario: dict[str, list[Entry]] = {}
     for case in cases:
@@ -84,14 +114,23 @@ def _summary(cases: Sequence[Entry]) -> str:
             parts.append(f"[yellow]{case['layout']} {largest:.1e}[/]")
         elif case["status"] in MARKS:
             parts.append(f"{case['layout']} {MARKS[case['status']]}")
-    reasons: dict[str, list[str]] = {}
+    return ", ".join(parts) or "[dim]does not apply[/]"
+
+
+def left_out(cases: Sequence[Entry]) -> list[str]:
+    """Why cases do not apply: a line for each reason, with the layouts and scenarios it is for."""
+    scenarios = list(dict.fromkeys(case["scenario"] for case in cases))
+    reasons: dict[str, list[Entry]] = {}
     for case in cases:
         if case["status"] == "does_not_apply":
-            reasons.setdefault(case["reason"], []).append(case["layout"])
-    for reason, layouts in reasons.items():
-        whom = ", ".join(layouts) if len(layouts) < 3 else f"{len(layouts)} others"
-        parts.append(f"[dim]does not apply to {whom}: {reason}[/]")
-    return ", ".join(parts)
+            reasons.setdefault(case["reason"], []).append(case)
+    lines = []
+    for reason, alike in reasons.items():
+        layouts = ", ".join(dict.fromkeys(case["layout"] for case in alike))
+        of = list(dict.fromkeys(case["scenario"] for case in alike))
+        where = "" if len(of) == len(scenarios) > 1 else f" in {', '.join(of)}"
+        lines.append(f"[dim]does not apply to {layouts}{where}: {reason}[/]")
+    return lines
 
 
 def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:

@@ -240,7 +240,15 @@ for _name, _story, _options, _sizes in _SPMD:
 LAYOUT_SETS: dict[str, tuple[str, ...]] = {
     "copies": ("one_process", *(name for name, *_ in _COPIES)),
     "xla": tuple(name for name, *_ in _SPMD),
-}
+    "quick": (
+        "one_process",
+        "none",
+        "zero2_overlap",
+        "flat_gather_overlap",
+        "fsdp2_parallel",
+        "tp_fsdp2",
+    ),
+}  # fmt: skip
 
 
 def table_of_copies() -> str:

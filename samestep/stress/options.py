@@ -3,7 +3,7 @@
 import copy
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -28,6 +28,16 @@ from samestep.xla import runtime
 Backend = Literal["gloo", "nccl"]
 Carrier = Literal["gloo", "nccl", "xla"]  # what carries the data in the end
 Device = Literal["cpu", "cuda", "xla"]
+# Gradients that come and go, experts, all that a rule can do, a step that must not be taken, and a
+# new start; in whole parameters, in flat buffers with both overlaps, and in DTensors.
+QUICK: dict[str, Any] = {
+    "scenario": "dist_adamw_muon_random,conditional_compute,normuon_cautious,not_finite,"
+    "clipped,fused_qkv_groups,resume",
+    "layout": "quick",
+    "steps": 20,
+    "sample_every": 10,
+    "lanes": 2,
+}
 MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 
 
@@ -44,12 +54,15 @@ class Options:
     and with a float64 reference within tolerances. Ranks are started here, or joined if torchrun
     has started them. Exit status: 0, clean; 1, drift, divergence or a hang; 2, cannot be done.
 
+        samestep stress --quick                     # half a minute
         samestep stress --scenario dist_adamw_muon --world-size 4
         samestep stress --continue                  # after Ctrl-C, or worse
         samestep stress --mutants                   # does it catch every known bug?
-        samestep stress --compare A.json B.json     # what changed between two receipts?
+        samestep stress --compare A.json B.json     # what changed between two?
     """
 
+    quick: bool = False
+    """The cases that tell most, for a few steps; what is asked beside it is kept."""
     scenario: Annotated[str, arg(metavar="NAME,...|all")] = "all"
     """What happens to the gradients; --list shows all."""
     layout: Annotated[str, arg(metavar="NAME|all|copies")] = "all"
@@ -107,6 +120,11 @@ class Options:
             raise BadRequestError(
                 "--mutants have scenarios, layouts and ranks of their own: leave these options out"
             )
+        if self.quick and (self.mutants or self.device == "xla" or self.model != "tiny"):
+            raise BadRequestError(
+                "--quick has scenarios and layouts of its own: leave it out with --mutants, "
+                "--device xla and --model"
+            )
         if self.mutants and self.goes_on:
             raise BadRequestError("--continue is for scenarios: leave it out with --mutants")
         self._check_xla()
@@ -114,6 +132,14 @@ class Options:
             self.backend == "nccl" or self.device == "cuda" or self.model != "tiny"
         ):
             raise BadRequestError("--mutants run on gloo, on CPU and on their own models")
+
+    def quickened(self) -> "Options":
+        """With --quick as what it stands for: receipts then say what was run."""
+        if not self.quick:
+            return self
+        usual = {field.name: field.default for field in fields(self)}
+        quick = {name: value for name, value in QUICK.items() if getattr(self, name) == usual[name]}
+        return replace(self, **quick)
 
     def _check_xla(self) -> None:
         """One program knows other layouts than ranks do."""

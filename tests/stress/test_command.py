@@ -11,27 +11,33 @@ import time
 from contextlib import redirect_stdout, suppress
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import samestep
 from samestep import cli
-from samestep.stress import command
-from samestep.stress.campaign import CaseResult, MutantResult
+from samestep.stress import command, display
+from samestep.stress.campaign import Case, CaseResult, MutantResult
+from samestep.stress.command import Session
+from samestep.stress.display import Display, left_out, results_table
 from samestep.stress.judge import Finding
-from samestep.stress.layouts import LAYOUTS
+from samestep.stress.layouts import LAYOUTS, layout_named
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.options import own_model
+from samestep.stress.options import Options, own_model
 from samestep.stress.rank import Ending
 from samestep.stress.ranks import TorchrunRanks
 from samestep.stress.receipt import check_receipt
+from samestep.stress.scenarios import scenario_named
 from samestep.tooling.signals import Stopped, stopped_once
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
+from tests.stress import example_receipt
 from tests.stress.forked_command import running
 
 QUICK = ["stress", "--scenario", "dist_adamw_muon", "--steps", "4", "--sample-every", "2"]
@@ -102,6 +108,82 @@ def test_table_and_files(result):
     assert max(map(len, result.shown.splitlines())) <= 80 + len(str(result.out))
     assert sorted(path.name for path in result.out.iterdir()) == ["receipt.json", "report.html"]
     assert "dist_adamw_muon" in (result.out / "report.html").read_text()
+
+
+def test_what_quick_stands_for():
+    usual = Options(quick=True).quickened()
+    assert (usual.layout, usual.steps, usual.sample_every) == ("quick", 20, 10)
+    asked = Options(quick=True, scenario="clipped", steps=3, world_size=4).quickened()
+    assert (asked.scenario, asked.layout, asked.steps) == ("clipped", "quick", 3)
+    assert Options(steps=7).quickened() == Options(steps=7)
+    cases = Session(usual, None, Console()).cases()
+    assert len(cases) == 7 * 6
+    kinds = {layout_named(case.layout).parameters for case in cases}
+    assert {"plain", "fsdp2", "tp_fsdp2"} <= kinds
+    assert not [case for case in cases if _reason_against(case)]
+
+
+def _reason_against(case):
+    return layout_named(case.layout).reason_against(scenario_named(case.scenario), case.world)
+
+
+def test_quick_beside_what_it_is(capsys):
+    for words in (["--mutants"], ["--model", "gpt"]):
+        assert cli.main(["stress", "--quick", *words]) == 2
+        assert "--quick has scenarios and layouts of its own" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not SOAK, reason="takes 20 s: `make soak` runs it")
+def test_quick_is_clean(tmp_path, capsys):
+    assert cli.main(["stress", "--quick", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "All 42 cases are clean: every difference is exactly 0." in shown
+    assert max(map(len, shown.splitlines()[:-1])) <= 80
+
+
+def test_the_table_has_room_on_80_columns_and_tells_reasons_once():
+    receipt = example_receipt.dense()
+    for case in receipt["cases"]:
+        case["seconds"], case["steps"] = 123.4, 1000
+    cases = receipt["cases"]
+    text = StringIO()
+    Console(file=text, width=80).print(results_table(cases))
+    lines = text.getvalue().splitlines()
+    row = next(line for line in lines if "uneven_accumulation_sharded" in line)
+    exact = sum(c["status"] == "exact" for c in cases) // 2
+    assert f"1000  0 in {exact} layouts" in row
+    assert row.rstrip().endswith(f" {123.4 * len(cases) / 2:.0f}")
+    assert "…" not in text.getvalue()
+    assert len(next(line for line in lines if "──" in line).rstrip()) <= 80
+    assert left_out(cases) == ["[dim]does not apply to hsdp: it needs four ranks[/]"]
+    few = left_out([case for case in cases if case["scenario"] == "dist_adamw_muon"])
+    assert few == ["[dim]does not apply to hsdp in dist_adamw_muon: it needs four ranks[/]"]
+
+
+def test_a_log_has_a_line_now_and_then(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    case = Case("clipped", "zero1", 2, 20, 10)
+    log, screen = StringIO(), StringIO()
+    silent = Display(Console(file=log, force_terminal=False), 5, "never begun")
+    silent.step(case, 10, 0.0)
+    with (
+        Display(Console(file=log, force_terminal=False), 5, "5 cases") as lines,
+        Display(Console(file=screen, force_terminal=True), 5, "5 cases") as bars,
+    ):
+        for seconds in (4.0, 4.0, 4.0, 1.0, 20.0):
+            now[0] += seconds
+            for each in (lines, bars):
+                each.done()
+                each.step(case, int(now[0]), 0.0)
+    assert log.getvalue().split("\n") == [
+        "5 cases ...",
+        "3 of 5 after 12 s · clipped · zero1 · step 112",
+        "5 of 5 after 33 s · clipped · zero1 · step 133",
+        "",
+        "",
+    ]
+    assert "after 12 s" not in screen.getvalue()
 
 
 def test_two_receipts_are_compared(result, tmp_path, capsys):

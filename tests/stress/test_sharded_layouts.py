@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from samestep.stress.campaign import Campaign, Case
-from samestep.stress.display import closing_sentence, results_table
+from samestep.stress.display import closing_sentence, left_out, results_table
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import case_entry
@@ -95,7 +95,9 @@ def test_what_does_not_apply_is_told_and_not_run():
     ]
     text = io.StringIO()
     Console(file=text, width=200).print(results_table(list(map(case_entry, results))))
-    assert "does not apply to ep_fsdp2: each rank begins with its own part" in text.getvalue()
+    assert "0 in 1 layout" in text.getvalue()
+    (reason,) = left_out(list(map(case_entry, results)))
+    assert "does not apply to ep_fsdp2 in different_start: each rank begins with its own" in reason
     assert closing_sentence("clean", list(map(case_entry, results)), []) == (
         "[green]All 1 cases are clean: every difference is exactly 0.[/]"
     )

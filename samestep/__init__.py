@@ -13,7 +13,7 @@ from samestep.version import __version__
 if TYPE_CHECKING:
     from samestep import mesh
     from samestep.checkpoint import CheckpointError, async_save, load, save
-    from samestep.integrations import hf
+    from samestep.integrations import hf, torchtitan
 
 __all__ = [
     "AdamW",
@@ -33,6 +33,7 @@ __all__ = [
     "recipes",
     "register_rule",
     "save",
+    "torchtitan",
 ]
 
 
@@ -44,6 +45,6 @@ def __getattr__(name: str) -> Any:
         return getattr(checkpoint, name)
     if name == "mesh":
         return import_module("samestep.mesh")
-    if name == "hf":
-        return import_module("samestep.integrations.hf")
+    if name in ("hf", "torchtitan"):
+        return import_module(f"samestep.integrations.{name}")
     raise AttributeError(f"module 'samestep' has no attribute {name!r}")

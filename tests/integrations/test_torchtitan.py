@@ -47,3 +47,50 @@ def test_a_resumed_run_is_the_run_without_a_break(world, tmp_path):
     for found in results:
         assert_same(found, results[0])
     assert len(results[0]) == 45
+
+
+def test_two_ranks_go_on_as_one_does(tmp_path):
+    """From a file of one rank. Gradients are averaged once, and clipped once, by the joint norm."""
+    (expected,) = run_trainers(1, lambda _: weights(trained(tmp_path)))
+
+    def go_on(**changes):
+        return weights(
+            trained(tmp_path, checkpoint__load_step=3, checkpoint__load_only=True, **changes)
+        )
+
+    for found in run_trainers(2, lambda _: go_on()):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=2e-5), name
+    # It would not be seen if data or clipping did not matter.
+    for changes in {"rows": 1}, {"training__max_norm": 1e9}:
+        (other,) = run_trainers(1, lambda _, changes=changes: go_on(**changes))
+        assert not torch.allclose(other["lm_head.weight"], expected["lm_head.weight"], atol=1e-3)
+
+
+PIPELINE = {
+    "parallelism__pipeline_parallel_degree": 2,
+    "parallelism__num_pp_microbatches": 2,
+}
+
+
+def test_a_pipeline_with_two_parts_on_each_rank(tmp_path):
+    """It goes on with what one rank has saved, resumes, and trains what one rank trains."""
+    (expected,) = run_trainers(1, lambda _: weights(trained(tmp_path)))
+
+    def job(rank):
+        straight = trained(
+            tmp_path, checkpoint__load_step=3, checkpoint__interval=1, **PIPELINE
+        )
+        assert len(straight.model_parts) == len(straight.optimizers) == 2
+        assert all(opt._rank_group is None for opt in straight.optimizers)
+        again = trained(tmp_path, checkpoint__load_step=4, checkpoint__load_only=True, **PIPELINE)
+        assert_same(weights(again), weights(straight))
+        assert_same(state(again), state(straight))
+        return weights(straight)
+
+    here, there = run_trainers(2, job)
+    assert not here.keys() & there.keys()
+    found = here | there
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=0, atol=2e-5), name

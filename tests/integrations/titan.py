@@ -2,7 +2,8 @@
 
 What is put in the place of what a CPU lacks: statistics of a device's memory, and causal attention
 in torch for FlexAttention, whose backward needs a GPU. Model, FSDP2, pipeline, loss, clipping,
-schedules, checkpoints and the training loop are torchtitan's.
+schedules, checkpoints and the training loop are torchtitan's. Its backend "spmd_types" wants a later
+FSDP2 than that of torch 2.13, so this is "partial_dtensor".
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 import torch._utils
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import scaled_dot_product_attention
 
 import samestep
@@ -76,14 +78,15 @@ try:
         import torchtitan.tools.utils
     from torchtitan import trainer as of_titan
     from torchtitan.components.data.loader import BaseDataLoader
-    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.common import attention
     from torchtitan.models.llama3 import model_registry
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
 except ImportError as error:
     pytest.skip(f"torchtitan of TORCHTITAN_PATH: {error}", allow_module_level=True)
 
 assert torchtitan.tools.utils.device_type == "cpu"
-FlexAttention._compiled_flex_attn = staticmethod(_causal)
+attention.FlexAttention._compiled_flex_attn = staticmethod(_causal)
+attention._compiled_create_block_mask = attention.create_block_mask  # compiling takes longer
 of_titan.dist_utils.set_pg_timeouts = lambda **_: None  # NCCL's
 of_titan.time = SimpleNamespace(sleep=lambda _: None, perf_counter=of_titan.time.perf_counter)
 
@@ -98,21 +101,20 @@ class Tokens(BaseDataLoader):
         pass
 
     def __init__(self, config: Any, *, dp_world_size: int, dp_rank: int, **_: Any) -> None:
-        self.next, self.turns = dp_rank, dp_world_size
-        self.key = f"next_{dp_rank}"
+        self.seen, self.rank, self.ranks = 0, dp_rank, dp_world_size
 
     def __iter__(self) -> Any:
         while True:
-            generator = torch.Generator().manual_seed(self.next)
+            generator = torch.Generator().manual_seed(self.seen + self.rank)
             tokens = torch.randint(0, 2048, (ROW + 1,), generator=generator)
-            self.next += self.turns
+            self.seen += self.ranks
             yield {"input": tokens[:-1], "positions": torch.arange(ROW)}, tokens[1:]
 
     def state_dict(self) -> dict[str, int]:
-        return {self.key: self.next}
+        return {"seen": self.seen}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state[self.key]
+        self.seen = state["seen"]
 
 
 def trainer(folder: Any, options: Any = None, *, rows: int = 2, **changes: Any) -> Any:
@@ -132,11 +134,16 @@ def trainer(folder: Any, options: Any = None, *, rows: int = 2, **changes: Any) 
     config.validator.enable = False
     config.dump_folder = str(folder)
     config.hf_assets_path = f"{PATH}/tests/assets/tokenizer"
+    config.parallelism.spmd_backend = "partial_dtensor"
     config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
     for name, value in changes.items():
         section, _, key = name.partition("__")
         setattr(getattr(config, section), key, value)
-    return config.build()
+    made = config.build()
+    for module in (module for part in made.model_parts for module in part.modules()):
+        if isinstance(module, FSDPModule):  # gloo has no sums with a factor
+            module.set_force_sum_reduction_for_comms(True)
+    return made
 
 
 def trained(folder: Any, *arguments: Any, **changes: Any) -> Any:

@@ -9,18 +9,14 @@ The container is built after torchtitan has sharded the model, so there is nothi
 torchtitan clips and averages gradients, schedules rates and saves by itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from samestep.groups.param_groups import name_matches
-from samestep.groups.routing import Matcher, Overrides, routable, without_wrappers
-
-
-
-# 3-D stacks (experts, out, in) of its mixture of experts.
-EXPERT_STACKS = ("w1_EFD", "w2_EDF", "w3_EFD")
+from samestep.groups.param_groups import Group
+from samestep.groups.routing import routable, without_wrappers
+from samestep.recipes.recipe import Line, fused, gate, stack
 
 
 def optimizers(**options: Any) -> Any:
@@ -33,47 +29,45 @@ def optimizers(**options: Any) -> Any:
     return Optimizers.Config(options=options)
 
 
-def known_overrides(part: nn.Module, own: Overrides | None = None) -> dict[Matcher, dict[str, Any]]:
-    """What torchtitan's modules say of their parameters, under what a user says.
+def recipe(part: nn.Module) -> dict[str, Group]:
+    """What torchtitan's modules say of their parameters, as `MuonAdamW(recipe=)` takes it.
 
-    Query, key and value rows of `FusedQKVLinear` are three matrices, a few rows of each in every
-    group of heads; `GroupedExperts` are stacks of matrices; a router is none.
+    `part`: a model, or one part of a pipeline.
     """
-    found: dict[Matcher, dict[str, Any]] = {key: dict(value) for key, value in (own or {}).items()}
-    here = {parameter.name: parameter.param for parameter in routable(part).parameters}
+    here = {parameter.name for parameter in routable(part).parameters}
+    found: dict[str, Group] = {}
     for path, module in part.named_modules():
-        for name, options in _of_module(without_wrappers(path), module).items():
+        for line in _lines(module):
+            name = ".".join(filter(None, (without_wrappers(path), line.pattern)))
             if name in here:
-                said = _said(name, here[name], own or {})
-                rest = {key: value for key, value in options.items() if key not in said}
-                if rest and name not in found:
-                    found[name] = rest
+                found[name] = {**line.options, "reason": f"torchtitan: {line.reason}"}
     return found
 
 
-def _of_module(path: str, module: nn.Module) -> dict[str, dict[str, Any]]:
-    # By name: importing a model's modules would import all of torchtitan.
+def _lines(module: nn.Module) -> Iterator[Line]:
+    """Of the parameters of a module, by their names in it."""
+    # By name: to import its classes would be to import all of torchtitan.
     kinds = {kind.__name__ for kind in type(module).__mro__}
-    within: Any = module
+    own: Any = module
     if "FusedQKVLinear" in kinds:
-        size = within.head_dim
-        groups = within.wqkv.out_features // (within.r_dim * size)
-        split = f"interleaved:{within.heads_per_kv * size}+{size}+{size}x{groups}"
-        return {f"{path}.wqkv.weight": {"split_sizes": split}}
-    if "GroupedExperts" in kinds:
-        return {f"{path}.{name}": {"rule": "muon"} for name in EXPERT_STACKS}
+        size = own.head_dim
+        groups = own.wqkv.out_features // (own.r_dim * size)
+        split = f"interleaved:{own.heads_per_kv * size}+{size}+{size}x{groups}"
+        yield fused("wqkv.weight", "query, key, value of each group", split)
+    if hasattr(module, "wkv_a") and hasattr(module, "wkv_b"):  # latent attention
+        heads, parts = own.n_heads, (own.qk_nope_head_dim, own.v_head_dim)
+        yield fused("wq_b.weight", "queries of each head", f"heads:{heads}")
+        yield fused("wkv_b.weight", "keys, values of each head", parts * heads)
+        sizes = (own.kv_lora_rank, own.qk_rope_head_dim)
+        yield fused("wkv_a.weight", "latent, rotary key", sizes)
+    if "GptOssGroupedExperts" in kinds:
+        rows = own.mlp2_weight_EDF.shape[-1]
+        yield stack("mlp1_weight_EGD", "experts: gate, up, in turn", f"interleaved:2x{rows}")
+        yield stack("mlp2_weight_EDF", "experts")
+        for name in ("mlp1_bias_EG", "mlp2_bias_ED"):
+            yield Line(name, "biases of experts", {"rule": "adamw", "role": "scalar"})
+    elif "GroupedExperts" in kinds:
+        for name in ("w1_EFD", "w2_EDF", "w3_EFD"):  # (experts, out, in)
+            yield stack(name, "experts")
     if "TokenChoiceTopKRouter" in kinds:
-        return {f"{path}.gate.weight": {"rule": "adamw"}}
-    return {}
-
-
-def _said(name: str, param: Tensor, own: Overrides) -> set[str]:
-    """The keys that a user gives a parameter."""
-    return {key for matcher, options in own.items() if means(matcher, name, param) for key in options}
-
-
-def means(matcher: Matcher, name: str, param: Tensor) -> bool:
-    """Whether a pattern or predicate selects a parameter."""
-    if isinstance(matcher, str):
-        return name_matches(name, matcher)
-    return bool(matcher(name, param))
+        yield gate("gate.weight", "a router")

@@ -12,8 +12,9 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import gather_texts
-from samestep.groups.routing import routable
-from samestep.integrations.torchtitan import Overrides, known_overrides, means
+from samestep.groups.param_groups import name_matches
+from samestep.groups.routing import Matcher, Overrides, routable
+from samestep.integrations.torchtitan import recipe
 from samestep.optimizer.muon_adamw import MuonAdamW
 from samestep.placements.registry import mesh_of
 
@@ -47,14 +48,16 @@ class Optimizers(OptimizersContainer):
         if any(group is not None for group in groups):
             _refuse_typos(asked, model_parts)
         for part, group in zip(model_parts, groups, strict=True):
-            own = asked if group is None else _about(part, asked)
-            stage = {} if group is None else {"process_group": group}
-            self.optimizers.append(
-                MuonAdamW(part, overrides=known_overrides(part, own), **{**stage, **options})
-            )
+            own = {"recipe": recipe(part), "overrides": asked}
+            if group is not None:
+                own |= {"process_group": group, "overrides": _about(part, asked)}
+            self.optimizers.append(MuonAdamW(part, **{**own, **options}))
         # The container is an optimizer itself, for hooks.
         params = [
-            param for each in self.optimizers for group in each.param_groups for param in group["params"]
+            param
+            for each in self.optimizers
+            for group in each.param_groups
+            for param in group["params"]
         ]
         Optimizer.__init__(self, params, {})
 
@@ -96,7 +99,7 @@ def _refuse(config: Optimizers.Config) -> None:
         raise ValueError(
             'implementation="fused_opt_states_bf16" is for torch\'s AdamW: say '
             'options={"state_dtypes": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}}, '
-            "for momenta of Muon \"momentum\" too"
+            'for momenta of Muon "momentum" too'
         )
     if config.options.get("max_grad_norm") is not None:
         raise ValueError(
@@ -123,11 +126,13 @@ def _ranks_of(part: nn.Module) -> dist.ProcessGroup | None:
 def _about(part: nn.Module, asked: Overrides) -> Overrides:
     """Overrides of a part: others may be about other stages."""
     here = routable(part).parameters
-    return {
-        matcher: options
-        for matcher, options in asked.items()
-        if any(means(matcher, name, param) for name, param, _ in here)
-    }
+
+    def is_about(matcher: Matcher) -> bool:
+        if isinstance(matcher, str):
+            return any(name_matches(name, matcher) for name, _, _ in here)
+        return any(matcher(name, param) for name, param, _ in here)
+
+    return {matcher: options for matcher, options in asked.items() if is_about(matcher)}
 
 
 def _refuse_typos(asked: Overrides, parts: Sequence[nn.Module]) -> None:

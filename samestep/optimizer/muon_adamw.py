@@ -147,7 +147,8 @@ class MuonAdamW(RuleOptimizer):
         preset: "torch", "keller", "moonlight" or "nanochat": the defaults of that recipe.
         recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
             "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
-            None: none. Overrides win over it.
+            what `samestep.recipes.known_of` gives, by name of a parameter; None: none. Overrides
+            win over it.
         overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
@@ -166,7 +167,7 @@ class MuonAdamW(RuleOptimizer):
         lr: float | Tensor | None = None,
         *,
         preset: str | None = None,
-        recipe: str | None = "auto",
+        recipe: str | Mapping[str, Group] | None = "auto",
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
         **options: Unpack[MuonAdamWOptions],

@@ -2,8 +2,10 @@
 
 What is put in the place of what a CPU lacks: statistics of a device's memory, and causal attention
 in torch for FlexAttention, whose backward needs a GPU. Model, FSDP2, pipeline, loss, clipping,
-schedules, checkpoints and the training loop are torchtitan's. Its backend "spmd_types" wants a later
-FSDP2 than that of torch 2.13, so this is "partial_dtensor".
+schedules, checkpoints and the training loop are torchtitan's.
+
+It is written for a later torch than 2.13: its backend "spmd_types" wants another FSDP2, so this is
+"partial_dtensor"; and its pipelines hand micro-batches to torch's schedules, so `_step` does.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -53,9 +56,7 @@ class _CpuModule(ModuleType):
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, *, scale: Any, enable_gqa: bool, **_: Any) -> Any:
-    out = scaled_dot_product_attention(
-        q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa
-    )
+    out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=enable_gqa)
     return out, None
 
 
@@ -143,7 +144,17 @@ def trainer(folder: Any, options: Any = None, *, rows: int = 2, **changes: Any) 
     for module in (module for part in made.model_parts for module in part.modules()):
         if isinstance(module, FSDPModule):  # gloo has no sums with a factor
             module.set_force_sum_reduction_for_comms(True)
+    if made.parallel_dims.pp_enabled:
+        made.pp_schedule.step = partial(_step, made.pp_schedule)
     return made
+
+
+def _step(schedule: Any, *, return_outputs: bool, **microbatches: Any) -> None:
+    """`step` of torch's schedules for inputs that are cut already."""
+    for stage in schedule._stages:
+        stage.has_backward = True
+        stage.clear_runtime_states()
+    schedule._step_microbatches(**microbatches, return_outputs=return_outputs)
 
 
 def trained(folder: Any, *arguments: Any, **changes: Any) -> Any:

@@ -99,7 +99,7 @@ def _refuse(config: Optimizers.Config) -> None:
         raise ValueError(
             'implementation="fused_opt_states_bf16" is for torch\'s AdamW: say '
             'options={"state_dtypes": {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}}, '
-            'for momenta of Muon "momentum" too'
+            'and "momentum_buffer" for Muon'
         )
     if config.options.get("max_grad_norm") is not None:
         raise ValueError(

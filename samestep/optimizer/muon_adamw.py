@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.groups.crossover import read_crossover
 from samestep.groups.distribution import Distribution
+from samestep.groups.group_keys import without_ways_of_torch
 from samestep.groups.mistakes import averages_with_ddp
 from samestep.groups.param_groups import Group, check_pair, own_spelling, unknown_option
 from samestep.groups.routing import (
@@ -72,6 +73,9 @@ class CommonOptions(TypedDict, total=False):
     state_dict_form: str
     deferred: bool
     strict: bool
+    foreach: bool | None  # torch's; see `samestep.groups.group_keys.WAYS_OF_TORCH`
+    capturable: bool
+    differentiable: bool
 
 
 class MuonOptions(CommonOptions, total=False):
@@ -108,7 +112,7 @@ class MuonAdamWOptions(MuonOptions, total=False):
     betas: tuple[float, float]
     eps: float
     amsgrad: bool
-    fused: bool
+    fused: bool | None
     matrix_lr: float | Tensor
     embedding_lr: float | Tensor
     unembedding_lr: float | Tensor
@@ -288,7 +292,7 @@ class AdamW(RuleOptimizer):
         amsgrad: bool = False,
         *,
         maximize: bool = False,
-        fused: bool = False,
+        fused: bool | None = False,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
@@ -296,7 +300,7 @@ class AdamW(RuleOptimizer):
         steps, distribution, _ = _sorted_out(params, options, CommonOptions)
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
-            "amsgrad": amsgrad, "fused": fused, "maximize": maximize,
+            "amsgrad": amsgrad, "fused": False if fused is None else fused, "maximize": maximize,
             "state_dtypes": state_dtypes,
         }  # fmt: skip
         super().__init__(
@@ -330,6 +334,7 @@ def _sorted_out(
     params: Params, given: Mapping[str, Any], known: type
 ) -> tuple[StepOptions, Distribution, Group]:
     """Keywords by what they concern: steps, ranks, and the rest, which is the rules'."""
+    given = without_ways_of_torch(given, fused="fused" in known.__annotations__)
     for name in given:
         if name not in known.__annotations__:
             raise unknown_option(name, known.__annotations__)

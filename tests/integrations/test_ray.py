@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -15,13 +17,15 @@ HAS_RAY = importlib.util.find_spec("ray") is not None
 
 @pytest.mark.skipif(not HAS_RAY, reason="make test-integrations installs it")
 def test_a_killed_worker(tmp_path):
-    """In a process of its own: Ray leaves threads."""
-    found = subprocess.run(
-        [sys.executable, "-m", "examples.ray_train", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    """In a process of its own, since Ray leaves threads; its sockets need a short path."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as short:
+        found = subprocess.run(
+            [sys.executable, "-m", "examples.ray_train", "--out", str(tmp_path)],
+            env={**os.environ, "RAY_TMPDIR": short},
+            capture_output=True,
+            text=True,
+            timeout=540,
+        )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "without a break: began at [0]" in found.stdout
     assert "a worker killed in step 6: began at [0, 4]" in found.stdout

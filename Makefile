@@ -129,8 +129,10 @@ test-browser: venv
 	@command -v chromium >/dev/null || { echo "error: there is no chromium: apt-get install chromium" >&2; exit 1; }
 	$(PY) -m pytest -m browser tests/browser
 
-# The trainers of others, in an environment of their own; prints which work, with versions.
+# The trainers of others, in an environment of their own; prints which work, with versions, and writes
+# it into docs/integrations.md if all were there. torchtitan is a checkout: TORCHTITAN_PATH=...
 INTEGRATIONS := .venv-integrations
+export TORCHTITAN_PATH
 $(INTEGRATIONS)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
@@ -148,7 +150,10 @@ test-peers: venv
 	SAMESTEP_PEERS=$(abspath $(PEERS)) $(PY) -m tests.peers > docs/peers.md
 
 test-integrations: $(INTEGRATIONS)/.installed
-	$(INTEGRATIONS)/bin/python -m tests.integrations.table
+	[ -z "$(TORCHTITAN_PATH)" ] || $(INTEGRATIONS)/bin/python -c "import grain, spmd_types" 2>/dev/null || \
+		$(INTEGRATIONS)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-r $(TORCHTITAN_PATH)/requirements.txt torch_checkpointing
+	$(INTEGRATIONS)/bin/python -m tests.integrations.table --write
 
 # What commands say of themselves (help and completion read it), and the list of all names.
 pages: venv

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from samestep import mesh, presets, recipes
     from samestep.checkpoint import CheckpointError, async_save, load, save
     from samestep.comm.diagnosis.recorder import FlightRecorder
-    from samestep.integrations import hf
+    from samestep.integrations import hf, torchtitan
     from samestep.optimizer import AdamW, Muon, MuonAdamW
     from samestep.optimizer.grad_scaler import GradScaler
     from samestep.rules import Rule, Update, register_rule
@@ -36,6 +36,7 @@ __all__ = [
     "recipes",
     "register_rule",
     "save",
+    "torchtitan",
 ]
 _HOMES = {
     "samestep.checkpoint": ("CheckpointError", "async_save", "load", "save"),
@@ -45,7 +46,8 @@ _HOMES = {
     "samestep.rules": ("Rule", "Update", "register_rule"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = {"hf": "samestep.integrations.hf"}  # by another name than their own
+# By another name than their own.
+_MODULES = {"hf": "samestep.integrations.hf", "torchtitan": "samestep.integrations.torchtitan"}
 
 
 def __getattr__(name: str) -> Any:

@@ -153,3 +153,54 @@ def test_what_schedulers_and_files_of_torch_put_into_groups_is_no_mistake(kind: 
     ours.load_state_dict(theirs.state_dict())
     matrix = torch.optim.Muon([nn.Parameter(torch.ones(3, 3))])
     samestep.Muon([nn.Parameter(torch.ones(3, 3))]).load_state_dict(matrix.state_dict())
+
+
+KINDS = [samestep.MuonAdamW, samestep.Muon, samestep.AdamW]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ways_of_torch_that_ask_for_nothing_are_taken(kind: Any):
+    """Frameworks pass them on to any optimizer; None is what torch's have by default."""
+    for value in (None, False):
+        ways = dict.fromkeys(("foreach", "capturable", "differentiable", "fused"), value)
+        for opt in (
+            kind([("a", nn.Parameter(torch.ones(4, 4)))], **ways),
+            kind([{"params": [nn.Parameter(torch.ones(4, 4))], "rule": "muon", **ways}])
+            if kind is not samestep.AdamW
+            else kind([{"params": [nn.Parameter(torch.ones(4, 4))], **ways}]),
+        ):
+            opt.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+            opt.step()
+    assert not kind([("a", nn.Parameter(torch.ones(4, 4)))], foreach=True).defaults.get("fused")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("way", "out"), [("capturable", "cuda_graph=True"), ("differentiable", "take torch's")]
+)
+def test_ways_of_torch_that_are_not_done_are_refused(kind: Any, way: str, out: str):
+    with pytest.raises(ValueError, match=f"{way}=True .*leave it out.*{out}"):
+        kind([("a", nn.Parameter(torch.ones(4, 4)))], **{way: True})
+    rule = "adamw" if kind is samestep.AdamW else "muon"
+    group = {"params": [nn.Parameter(torch.ones(4, 4))], "rule": rule, way: True}
+    with pytest.raises(ValueError, match=f"{way}=True .*leave it out.*{out}"):
+        kind([group])
+
+
+def test_the_fused_kernel_is_of_adamw():
+    with pytest.raises(ValueError, match=r"fused=True is torch's kernel for AdamW.*leave it out"):
+        samestep.Muon([nn.Parameter(torch.ones(4, 4))], fused=True)
+    (group,) = samestep.AdamW([nn.Parameter(torch.ones(4, 4))], fused=True).param_groups
+    assert group["fused"] is True
+
+
+def test_maximize_goes_the_other_way():
+    for kind in KINDS:
+        ends = []
+        for sign, maximize in ((1, False), (-1, True)):
+            param = nn.Parameter(torch.eye(4))
+            param.grad = sign * torch.arange(16.0).view(4, 4)
+            opt = kind([("a", param)], maximize=maximize)
+            opt.step()
+            ends.append(param.detach())
+        assert torch.equal(*ends)

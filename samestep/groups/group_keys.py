@@ -100,6 +100,46 @@ PEERS = {
 }
 
 
+# How torch's optimizers may compute their steps, which frameworks pass on to any optimizer: why
+# what they ask for is not done, and the way out. None and False ask for nothing, and so does
+# foreach, since parameters are updated together anyway.
+_AWAY = "leave it out"
+WAYS_OF_TORCH = {
+    "foreach": None,
+    "capturable": (
+        "capturable=True is for a CUDA graph around step(), which would repeat the learning rate "
+        f"of its recording: {_AWAY}; cuda_graph=True replays a step as a graph that follows "
+        "schedules"
+    ),
+    "differentiable": (
+        f"differentiable=True goes through steps with autograd, which sees none here: {_AWAY}, or "
+        "take torch's optimizer for parameters that are differentiated through"
+    ),
+    "fused": (
+        "fused=True is torch's kernel for AdamW, and Muon has none: "
+        f"{_AWAY}; its matrices are updated together anyway"
+    ),
+}
+
+
+def without_ways_of_torch(options: Mapping[str, Any], *, fused: bool) -> dict[str, Any]:
+    """Keywords without those about how torch computes; raises at one whose wish is not met.
+
+    `fused`: it is an option of ours.
+    """
+    ways = {*WAYS_OF_TORCH} - ({"fused"} if fused else set())
+    for key in ways & options.keys():
+        reason = why_not_this_way(key, options[key])
+        if reason is not None:
+            raise ValueError(reason)
+    return {key: value for key, value in options.items() if key not in ways}
+
+
+def why_not_this_way(key: str, value: Any) -> str | None:
+    """Why a step is not computed as a keyword of torch asks for; None: it asks for nothing."""
+    return WAYS_OF_TORCH.get(key) if value else None
+
+
 def refuse_lost_keys(group: Mapping[str, Any]) -> None:
     """Raise if a key of a group, given by a user, would be dropped in silence.
 
@@ -119,6 +159,8 @@ def why_lost(key: str, value: Any, rule: Rule | None) -> str | None:
     """
     if (rule is None and _readers(key)) or (rule is not None and key in options_of_rule(rule)):
         return None
+    if key in WAYS_OF_TORCH and not (key == "fused" and value):
+        return why_not_this_way(key, value)
     told = said_here(key, value)
     if told is not None:
         return told

@@ -51,8 +51,13 @@ def rule_of(group: Mapping[str, Any]) -> Rule:
 
 
 def own_spelling(options: Mapping[str, Any]) -> Group:
-    """torch.optim.Muon's and torchtitan's `adjust_lr_fn` as our `adjust_lr`; None: "original"."""
+    """torch.optim.Muon's and torchtitan's `adjust_lr_fn` as our `adjust_lr`; None: "original".
+
+    And torch.optim.AdamW's `fused`, of which None is the default.
+    """
     options = dict(options)
+    if options.get("fused", False) is None:
+        options["fused"] = False
     if "adjust_lr_fn" in options:
         if "adjust_lr" in options:
             raise ValueError("adjust_lr and adjust_lr_fn mean the same: give only one of them")

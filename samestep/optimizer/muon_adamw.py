@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from samestep.groups.crossover import read_crossover
 from samestep.groups.distribution import Distribution
+from samestep.groups.group_keys import without_ways_of_torch
 from samestep.groups.mistakes import averages_with_ddp
 from samestep.groups.param_groups import (
     Group,
@@ -80,6 +81,9 @@ class CommonOptions(TypedDict, total=False):
     state_dict_form: str
     deferred: bool
     strict: bool
+    foreach: bool | None  # torch's; see `samestep.groups.group_keys.WAYS_OF_TORCH`
+    capturable: bool
+    differentiable: bool
 
 
 class MuonOptions(CommonOptions, total=False):
@@ -123,7 +127,7 @@ class MuonAdamWOptions(MuonOptions, total=False):
     eps: float
     amsgrad: bool
     eps_hat: bool
-    fused: bool
+    fused: bool | None
     matrix_lr: float | Tensor
     embedding_lr: float | Tensor
     unembedding_lr: float | Tensor
@@ -164,7 +168,8 @@ class MuonAdamW(RuleOptimizer):
             recipe; `samestep.presets` has them all.
         recipe: what is known of the model's architecture (fused weights, expert stacks, routers):
             "auto" finds it from `model.config.model_type`; a name of `samestep.recipes.RECIPES`;
-            None: none. Overrides win over it.
+            what `samestep.recipes.known_of` gives, by name of a parameter; None: none. Overrides
+            win over it.
         overrides: {pattern or predicate(name, param): {key: value}}, for a model or named
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
@@ -183,7 +188,7 @@ class MuonAdamW(RuleOptimizer):
         lr: float | Tensor | None = None,
         *,
         preset: str | None = None,
-        recipe: str | None = "auto",
+        recipe: str | Mapping[str, Group] | None = "auto",
         overrides: Overrides | None = None,
         groups: Iterable[Mapping[str, Any]] | None = None,
         **options: Unpack[MuonAdamWOptions],
@@ -308,7 +313,7 @@ class AdamW(RuleOptimizer):
         eps_hat: bool = False,
         cautious: bool = False,
         decay_form: str = "decoupled",
-        fused: bool = False,
+        fused: bool | None = False,
         state_dtypes: Mapping[str, torch.dtype] | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
@@ -317,7 +322,8 @@ class AdamW(RuleOptimizer):
         given = {
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "amsgrad": amsgrad, "eps_hat": eps_hat, "cautious": cautious,
-            "decay_form": decay_form, "fused": fused, "maximize": maximize,
+            "decay_form": decay_form, "fused": False if fused is None else fused,
+            "maximize": maximize,
             "state_dtypes": state_dtypes,
         }  # fmt: skip
         super().__init__(
@@ -373,6 +379,7 @@ def _sorted_out(
     params: Params, given: Mapping[str, Any], known: type
 ) -> tuple[StepOptions, Distribution, Group]:
     """Keywords by what they concern: steps, ranks, and the rest, which is the rules'."""
+    given = without_ways_of_torch(given, fused="fused" in known.__annotations__)
     for name in given:
         if name not in known.__annotations__:
             raise unknown_option(name, known.__annotations__)

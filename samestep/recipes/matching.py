@@ -1,6 +1,6 @@
 """Which recipe a model has, and what its lines say of each parameter."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from samestep.recipes.architectures import RECIPES
 from samestep.recipes.recipe import Line
 from samestep.tooling.warn import warn_user
 
-Asked = str | None  # a recipe by name, "auto", or None for none
+# A recipe by name, "auto", what is known by name of a parameter, or None for none.
+Asked = str | Mapping[str, Group] | None
 
 
 class _Scope(NamedTuple):
@@ -44,6 +45,8 @@ def known_of(
 
     A line that does not fit a parameter is left out with a warning: somebody has changed the model.
     """
+    if isinstance(recipe, Mapping):
+        return _as_given(recipe, parameters)
     found: dict[str, Group] = {}
     for scope in _scopes(model, recipe):
         for name, param, _ in parameters:
@@ -57,6 +60,18 @@ def known_of(
                     if _fits(name, param, own, scope.recipe):
                         found[name] = own
     return found
+
+
+def _as_given(
+    recipe: Mapping[str, Group], parameters: Iterable[NamedParameter]
+) -> dict[str, Group]:
+    unknown = sorted(recipe.keys() - {parameter.name for parameter in parameters})
+    if unknown:
+        raise ValueError(
+            f"recipe: {unknown[0]!r} is no trainable parameter of the model; a recipe by names has "
+            "none but those, and patterns go into overrides="
+        )
+    return {name: dict(own) for name, own in recipe.items()}
 
 
 def _fits(name: str, param: Tensor, own: Group, recipe: str) -> bool:
@@ -75,7 +90,7 @@ def _fits(name: str, param: Tensor, own: Group, recipe: str) -> bool:
     return True
 
 
-def _scopes(model: nn.Module, recipe: Asked) -> Iterator[_Scope]:
+def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
     model = unwrapped(model)
     if recipe is None:
         return

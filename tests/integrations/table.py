@@ -2,13 +2,15 @@
 
     python -m tests.integrations.table [--write]
 
-`--write` puts the table into docs/integrations.md.
+`--write` puts the table into docs/integrations.md, if every row was run.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,17 +22,27 @@ HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "integrations.md"
 BEGIN, END = "<!-- table: make test-integrations -->", "<!-- end of the table -->"
 RESUMED = "test_a_resumed_run_is_the_run_without_a_break"
+AS_ONE = "test_two_ranks_train_what_one_trains_with_all_data"
+FACTORY = "Trainer(..., optimizer_cls_and_kwargs=samestep.hf.factory(lr=3e-4))"
+PREPARED = "accelerator.prepare(model, samestep.hf.optimizer(model, lr=3e-4))"
+CONFIGURED = "return samestep.MuonAdamW(self, lr=3e-4)"
 
 
 class Row(NamedTuple):
     """A way to train, and the tests that show it.
 
-    `%` is the number of ranks in their names; without it they are of two.
+    tests: a pattern, with `%` for the number of ranks; without it they are of two. Each compares
+        all ranks, and a resumed run with the run without a break.
+    clipped: a pattern of tests that compare clipped gradients of two ranks with those of one, or
+        refuse to clip what is clipped; None: the optimizer itself clips.
+    line: what a user writes.
     """
 
     name: str
     packages: tuple[str, ...]
-    tests: str  # a pattern
+    tests: str
+    clipped: str | None
+    line: str
 
 
 ROWS = (
@@ -38,50 +50,99 @@ ROWS = (
         "Hugging Face Trainer: DDP, accumulation, bf16",
         ("transformers", "accelerate"),
         rf"test_trainer\.py::{RESUMED}\[(one line|accumulation|bf16|no clipping|AdamW)-%\]",
+        rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
+        FACTORY,
     ),
     Row(
-        "the same with state that ranks share (zero2)",
+        "Trainer with state that ranks share (zero2)",
         ("transformers", "accelerate"),
         rf"test_trainer\.py::{RESUMED}\[zero2.*-%\]",
+        rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
+        'the same with `sharding="zero2"`, and `callbacks=[samestep.hf.SaveWhole()]`',
     ),
     Row(
-        "the same with FSDP2",
+        "Trainer with FSDP2",
         ("transformers", "accelerate"),
         r"test_trainer\.py::test_fsdp2\[.*\]",
+        r"test_trainer\.py::test_fsdp2\[.*\]",
+        "the same as with DDP",
     ),
     Row(
-        "trl: SFTTrainer, peft_config", ("trl", "peft"), r"test_trl_and_peft\.py::test_trl\[.*-%\]"
+        "trl: SFTTrainer, peft_config",
+        ("trl", "peft"),
+        r"test_trl_and_peft\.py::test_trl\[.*-%\]",
+        rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
+        FACTORY.replace("Trainer", "SFTTrainer"),
     ),
     Row(
         "peft: LoRA, DoRA",
         ("peft", "transformers"),
         r"test_trl_and_peft\.py::test_adapters_in_the_trainer\[.*-%\]",
+        rf"test_trainer\.py::({AS_ONE}|test_what_is_refused)",
+        FACTORY,
     ),
     Row(
         "accelerate: DDP, accumulation, bf16",
         ("accelerate",),
         rf"test_accelerate\.py::{RESUMED}\[(one line|accumulation|bf16)-%\]",
+        rf"test_accelerate\.py::{AS_ONE}\[ddp\]",
+        PREPARED,
     ),
     Row(
-        "the same with state that ranks share (zero2)",
+        "accelerate with state that ranks share (zero2)",
         ("accelerate",),
         rf"test_accelerate\.py::{RESUMED}\[zero2-%\]",
+        rf"test_accelerate\.py::{AS_ONE}\[ddp\]",
+        'the same with `sharding="zero2"`, and `samestep.hf.save_whole(accelerator, opt)`',
     ),
-    Row("the same with FSDP2", ("accelerate",), rf"test_accelerate\.py::{RESUMED}\[fsdp2.*-%\]"),
+    Row(
+        "accelerate with FSDP2",
+        ("accelerate",),
+        rf"test_accelerate\.py::{RESUMED}\[fsdp2[^-]*-2\]",
+        rf"test_accelerate\.py::{AS_ONE}\[fsdp2\]",
+        "the same as with DDP",
+    ),
     Row(
         "Lightning: DDP, every sharding, accumulation, bf16-mixed with clipping",
         ("lightning",),
         rf"test_lightning\.py::{RESUMED}\[.*-%\]",
+        rf"test_lightning\.py::{AS_ONE}",
+        CONFIGURED,
     ),
     Row(
         "Lightning: ModelParallelStrategy with FSDP2",
         ("lightning",),
         r"test_lightning\.py::test_a_model_that_is_sharded\[.*\]",
+        r"test_lightning\.py::test_a_model_that_is_sharded\[0\.5\]",
+        CONFIGURED,
     ),
     Row(
         "DistributedDataParallel, every sharding",
         ("torch",),
         r"test_ddp\.py::test_a_run_that_goes_on_from_a_file_of_rank_0\[.*\]",
+        r"test_ddp\.py::test_a_run_that_goes_on_from_a_file_of_rank_0\[.*\]",
+        "opt = samestep.MuonAdamW(ddp_model, lr=3e-4)",
+    ),
+    Row(
+        "torchtitan: FSDP2",
+        ("torchtitan",),
+        rf"test_torchtitan\.py::{RESUMED}\[%\]",
+        r"test_torchtitan\.py::(test_two_ranks_go_on_as_one_does|test_what_is_refused)",
+        "config.optimizer = samestep.torchtitan.optimizers(lr=3e-4)",
+    ),
+    Row(
+        "torchtitan: pipeline with two parts on each rank",
+        ("torchtitan",),
+        r"test_torchtitan\.py::test_a_pipeline_with_two_parts_on_each_rank",
+        r"test_torchtitan\.py::(test_a_pipeline_with_two_parts_on_each_rank|test_what_is_refused)",
+        "config.optimizer = samestep.torchtitan.optimizers(lr=3e-4)",
+    ),
+    Row(
+        "Ray Train: two workers, one is killed",
+        ("ray",),
+        r"test_ray\.py::test_a_killed_worker",
+        None,
+        "`opt = samestep.MuonAdamW(model, lr=3e-4)`, and `samestep.save` and `load`",
     ),
 )
 
@@ -97,29 +158,48 @@ class Outcomes:
             self.found[report.nodeid] = report.outcome
 
 
-def cell(row: Row, ranks: int, found: dict[str, str]) -> str:
-    """Whether all tests passed ("yes") or one failed ("NO"); "-": none for so many ranks."""
-    if "%" not in row.tests and ranks != 2:
-        return "-"
-    pattern = row.tests.replace("%", str(ranks)) + "$"
-    results = {result for name, result in found.items() if re.search(pattern, name)}
+def outcome(pattern: str, found: dict[str, str]) -> str:
+    """Whether all tests of a pattern passed ("yes") or one failed ("NO"); "-": none was run."""
+    results = {result for name, result in found.items() if re.search(f"{pattern}$", name)}
     if "failed" in results:
         return "NO"
     return "yes" if "passed" in results else "-"
 
 
+def cells(row: Row, found: dict[str, str]) -> list[str]:
+    """1 rank, 2 ranks, replicas equal, resume exact, clipped once."""
+    both = "%" in row.tests
+    alone = outcome(row.tests.replace("%", "1"), found) if both else "-"
+    two = outcome(row.tests.replace("%", "2"), found)
+    of_all = {alone, two} - {"-"}
+    exact = "NO" if "NO" in of_all else "yes" if of_all else "-"
+    clipped = "by the optimizer" if row.clipped is None else outcome(row.clipped, found)
+    return [alone, two, two, exact, clipped]
+
+
 def packages(row: Row) -> str:
+    return ", ".join(map(_version, row.packages))
+
+
+def _version(package: str) -> str:
+    path = os.environ.get("TORCHTITAN_PATH")
+    if package == "torchtitan" and path:
+        asked = ["git", "-C", path, "show", "-s", "--format=%h of %cs", "--abbrev=10"]
+        told = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+        return f"torchtitan {told or 'without commits'}"
     try:
-        return ", ".join(f"{name} {version(name).partition('+')[0]}" for name in row.packages)
-    except PackageNotFoundError as error:
-        return f"{error.name} is not installed"
+        return f"{package} {version(package).partition('+')[0]}"
+    except PackageNotFoundError:
+        return f"{package} is not installed"
 
 
 def table(found: dict[str, str]) -> str:
-    lines = ["| trainer | tried with | 1 rank | 2 ranks |", "|---|---|---|---|"]
+    titles = ["trainer", "tried with", "1 rank", "2 ranks", "replicas equal", "resume exact"]
+    titles += ["clipped once", "what you write"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in ROWS:
-        cells = [cell(row, ranks, found) for ranks in (1, 2)]
-        lines.append(f"| {row.name} | {packages(row)} | {' | '.join(cells)} |")
+        line = row.line if "`" in row.line or row.line.startswith("the same") else f"`{row.line}`"
+        lines.append(f"| {' | '.join([row.name, packages(row), *cells(row, found), line])} |")
     return "\n".join(lines)
 
 
@@ -132,8 +212,12 @@ def main() -> int:
     text = table(outcomes.found)
     sys.stdout.write(f"\n{text}\n")
     if asked.write:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
+        missing = [row.name for row in ROWS if cells(row, outcomes.found)[1] == "-"]
+        if missing:
+            sys.stdout.write(f"\n{PAGE.name} stays as it is: not run were {', '.join(missing)}\n")
+        else:
+            before, _, rest = PAGE.read_text().partition(BEGIN)
+            PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
     return int(code)
 
 

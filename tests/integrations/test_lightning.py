@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep
 from tests.integrations.ranks import Tokens, assert_same, run_as_torchrun, values
@@ -45,12 +46,15 @@ def fit(path, world, steps, resume=None, batch=2, options=None, kind=None, **arg
     )
     trainer = lightning.Trainer(
         accelerator="cpu", devices=world, max_steps=steps, callbacks=[saving], logger=False,
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
         **{"strategy": "ddp" if world > 1 else "auto", **arguments},
     )  # fmt: skip
     module = (kind or Net)(**(options or {}))
     count = 4 * batch * world * arguments.get("accumulate_grad_batches", 1)
-    trainer.fit(module, DataLoader(Tokens(count), batch_size=batch), ckpt_path=resume)
+    rank = int(os.environ.get("RANK", 0))
+    rows = DistributedSampler(Tokens(count), world, rank, shuffle=False)  # Lightning's own shuffles
+    loader = DataLoader(Tokens(count), batch_size=batch, sampler=rows)
+    trainer.fit(module, loader, ckpt_path=resume)
     return module, trainer
 
 
@@ -137,3 +141,20 @@ def test_what_two_ranks_have_saved_goes_on_in_one(tmp_path):
     alone.load_state_dict(content["optimizer_states"][0])
     loaded = alone.whole_state()
     assert all(torch.equal(saved[n][k], loaded[n][k]) for n in saved for k in saved[n])
+
+
+def test_two_ranks_train_what_one_trains_with_all_data(tmp_path):
+    """Gradients are averaged once, and clipped once, by their joint norm."""
+
+    def trained(world, batch, clip=0.5):
+        path = tmp_path / f"{world}-{batch}-{clip}"
+        return run_as_torchrun(
+            world, lambda _: values(fit(path, world, 4, batch=batch, gradient_clip_val=clip)[0])
+        )
+
+    (expected,) = trained(1, 4)
+    for found in trained(2, 2):
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=0, atol=2e-5), name
+    for (other,) in trained(1, 2), trained(1, 4, clip=1e9):
+        assert not torch.allclose(other["head.weight"], expected["head.weight"], atol=1e-4)

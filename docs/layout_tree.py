@@ -2,18 +2,18 @@
 
     python docs/layout_tree.py          # writes docs/layout_tree.svg
 
-Every text has a ground of its own, and the lines are grey, so nothing depends on the page behind. It is
-narrow enough to be read on a phone. The same questions stand in the page, as text.
+Every text has a ground of its own, and the lines are grey, so nothing depends on the page behind.
+It is narrow enough to be read on a phone. The same questions stand in the page, as text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 
 PICTURE = Path(__file__).with_name("layout_tree.svg")
 
-# Question, and what to take if the answer is yes: lines of text, the first of which is code. The last
-# is what is left.
+# Question, and what to take if the answer is yes: lines of text, the first of which is code.
+# The last is what is left.
 TREE = (
     (
         "One device?",
@@ -75,7 +75,9 @@ def draw() -> str:
         last = number == len(TREE) - 1
         end = height + taken / 2 if last else below + 14
         body.append(f'<path d="M22 {top} V{end} M22 {height + taken / 2} H{INDENT}"/>')
-        body += _box(INDENT, height, WIDTH - INDENT - 4, taken, "#dff3e4", "#6fae80", answer, "take")
+        body += _box(
+            INDENT, height, WIDTH - INDENT - 4, taken, "#dff3e4", "#6fae80", answer, "take"
+        )
         if not last:
             body += _chip(INDENT - 8, height + taken / 2, "yes")
             body += _chip(22, below + 4, "no")
@@ -93,19 +95,26 @@ def draw() -> str:
 
 
 def _box(
-    x: float, y: float, wide: float, tall: float, fill: str, edge: str, lines: object, kind: str
+    x: float,
+    y: float,
+    wide: float,
+    tall: float,
+    fill: str,
+    edge: str,
+    lines: Iterable[str],
+    kind: str,
 ) -> Iterator[str]:
-    yield (
-        f'<rect x="{x}" y="{y}" width="{wide}" height="{tall}" rx="7" fill="{fill}" stroke="{edge}"/>'
-    )
-    for number, line in enumerate(lines):  # type: ignore[call-overload]
+    size = f'width="{wide}" height="{tall}" rx="7"'
+    yield f'<rect x="{x}" y="{y}" {size} fill="{fill}" stroke="{edge}"/>'
+    for number, line in enumerate(lines):
         css = "code" if kind and number == 0 else kind
         shown = escape(line, quote=False)
         yield f'<text class="{css}" x="{x + 14}" y="{y + 21 + LINE * number}">{shown}</text>'
 
 
 def _chip(x: float, y: float, word: str) -> Iterator[str]:
-    yield f'<rect x="{x - 15}" y="{y - 9}" width="30" height="18" rx="9" fill="#f4f4f4" stroke="#8a8fa8"/>'
+    size = 'width="30" height="18" rx="9"'
+    yield f'<rect x="{x - 15}" y="{y - 9}" {size} fill="#f4f4f4" stroke="#8a8fa8"/>'
     yield f'<text class="small" x="{x}" y="{y + 4}" text-anchor="middle">{word}</text>'
 
 

@@ -1,7 +1,7 @@
 """What the site has beside docs/: README, changelog and receipts, at the addresses that links need.
 
-On the forge pages link to files above docs/ (`../receipts/soak_2/receipt.json`), and README.md links
-into it (`docs/gpu.md`). The site has one folder, so both kinds of links are rewritten.
+In the repository pages link to files above docs/ (`../receipts/soak_2/receipt.json`), and README.md
+links into it (`docs/gpu.md`). The site has one folder, so both kinds of links are rewritten.
 """
 
 import re
@@ -11,7 +11,11 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"index.md": "README.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+PAGES = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
 COPIED = ("receipts", "benchmarks/results")
 
 

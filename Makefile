@@ -133,7 +133,7 @@ $(SITE_STAMP): $(STAMP)
 
 site: $(SITE_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
-	@echo "out/site/index.html"
+	@echo "out/site/index.html; with its search: python3 -m http.server --directory out/site"
 
 # The report of `samestep stress`, and the site, in a real browser.
 test-browser: site

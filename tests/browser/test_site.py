@@ -22,6 +22,8 @@ PAGES = sorted(path.name for path in SITE.glob("*.html"))
 
 
 class Quiet(SimpleHTTPRequestHandler):
+    timeout = 1  # Chromium opens connections ahead, and may never use them
+
     def log_message(self, *_):
         """Says nothing."""
 
@@ -72,7 +74,8 @@ def test_light_and_dark_have_enough_contrast(browser, address, name, scheme):
     shown = "document.body.getAttribute('data-md-color-scheme')"
     assert browser.evaluate(shown) == {"light": "default", "dark": "slate"}[scheme]
     contrast = CONTRAST.replace('"main *"', '".md-content *, .md-nav__link"')
-    colours = browser.evaluate(contrast)
+    # What lies on a tint of the ground is left out: the tints are a tenth of a colour.
+    colours = [each for each in browser.evaluate(contrast) if " on rgba(" not in each[0]]
     assert len(colours) > 4
     assert {where: round(ratio, 2) for where, ratio in colours if ratio < 4.5} == {}
 

@@ -1,6 +1,6 @@
 # make venv | demo | train | test | test-repeat | coverage | soak | bench | test-gpu | test-xla |
-# test-browser | test-integrations | test-peers | pages | dist | test-matrix | clean: everything happens in .venv, what needs
-# XLA in .venv-xla and the trainers of others in .venv-integrations.
+# test-browser | test-integrations | test-peers | site | pages | dist | test-matrix | clean: everything happens in .venv,
+# what needs XLA in .venv-xla and the trainers of others in .venv-integrations.
 PYTHON ?= python3
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: venv demo train test lint types unit test-repeat coverage soak bench test-gpu test-xla xla_receipts \
-	test-browser test-integrations test-peers pages dist test-matrix clean
+	test-browser test-integrations test-peers site pages dist test-matrix clean
 
 venv: $(STAMP)
 
@@ -124,8 +124,19 @@ xla_receipts:
 	$(XLA_PY) -m samestep stress --device xla --mutants --out out/xla_mutants
 	mkdir -p receipts/xla_mutants && cp out/xla_mutants/receipt.json receipts/xla_mutants/
 
-# The report of `samestep stress` in a real browser.
-test-browser: venv
+# All documentation as pages, in out/site; a dead link, or a page that is not in the navigation, is an
+# error. What it needs is installed on demand: it would make up a third of a fresh environment's time.
+SITE_STAMP := $(VENV)/.site
+$(SITE_STAMP): $(STAMP)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $@
+
+site: $(SITE_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+	@echo "out/site/index.html; with its search: python3 -m http.server --directory out/site"
+
+# The report of `samestep stress`, and the site, in a real browser.
+test-browser: site
 	@command -v chromium >/dev/null || { echo "error: there is no chromium: apt-get install chromium" >&2; exit 1; }
 	$(PY) -m pytest -m browser tests/browser
 

@@ -1,22 +1,56 @@
-"""What pages name is there: files, links, modules that are run."""
+"""What pages say: files, links and anchors are there, examples run, pictures have commands."""
 
+import contextlib
+import importlib.util
+import io
+import json
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+
+import samestep
+from tests.inventory import LISTED, MODULES
+from tests.ranks import run_forked
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
-FOLDERS = ("samestep", "benchmarks", "tests", "examples")
+DOCS = ROOT / "docs"
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
+FOLDERS = ("samestep", "benchmarks", "tests", "examples", "docs")
 FILES = {
     path.relative_to(ROOT).as_posix()
     for folder in FOLDERS
     for path in (ROOT / folder).rglob("*.py")
 }
 OF_USERS = {"file.py", "train.py", "yours.py"}
+PICTURES = sorted(path.name for path in DOCS.iterdir() if path.suffix in (".png", ".svg"))
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+# Links of pages: the text may not hold a bracket, the address no space.
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def prose(text):
+    """A page without its code."""
+    text = re.sub(r"^(?:    .*\n)+", "", FENCED.sub("", text), flags=re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "code", text)
+
+
+def anchors(page):
+    """What links may name in it, as GitHub and the site make it of headings."""
+    found = {}
+    for heading in re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE):
+        shown = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        number = found.setdefault(slug, 0)
+        found[slug] += 1
+        yield f"{slug}-{number}" if number else slug
+
+
+@each_page
 def test_what_a_page_names_is_there(page):
     text = page.read_text()
     named = set(re.findall(r"[\w./-]+\.py\b", text)) - OF_USERS
@@ -25,7 +59,141 @@ def test_what_a_page_names_is_there(page):
         path = module.replace(".", "/")
         if path.startswith(FOLDERS) and not {f"{path}.py", f"{path}/__main__.py"} & FILES:
             missing.add(module)
-    for link in re.findall(r"\]\(([^)#]+)", text):
-        if "://" not in link and not (page.parent / link).exists():
-            missing.add(link)
     assert missing == set()
+
+
+@each_page
+def test_links_lead_to_files_and_headings(page):
+    dead = []
+    for link in LINK.findall(prose(page.read_text())):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            dead.append(link)
+    assert dead == []
+
+
+def test_a_dead_link_would_be_seen():
+    assert LINK.findall(prose("see [a](b.md#c), `[x](y)` and\n\n    [i](j)\n")) == ["b.md#c"]
+    assert "what-is-compared" in anchors(DOCS / "stress.md")
+    assert "state_dict-and-load_state_dict" in anchors(DOCS / "checkpoints.md")
+
+
+@each_page
+def test_tables_are_whole(page):
+    """A row that a blank line has torn from its table is shown as text."""
+    lines = ["", *FENCED.sub("", page.read_text()).splitlines(), ""]
+    torn = [
+        line
+        for before, line, after in zip(lines, lines[1:], lines[2:], strict=False)
+        if line.startswith("|")
+        and not before.startswith("|")
+        and not re.match(r"\|[ :-]+\|", after)
+    ]
+    assert torn == []
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text().split("\nnav:", 1)[1].split("\ntheme:", 1)[0]
+    lines = [line for line in nav.splitlines() if not line.lstrip().startswith("#")]
+    named = re.findall(r"([\w]+\.md)", "\n".join(lines))
+    brought = {"index.md", "changelog.md", "contributing.md"}  # by docs/site_hooks.py
+    assert sorted(named) == sorted({page.name for page in DOCS.glob("*.md")} | brought)
+
+
+def test_every_picture_is_shown_and_has_its_command():
+    commands = (DOCS / "pictures.md").read_text()
+    shown = {
+        name
+        for page in PAGES
+        for name in re.findall(r"!\[[^]]+\]\((?:docs/)?([\w.-]+)\)", page.read_text())
+    }
+    rows = re.findall(r"^\| (.*?) \| .*? \| (.*?) \|", commands, re.MULTILINE)
+    made = {
+        name
+        for names, command in rows
+        if "`" in command
+        for name in re.findall(r"`([\w.-]+)`", names)
+    }
+    assert shown == set(PICTURES)
+    assert made == set(PICTURES)
+
+
+def test_the_tree_is_what_its_script_draws():
+    spec = importlib.util.spec_from_file_location("layout_tree", DOCS / "layout_tree.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert script.PICTURE.read_text() == script.draw(), "run: python docs/layout_tree.py"
+    page = (DOCS / "which_layout.md").read_text()
+    assert [
+        question for question, _ in script.TREE[:-1] if question.replace('"', "`") not in page
+    ] == []
+
+
+@each_page
+def test_examples_are_python(page):
+    for kind, code in FENCED.findall(page.read_text()):
+        if kind == "python":
+            compile(code, page.name, "exec")
+
+
+def run_page(page, names=()):
+    """Runs its blocks in turn: what each printed, and what the page says that it does."""
+    names = {"__name__": "page", **dict(names)}
+    printed, said = "", []
+    for kind, code in FENCED.findall(page.read_text()):
+        if kind == "python":
+            shown = io.StringIO()
+            with contextlib.redirect_stdout(shown):
+                exec(compile(code, page.name, "exec"), names)
+            printed = shown.getvalue()
+        elif kind == "text":
+            said.append((printed, code))
+    return said
+
+
+def test_the_first_tutorial():
+    said = run_page(DOCS / "start.md")
+    assert len(said) == 4
+    assert [printed for printed, _ in said] == [text for _, text in said]
+
+
+def test_the_tutorial_of_several_ranks():
+    said, others = run_forked(2, rank_of_the_tutorial)
+    assert len(said) == 3
+    assert [printed for printed, _ in said] == [text for _, text in said]
+    assert [printed for printed, _ in others] == ["", "", ""]
+
+
+def rank_of_the_tutorial(rank):
+    return run_page(DOCS / "several_ranks.md")
+
+
+def test_the_lines_of_the_readme():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    before = model[0].weight.detach().clone()
+    loss = model(torch.randn(4, 8)).square().mean()
+    run_page(ROOT / "README.md", {"samestep": samestep, "model": model, "loss": loss})
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_the_readme_says_how_it_is_tested():
+    assert re.search(r"^    make test ", (ROOT / "README.md").read_text(), re.MULTILINE)
+
+
+def test_public_names_are_in_the_reference():
+    listed = json.loads(LISTED.read_text())
+    page = (DOCS / "api.md").read_text()
+    shown = set(re.findall(r"^::: ([\w.]+)$", page, re.MULTILINE))
+    for module, members in re.findall(
+        r"^::: ([\w.]+)\n    options:\n      members: \[([\w, ]+)\]", page, re.MULTILINE
+    ):
+        shown |= {f"{module}.{name}" for name in members.split(", ")}
+    # Modules that are public names, and names that the top has too.
+    top = set(listed["samestep"]) - {"__version__", "hf", "mesh", "presets", "recipes"}
+    wanted = {f"samestep.{name}" for name in top}
+    wanted |= {f"{m}.{name}" for m in MODULES for name in listed[m] if name not in top}
+    assert wanted - shown == set()

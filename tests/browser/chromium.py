@@ -74,9 +74,9 @@ class Page:
         return self._pipe.call(method, self._session, **params)
 
     def open(self, path):
-        """Load a file and wait until all of it is there."""
+        """Load a file, or an address, and wait until all of it is there."""
         self._pipe.events.clear()
-        self.call("Page.navigate", url=path.as_uri())
+        self.call("Page.navigate", url=path if isinstance(path, str) else path.as_uri())
         self._pipe.wait_for("Page.loadEventFired")
         time.sleep(0.1)  # for what a script might ask for once the page is there
         self.call("Page.getLayoutMetrics")

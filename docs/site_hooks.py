@@ -1,0 +1,53 @@
+"""What the site has beside docs/: README, changelog and receipts, at the addresses that links need.
+
+In the repository pages link to files above docs/ (`../receipts/soak_2/receipt.json`), and README.md
+links into it (`docs/gpu.md`). The site has one folder, so both kinds of links are rewritten.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    "index.md": "README.md",
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+}
+COPIED = ("receipts", "benchmarks/results")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    """Add what lies beside docs/."""
+    for address, name in PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, address, content=_from_the_root(text)))
+    for folder in COPIED:
+        for path in sorted((ROOT / folder).rglob("*.*")):
+            address = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, address, abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Links of docs/ to what lies above it."""
+    return re.sub(r"\]\(\.\./([^)]*)\)", lambda found: f"]({_address(found[1])})", markdown)
+
+
+def _from_the_root(text: str) -> str:
+    """The text of a page of the root, with links as docs/ would have them."""
+    return re.sub(
+        r"\]\(((?!https?:|#)[^)]*)\)",
+        lambda found: f"]({_address(found[1].removeprefix('docs/'))})",
+        text,
+    )
+
+
+def _address(link: str) -> str:
+    """Where the site has a file of the repository; a folder stands for the receipt in it."""
+    for address, name in PAGES.items():
+        if link.partition("#")[0] == name:
+            return address + link.removeprefix(name)
+    return f"{link}/receipt.json" if (ROOT / link / "receipt.json").exists() else link

@@ -1,0 +1,192 @@
+"""Pages say what receipts and registries have: numbers are computed, and looked for in the text."""
+
+import json
+import re
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from statistics import geometric_mean
+
+import pytest
+
+from samestep.stress.layouts import LAYOUTS
+from samestep.stress.mutants import MUTANTS
+from samestep.stress.scenarios import SCENARIOS
+
+ROOT = Path(__file__).parent.parent
+SOAKS = ("soak_2", "soak_3", "soak_4", "soak_8")
+
+
+@cache
+def receipt(name):
+    return json.loads((ROOT / "receipts" / name / "receipt.json").read_text())
+
+
+@cache
+def result(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def page(name):
+    """Its text with single spaces, wherever lines end."""
+    return " ".join((ROOT / name).read_text().split())
+
+
+def assert_said(name, *texts):
+    said = page(name)
+    assert [text for text in texts if text not in said] == [], name
+
+
+def medians(contestants, key="ms"):
+    return {each["name"]: each[key]["median"] for each in contestants}
+
+
+def applying(name):
+    """Cases of a receipt that apply, all of which have to be exact."""
+    cases = [case for case in receipt(name)["cases"] if case["status"] != "does_not_apply"]
+    assert {case["status"] for case in cases} == {"exact"}, name
+    return cases
+
+
+def test_steps_beside_dion():
+    by_set = {
+        each["set"]: medians(each["contestants"]) for each in result("step_residue_dion")["sets"]
+    }
+    for ms in by_set.values():
+        said = f"| {ms['ours']:.1f} ms | "
+        ratio = f"{ms['dion-triton'] / ms['ours']:.2f} times that"
+        assert_said("README.md", f"{said}{ratio}")
+        assert_said("docs/proof.md", f"{said}dion {ratio}")
+        assert_said("docs/gpu.md", f"{ms['ours']:.1f} ms, dion {ratio}")
+
+
+def test_steps_beside_all_peers():
+    sets = {each["set"]: medians(each["contestants"]) for each in result("step_all_peers")["sets"]}
+    ms = sets["gpt-2048"]
+    assert_said("README.md", f"| {ms['ours']:.1f} ms | {ms['torch']:.1f} ms |")
+    assert_said(
+        "docs/proof.md",
+        f"| {ms['ours']:.1f} ms | dion {ms['dion-triton']:.1f}, nanochat {ms['nanochat']:.1f}, "
+        f"torch.optim.Muon {ms['torch']:.1f} ms |",
+    )
+
+
+def test_trainings_of_others():
+    for layers in (12, 20):
+        ms = medians(result(f"client_nanochat_{layers}")["contestants"], "optimizer_ms")
+        assert_said("docs/proof.md", f"| {ms['ours']:.1f} ms | its own {ms['nanochat']:.1f} ms |")
+        if layers == 20:
+            assert_said("README.md", f"| {ms['ours']:.1f} ms | {ms['nanochat']:.1f} ms |")
+    llama = result("client_llama")
+    ms = medians(llama["contestants"], "optimizer_ms")
+    assert_said("docs/proof.md", f"| {ms['ours']:.1f} ms | dion {ms['dion']:.1f} ms |")
+    version = llama["model"]["transformers"].rpartition(".")[0]
+    assert_said(
+        "docs/gpu.md", f"A Llama of transformers {version}", f"| ours | 2.471 | {ms['ours']:.2f} |"
+    )
+
+
+def test_orthogonalization():
+    leads = [shape["lead"] for shape in result("orthogonalize")["shapes"]]
+    said = f"{min(leads):.2f} to {max(leads):.2f} times as fast, {geometric_mean(leads):.2f} in the"
+    assert len(leads) == 10
+    assert_said("docs/proof.md", said)
+
+
+def test_two_ranks():
+    (contest,) = result("two_ranks_512")["contests"]
+    ours = contest["contestants"]["samestep flat zero1, fused, overlap"]
+    theirs = contest["contestants"]["ZeRO fused, views"]
+    sent = [f"{each['bytes_per_step_and_rank'] / 1e6:.0f} MB" for each in (ours, theirs)]
+    took = [f"{each['median_ms']['iteration']:.0f} ms" for each in (ours, theirs)]
+    assert_said("README.md", f"| {sent[0]} | {sent[1]} |")
+    assert_said("docs/proof.md", f"| {sent[0]} | ZeroRedundancyOptimizer {sent[1]} |")
+    assert_said(
+        "docs/proof.md", f"| {took[0]} | ZeroRedundancyOptimizer, fused, with all views {took[1]}"
+    )
+
+
+def test_long_runs():
+    furthest = Counter()
+    for name in SOAKS:
+        cases = applying(name)
+        assert len({case["scenario"] for case in cases}) == len(SCENARIOS) == 22
+        assert {case["steps_taken"] for case in cases} == {1000}
+        for case in cases:
+            for sample in case["samples"]:
+                assert sample["max_abs_param_diff"] == sample["max_abs_state_diff"] == 0
+                for kind, distance in (sample["reference"] or {}).items():
+                    furthest[kind] = max(furthest[kind], distance or 0)
+    counts = [len(applying(name)) for name in SOAKS]
+    assert counts[0] == counts[1]
+    assert counts[2] == counts[3]
+    muon = max(distance for kind, distance in furthest.items() if kind.startswith("mu"))
+    far = f"{furthest['adam']:.1e}".replace("e-0", "e-"), f"{muon:.1e}".replace("e-0", "e-")
+    assert_said(
+        "docs/proof.md",
+        f"22 scenarios in up to {len(LAYOUTS)} layouts, {counts[0]} cases on 2 and 3 ranks, "
+        f"{counts[2]} on 4 and 8",
+        f"{far[0]} from float64 with AdamW (limit 2e-5), {far[1]} with Muon (3e-4)",
+    )
+    assert_said("docs/stress.md", f"{far[0]} with AdamW (limit 2e-5), {far[1]} with Muon")
+    assert_said("README.md", f"22 scenarios in {len(LAYOUTS)} layouts on 8 ranks, 1000 steps each")
+
+
+@pytest.mark.parametrize(
+    "name", [*SOAKS, "copies_4", "copies_conditional_4", "copies_absent_4", "copies_8"]
+)
+def test_the_table_of_receipts_counts_their_cases(name):
+    assert_said("docs/stress.md", f"| `receipts/{name}` | {len(applying(name))}: ")
+
+
+def test_fsdp2_in_the_harness():
+    for name in SOAKS:
+        ran = Counter(case["layout"] for case in applying(name))
+        assert ran["fsdp2_parallel"] == ran["tp_fsdp2"] == ran["ep_fsdp2"] == 21
+        assert ran["hsdp"] == (21 if name in ("soak_4", "soak_8") else 0)
+    assert_said("docs/dtensors.md", "21 of its 22 scenarios for 1000 steps on 2, 3, 4 and 8 ranks")
+
+
+def test_runs_on_a_gpu():
+    shared, alone = receipt("stress_gpu_2"), receipt("stress_nccl_1")
+    assert (shared["ran"]["actual_backend"], shared["ran"]["world_size"]) == ("gloo", 2)
+    assert (alone["ran"]["actual_backend"], alone["ran"]["world_size"]) == ("nccl", 1)
+    assert {case["scenario"] for case in applying("stress_nccl_1")} == {"clipped"}
+    cases, layouts = len(applying("stress_gpu_2")), len(applying("stress_nccl_1"))
+    assert_said(
+        "docs/proof.md", f"{cases} of {cases} cases exactly 0", f"{layouts} of {layouts} cases"
+    )
+    assert_said(
+        "docs/stress.md", f"{cases} cases, all exactly 0", f"{layouts} layouts, all exactly 0"
+    )
+    assert_said(
+        "docs/gpu.md", f"{cases} cases that fit two ranks", f"{layouts} of {layouts} exactly 0"
+    )
+    assert_said("docs/not_there.md", f"(one scenario, {layouts} layouts:")
+
+
+def test_checkpoints_between_layouts():
+    matrix = json.loads((ROOT / "receipts" / "checkpoint_matrix.json").read_text())
+    assert matrix["verdict"] == "pass"
+    sides = round(matrix["pairs"] ** 0.5)
+    assert_said("docs/proof.md", f"checkpoints from {sides} layouts", f"{matrix['pairs']} pairs")
+
+
+def test_mutants():
+    caught = receipt("mutants")["mutants"]
+    assert all(each["caught"] and each["expected"] in each["by"] for each in caught)
+    assert {each["name"] for each in caught} <= set(MUTANTS)
+    assert_said("docs/proof.md", f"{len(caught)} of {len(caught)} caught")
+
+
+def test_the_page_of_the_harness_lists_what_there_is():
+    text = (ROOT / "docs" / "stress.md").read_text()
+    table = text[text.index("## Mutants") : text.index("## Receipt and report")]
+    listed = Counter(re.findall(r"^\| .* \| `(\w+)` \|$", table, re.MULTILINE))
+    assert listed == Counter(mutant.expected for mutant in MUTANTS.values())
+    any_model = sum(scenario.takes_any_model for scenario in SCENARIOS.values())
+    assert_said(
+        "docs/stress.md", f"The {any_model} of {len(SCENARIOS)} scenarios that take any model"
+    )
+    layouts = text[text.index("## Layouts") : text.index("### Copies and parts")]
+    assert [name for name in LAYOUTS if f"`{name}`" not in layouts] == []

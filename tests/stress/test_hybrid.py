@@ -34,7 +34,7 @@ def test_they_run_when_they_are_named_and_not_otherwise(tmp_path):
     assert cases(tmp_path, scenario="hybrid_gpt", layout="zero2") == [("hybrid_gpt", "zero2")]
     refused = {"fsdp2_alone", "two_optimizers", "fused_qkv_cut"}
     hybrid = {"hybrid_gpt", "hybrid_conditional", "hybrid_lora"}
-    alone = {"expert_stacks", "fused_qkv_groups", "schedules_to_zero"}
+    alone = {"expert_stacks", "fused_qkv_groups", "options_of_peers", "schedules_to_zero"}
     assert set(SCENARIOS_ON_REQUEST) == {*hybrid, *alone, *refused}
 
 

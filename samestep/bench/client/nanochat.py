@@ -33,7 +33,7 @@ class Options(ClientOptions):
     """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
 
     cpu_dtype = "float32"
-    update_scale: float
+    lr_scale: float
 
 
 # Groups
@@ -157,32 +157,30 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 # The optimizers
 
 
-def its_optimizer(model: nn.Module, update_scale: float = 1.0) -> Any:
-    """As the model sets it up; every learning rate times `update_scale`."""
+def its_optimizer(model: nn.Module, lr_scale: float = 1.0) -> Any:
+    """As the model sets it up; every learning rate times `lr_scale`."""
     with redirect_stdout(sys.stderr):
         optimizer: Any = model.setup_optimizer(weight_decay=WEIGHT_DECAY)  # type: ignore[operator]
     for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = update_scale * group["lr"]
+        group["lr"] = group["initial_lr"] = lr_scale * group["lr"]
     return optimizer
 
 
-def our_optimizer(
-    model: nn.Module, update_scale: float = 1.0, **options: Any
-) -> samestep.MuonAdamW:
+def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> samestep.MuonAdamW:
     """Ours for the same groups; like nanochat's, without 32-bit copies of 16-bit embeddings."""
-    groups = its_optimizer(model, update_scale).param_groups
+    groups = its_optimizer(model, lr_scale).param_groups
     mapped = [our_group(group) for group in groups]
     return samestep.MuonAdamW(mapped, master_weights=False, **options)
 
 
-def contestants(update_scale: float = 1.0) -> tuple[Contestant, ...]:
+def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
     def ours(**options: Any) -> Callable[[nn.Module], Any]:
-        return lambda model: our_optimizer(model, update_scale, **options)
+        return lambda model: our_optimizer(model, lr_scale, **options)
 
     mine: dict[str, Any] = {"ours": True, "rival": "nanochat"}
     aside = mine | {"default": False}
     return (
-        Contestant("nanochat", "nanochat's own", lambda model: its_optimizer(model, update_scale)),
+        Contestant("nanochat", "nanochat's own", lambda model: its_optimizer(model, lr_scale)),
         Contestant("ours", "samestep.MuonAdamW with default options", ours(), **mine),
         Contestant("ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **aside),
         Contestant("ours-eager", "the same, cuda_graph=False", ours(cuda_graph=False), **aside),
@@ -205,8 +203,8 @@ def parse(words: Sequence[str], prog: str) -> Options:
         "524288) (1)",
     )  # fmt: skip
     read_client(parser, options, known, words)
-    if not 0 < options.update_scale < float("inf"):
-        raise BadRequestError(f"--lr-scale must be above 0, got {options.update_scale}")
+    if not 0 < options.lr_scale < float("inf"):
+        raise BadRequestError(f"--lr-scale must be above 0, got {options.lr_scale}")
     return options
 
 
@@ -223,15 +221,13 @@ def run(options: Options) -> int:
             "config": {key: value for key, value in vars(config).items() if key[0] != "_"},
             "dtype": options.dtype,
             "compiled": options.compile,
-            "update_scale": options.update_scale,
+            "lr_scale": options.lr_scale,
             "weight_decay": WEIGHT_DECAY,
         },
     )
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")  # as its training script does
     try:
-        return run_client(
-            client, contestants(options.update_scale), options, SPEED.get(options.layers)
-        )
+        return run_client(client, contestants(options.lr_scale), options, SPEED.get(options.layers))
     finally:
         torch.set_float32_matmul_precision(before)

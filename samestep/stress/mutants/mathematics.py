@@ -80,14 +80,16 @@ def local_shards_orthogonalized(
 
 
 @mutant("reference", "normuon_cautious", replaces=(muon, "reduce_variance"))
-def variance_per_shard(original: Any, direction: Tensor, variance: Tensor, beta2: Tensor) -> Any:
+def variance_per_shard(
+    original: Any, direction: Tensor, variance: Tensor, beta2: Tensor, **options: Any
+) -> Any:
     """variance reduction takes its norms per shard, so that it drifts with the world size"""
     # Halves of the rows of tall blocks keep a norm of their own.
     rows, cols = direction.shape[-2:]
     if rows < cols:
-        return original(direction, variance, beta2)
+        return original(direction, variance, beta2, **options)
     halves = zip(direction.chunk(2, -2), variance.chunk(2, -2), strict=True)
-    parts = [original(half, part, beta2) for half, part in halves]
+    parts = [original(half, part, beta2, **options) for half, part in halves]
     return tuple(torch.cat(each, -2) for each in zip(*parts, strict=True))
 
 

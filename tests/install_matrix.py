@@ -4,10 +4,10 @@
 
 Each cell is an environment of its own, made by uv (which finds interpreters, or downloads them),
 with torch, the wheel, and a copy of the tests outside of the checkout: `samestep doctor` must find
-nothing broken, then the core's tests run. It is deleted before the next; what several versions of
-torch share is downloaded once. With torch's CUDA wheels from PyPI up to 13 GB are on the disk at a
-time, and less than 2 GB with its CPU wheels, which are taken if their index can be reached. Prints
-the table of docs/releasing.md, and exits with 1 if a cell has failed.
+nothing broken, then the core's tests run. It is deleted before the next; the libraries of a torch
+are downloaded once for all versions of Python. With torch's CUDA wheels from PyPI about 8 GB are on
+the disk at a time, and less than 2 GB with its CPU wheels, which are taken if their index can be
+reached. Prints the table of docs/releasing.md, and exits with 1 if a cell has failed.
 """
 
 import argparse
@@ -172,6 +172,7 @@ def main() -> int:
                 sys.stdout.write(json.dumps(cell._asdict()) + "\n")
                 sys.stdout.flush()
                 matrix.forget("torch")
+            matrix.forget()  # its CUDA libraries: the next torch has others
     finally:
         matrix.forget()
         shutil.rmtree(matrix.tests, ignore_errors=True)

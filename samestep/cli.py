@@ -7,13 +7,13 @@ Nothing here imports torch until a command runs: help comes from stored pages.
 """
 
 import os
+import select
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from io import StringIO, UnsupportedOperation
-from select import POLLERR, POLLHUP, poll
 from types import ModuleType
 from typing import NamedTuple, TextIO
 
@@ -105,9 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise  # another pipe than the output
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # for what is flushed at exit
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # for what is flushed at exit
         return 141
     except SystemExit as ended:
         if isinstance(ended.__context__, BrokenPipeError):  # rich has noticed it
@@ -122,9 +121,11 @@ def _reader_is_gone() -> bool:
         output = sys.stdout.fileno()
     except UnsupportedOperation:  # of a test
         return False
-    watcher = poll()
+    if not hasattr(select, "poll"):  # Windows
+        return False
+    watcher = select.poll()
     watcher.register(output, 0)
-    return any(event & (POLLERR | POLLHUP) for _, event in watcher.poll(0))
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in watcher.poll(0))
 
 
 def _main(arguments: Sequence[str] | None) -> int:

@@ -4,10 +4,10 @@
 
 Each cell is an environment of its own, made by uv (which finds interpreters, or downloads them),
 with torch, the wheel, and a copy of the tests outside of the checkout: `samestep doctor` must find
-nothing broken, then the core's tests run. It is deleted before the next, and one torch's libraries
-are downloaded once: with torch's CUDA wheels from PyPI less than 12 GB are on the disk at a time,
-and less than 2 GB with its CPU wheels, which are taken if their index can be reached. Prints the
-table of docs/releasing.md, and exits with 1 if a cell has failed.
+nothing broken, then the core's tests run. It is deleted before the next; the libraries of a torch
+are downloaded once for all versions of Python. With torch's CUDA wheels from PyPI about 8 GB are on
+the disk at a time, and less than 2 GB with its CPU wheels, which are taken if their index can be
+reached. Prints the table of docs/releasing.md, and exits with 1 if a cell has failed.
 """
 
 import argparse
@@ -88,6 +88,8 @@ class Matrix:
         if healthy.returncode:
             return Cell(python, torch, "failed", f"samestep doctor: {healthy.stdout[-300:]}")
         pytest = [inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations", "0"]
+        # torch.compile warns of the very first 3.13, and warnings are errors in our tests.
+        pytest += ["-W", "ignore:Guards may run slower on Python:RuntimeWarning"]
         ran = self._do([*pytest, *(f"tests/{name}.py" for name in CORE)], TESTING)
         (self.folder / f"python{python}_torch{torch}.log").write_text(ran.stdout + ran.stderr)
         summary = re.findall(r"(?m)^=*\s*(\d+ (?:passed|failed|error).*?) in ", ran.stdout)
@@ -172,7 +174,7 @@ def main() -> int:
                 sys.stdout.write(json.dumps(cell._asdict()) + "\n")
                 sys.stdout.flush()
                 matrix.forget("torch")
-            matrix.forget()
+            matrix.forget()  # its CUDA libraries: the next torch has others
     finally:
         matrix.forget()
         shutil.rmtree(matrix.tests, ignore_errors=True)

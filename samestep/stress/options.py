@@ -37,6 +37,7 @@ QUICK: dict[str, Any] = {
     "steps": 20,
     "sample_every": 10,
     "lanes": 2,
+    "watchdog": 60.0,  # who tries it may have a busy machine
 }
 MOST_ELEMENTS = 4_000_000  # the reference computes singular values of every matrix at every step
 

@@ -113,6 +113,7 @@ def test_table_and_files(result):
 def test_what_quick_stands_for():
     usual = Options(quick=True).quickened()
     assert (usual.layout, usual.steps, usual.sample_every) == ("quick", 20, 10)
+    assert (usual.lanes, usual.watchdog) == (2, 60.0)
     asked = Options(quick=True, scenario="clipped", steps=3, world_size=4).quickened()
     assert (asked.scenario, asked.layout, asked.steps) == ("clipped", "quick", 3)
     assert Options(steps=7).quickened() == Options(steps=7)

@@ -1062,3 +1062,24 @@ def test_any_model_can_be_given_to_adamw_whole(model, explicit):
     opt = quietly(model, **(options if explicit else {"overrides": {"*": {"rule": "adamw"}}}))
     assert {group["rule"] for group in opt.param_groups} == {"adamw"}
     assert sum(len(group["params"]) for group in opt.param_groups) == len(trainable)
+
+
+def test_a_recipe_by_names():
+    """What an adapter knows of modules that have no configuration; overrides win over it."""
+    model = nn.Sequential(nn.Linear(4, 12, bias=False), nn.Linear(12, 4, bias=False))
+    known = {
+        "0.weight": {"split_sizes": (4, 4, 4), "reason": "query, key, value"},
+        "1.weight": {"rule": "adamw", "role": "gate", "reason": "a router"},
+    }
+    opt = samestep.MuonAdamW(model, recipe=known, matrix_lr=0.5)
+    assert [(g["rule"], g["role"]) for g in opt.param_groups] == [
+        ("muon", "matrix"),
+        ("adamw", "gate"),
+    ]
+    assert opt.param_groups[0]["split_sizes"] == {"0.weight": (4, 4, 4)}
+    assert opt.param_groups[1]["lr"] != 0.5
+    assert "a router" in str(opt.table())
+    opt = samestep.MuonAdamW(model, recipe=known, overrides={"0.weight": {"split_sizes": (12,)}})
+    assert opt.param_groups[0]["split_sizes"] == {"0.weight": (12,)}
+    with pytest.raises(ValueError, match=r"recipe: '2\.weight' is no trainable parameter"):
+        samestep.MuonAdamW(model, recipe={"2.weight": {}})

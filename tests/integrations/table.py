@@ -1,13 +1,15 @@
 """Which trainers work, with versions: runs the tests of integrations and writes what they found.
 
-    python -m tests.integrations.table [--write]
+    python -m tests.integrations.table [--write] [FILE ...]
 
-`--write` puts the table into docs/integrations.md, if every row was run.
+`--write` puts the table into docs/integrations.md, if every row was run. Given files are run alone:
+of the others the table has what became of them before, which out/integrations.json keeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import subprocess
@@ -20,6 +22,7 @@ import pytest
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent.parent / "docs" / "integrations.md"
+KEPT = HERE.parent.parent / "out" / "integrations.json"
 BEGIN, END = "<!-- table: make test-integrations -->", "<!-- end of the table -->"
 RESUMED = "test_a_resumed_run_is_the_run_without_a_break"
 AS_ONE = "test_two_ranks_train_what_one_trains_with_all_data"
@@ -206,9 +209,15 @@ def table(found: dict[str, str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="put it into docs/integrations.md")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="tests to run; all")
     asked = parser.parse_args()
     outcomes = Outcomes()
-    code = pytest.main(["-q", "--durations=0", str(HERE)], plugins=[outcomes])
+    if asked.files and KEPT.exists():
+        kept = json.loads(KEPT.read_text())
+        outcomes.found = {n: kept[n] for n in kept if n.split("::")[0] not in asked.files}
+    code = pytest.main(["-q", "--durations=0", *(asked.files or [str(HERE)])], plugins=[outcomes])
+    KEPT.parent.mkdir(exist_ok=True)
+    KEPT.write_text(json.dumps(outcomes.found, indent=1))
     text = table(outcomes.found)
     sys.stdout.write(f"\n{text}\n")
     if asked.write:

@@ -24,7 +24,7 @@ def test_a_killed_worker(tmp_path):
             env={**os.environ, "RAY_TMPDIR": short},
             capture_output=True,
             text=True,
-            timeout=540,
+            timeout=1500,
         )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "without a break: began at [0]" in found.stdout

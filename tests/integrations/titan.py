@@ -92,6 +92,8 @@ of_titan.dist_utils.set_pg_timeouts = lambda **_: None  # NCCL's
 of_titan.time = SimpleNamespace(sleep=lambda _: None, perf_counter=of_titan.time.perf_counter)
 
 ROW = 16  # tokens of one microbatch
+# An eps above the rounding of gradients, which AdamW else makes whole steps of where they are zero.
+ROUND = {"lr": 1e-2, "eps": 1e-5}
 
 
 class Tokens(BaseDataLoader):
@@ -122,11 +124,12 @@ def trainer(folder: Any, options: Any = None, *, rows: int = 2, **changes: Any) 
     """torchtitan's trainer of its debug model: 6 steps of `rows` rows each, saved after 3."""
     config = llama3_debugmodel()
     config.model_spec = model_registry("debugmodel")
-    config.optimizer = samestep.torchtitan.optimizers(**{"lr": 1e-2, **(options or {})})
+    config.optimizer = samestep.torchtitan.optimizers(**{**ROUND, **(options or {})})
     config.training.num_tokens_per_microbatch_per_dp_rank = ROW
     config.training.num_tokens_per_train_step = rows * ROW
     config.training.max_context_length = ROW
     config.training.steps = 6
+    config.debug.seed = 0
     config.training.disable_cuda_graphs = True
     config.training.mixed_precision_param = "float32"
     config.dataloader = Tokens.Config()

@@ -490,7 +490,7 @@ def test_a_ddp_that_is_gone_does_not_count():
 @pytest.mark.parametrize(
     "groups",
     [
-        [{"rule": "muon"}, {"rule": "adamw", "cautious": True}],
+        [{"rule": "muon"}, {"rule": "adamw", "momentum": 0.9}],
         [{"rule": "muon", "mu": 0.9}],
         [{"rule": "muon", "max_grad_norm": 1.0}],
     ],

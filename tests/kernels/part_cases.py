@@ -345,13 +345,15 @@ def different(found, expected):
 
 PLAIN = {"block_dtype": torch.bfloat16}
 WIDE = {"block_dtype": torch.float32, "compute_dtype": torch.float16}
+ROWS = {"variance_axis": "rows", "variance_eps": 1e-8, "variance_eps_form": "add"}
+ROWS |= {"update_scale": 0.5, "adjust_lr": "unit_rms_norm", "norm_factor": 1.02}
 
 
 @pytest.mark.parametrize(
     ("shape", "travel", "options"),
     [
         ((3,), PLAIN, {"absent": "tall", "bucket_size": 1000}),
-        ((2,), WIDE, {**NANOCHAT, "cautious": True, "absent": "tall_columns"}),
+        ((2,), WIDE, {**NANOCHAT, **ROWS, "cautious": True, "absent": "tall_columns"}),
         ((2,), PLAIN, {"muon_schedule": "gather", "dtype": torch.float16, "master_weights": True}),
     ][: 2 if QUICK else 3],
     ids=["default", "nanochat", "gather"][: 2 if QUICK else 3],

@@ -45,7 +45,7 @@ def build(kind, model, **layout):
         return samestep.AdamW(groups, lr=9.0, amsgrad="amsgrad" in kind, **layout)
     matrices, others = muon_groups(model)
     groups = [
-        {"params": named(model, matrices), "rule": "muon", "split_sizes": {"up*": (3, 7)}},
+        {"params": named(model, matrices), "rule": "muon", "split_sizes": {"up*": (3, 6)}},
         {"params": named(model, others), "rule": "adamw"},
     ]
     return samestep.MuonAdamW(

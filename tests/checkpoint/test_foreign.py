@@ -351,6 +351,14 @@ def test_what_has_no_counterpart(tmp_path):
     assert len(done.rows) == 7
     assert all(row.to.startswith("model.") for row in done.rows)
 
+    def scaled(content):
+        content["param_groups"][0]["adjust_lr_fn"] = "spectral"
+
+    def matrices(model):
+        return torch.optim.Muon([("up.weight", model.up.weight)])
+
+    refused(file(matrices, scaled), out, match="'up.weight' was trained with adjust_lr_fn='spec")
+
     def spectral(content):
         group = content["param_groups"][0]
         group |= {"algorithm": "muon", "mu": 0.95, "epsilon": 1e-8, "nesterov": True}

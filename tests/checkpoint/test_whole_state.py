@@ -130,7 +130,7 @@ def test_whole_state_loads_in_every_layout(world):
     saved = {kind: saved_by_one(kind) for kind in KINDS}
     layouts = [name for name in LAYOUTS if name != "hsdp" or world == 4]
     if not SOAK:
-        layouts = layouts[::2] if world == 2 else layouts[1::2] + ["hsdp"]
+        layouts = layouts[::2] if world == 2 else [*layouts[1::2], "hsdp"]
     pairs = [
         (kind, layout)
         for number, kind in enumerate(KINDS)

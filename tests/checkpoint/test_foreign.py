@@ -308,7 +308,7 @@ class Both:
 def test_normuon_of_dion(files, tmp_path):
     """Its variance is per row: the same here for blocks that are not wide, which are refused."""
     path = files / "dion" / "normuon" / "step5.pt"
-    refused(path, tmp_path / "a", names=NAMES_OF_DION, match="state.down.weight.variance has 6 el")
+    refused(path, tmp_path / "a", names=NAMES_OF_DION, match="state.down.weight.variance has 5 el")
     content = torch.load(path)
     opt = content["optimizer"]
     del opt["state"][1], content["model"]["down.weight"]
@@ -350,6 +350,14 @@ def test_what_has_no_counterpart(tmp_path):
     done = convert(rmsprop, tmp_path / "model", only="model")
     assert len(done.rows) == 7
     assert all(row.to.startswith("model.") for row in done.rows)
+
+    def scaled(content):
+        content["param_groups"][0]["adjust_lr_fn"] = "spectral"
+
+    def matrices(model):
+        return torch.optim.Muon([("up.weight", model.up.weight)])
+
+    refused(file(matrices, scaled), out, match="'up.weight' was trained with adjust_lr_fn='spec")
 
     def spectral(content):
         group = content["param_groups"][0]
@@ -452,14 +460,14 @@ def test_report_and_dry_run(tmp_path, capsys, monkeypatch):
     assert (report["written"], report["from"], report["left_out"]) == (False, "torch", [])
     rows = {row["to"]: row for row in report["tensors"]}
     assert set(rows) >= {"model.mlp.up.weight", "state.mlp.down.weight.exp_avg", "model.wte.weight"}
-    assert rows["state.wte.weight.exp_avg"]["shape"] == [11, 6]
+    assert rows["state.wte.weight.exp_avg"]["shape"] == [11, 5]
     assert rows["state.wte.weight.exp_avg"]["from"] == "a.pt: embed.weight exp_avg"
     assert not (tmp_path / "ours").exists()
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert "28 tensors of torch" in shown
     assert "state.mlp.up.weight.exp_avg" in "".join(shown.split())
-    ours = nn.ModuleDict({"wte": nn.Embedding(11, 6)})
+    ours = nn.ModuleDict({"wte": nn.Embedding(11, 5)})
     loaded = samestep.AdamW(ours.named_parameters())
     samestep.load(tmp_path / "ours", ours, loaded, partial=True)
     assert torch.equal(ours["wte"].weight, model.embed.weight)

@@ -30,7 +30,7 @@ LAYOUTS = {
     "hsdp": {},
 }
 NEAR = {"torch": 2e-5, "torch amsgrad": 2e-5, "ours": 3e-4, "ours bf16": 1e-2}
-LATER = 3
+LATER = 3 if SOAK else 2
 
 
 def named(model, params):
@@ -45,7 +45,7 @@ def build(kind, model, **layout):
         return samestep.AdamW(groups, lr=9.0, amsgrad="amsgrad" in kind, **layout)
     matrices, others = muon_groups(model)
     groups = [
-        {"params": named(model, matrices), "rule": "muon", "split_sizes": {"up*": (3, 7)}},
+        {"params": named(model, matrices), "rule": "muon", "split_sizes": {"up*": (3, 6)}},
         {"params": named(model, others), "rule": "adamw"},
     ]
     return samestep.MuonAdamW(
@@ -95,7 +95,7 @@ def loads(kind, layout, rank, world, saved):
     model.load_state_dict(of_model)
     sharded(model, layout, world)
     opt = build(kind, model, **LAYOUTS[layout])
-    train(model, opt, range(50, 52), rank, world)  # state that has to go
+    train(model, opt, range(50, 51), rank, world)  # state that has to go
     with torch.no_grad():
         for name, param in model.named_parameters():
             value = of_model[name]
@@ -129,11 +129,13 @@ def test_whole_state_loads_in_every_layout(world):
     """Of torch.optim.AdamW and of ours, also with amsgrad, variance, fused rows and masters."""
     saved = {kind: saved_by_one(kind) for kind in KINDS}
     layouts = [name for name in LAYOUTS if name != "hsdp" or world == 4]
+    if not SOAK:
+        layouts = layouts[::2] if world == 2 else [*layouts[1::2], "hsdp"]
     pairs = [
         (kind, layout)
         for number, kind in enumerate(KINDS)
         for place, layout in enumerate(layouts)
-        if SOAK or (number + place) % 4 == world % 4  # every kind and every layout
+        if SOAK or number % len(layouts) == place  # every kind and every layout
     ]
     assert {layout for _, layout in pairs} == set(layouts)
     assert {kind for kind, _ in pairs} == set(KINDS)

@@ -136,17 +136,16 @@ def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
             f"{name!r} was trained by dion's {algorithm!r}, which is no rule here: convert the "
             "model alone"
         )
-    options = numbers | {
+    # What files do not say: its default polynomial, and how it divides by the norm.
+    unsaid = {"orthogonalize": "polar-express", "eps_form": "add"}
+    options = preset_options("dion", "muon") if "dion" in PRESETS else unsaid
+    options |= numbers | {
         "momentum": group["mu"],
         "momentum_form": "sum",
         "nesterov": group["nesterov"],
         "adjust_lr": _dions_rate(group["adjust_lr"]),
         "cautious": group.get("cautious_wd", False),
-        "orthogonalize": "polar-express",
-        "eps_form": "add",
     }
-    if "dion" in PRESETS:
-        options = preset_options("dion", "muon") | options
     found = {"momentum": "momentum_buffer"}
     if algorithm == "normuon":
         found["variance_neuron"] = "variance"

@@ -202,14 +202,15 @@ def _named(
             f"{why}, and which of a shape are in which of its {len(groups)} groups nobody can "
             f"tell: {HOW}"
         )
-    by_order = dict(zip(sorted(numbers), known, strict=True))
-    if len(groups) > 1:  # no two of a shape: these tell
-        of_shape = {shape: name for name, shape in known.items()}
-        by_order = {number: of_shape.get(shapes.get(number), "") for number in numbers}  # type: ignore[arg-type]
-        if set(by_order.values()) != set(known):
-            raise CheckpointError(f"{why}, and shapes of state are not those of the model: {HOW}")
-    check_shapes(why, by_order, shapes, known)
-    return by_order
+    if len(groups) == 1:
+        by_order = dict(zip(sorted(numbers), known, strict=True))
+        check_shapes(why, by_order, shapes, known)
+        return by_order
+    of_shape: dict[torch.Size | None, str] = {shape: name for name, shape in known.items()}
+    by_shape = {number: of_shape.get(shapes.get(number), "") for number in numbers}
+    if set(by_shape.values()) != set(known):
+        raise CheckpointError(f"{why}, and shapes of state are not those of the model: {HOW}")
+    return by_shape
 
 
 def _shape_of(state: Mapping[str, Any]) -> torch.Size | None:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
+VOCABULARY, WIDTH, HIDDEN = 11, 5, 9
 SEQUENCES = 8  # of all ranks together
 BEFORE, AFTER = 5, 20  # steps until it was saved, and of the run that went on
 

@@ -193,7 +193,14 @@ def test_public_names_are_in_the_reference():
     ):
         shown |= {f"{module}.{name}" for name in members.split(", ")}
     # Modules that are public names, and names that the top has too.
-    top = set(listed["samestep"]) - {"__version__", "hf", "mesh", "presets", "recipes", "torchtitan"}
+    top = set(listed["samestep"]) - {
+        "__version__",
+        "hf",
+        "mesh",
+        "presets",
+        "recipes",
+        "torchtitan",
+    }
     wanted = {f"samestep.{name}" for name in top}
     wanted |= {f"{m}.{name}" for m in MODULES for name in listed[m] if name not in top}
     assert wanted - shown == set()

@@ -24,7 +24,8 @@ from samestep.checkpoint.foreign.naming import groups_of_trainer
 from samestep.checkpoint.logical import Pieces
 from samestep.layout.boxes import held_range
 from tests.checkpoint.foreign.net import ADAMW, BEFORE, Net, adamw_groups, tokens_of
-from tests.checkpoint.test_switching import NAMES_OF_DION, adamw, files, muon, named
+from tests.checkpoint.test_switching import NAMES_OF_DION, NEAR, adamw, distance, files, muon, named
+from tests.checkpoint.test_switching import train as go_on
 
 __all__ = ["files"]  # a fixture
 pytestmark = [
@@ -306,23 +307,21 @@ class Both:
 
 
 def test_normuon_of_dion(files, tmp_path):
-    """Its variance is per row: the same here for blocks that are not wide, which are refused."""
-    path = files / "dion" / "normuon" / "step5.pt"
-    refused(path, tmp_path / "a", names=NAMES_OF_DION, match="state.down.weight.variance has 5 el")
-    content = torch.load(path)
-    opt = content["optimizer"]
-    del opt["state"][1], content["model"]["down.weight"]
-    opt["param_groups"][0]["params"] = [0]
-    torch.save(content, tmp_path / "tall.pt")
-    names = [["up.weight"], NAMES_OF_DION[1]]
-    convert(tmp_path / "tall.pt", tmp_path / "ours", names=names)
+    """Its variance is per row, of wide blocks too, and the run goes on where it was."""
+    folder = files / "dion" / "normuon"
+    convert(folder / "step5.pt", tmp_path / "ours", names=NAMES_OF_DION)
     model = Net(seed=9)
-    loaded = muon(model, variance_beta2=0.5)
-    samestep.load(tmp_path / "ours", model, loaded, partial=True)
-    found = loaded.state[model.up.weight]
-    assert torch.equal(found["variance"], opt["state"][0]["variance_neuron"].flatten())
-    assert torch.equal(found["momentum_buffer"], opt["state"][0]["momentum"])
+    loaded = muon(model, variance_beta2=0.5, variance_axis="rows")
+    samestep.load(tmp_path / "ours", model, loaded)
+    theirs = torch.load(folder / "step5.pt")["optimizer"]["state"]
+    for number, param in enumerate((model.up.weight, model.down.weight)):
+        found = loaded.state[param]
+        assert torch.equal(found["variance"], theirs[number]["variance_neuron"].flatten())
+        assert torch.equal(found["momentum_buffer"], theirs[number]["momentum"])
     assert loaded.param_groups[0]["variance_beta2"] == 0.95
+    go_on(model, loaded, 0, 1)
+    found = {name: loaded.full_parameter(name) for name, _ in model.named_parameters()}
+    assert distance(found, torch.load(folder / "expected.pt")) < NEAR["muon"]
 
 
 def test_what_has_no_counterpart(tmp_path):

@@ -149,7 +149,7 @@ def test_momentum_kept_otherwise(files, tmp_path):
     convert(folder / "dcp", tmp_path / "ema", preset="torch")
     convert(folder / "dcp", tmp_path / "sum")
     expected = torch.load(folder / "expected.pt")
-    same = ("orthogonalize", "adjust_lr", "eps", "eps_form", "nesterov", "execution")
+    same = ("orthogonalize", "norm_factor", "adjust_lr", "eps", "eps_form", "nesterov", "execution")
 
     def run(name, form):
         model = Net(seed=7)

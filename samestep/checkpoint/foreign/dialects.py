@@ -13,7 +13,7 @@ from torch import Tensor
 from samestep.checkpoint.logical import GroupFacts, plain_options
 from samestep.checkpoint.storage import CheckpointError
 from samestep.groups.param_groups import own_spelling
-from samestep.presets import PRESETS, preset_options
+from samestep.presets import preset_options
 from samestep.rules import RULES
 
 Group = Mapping[str, Any]
@@ -122,30 +122,29 @@ def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
     algorithm = group["algorithm"]
     numbers = _numbers(group) | {"eps": group["epsilon"]}
     if algorithm == "adamw":
-        if group.get("cautious_wd") and "cautious" not in RULES["adamw"].defaults:
-            raise CheckpointError(
-                f"{name!r} was trained by dion's AdamW with cautious_wd, which this AdamW has not: "
-                "set cautious_wd to False there, or convert the model alone"
-            )
-        options = numbers | {"betas": (group["beta1"], group["beta2"])}
-        if "cautious" in RULES["adamw"].defaults:
-            options["cautious"] = group.get("cautious_wd", False)
+        options = numbers | {
+            "betas": (group["beta1"], group["beta2"]),
+            "cautious": group.get("cautious_wd", False),
+        }
         return Meaning("adamw", _there(OF_DION, keys), _known("adamw", options), "dion")
     if algorithm not in ("muon", "normuon"):
         raise CheckpointError(
             f"{name!r} was trained by dion's {algorithm!r}, which is no rule here: convert the "
             "model alone"
         )
-    # What files do not say: its default polynomial, and how it divides by the norm.
-    unsaid = {"orthogonalize": "polar-express", "eps_form": "add"}
-    options = preset_options("dion", "muon") if "dion" in PRESETS else unsaid
-    options |= numbers | {
-        "momentum": group["mu"],
-        "momentum_form": "sum",
-        "nesterov": group["nesterov"],
-        "adjust_lr": _dions_rate(group["adjust_lr"]),
-        "cautious": group.get("cautious_wd", False),
-    }
+    # What files do not say, such as its polynomial and how it divides by the norm, is its default.
+    preset = "dion_normuon" if algorithm == "normuon" else "dion"
+    options = (
+        preset_options(preset, "muon")
+        | numbers
+        | {
+            "momentum": group["mu"],
+            "momentum_form": "sum",
+            "nesterov": group["nesterov"],
+            "adjust_lr": _dions_rate(group["adjust_lr"]),
+            "cautious": group.get("cautious_wd", False),
+        }
+    )
     found = {"momentum": "momentum_buffer"}
     if algorithm == "normuon":
         found["variance_neuron"] = "variance"
@@ -154,13 +153,9 @@ def _of_dion(name: str, keys: Collection[str], group: Group) -> Meaning:
 
 
 def _dions_rate(adjust_lr: str | None) -> str | None:
-    """Its name here; where there is none it stays, and is refused unless a preset has another."""
-    if adjust_lr == "rms_norm":
-        return "match_rms_adamw"
-    if adjust_lr is not None and "dion" in PRESETS:  # whose scale it is
-        found: str | None = preset_options("dion", "muon")["adjust_lr"]
-        return found
-    return adjust_lr
+    """Its name here; where there is none it stays, and is refused."""
+    ours = {"rms_norm": "match_rms_adamw", "spectral_norm": "unit_rms_norm"}
+    return adjust_lr if adjust_lr is None else ours.get(adjust_lr, adjust_lr)
 
 
 def _numbers(group: Group) -> dict[str, Any]:

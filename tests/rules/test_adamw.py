@@ -424,8 +424,9 @@ def test_fused_is_not_loaded_and_not_compiled():
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", False)])
 def test_fused_is_taken_where_a_step_is_fused_anyway(device, kept):
     """Trainers ask for it on CUDA, where torch's kernel for CPU is not what runs."""
-    param = SimpleNamespace(device=torch.device(device), is_floating_point=lambda: True)
-    param.layout = torch.strided
+    param = SimpleNamespace(
+        device=torch.device(device), is_floating_point=lambda: True, layout=torch.strided
+    )
     group = {"params": [param], "rule": "adamw", "fused": True}
     refuse_unsupported(0, group, compiled=False, ranks=1)
     assert group["fused"] is kept

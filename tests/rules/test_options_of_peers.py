@@ -18,6 +18,8 @@ from samestep.rules import RULES
 from samestep.rules.muon import lr_factor
 from samestep.update.plain import GroupMath
 from samestep.update.triton import can_run
+from tests.ranks import run_cases
+from tests.soak import SOAK
 
 LR, DECAY, STEPS = 0.02, 0.1, 4
 SHAPES = [(6, 10), (10, 6), (7, 7)]
@@ -254,3 +256,39 @@ def test_kernels_leave_adamuon_to_plain_torch():
     rule = RULES["adamuon"]
     math_of = GroupMath(rule, {}, dict(rule.defaults), None, False, None, None)
     assert not can_run(math_of, torch.device("cuda"))
+
+
+GROUPS = [
+    {"params": ["0.weight"], "rule": "adamuon"},
+    {"params": ["1.weight"], "rule": "muon", "variance_beta2": 0.9, "variance_axis": "rows"},
+    {"params": ["*.bias"], "rule": "adamw", "cautious": True, "eps_hat": True},
+]
+
+
+def trained(steps: range, path: str, distribution: dict[str, str], *, load: bool) -> list[Tensor]:
+    """Saves before the last steps, or begins there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(12, 6), nn.Linear(6, 8))
+    opt = samestep.MuonAdamW(model, lr=1e-2, groups=GROUPS, **distribution)
+    if load:
+        samestep.load(path, model, opt)
+    for step in steps:
+        if step == 3 and not load:
+            samestep.save(path, model, opt)
+        opt.zero_grad()
+        model(draw((16, 12), step).float()).square().mean().backward()
+        opt.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.skipif(not SOAK, reason="long: make soak")
+def test_state_goes_on_elsewhere(tmp_path):
+    """Saved by one process; on two ranks, whose gradients are equal, as if nothing had been."""
+    path = str(tmp_path / "saved")
+    expected = trained(range(6), path, {}, load=False)
+    cases = [{"sharding": "zero2"}, {"sharding": "zero1", "buffers": "flat"}]
+    for case, found in run_cases(
+        2, cases, lambda _, options: trained(range(3, 6), path, options, load=True)
+    ):
+        for of_rank in found:
+            assert all(map(torch.equal, of_rank, expected)), case

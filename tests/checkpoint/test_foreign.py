@@ -306,6 +306,43 @@ class Both:
             own.zero_grad()
 
 
+@pytest.mark.parametrize("whose", ["keller", "moonlight"])
+def test_muon_of_others(tmp_path, whose):
+    """Keller Jordan's averages and Moonlight's sums; written as their classes lay it out."""
+    matrix, rest = torch.randn(9, 5), torch.rand(9)
+    if whose == "keller":
+        of_muon = {"use_muon": True, "lr": 0.3, "momentum": 0.9, "weight_decay": 0.2}
+        others = {"use_muon": False, "lr": 0.4, "betas": (0.7, 0.8), "eps": 1e-9}
+        groups = [{**of_muon, "params": [0]}, {**others, "weight_decay": 0.2, "params": [1]}]
+        state = {
+            0: {"momentum_buffer": matrix},
+            1: {"exp_avg": rest, "exp_avg_sq": rest + 1, "step": 6},
+        }
+    else:
+        both = {"lr": 0.3, "wd": 0.2, "momentum": 0.9, "nesterov": True, "ns_steps": 4}
+        both |= {"adamw_betas": (0.7, 0.8), "adamw_eps": 1e-9, "params": [0, 1]}
+        groups = [both]
+        state = {
+            0: {"use_muon": True, "momentum_buffer": matrix},
+            1: {"use_muon": False, "moment1": rest, "moment2": rest + 1, "step": 6},
+        }
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "opt.pt")
+    convert(tmp_path / "opt.pt", tmp_path / "ours", names=["up.weight", "up.bias"])
+    model = nn.ModuleDict({"up": nn.Linear(5, 9)})
+    opt = samestep.MuonAdamW(model, lr=9.0)
+    samestep.load(tmp_path / "ours", optimizer=opt)
+    by_rule = {group["rule"]: group for group in opt.param_groups}
+    of_muon, of_adamw = by_rule["muon"], by_rule["adamw"]
+    assert torch.equal(opt.state[model["up"].weight]["momentum_buffer"], matrix)
+    assert torch.equal(opt.state[model["up"].bias]["exp_avg_sq"], rest + 1)
+    assert float(opt.state[model["up"].bias]["step"]) == 6
+    assert of_muon["momentum_form"] == ("ema" if whose == "keller" else "sum")
+    assert (of_muon["lr"], of_muon["momentum"], of_muon["weight_decay"]) == (0.3, 0.9, 0.2)
+    assert (of_adamw["betas"], of_adamw["eps"], of_adamw["weight_decay"]) == ((0.7, 0.8), 1e-9, 0.2)
+    assert of_muon["eps"] == 1e-7
+    assert of_muon["adjust_lr"] == ("original" if whose == "keller" else "match_rms_adamw")
+
+
 def test_normuon_of_dion(files, tmp_path):
     """Its variance is per row, of wide blocks too, and the run goes on where it was."""
     folder = files / "dion" / "normuon"

@@ -52,10 +52,7 @@ def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
         found = {**MOMENTS, **LARGEST} if "max_exp_avg_sq" in keys else MOMENTS
         return Meaning("adamw", _there(found, keys), _adamw(name, group), "torch.optim")
     if {"moment1", "moment2"} <= set(keys):
-        options = preset_options("moonlight", "adamw") | _numbers(group)
-        # Which of its groups' betas: it calls them so.
-        options |= {"betas": group["adamw_betas"]} if "adamw_betas" in group else {}
-        options |= {"eps": group["adamw_eps"]} if "adamw_eps" in group else {}
+        options = preset_options("moonlight", "adamw") | _of_moonlight(group)
         return Meaning("adamw", _there(MOONLIGHT, keys), _known("adamw", options), "moonlight")
     if "momentum_buffer" in keys:
         return _muon(name, keys, group)
@@ -93,8 +90,12 @@ def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
             "alone"
         )
     found = {"momentum_buffer": "momentum_buffer"}
-    if "use_muon" in group:  # Keller Jordan's, and Moonlight's
-        preset = "moonlight" if "wd" in group or "adamw_betas" in group else "keller"
+    if "adamw_betas" in group and "wd" in group:  # whose Muon sums
+        form = _form_of("moonlight")
+        options = form | _of_moonlight(group) | {"eps": form["eps"]}  # its own is of AdamW
+        return Meaning("muon", found, _known("muon", options), "moonlight")
+    if "use_muon" in group:
+        preset = "keller"
     elif "ns_coefficients" in group or "adjust_lr_fn" in group:
         preset = "torch"
     else:  # Megatron's, whose files do not say how it scales: that stays as the loader has it
@@ -108,6 +109,15 @@ def _muon(name: str, keys: Collection[str], group: Group) -> Meaning:
             f"here ({error}): convert the model alone"
         ) from None
     return Meaning("muon", found, _known("muon", options), preset)
+
+
+def _of_moonlight(group: Group) -> dict[str, Any]:
+    """Its groups have the options of both rules, under names of their own."""
+    spelled = {"wd": "weight_decay", "adamw_betas": "betas", "adamw_eps": "eps"}
+    same = {"ns_steps": group["ns_steps"]} if "ns_steps" in group else {}
+    return (
+        _numbers(group) | same | {own: group[key] for key, own in spelled.items() if key in group}
+    )
 
 
 def _form_of(preset: str) -> dict[str, Any]:

@@ -35,6 +35,8 @@ import samestep
 from benchmarks import number_table
 from benchmarks.namespaces import bytes_to_other_hosts, cards, refused, start_on_card
 from benchmarks.plan_time import MODELS, SIDES
+from samestep.comm.collectives import exchange_segments
+from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.calibration import Measured, hardware, measure
@@ -52,6 +54,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "flat zero1, ordered": {"sharding": "zero1", "buffers": "flat", "reduction": "ordered"},
 }
 HOSTS = 2
+PROBE = 250_000  # elements of 4 bytes that are exchanged to find out how fast a link is
 BUCKET = 4_000_000  # elements, all in one: gloo has two on their way at a time, others one
 TIMEOUT = 120.0
 ASKED = "SAMESTEP_TWO_LEVELS"  # what ranks are to do, for their environment
@@ -110,10 +113,31 @@ def on_rank(per_host: int, steps: int, *, shaped: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def predicted_seconds(machine: Hardware, options: Options, levels: int, layout: str) -> float:
+def pace_between(per_host: int) -> float:
+    """Bytes per second that a rank and the one at its place on the other host exchange.
+
+    Less than cards let pass: while data goes both ways, answers to it wait behind data.
+    """
+    rank = dist.get_rank()
+    group = registry.of_members((rank % per_host, rank % per_host + per_host))
+    assert group is not None
+    buffer = torch.zeros(2 * PROBE)
+    seconds = []
+    for _ in range(4):
+        dist.barrier()
+        begun = time.perf_counter()
+        exchange_segments("probe", buffer, [PROBE, PROBE], group).wait()
+        seconds.append(time.perf_counter() - begun)
+    slowest = torch.tensor(statistics.median(seconds[1:]))
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return 4 * PROBE / float(slowest)
+
+
+def predicted_seconds(
+    machine: Hardware, pace: float, per_host: int, levels: int, layout: str
+) -> float:
     """By the simulator, with the rates that ranks have measured."""
-    per_host = options.ranks_per_host
-    between = Link(CPU_LINKS[1].latency, options.pace)
+    between = Link(CPU_LINKS[1].latency, pace)
     machine = replace(
         machine, ranks_per_host=per_host, inside=CPU_LINKS[0], between=between, measured={}
     )
@@ -174,7 +198,7 @@ def main(options: Options) -> int:
     load = os.getloadavg()[0]
     told = run(options)
     problems = problems_of([each["rows"] for each in told])
-    rows, found = told[0]["rows"], told[0]["measured"]
+    rows, found, pace = told[0]["rows"], told[0]["measured"], told[0]["pace"]
     for number, row in enumerate(rows):
         of_ranks = [each["rows"][number]["crossed_bytes"] for each in told]
         row["crossed_bytes"] = sum(of_ranks)
@@ -187,7 +211,9 @@ def main(options: Options) -> int:
         ("layout", "levels", "crossed, MB", "over least", "predicted ms", "measured ms", "error"),
     )
     for row in rows:
-        seconds = predicted_seconds(machine, options, row["levels"], row["layout"])
+        seconds = predicted_seconds(
+            machine, pace, options.ranks_per_host, row["levels"], row["layout"]
+        )
         row["predicted_ms"] = 1e3 * seconds
         row["over_least"] = row["crossed_bytes"] / row["least_bytes"]
         row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
@@ -198,11 +224,13 @@ def main(options: Options) -> int:
         )  # fmt: skip
     console = Console(highlight=False)
     console.print(table)
+    console.print(f"pairs of ranks on different hosts exchange {pace / 1e6:.2f} MB/s")
     console.print("\n".join(problems) or "the same bits on all ranks, in one level and in two")
     receipt = {
         "kind": "samestep two levels",
         "format": 1,
         "asked": {**asdict(options), "out": str(options.out)},
+        "pace_between": pace,
         "rows": rows,
         "problems": problems,
         "load_average": {"before": load, "after": os.getloadavg()[0], "cpus": os.cpu_count()},
@@ -218,7 +246,11 @@ def rank_main(asked: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     found = measure(dist.get_rank(), (), SIDES)
-    told = {"measured": found._asdict(), "rows": on_rank(per_host, steps, shaped=True)}
+    told = {
+        "measured": found._asdict(),
+        "pace": pace_between(per_host),
+        "rows": on_rank(per_host, steps, shaped=True),
+    }
     (Path(folder) / f"rank{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
     dist.destroy_process_group()

@@ -165,7 +165,7 @@ def _of_buckets(placement: Sharing | CopiedParts, grid: Grid, hardware: Hardware
     begins = link.seconds(fabric.ranks, 0)
     exchanged = placement.policy.on_cpu or placement.policy.ordered
     in_a_row = legs_in_a_row(len(buckets), on_cpu=placement.policy.on_cpu)
-    one = fabric.between if exchanged and fabric.hosts > 1 else link
+    one = fabric.exchange() if exchanged else link
     return BucketChoice(
         placement.peers.name,
         placement.peers.size,

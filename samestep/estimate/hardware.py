@@ -67,10 +67,8 @@ class Hardware:
         if by_ranks:
             nearest = min(by_ranks, key=lambda known: (abs(known - ranks), known))
             return by_ranks[nearest].seconds(ranks, carried)
-        if kind in RINGS:
-            return fabric.ring().seconds(ranks, carried)
-        # Backends exchange in rounds, in each of which somebody's partner is on another host.
-        return (self.inside if fabric.hosts == 1 else self.between).seconds(ranks, carried)
+        link = fabric.ring() if kind in RINGS else fabric.exchange()
+        return link.seconds(ranks, carried)
 
 
 def device_of(hardware: Hardware) -> torch.device:

@@ -64,6 +64,17 @@ class Fabric(NamedTuple):
             together = min(together, self.inside.bandwidth)
         return Link(self.between.latency, together, self.between.latency_per_rank)
 
+    def exchange(self) -> Link:
+        """As collectives see it in which each rank sends to each other one, to all at once.
+
+        Those on its own host get their share over links inside.
+        """
+        if self.hosts == 1:
+            return self.inside
+        near = (self.per_host - 1) / (self.ranks - 1)
+        per_byte = max(near / self.inside.bandwidth, (1 - near) / self.between.bandwidth)
+        return Link(self.between.latency, 1 / per_byte, self.between.latency_per_rank)
+
     def pays_in_two(
         self, carried: float, *, exchanged: bool, block: float = 0.0, in_a_row: int = 1
     ) -> bool:
@@ -74,7 +85,7 @@ class Fabric(NamedTuple):
         """
         if not self.has_levels:
             return False
-        one = self.between if exchanged else self.ring()
+        one = self.exchange() if exchanged else self.ring()
         return self.seconds_in_two(carried, block, in_a_row) < one.seconds(self.ranks, carried)
 
     def seconds_in_two(self, carried: float, block: float = 0.0, in_a_row: int = 1) -> float:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from samestep import mesh
     from samestep.checkpoint import CheckpointError, async_save, load, save
     from samestep.integrations import hf
+    from samestep.qk_clip import QKClip, QKHeads
 
 __all__ = [
     "AdamW",
@@ -22,6 +23,8 @@ __all__ = [
     "GradScaler",
     "Muon",
     "MuonAdamW",
+    "QKClip",
+    "QKHeads",
     "Rule",
     "Update",
     "__version__",
@@ -37,11 +40,15 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Checkpoints and meshes when asked for: what they need takes torch a second to import."""
+    """Only when asked for: what these need takes torch a second to import."""
     if name in ("CheckpointError", "async_save", "load", "save"):
         from samestep import checkpoint
 
         return getattr(checkpoint, name)
+    if name in ("QKClip", "QKHeads"):
+        from samestep import qk_clip
+
+        return getattr(qk_clip, name)
     if name == "mesh":
         return import_module("samestep.mesh")
     if name == "hf":

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
-from samestep.layout.boxes import Box, Cut, all_boxes, replicas
+from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 
 
 class Held(NamedTuple):
@@ -55,6 +55,15 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
             f"{mine.sizes} by its placements {tensor.placements}"
         )
     return Held(boxes, copies)
+
+
+def own_box(tensor: DTensor) -> Box:
+    """What this rank holds, by the placements alone."""
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None
+    cuts = [_cut(placement) for placement in tensor.placements]
+    return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, here)
 
 
 def whole_tensor(tensor: DTensor, known: Held | None = None) -> Tensor:

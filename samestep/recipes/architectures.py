@@ -13,7 +13,7 @@ QKV = "queries, keys, values"
 GATE_UP = "gate, up"
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -43,7 +43,7 @@ def _mixtral(config: Any) -> list[Line]:
 
 def _qwen3_next(config: Any) -> list[Line]:
     heads, of_values = config.linear_num_key_heads, config.linear_num_value_heads
-    keys, values = config.linear_key_head_dim, config.linear_value_head_dim * of_values // heads
+    keys, values = config.linear_keyhead_dim, config.linear_valuehead_dim * of_values // heads
     return [
         *_experts("*.mlp.gate.weight"),
         fused(
@@ -69,12 +69,12 @@ def _deepseek(config: Any) -> list[Line]:
         fused(
             "*.self_attn.kv_b_proj.weight",
             "keys, values of each head",
-            (config.qk_nope_head_dim, config.v_head_dim) * heads,
+            (config.qk_nopehead_dim, config.vhead_dim) * heads,
         ),
         fused(
             "*.self_attn.kv_a_proj_with_mqa.weight",
             "latent, rotary key",
-            (config.kv_lora_rank, config.qk_rope_head_dim),
+            (config.kv_lora_rank, config.qk_ropehead_dim),
         ),
     ]
 
@@ -115,7 +115,7 @@ def _by_head(config: Any) -> list[Line]:
 
 
 def _falcon(config: Any) -> list[Line]:
-    heads, size = config.num_attention_heads, _head_dim(config)
+    heads, size = config.num_attention_heads, head_dim(config)
     if config.new_decoder_architecture:
         groups = config.num_kv_heads
         split = f"interleaved:{heads // groups * size}+{size}+{size}x{groups}"
@@ -130,7 +130,7 @@ def _gate_up(config: Any) -> list[Line]:
 
 
 def _phi3(config: Any) -> list[Line]:
-    size = _head_dim(config)
+    size = head_dim(config)
     keys = config.num_key_value_heads * size
     rows = (config.num_attention_heads * size, keys, keys)
     return [fused("*.self_attn.qkv_proj.weight", QKV, rows), *_gate_up(config)]

@@ -43,7 +43,7 @@ def _mixtral(config: Any) -> list[Line]:
 
 def _qwen3_next(config: Any) -> list[Line]:
     heads, of_values = config.linear_num_key_heads, config.linear_num_value_heads
-    keys, values = config.linear_keyhead_dim, config.linear_valuehead_dim * of_values // heads
+    keys, values = config.linear_key_head_dim, config.linear_value_head_dim * of_values // heads
     return [
         *_experts("*.mlp.gate.weight"),
         fused(
@@ -69,12 +69,12 @@ def _deepseek(config: Any) -> list[Line]:
         fused(
             "*.self_attn.kv_b_proj.weight",
             "keys, values of each head",
-            (config.qk_nopehead_dim, config.vhead_dim) * heads,
+            (config.qk_nope_head_dim, config.v_head_dim) * heads,
         ),
         fused(
             "*.self_attn.kv_a_proj_with_mqa.weight",
             "latent, rotary key",
-            (config.kv_lora_rank, config.qk_ropehead_dim),
+            (config.kv_lora_rank, config.qk_rope_head_dim),
         ),
     ]
 

@@ -76,6 +76,24 @@ def parts_of(kind, attention):
     return found
 
 
+@torch.no_grad()
+def scale_by_hand(kind, attention, largest, tau, alpha=0.5):
+    """The formula of K2, head by head; of queries that share a key, that of docs/qk_clip.md."""
+    gammas = [min(1.0, tau / s) if s > 0 else 1.0 for s in largest]
+    share = HEADS // attention.kv_heads
+    for q, k, rotary in parts_of(kind, attention):
+        for head, gamma in enumerate(gammas):
+            of_key = min(gammas[head // share * share : (head // share + 1) * share])
+            if kind in GROUPED:
+                q[head] *= gamma / of_key ** (1 - alpha)
+            else:
+                q[head] *= gamma**alpha
+            if rotary is not None:
+                rotary[head] *= gamma
+            if head % share == 0:
+                k[head // share] *= of_key ** (1 - alpha)
+
+
 @pytest.mark.parametrize("alpha", [0.5, 0.3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_formula_in_float64(kind, alpha):
@@ -87,34 +105,21 @@ def test_weights_are_those_of_the_formula_in_float64(kind, alpha):
     wanted = Net(kind, torch.float64)
     clip.step()
 
-    gammas = [min(1.0, 2.0 / s) for s in largest[0]]  # K2: gamma = min(1, tau / S)
-    kv = wanted.layers[0]["attention"].kv_heads
-    share = HEADS // kv
-    with torch.no_grad():
-        for q, k, rotary in parts_of(kind, wanted.layers[0]["attention"]):
-            for head, gamma in enumerate(gammas):
-                of_key = min(gammas[head // share * share : (head // share + 1) * share])
-                if kind in GROUPED:
-                    q[head] *= gamma / of_key ** (1 - alpha)
-                else:
-                    q[head] *= gamma**alpha
-                if rotary is not None:
-                    rotary[head] *= gamma
-                if head % share == 0:
-                    k[head // share] *= of_key ** (1 - alpha)
+    scale_by_hand(kind, wanted.layers[0].attention, largest[0], 2.0, alpha)
     for (name, found), expected in zip(model.named_parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=4e-16, atol=0.0, msg=name)
         if "layers.0" not in name:
             assert torch.equal(found, before[name]), name
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert changed and all(name.startswith("layers.0.attention.") for name in changed)
+    assert changed
+    assert all(name.startswith("layers.0.attention.") for name in changed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_every_head_are_its_own_gamma_times_what_they_were(kind):
     model, _, clip = build(kind, tau=1.5)
     x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    attention = model.layers[0]["attention"]
+    attention = model.layers[0].attention
 
     def logits():
         q, k, _ = attention.queries_keys_values(x)
@@ -135,10 +140,10 @@ def test_logits_of_every_head_are_its_own_gamma_times_what_they_were(kind):
 
 def test_a_group_may_have_one_gamma_as_in_megatron():
     model, _, clip = build("gqa", tau=1.0, gamma_of="group", strict=False)
-    before = Net("gqa", torch.float64).layers[0]["attention"]
+    before = Net("gqa", torch.float64).layers[0].attention
     clip.observe("layers.0.attention", torch.tensor([4.0, 0.5, 1.0, 0.1]))
     clip.step()
-    after = model.layers[0]["attention"]
+    after = model.layers[0].attention
     factors = torch.tensor([0.5, 0.5, 1.0, 1.0]).repeat_interleave(DIM)
     assert torch.equal(after.q.weight, before.q.weight * factors[:, None])
     assert torch.equal(after.k.weight, before.k.weight * factors[:: HEADS // 2, None])
@@ -202,7 +207,7 @@ def train(rank, case):
     model = Net(kind, dtype)
     if layout.startswith("fsdp2"):
         for layer in model.layers:
-            fully_shard(layer["attention"])
+            fully_shard(layer)
         fully_shard(model)
         use_ordered_reduction(model)
     opt = new_optimizer(model, kind, **LAYOUTS[layout])
@@ -211,14 +216,34 @@ def train(rank, case):
     for step in range(STEPS):
         backward(model, rank, step)
         opt.step()
-        told.append(torch.cat(list(clip.step().values())))
+        expected = whole_values(opt, model)
+        found = clip.step()
+        told.append(torch.cat(list(found.values())))
         opt.zero_grad()
-    opt.wait_for_parameters()
-    values = {name: opt.full_parameter(name) for name, _ in model.named_parameters()}
+        check_step(kind, expected, [own.tolist() for own in found.values()], opt, model)
     here = {
         n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()
     }
-    return {n: v.detach().clone() for n, v in here.items()}, values, torch.stack(told)
+    here = {n: v.detach().clone() for n, v in here.items()}
+    return here, whole_values(opt, model), torch.stack(told)
+
+
+def whole_values(opt, model):
+    return {name: opt.full_parameter(name) for name, _ in model.named_parameters()}
+
+
+def check_step(kind, before, largest, opt, model):
+    """Whole fp32 values are those of the formula in float64, rounded once."""
+    wanted = Net(kind, torch.float64)
+    wanted.load_state_dict(before)
+    for layer, own in zip(wanted.layers, largest, strict=True):
+        scale_by_hand(kind, layer.attention, own, TAU)
+    found = whole_values(opt, model)
+    for name, value in wanted.named_parameters():
+        if kind in GROUPED:
+            assert torch.equal(found[name], value.float()), name
+        else:  # gamma^0.5 is there gamma / gamma^0.5
+            torch.testing.assert_close(found[name], value.float(), rtol=1.2e-7, atol=0.0, msg=name)
 
 
 def alone(world, kind, dtype):
@@ -239,16 +264,17 @@ def alone(world, kind, dtype):
             param.grad = (total[name] / world).to(dtype)
         opt.step()
         told.append(torch.cat(list(clip.step().values())))
-    values = {name: opt.full_parameter(name) for name, _ in model.named_parameters()}
-    return values, torch.stack(told)
+    return whole_values(opt, model), torch.stack(told)
 
 
 def cases_of(world):
-    kinds = KINDS if SOAK else {2: ["gqa", "mla"], 4: ["interleaved"]}[world]
-    for kind in kinds:
+    """All layouts with one kind; of other kinds and 16 bits, in a short run, some."""
+    for kind in KINDS if SOAK else {2: ["gqa", "mla"], 4: ["interleaved"]}[world]:
         for dtype in (torch.float32, torch.bfloat16):
-            if SOAK or dtype == torch.float32 or (world, kind) == (2, "gqa"):
-                yield from ((layout, kind, dtype) for layout in LAYOUTS)
+            for layout in LAYOUTS:
+                short = kind == "mla" or dtype == torch.bfloat16 or world == 4
+                if SOAK or not short or layout in ("none", "flat overlap", "fsdp2"):
+                    yield layout, kind, dtype
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -256,14 +282,16 @@ def test_every_layout_has_the_same_bits_on_every_rank(world):
     first: dict[tuple, tuple] = {}
     for (layout, kind, dtype), results in run_cases(world, list(cases_of(world)), train):
         case = f"{layout}, {kind}, {dtype}"
-        params, values, told = first.setdefault((kind, dtype), results[0])
-        assert (told > TAU).any() and (told <= TAU).any(), case  # some heads are scaled
+        # FSDP2 rounds averages of gradients to the 16 bits of a parameter.
+        rounded = dtype == torch.bfloat16 and layout.startswith("fsdp2")
+        params, values, told = first.setdefault((kind, dtype, rounded), results[0])
+        assert 0 < (told > TAU).sum() < told.numel(), case  # some heads are scaled
         for rank, (own, wide, seen) in enumerate(results):
             assert torch.equal(seen, told), f"{case}: rank {rank} saw other logits"
             for name in params:
                 assert torch.equal(own[name], params[name]), f"{case}: {name} on rank {rank}"
                 assert torch.equal(wide[name], values[name]), f"{case}: {name} on rank {rank}"
-    for (kind, dtype), (_, values, told) in first.items():
+    for (kind, dtype, _), (_, values, told) in first.items():
         if dtype == torch.float32:
             expected, of_all = alone(world, kind, dtype)
             torch.testing.assert_close(told, of_all, rtol=1e-5, atol=1e-5)
@@ -278,13 +306,14 @@ def cut_by_heads(rank, case):
     mesh = init_device_mesh("cpu", (2, 2) if fsdp else (1, 2), mesh_dim_names=("data", "model"))
     plan = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel()}
     for layer in model.layers:
-        parallelize_module(layer["attention"], mesh["model"], {**plan, "out": RowwiseParallel()})
+        parallelize_module(layer.attention, mesh["model"], {**plan, "out": RowwiseParallel()})
         if fsdp:
-            fully_shard(layer["attention"], mesh=mesh["data"])
+            fully_shard(layer, mesh=mesh["data"])
     opt = samestep.MuonAdamW(model, grads="reduced", sharding="none")
-    clip = QKClip(opt, model, {LAYERS: heads_of(kind)}, tau=TAU)
+    clip = QKClip(opt, model, {LAYERS: heads_of(kind)}, tau=1e9)
     model(tokens_of(0, 0))
     told = torch.cat(list(clip.step().values()))
+    clip.tau = TAU
     own = list(range(rank % 2 * 2, rank % 2 * 2 + 2))
     numbers = torch.tensor([10.0, 7.0, 2.0, 30.0])
     for name in clip.layers:
@@ -301,26 +330,26 @@ def test_heads_on_different_ranks(world):
     cases = [(kind, world == 4) for kind in (("mha", "gqa") if SOAK or world == 2 else ("gqa",))]
     for (kind, _), results in run_cases(world, cases, cut_by_heads):
         model = Net(kind)
-        clip = QKClip(samestep.MuonAdamW(model), model, {LAYERS: heads_of(kind)}, tau=TAU)
+        clip = QKClip(samestep.MuonAdamW(model), model, {LAYERS: heads_of(kind)}, tau=1e9)
         model(tokens_of(0, 0))
         expected = torch.cat(list(clip.step().values()))
+        clip.tau = TAU
         numbers = torch.tensor([10.0, 7.0, 2.0, 30.0])
         for name in clip.layers:
             clip.observe(name, numbers)
         clip.step()
         for told, again, whole in results:
-            torch.testing.assert_close(told, expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(told, expected, rtol=1e-5, atol=1e-5)
             assert torch.equal(again, numbers.double().repeat(2))
             assert torch.equal(told, results[0][0])
             for name, value in model.named_parameters():
-                torch.testing.assert_close(whole[name], value, rtol=1e-6, atol=0.0, msg=name)
-                assert torch.equal(whole[name], results[0][2][name]), name
+                assert torch.equal(whole[name], value), name
 
 
 def fused_and_cut(rank):
     """The GPT of samestep with a fused weight, cut by samestep.parallel into parts of its rows."""
     torch.manual_seed(0)
-    config = GPTConfig(vocab_size=13, context=8, width=16, layers=1, heads=4, kv_heads=2,
+    config = GPTConfig(vocab_size=14, context=8, width=16, layers=1, heads=4, kv_heads=2,
                        fused_qkv=True)  # fmt: skip
     model = GPT(config)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -353,11 +382,11 @@ def several(rank):
     recorder = samestep.FlightRecorder()
     with recorder:
         _, _, clip = build(tau=1e9, strict=False, watch=False)
-        before = len(recorder.entries())
+        before = len(recorder.records)
         clip.observe("layers.0.attention", torch.tensor([1.0, 2.0, 3.0, 4.0]) * (1 - 2 * rank))
         clip.observe("layers.1.attention", torch.full((2, HEADS, 3), float(rank)))
         found = clip.step()
-        sent = [entry.name for entry in recorder.entries()[before:]]
+        sent = [entry.name for entry in recorder.records[before:]]
     empty = clip.step()
     messages = []
     for bad in (math.nan, math.inf):
@@ -417,11 +446,11 @@ def test_recomputed_layers_tell_the_same_and_a_failed_forward_leaves_nothing_beh
     expected = torch.cat(list(clip.step().values()))
     x = model.embedding(tokens_of(0, 0))
     for layer in model.layers:
-        x = x + checkpoint(layer["attention"], x, use_reentrant=False)
+        x = checkpoint(layer, x, use_reentrant=False)
     x.sum().backward()
     assert torch.equal(torch.cat(list(clip.step().values())), expected)
     with pytest.raises(RuntimeError):
-        model.layers[0]["attention"](torch.zeros(2, 5, 3, dtype=torch.float64))
+        model.layers[0].attention(torch.zeros(2, 5, 3, dtype=torch.float64))
     q = torch.ones(1, HEADS, 1, DIM)
     nn.functional.scaled_dot_product_attention(q, q, q)  # outside of any layer: nobody's
     model(tokens_of(0, 0))
@@ -440,7 +469,7 @@ def test_mistakes_say_what_to_do():
         QKClip(opt, model, {"blocks.*": right})
     with pytest.raises(ValueError, match=r"q.weight has 24 rows, and by its heads .* of 48"):
         QKClip(opt, model, {LAYERS: QKHeads.separate(8, 6, 2, q="q.weight", k="k.weight")})
-    with pytest.raises(ValueError, match="has no weight 'q_proj.weight'"):
+    with pytest.raises(ValueError, match=r"has no weight 'q_proj.weight'"):
         QKClip(opt, model, {LAYERS: QKHeads.separate(4, 6, 2)})
     with pytest.raises(ValueError, match="by a pattern before it"):
         QKClip(opt, model, {LAYERS: right, "layers.0.*": right})
@@ -451,19 +480,19 @@ def test_mistakes_say_what_to_do():
     with pytest.raises(ValueError, match="gamma_of must be one of"):
         QKClip(opt, model, {LAYERS: right}, gamma_of="heads")
     clip = QKClip(opt, model, {LAYERS: right})
-    with pytest.raises(KeyError, match="'layers.7.attention' is no layer"):
+    with pytest.raises(KeyError, match=r"'layers.7.attention' is no layer"):
         clip.observe("layers.7.attention", torch.zeros(4))
     with pytest.raises(ValueError, match=r"told the logits of 2 heads, and has 4"):
-        clip.observe(model.layers[0]["attention"], torch.zeros(2))
-    model.layers[1]["attention"].k.weight.requires_grad_(False)
+        clip.observe(model.layers[0].attention, torch.zeros(2))
+    model.layers[1].attention.k.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"layers.1.attention.k.weight is not a parameter of the"):
         QKClip(samestep.MuonAdamW(model), model, {LAYERS: right})
-    model.layers[1]["attention"].k = model.layers[0]["attention"].k
+    model.layers[1].attention.k = model.layers[0].attention.k
     with pytest.raises(ValueError, match="would be scaled twice"):
         QKClip(samestep.MuonAdamW(model), model, {LAYERS: right})
     with pytest.raises(ValueError, match="multiple of kv_heads, got 4 and 3"):
         QKHeads.separate(4, 6, 3)
-    with pytest.raises(ValueError, match="no rows .* are said to be k of head 1"):
+    with pytest.raises(ValueError, match=r"no rows .* are said to be k of head 1"):
         QKHeads(2, 2, {"q": [HeadRows("q", 0, 2), HeadRows("q", 1, 2), HeadRows("k", 0, 2)]})
     with pytest.raises(ValueError, match="with whole heads in each group"):
         QKHeads.fused("qkv.weight", 4, 6, 2, split_sizes="interleaved:3x16")
@@ -519,10 +548,9 @@ def test_largest_logits_are_those_of_pairs_that_attend(at_once):
 class Known(nn.Module):
     """Modules with the names of transformers', around layers of this file."""
 
-    def __init__(self, path, attention, **config):
+    def __init__(self, inner, attention, **config):
         super().__init__()
         self.config = SimpleNamespace(**config)
-        block, inner = path
         self.layers = nn.ModuleList([nn.Module() for _ in range(2)])
         for layer in self.layers:
             setattr(layer, inner, attention())
@@ -548,16 +576,21 @@ def test_heads_of_known_architectures_are_found_from_the_configuration():
         "llama": ("self_attn", renamed("gqa", **plain), grouped, "gqa"),
         "phi3": ("self_attn", renamed("fused", qkv="qkv_proj"), grouped, "fused"),
         "gpt_neox": ("attention", renamed("by_head", **by_name), sizes, "by_head"),
-        "deepseek_v3": ("self_attn", renamed("mla"), {**sizes, **latent, "q_lora_rank": 8}, "mla"),
+        "deepseek_v3": (
+            "self_attn",
+            renamed("mla"),
+            {**sizes, **latent, "q_lora_rank": 8, "kv_lora_rank": 8},
+            "mla",
+        ),
     }
     for kind, (inner, attention, config, like) in cases.items():
-        model = Known(("layers", inner), attention, model_type=kind, **config)
+        model = Known(inner, attention, model_type=kind, **config)
         opt = samestep.MuonAdamW(model)
         clip = QKClip(opt, model)
         assert list(clip.layers) == [f"layers.0.{inner}", f"layers.1.{inner}"]
         (found,), wanted = {id(h): h for h in clip.layers.values()}.values(), heads_of(like)
         assert (found.heads, found.kv_heads) == (wanted.heads, wanted.kv_heads)
         assert list(found.weights.values()) == list(wanted.weights.values())
-    normalized = Known(("layers", "self_attn"), renamed("gqa"), model_type="qwen3", **grouped)
+    normalized = Known("self_attn", renamed("gqa"), model_type="qwen3", **grouped)
     with pytest.raises(ValueError, match="'qwen3' normalizes queries and keys"):
         QKClip(samestep.MuonAdamW(normalized), normalized)

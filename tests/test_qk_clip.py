@@ -311,7 +311,7 @@ def cut_by_heads(rank, case):
             fully_shard(layer, mesh=mesh["data"])
     opt = samestep.MuonAdamW(model, grads="reduced", sharding="none")
     clip = QKClip(opt, model, {LAYERS: heads_of(kind)}, tau=1e9)
-    model(tokens_of(0, 0))
+    model(tokens_of(0, 0)).sum().backward()  # after which FSDP2 has its shards again
     told = torch.cat(list(clip.step().values()))
     clip.tau = TAU
     own = list(range(rank % 2 * 2, rank % 2 * 2 + 2))
@@ -359,7 +359,10 @@ def fused_and_cut(rank):
     clip = QKClip(opt, model, {"blocks.*.attention": heads}, tau=1.0)
     model(tokens_of(0, 0))
     told = clip.step()["blocks.0.attention"]
-    return told, before, model.state_dict()
+    after = {
+        n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()
+    }
+    return told, before, after
 
 
 def test_parts_of_a_fused_weight_that_are_parameters_of_their_own():

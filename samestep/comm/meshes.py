@@ -57,12 +57,16 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
     return Held(boxes, copies)
 
 
-def own_box(tensor: DTensor) -> Box:
-    """What this rank holds, by the placements alone."""
+def box_in_forward(tensor: DTensor) -> Box:
+    """What this rank computes with: its part under tensor parallel.
+
+    FSDP2 cuts a dim that is cut already into strided shards, which are together in forward.
+    """
     mesh = tensor.device_mesh
     here = mesh.get_coordinate()
     assert here is not None
     cuts = [_cut(placement) for placement in tensor.placements]
+    cuts = [Cut() if cut.strided else cut for cut in cuts]
     return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, here)
 
 

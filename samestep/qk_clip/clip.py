@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import maximum
 from samestep.comm.integrity.agreement import require_same_lines
-from samestep.comm.meshes import own_box
+from samestep.comm.meshes import box_in_forward
 from samestep.groups.mistakes import some
 from samestep.groups.param_groups import name_matches, parameter_names
 from samestep.groups.routing import unwrapped, without_wrappers
@@ -215,7 +215,7 @@ def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
     for own, param in layer.module.named_parameters():
         weight = whole_name(without_wrappers(own))
         if weight in layer.heads.weights and isinstance(param, DTensor):
-            part, box = rows_in(without_wrappers(own)), own_box(param)
+            part, box = rows_in(without_wrappers(own)), box_in_forward(param)
             dim = int(layer.heads.transposed)
             start = box.offsets[dim] + (0 if part is None else part.start)
             found |= set(layer.heads.query_heads(weight, start, start + box.sizes[dim]))

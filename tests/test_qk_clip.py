@@ -464,6 +464,18 @@ def test_recomputed_layers_tell_the_same_and_a_failed_forward_leaves_nothing_beh
         clip.step()
 
 
+@pytest.mark.skipif(not SOAK, reason="the compiler takes seconds to import")
+def test_compiled_layers_tell_the_same():
+    model, _, clip = build("gqa", torch.float32, tau=1e9)
+    model(tokens_of(0, 0))
+    expected = torch.cat(list(clip.step().values()))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        compiled(tokens_of(0, 0)).sum().backward()
+        found = torch.cat(list(clip.step().values()))
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_mistakes_say_what_to_do():
     model = Net("gqa")
     opt = samestep.MuonAdamW(model)

@@ -194,8 +194,8 @@ class QKClip:
         if silent and self.strict:
             raise ValueError(
                 f"{name!r} told no attention logits since the last step, of head "
-                f"{', '.join(map(str, silent))}: it has not run in training mode, or not by "
-                "torch.nn.functional.scaled_dot_product_attention. Tell them by "
+                f"{', '.join(map(str, silent))}: it has not run in training mode, or is compiled, "
+                "or does not call torch.nn.functional.scaled_dot_product_attention. Tell them by "
                 "clip.observe(layer, logits); strict=False leaves such layers alone"
             )
 

@@ -120,15 +120,15 @@ def _of_call(
 def watched(module: nn.Module, tell: Callable[[Tensor], None]) -> Callable[[], None]:
     """Tell the largest logits of a module's attention whenever it runs in training.
 
-    Gives a function that ends it. Hooks alone: no function of torch is replaced, and under
-    `torch.compile` they are a part of the graph.
+    Gives a function that ends it. Hooks alone: no function of torch is replaced. A compiled module
+    is not looked at, since dynamo fails on some methods of tensors while a mode is on.
     """
     calls = AttentionCalls(tell)
     entered: list[bool] = []
 
     def begin(module: nn.Module, args: Any) -> None:
-        entered.append(module.training)
-        if module.training:
+        entered.append(module.training and not torch.compiler.is_compiling())
+        if entered[-1]:
             calls.__enter__()  # type: ignore[no-untyped-call]
 
     def end(module: nn.Module, args: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import samestep
 from samestep import QKClip, QKHeads
 from samestep.fsdp import use_ordered_reduction
+from samestep.layout.fused_rows import rows_in
 from samestep.mesh import build as build_mesh
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.models.gpt_plan import gpt_plan
@@ -347,35 +348,52 @@ def test_heads_on_different_ranks(world):
                 assert torch.equal(whole[name], value), name
 
 
-def fused_and_cut(rank):
-    """The GPT of samestep with a fused weight, cut by samestep.parallel into parts of its rows."""
+def fused_and_cut(rank, dtype, sharding):
+    """The GPT of samestep with a fused weight, cut by samestep.parallel into parts of its rows.
+
+    On 4 ranks two have copies of each part, see other data, and share its master copy.
+    """
     torch.manual_seed(0)
     config = GPTConfig(vocab_size=14, context=8, width=16, layers=1, heads=4, kv_heads=2,
                        fused_qkv=True)  # fmt: skip
-    model = GPT(config)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
+    model = GPT(config).to(dtype)
     apply(model, gpt_plan(config), build_mesh(tp=2), fsdp=False)
-    opt = samestep.MuonAdamW(model, overrides={"*.qkv.weight": {"split_sizes": config.qkv_sizes}})
-    heads = QKHeads.fused("qkv.weight", 4, 4, 2)
-    clip = QKClip(opt, model, {"blocks.*.attention": heads}, tau=1.0)
-    model(tokens_of(0, 0))
+    splits = {"*.qkv.weight": {"split_sizes": config.qkv_sizes}}
+    opt = samestep.MuonAdamW(model, overrides=splits, master_weights=True, sharding=sharding)
+    clip = QKClip(opt, model, {"blocks.*.attention": QKHeads.fused("qkv.weight", 4, 4, 2)}, tau=1.0)
+    model(tokens_of(rank // 2, 0)).sum().backward()
+    opt.step()
+    before = whole_values(opt, model)
     told = clip.step()["blocks.0.attention"]
-    after = {
-        n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()
+    here = {
+        n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in model.named_parameters()
     }
-    return told, before, after
+    here = {name: value.detach().clone() for name, value in here.items()}
+    return told, before, whole_values(opt, model), here
 
 
-def test_parts_of_a_fused_weight_that_are_parameters_of_their_own():
-    for told, before, after in run_forked(2, fused_and_cut):
+@pytest.mark.parametrize(
+    ("world", "dtype", "sharding"),
+    [(2, torch.float32, "none"), (4, torch.bfloat16, "zero1"), (4, torch.bfloat16, "zero2")],
+)
+def test_parts_of_a_fused_weight_that_are_parameters_of_their_own(world, dtype, sharding):
+    results = run_forked(world, fused_and_cut, dtype, sharding)
+    for told, before, after, here in results:
+        assert torch.equal(told, results[0][0])
         gamma = (1.0 / told).clamp(max=1.0)
         assert (gamma < 1).any()
         keys = gamma.view(2, 2).amin(1).sqrt()
         factors = torch.cat([gamma / keys.repeat_interleave(2), keys, keys.new_ones(2)])
+        parts = 0
         for name, value in before.items():
-            if name.endswith("qkv.weight"):
-                value = (value.double() * factors.repeat_interleave(4)[:, None]).float()
+            part = rows_in(name)
+            if part is not None:
+                own = factors.repeat_interleave(4)[part.start : part.stop, None]
+                value = (value.double() * own).float()
+                parts += 1
             assert torch.equal(after[name], value), name
+            assert torch.equal(here[name], value.to(dtype)), name
+        assert parts == 3
 
 
 # --- ranks, micro-batches, errors ---------------------------------------------------------------

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from samestep.integrations import hf, torchtitan
     from samestep.optimizer import AdamW, Muon, MuonAdamW
     from samestep.optimizer.grad_scaler import GradScaler
+    from samestep.qk_clip import QKClip, QKHeads
     from samestep.rules import Rule, Update, register_rule
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "GradScaler",
     "Muon",
     "MuonAdamW",
+    "QKClip",
+    "QKHeads",
     "Rule",
     "Update",
     "__version__",
@@ -43,6 +46,7 @@ _HOMES = {
     "samestep.comm.diagnosis.recorder": ("FlightRecorder",),
     "samestep.optimizer": ("AdamW", "Muon", "MuonAdamW"),
     "samestep.optimizer.grad_scaler": ("GradScaler",),
+    "samestep.qk_clip": ("QKClip", "QKHeads"),
     "samestep.rules": ("Rule", "Update", "register_rule"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 LISTED = ROOT / "tests" / "inventory.json"
 RECEIPTS = ("receipts", "benchmarks/results")
 MODULES = ("samestep.checkpoint", "samestep.fsdp", "samestep.mesh", "samestep.parallel",
-           "samestep.recipes", "samestep.stress")  # fmt: skip
+           "samestep.qk_clip", "samestep.recipes", "samestep.stress")  # fmt: skip
 
 
 def inventory() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
-from samestep.layout.boxes import Box, Cut, all_boxes, replicas
+from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 
 
 class Held(NamedTuple):
@@ -55,6 +55,19 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
             f"{mine.sizes} by its placements {tensor.placements}"
         )
     return Held(boxes, copies)
+
+
+def box_in_forward(tensor: DTensor) -> Box:
+    """What this rank computes with: its part under tensor parallel.
+
+    FSDP2 cuts a dim that is cut already into strided shards, which are together in forward.
+    """
+    mesh = tensor.device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None
+    cuts = [_cut(placement) for placement in tensor.placements]
+    cuts = [Cut() if cut.strided else cut for cut in cuts]
+    return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, here)
 
 
 def whole_tensor(tensor: DTensor, known: Held | None = None) -> Tensor:

@@ -73,6 +73,13 @@ class FullValues:
             whole[MASTER].copy_(wide)
             self._put_state(name, MASTER, whole)
 
+    def scale(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply parameters and their master copies by what broadcasts to their shapes."""
+        for name, factor in factors.items():
+            param = self.param(name)
+            wide = factor.detach().to(param.device).expand(param.shape)
+            self.holder(param).scale(self._state, self._groups, param, wide)
+
     def gradient(self, name: str) -> Tensor | None:
         param = self.param(name)
         return self.holder(param).whole_gradient(param)

@@ -483,6 +483,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self._rank_group
 
     @property
+    def rank_groups(self) -> tuple[RankGroup, ...]:
+        """Groups that, one after the other, reach every rank with other data; () in one process."""
+        return tuple(g for g in (self._rank_group, self._outer_group) if g is not None)
+
+    @property
     def shared_parameters(self) -> tuple[ReplicatedParameters, ...]:
         """What ranks hold whole, plan by plan; in one process nothing."""
         return tuple(p for p in self._placed if isinstance(p, ReplicatedParameters))
@@ -746,6 +751,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         """Replace a parameter, and its master copy with it."""
         self._state_changes()
         self._values().set_parameter(name, value)
+
+    @torch.no_grad()
+    def scale_parameters(self, factors: Mapping[str, Tensor]) -> None:
+        """Multiply parameters by factors, by name, and their master copies with them.
+
+        A factor broadcasts to its parameter's shape, such as (rows, 1), and is the same on every
+        rank. Each rank multiplies what it has; only master copies travel, where ranks share them.
+        Other state, such as momentum, stays as it is.
+        """
+        self._state_changes()
+        self._values().scale(factors)
 
     @torch.no_grad()
     def full_gradient(self, name: str) -> Tensor | None:

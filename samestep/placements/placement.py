@@ -13,7 +13,7 @@ from samestep.layout.boxes import HeldState, whole_box
 from samestep.plan.schedule import OfBucket, PlacementShape
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
-from samestep.update.plain import GroupMaths, Operand
+from samestep.update.plain import GroupMaths, Operand, scale
 
 
 class PlanMembers(NamedTuple):
@@ -165,6 +165,19 @@ class Placement:
     def put_value(self, param: Tensor, whole: Tensor) -> None:
         """Take this rank's part of a parameter out of the whole."""
         param.copy_(whole)
+
+    def scale(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """Multiply a parameter and its master copy by `factor`, which has the parameter's shape.
+
+        Every rank gives the same one. Collective where ranks share master copies.
+        """
+        scale(param, state[param], factor)
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """The mean gradient of what `synchronize()` has reduced; None if no rank has one."""

@@ -13,7 +13,7 @@ QKV = "queries, keys, values"
 GATE_UP = "gate, up"
 
 
-def _head_dim(config: Any) -> int:
+def head_dim(config: Any) -> int:
     return int(
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
@@ -115,7 +115,7 @@ def _by_head(config: Any) -> list[Line]:
 
 
 def _falcon(config: Any) -> list[Line]:
-    heads, size = config.num_attention_heads, _head_dim(config)
+    heads, size = config.num_attention_heads, head_dim(config)
     if config.new_decoder_architecture:
         groups = config.num_kv_heads
         split = f"interleaved:{heads // groups * size}+{size}+{size}x{groups}"
@@ -130,7 +130,7 @@ def _gate_up(config: Any) -> list[Line]:
 
 
 def _phi3(config: Any) -> list[Line]:
-    size = _head_dim(config)
+    size = head_dim(config)
     keys = config.num_key_value_heads * size
     rows = (config.num_attention_heads * size, keys, keys)
     return [fused("*.self_attn.qkv_proj.weight", QKV, rows), *_gate_up(config)]

@@ -280,6 +280,16 @@ def exact_value(param: Tensor, state: State) -> Tensor:
     return value
 
 
+def scale(param: Tensor, state: State, factor: Tensor) -> None:
+    """Multiply a parameter and its master copy, if it has one, by `factor`, rounding once."""
+    if MASTER not in state:
+        param.mul_(factor)
+        return
+    value = exact_value(param, state).mul_(factor)
+    param.copy_(value)
+    state[MASTER].copy_(value.reshape(state[MASTER].shape))
+
+
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """What `to` gives; not asked where nothing is converted, since that takes several us."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)

@@ -38,7 +38,7 @@ from samestep.rules.state import (
     needs_master,
     state_dtype,
 )
-from samestep.update.plain import GroupMaths, Operand
+from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
     from samestep.placements.planner import Request
@@ -190,6 +190,18 @@ class ShardedParameters(Placement):
     def put_value(self, param: Tensor, whole: Tensor) -> None:
         """Take this rank's part of a parameter out of the whole."""
         self._put_part(self._index(param), param, whole)
+
+    def scale(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """Of what this rank holds, whatever is cut; nothing travels."""
+        box = self._held[self._index(param)].boxes[self.group.rank]
+        own = {key: local_part(tensor) for key, tensor in state[param].items()}
+        scale(local_part(param), own, factor[box.slices])
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""

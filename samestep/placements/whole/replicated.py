@@ -58,7 +58,7 @@ from samestep.rules.state import (
     state_dtype,
 )
 from samestep.tooling.warn import warn_user
-from samestep.update.plain import GroupMaths, Operand
+from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -398,9 +398,21 @@ class ReplicatedParameters(Placement):
     ) -> None:
         """Take this rank's pieces of a parameter's state out of the whole."""
         index = self._index(param)
-        spec = self.plan.params[index]
         if self.mesh is not None and self.mesh.is_local(index, key, groups):
             whole = {**whole, key: self.mesh.part(index, whole[key])}
+        self._put_pieces(state, groups, param, key, whole)
+
+    def _put_pieces(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        key: str,
+        whole: Mapping[str, Tensor],
+    ) -> None:
+        """The same, where local state is given in the shape of what this rank holds."""
+        index = self._index(param)
+        spec = self.plan.params[index]
         for piece in self._layout.spans:
             if piece.param == index:
                 part = piece_of_state(piece, spec, groups[spec.group], key, whole)
@@ -444,6 +456,29 @@ class ReplicatedParameters(Placement):
         else:
             index = self._index(param)
             self.held.value(index).copy_(self.mesh.part(index, whole))
+
+    def scale(
+        self,
+        state: Mapping[Tensor, State],
+        groups: Sequence[Group],
+        param: Tensor,
+        factor: Tensor,
+    ) -> None:
+        """Every rank its own copy. Of master copies a rank has pieces: these come together first.
+
+        A rank that rounded its copy by itself would round what was rounded before.
+        """
+        index = self._index(param)
+        if self.mesh is not None:
+            factor = self.mesh.part(index, factor)
+        local: State = {}
+        if MASTER in state[param]:
+            masters = {p: {MASTER: state[p][MASTER]} if p is param else {} for p in self.params}
+            gather = gather_whole(self.plan, self.params, masters, groups, self.places, [index])
+            local = {MASTER: gather()[param][MASTER]}
+        scale(self.held.value(index), local, factor)
+        if local:
+            self._put_pieces(state, groups, param, MASTER, local)
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""

@@ -1,0 +1,154 @@
+"""Which rows of an attention layer's weights make the queries and keys of which head.
+
+    QKHeads.separate(32, 128, kv_heads=8)                        Llama: q_proj, k_proj
+    QKHeads.fused("qkv.weight", 32, 128, kv_heads=8)             rows of Q, then of K, then of V
+    QKHeads.fused("query_key_value.weight", 16, 64, split_sizes="interleaved:3x16")  GPT-NeoX
+    QKHeads.fused("c_attn.weight", 12, 64, transposed=True)      GPT-2, stored as (in, out)
+    QKHeads.latent(128, nope=128, rope=64, value=128)            DeepSeek-V3, Kimi K2
+
+Rows are outputs, also of weights that are stored as (in, out), and `split_sizes` are those of
+`layout/splits.py`. A head is numbered by its place among the rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from samestep.layout.splits import split_of
+
+# q, k: parts that belong to one head (or, of k, to a group of query heads). rotary: queries whose
+# keys are shared by all heads. None: what no logit depends on, such as values.
+Part = Literal["q", "k", "rotary"] | None
+
+
+class HeadRows(NamedTuple):
+    """`size` rows that follow each other; `head` is a query head, or of "k" a key head."""
+
+    part: Part
+    head: int
+    size: int
+
+
+@dataclass(frozen=True)
+class QKHeads:
+    """The heads of one attention layer; `separate`, `fused` and `latent` make the usual ones.
+
+    heads, kv_heads: how many query heads there are, and how many key heads they share.
+    weights: by a weight's name inside the layer its rows from the first to the last. The bias
+        beside a weight, if there is one, has the same.
+    transposed: weights are stored as (in, out).
+    """
+
+    heads: int
+    kv_heads: int
+    weights: Mapping[str, Sequence[HeadRows]]
+    transposed: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse heads that cannot share keys, or of which rows are missing."""
+        if min(self.heads, self.kv_heads) < 1 or self.heads % self.kv_heads:
+            raise ValueError(
+                f"heads must be a multiple of kv_heads, got {self.heads} and {self.kv_heads}"
+            )
+        found = {(part, head) for rows in self.weights.values() for part, head, _ in rows if part}
+        wanted = {
+            *(("q", head) for head in range(self.heads)),
+            *(("k", head) for head in range(self.kv_heads)),
+        }
+        rotary = {pair for pair in found if pair[0] == "rotary"}
+        for part, head in sorted(wanted ^ (found - rotary)):
+            known = (part, head) in wanted
+            raise ValueError(
+                f"{'no' if known else 'some'} rows of {sorted(self.weights)} are said to be {part} "
+                f"of head {head}, and there are {self.heads} query and {self.kv_heads} key heads"
+            )
+
+    @classmethod
+    def separate(
+        cls,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        *,
+        q: str = "q_proj.weight",
+        k: str = "k_proj.weight",
+        transposed: bool = False,
+    ) -> "QKHeads":
+        """Queries and keys have a weight each, rows of head after head."""
+        kv_heads = heads if kv_heads is None else kv_heads
+        rows = {
+            q: tuple(HeadRows("q", head, head_dim) for head in range(heads)),
+            k: tuple(HeadRows("k", head, head_dim) for head in range(kv_heads)),
+        }
+        return cls(heads, kv_heads, rows, transposed)
+
+    @classmethod
+    def fused(
+        cls,
+        weight: str,
+        heads: int,
+        head_dim: int,
+        kv_heads: int | None = None,
+        *,
+        split_sizes: Sequence[int] | str | None = None,
+        transposed: bool = False,
+    ) -> "QKHeads":
+        """Queries, keys and values have one weight; None: they follow each other in it."""
+        kv_heads = heads if kv_heads is None else kv_heads
+        sizes = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+        split = split_of(sizes if split_sizes is None else split_sizes, sum(sizes))
+        wanted = tuple(size // split.groups for size in sizes)
+        if split.sizes != wanted or any(size % head_dim for size in split.sizes):
+            raise ValueError(
+                f"split_sizes {split_sizes!r} of {weight!r} are {split.sizes} in each of "
+                f"{split.groups} groups, and {heads} query heads and {kv_heads} key and value "
+                f"heads of {head_dim} rows must be {wanted}, with whole heads in each group"
+            )
+        rows, counts = list[HeadRows](), {"q": 0, "k": 0, None: 0}
+        parts: tuple[Part, ...] = ("q", "k", None)
+        for _ in range(split.groups):
+            for part, size in zip(parts, split.sizes, strict=True):
+                for _ in range(size // head_dim):
+                    rows.append(HeadRows(part, counts[part], head_dim))
+                    counts[part] += 1
+        return cls(heads, kv_heads, {weight: tuple(rows)}, transposed)
+
+    @classmethod
+    def latent(
+        cls,
+        heads: int,
+        *,
+        nope: int,
+        rope: int,
+        value: int,
+        q: str = "q_b_proj.weight",
+        kv: str = "kv_b_proj.weight",
+    ) -> "QKHeads":
+        """Multi-head latent attention: `nope` and `rope` rows of each query, `nope` and `value`.
+
+        The key's rotary part is the same for all heads, and nobody's to scale.
+        """
+        q_rows, kv_rows = list[HeadRows](), list[HeadRows]()
+        for head in range(heads):
+            q_rows += [HeadRows("q", head, nope), HeadRows("rotary", head, rope)]
+            kv_rows += [HeadRows("k", head, nope), HeadRows(None, head, value)]
+        return cls(heads, heads, {q: tuple(q_rows), kv: tuple(kv_rows)})
+
+    def rows(self, weight: str) -> int:
+        """How many rows a weight has."""
+        return sum(size for _, _, size in self.weights[weight])
+
+    def places(self, weight: str) -> list[int]:
+        """For each row of a weight, where its factor is in [1, q of each head, k, rotary]."""
+        starts: dict[Part, int] = {"q": 1, "k": 1 + self.heads}
+        starts["rotary"] = starts["k"] + self.kv_heads
+        return [
+            0 if part is None else starts[part] + head
+            for part, head, size in self.weights[weight]
+            for _ in range(size)
+        ]
+
+    def query_heads(self, weight: str, start: int, stop: int) -> list[int]:
+        """The query heads that some rows of a weight are of."""
+        places = self.places(weight)[start:stop]
+        return sorted({place - 1 for place in places if 0 < place <= self.heads})

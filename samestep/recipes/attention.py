@@ -1,0 +1,102 @@
+"""Where the queries and keys of known architectures are, by `model_type` of Hugging Face.
+
+Names are those of transformers' modeling files, as in `architectures.py`.
+"""
+
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from samestep.groups.routing import unwrapped, without_wrappers
+from samestep.layout.attention_heads import QKHeads
+from samestep.recipes.architectures import head_dim
+
+Attention = Callable[[Any], tuple[str, QKHeads]]  # of a configuration: modules, and their heads
+
+
+def _separate(config: Any) -> tuple[str, QKHeads]:
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    return "*.self_attn", QKHeads.separate(config.num_attention_heads, head_dim(config), kv_heads)
+
+
+def _phi3(config: Any) -> tuple[str, QKHeads]:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return "*.self_attn", QKHeads.fused("qkv_proj.weight", heads, head_dim(config), kv_heads)
+
+
+def _gpt2(config: Any) -> tuple[str, QKHeads]:
+    size = config.n_embd // config.n_head
+    return "*.attn", QKHeads.fused("c_attn.weight", config.n_head, size, transposed=True)
+
+
+def _gpt_neox(config: Any) -> tuple[str, QKHeads]:
+    heads = config.num_attention_heads
+    split = f"interleaved:3x{heads}"
+    fused = QKHeads.fused("query_key_value.weight", heads, head_dim(config), split_sizes=split)
+    return "*.attention", fused
+
+
+def _latent(config: Any) -> tuple[str, QKHeads]:
+    q = "q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"
+    return "*.self_attn", QKHeads.latent(
+        config.num_attention_heads,
+        nope=config.qk_nope_head_dim,
+        rope=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        q=q,
+    )
+
+
+ATTENTION: dict[str, Attention] = {
+    "deepseek_v2": _latent,
+    "deepseek_v3": _latent,
+    "gemma": _separate,
+    "gpt2": _gpt2,
+    "gpt_neox": _gpt_neox,
+    "llama": _separate,
+    "mistral": _separate,
+    "mixtral": _separate,
+    "phi3": _phi3,
+    "qwen2": _separate,
+    "qwen2_moe": _separate,
+}
+NORMALIZED = {"gemma3_text", "llama4_text", "olmo2", "qwen3", "qwen3_moe", "qwen3_next"}
+
+
+def attention_layers(model: nn.Module) -> dict[str, QKHeads]:
+    """The attention layers of a model by name, found from its `config`; raises if it is unknown."""
+    found: dict[str, QKHeads] = {}
+    kinds: list[str] = []
+    modules = [
+        (without_wrappers(name), module) for name, module in unwrapped(model).named_modules()
+    ]
+    done: set[int] = set()
+    for path, module in modules:
+        config = getattr(module, "config", None)
+        kind = getattr(config, "model_type", None)
+        if not isinstance(kind, str) or id(config) in done:
+            continue
+        done.add(id(config))
+        kinds.append(kind)
+        if kind in NORMALIZED:
+            raise ValueError(
+                f"{kind!r} normalizes queries and keys, so that scaling their weights changes no "
+                "logit: its norms bound them already"
+            )
+        if kind in ATTENTION:
+            pattern, heads = ATTENTION[kind](config)
+            inside = f"{path}." if path else ""
+            for name, _ in modules:
+                # A leading dot: patterns begin with one for whole parts of a name.
+                if name.startswith(inside) and fnmatchcase(f".{name[len(inside) :]}", pattern):
+                    found[name] = heads
+    if not found:
+        of = f"of model type {' or '.join(map(repr, kinds))}" if kinds else "without a `config`"
+        raise ValueError(
+            f"where queries and keys are in a model {of} is not known: name its layers, as in "
+            'layers={"*.self_attn": samestep.QKHeads.separate(32, 128, kv_heads=8)}; known are '
+            f"{', '.join(sorted(ATTENTION))}"
+        )
+    return found

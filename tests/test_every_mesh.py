@@ -223,7 +223,7 @@ def test_layouts_are_one_process(sizes):
                 assert error < 2e-5, (layout, key, error)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 1, 2), (2, 2, 1)] if SOAK else [(2, 1, 2)], ids=str)
 def test_from_equal_gradients_all_bits_are_those_of_one_process(sizes):
     world, copies = sizes[0] * sizes[1] * sizes[2], sizes[0] * sizes[1]
 
@@ -441,8 +441,10 @@ def test_whole_gradients_are_read_and_set():
             assert (after[key].double() - value.double()).abs().max() < 2e-5, key
 
 
-@pytest.mark.parametrize("layout", ["none", "zero2", "flat zero1"])
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize(
+    ("data", "layout"),
+    [(1, "none"), (2, "zero2"), (2, "flat zero1"), *([(1, "zero2"), (2, "none")] if SOAK else [])],
+)
 def test_gradients_that_are_whole_on_every_rank_are_cut(layout, data):
     """As `torch.zeros_like` and autograd give them in some versions of torch."""
     names = ["column", "row", "embedding"]

@@ -11,8 +11,11 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import samestep
 from tests.checkpoint.foreign.net import ADAMW, BEFORE, Net, adamw_groups, muon_groups, tokens_of
@@ -31,6 +34,7 @@ LAYOUTS = {
 }
 NEAR = {"torch": 2e-5, "torch amsgrad": 2e-5, "ours": 3e-4, "ours bf16": 1e-2}
 LATER = 3 if SOAK else 2
+TORCHS = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 1e-2}
 
 
 def named(model, params):
@@ -145,3 +149,48 @@ def test_whole_state_loads_in_every_layout(world):
 
     for of_rank in run_forked(world, job):
         assert {pair: wrong for pair, wrong in of_rank.items() if wrong} == {}
+
+
+def beside_torch(rank, sharding):
+    """Ours and torch's under DDP, with a weight that comes and goes; then states change hands.
+
+    Gives the largest distance between both after any step.
+    """
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    ours_model = DistributedDataParallel(model, find_unused_parameters=True)  # as on rank 0
+    theirs_model = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    ours = samestep.AdamW(ours_model, **TORCHS, sharding=sharding, crossover=1)
+    theirs = torch.optim.AdamW(theirs_model.parameters(), **TORCHS)
+    apart = []
+
+    def step():
+        batch = torch.rand(64, 2)
+        for trained, opt in ((ours_model, ours), (theirs_model, theirs)):
+            opt.zero_grad()
+            trained(batch).abs().sum().backward()
+            opt.step()
+        pairs = zip(ours_model.parameters(), theirs_model.parameters(), strict=True)
+        apart.append(max(float((one - other).abs().max()) for one, other in pairs))
+
+    for number in range(20):
+        step()
+        if number > 10:
+            for trained in (ours_model, theirs_model):
+                next(trained.parameters()).requires_grad = bool(number % 2)
+    ours.consolidate_state_dict(to=0)
+    received = [ours.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(received)
+    [of_ours], of_theirs = received, copy.deepcopy(theirs.state_dict())
+    for mine, yours in ((of_theirs, of_ours), (of_ours, of_theirs)):
+        ours.load_state_dict(copy.deepcopy(mine))
+        theirs.load_state_dict(copy.deepcopy(yours))
+        step()
+    return max(apart)
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2"] if SOAK else ["zero2"])
+@pytest.mark.parametrize("world", [2, 4] if SOAK else [2])
+def test_states_change_hands_with_torchs_adamw(world, sharding):
+    """Where torch compares ZeroRedundancyOptimizer with a local optimizer: no difference."""
+    assert run_forked(world, beside_torch, sharding) == [0.0] * world

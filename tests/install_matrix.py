@@ -164,7 +164,10 @@ def main() -> int:
     parser.add_argument("--uv", default="uv", help="the program uv: pip install uv")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    matrix = Matrix(options.out.resolve(), options.uv)
+    uv = shutil.which(options.uv)
+    if uv is None:
+        parser.error(f"there is no {options.uv}: pip install uv")
+    matrix = Matrix(options.out.resolve(), str(Path(uv).absolute()))  # it runs elsewhere
     cells = []
     try:
         for torch in options.torch:

@@ -469,7 +469,7 @@ def test_a_ddp_that_wraps_all_parameters_is_known_at_construction(way: str):
         model = small_model()
         opt = given_ways(model)[way]()
         train(model.kept[0], opt, rank)  # in silence
-        return opt._distribution.grads
+        return opt.holdings.distribution.grads
 
     assert run_forked(2, on_rank) == ["reduced"] * 2
 
@@ -525,7 +525,7 @@ def test_ddp_with_clipping_is_silent_and_reduced_once():
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             opt.step()
             opt.zero_grad()
-        return opt._distribution.grads, model.state_dict().popitem()[1]
+        return opt.holdings.distribution.grads, model.state_dict().popitem()[1]
 
     (grads, value), (_, other) = run_forked(2, on_rank)
     assert grads == "reduced"
@@ -536,7 +536,7 @@ def test_a_compiled_ddp_model_is_known_to_be_reduced():
     def on_rank(rank: int) -> str:
         compiled = nn.Module()  # as torch.compile makes it, which takes ten seconds to import
         compiled._orig_mod = DistributedDataParallel(small_model())
-        return samestep.MuonAdamW(compiled)._distribution.grads
+        return samestep.MuonAdamW(compiled).holdings.distribution.grads
 
     assert run_forked(2, on_rank) == ["reduced"] * 2
 

@@ -87,7 +87,7 @@ class Blueprint:
 
     @property
     def distribution(self) -> Distribution:
-        return self.optimizer._distribution
+        return self.optimizer.holdings.distribution
 
     @property
     def placements(self) -> tuple[Placed, ...]:
@@ -191,7 +191,7 @@ def blueprint(
             found = spread(name, param) if spread else None
             if found is not None:
                 lie[param] = found
-    distribution = optimizer._distribution
+    distribution = optimizer.holdings.distribution
     clips, measures = optimizer._steps.max_grad_norm is not None, optimizer._steps.update_rms
     meshes = dict.fromkeys(found.mesh for found in lie.values())
     copies = {
@@ -208,7 +208,9 @@ def blueprint(
     for peers, indices in plain.items():
         if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
             continue  # one process: nothing is shared
-        members = optimizer._planner.members(_only(groups, lie, None), indices, optimizer._blocks)
+        members = optimizer.holdings.planner.members(
+            _only(groups, lie, None), indices, optimizer.holdings.blocks
+        )
         levels = 1
         if (outer if peers == everyone else None) is None:
             levels = levels_of(members.specs, links(peers), beside, on_cpu=not on_gpu)
@@ -231,7 +233,7 @@ def blueprint(
     for mesh in meshes:
         own = _only(groups, lie, mesh)
         indices = [index for index, group in enumerate(own) if group["params"]]
-        members = optimizer._planner.members(own, indices, optimizer._blocks)
+        members = optimizer.holdings.planner.members(own, indices, optimizer.holdings.blocks)
         params, specs, *_ = members
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:

@@ -96,7 +96,7 @@ def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
-    master_weights = blueprint.optimizer._masters
+    master_weights = blueprint.optimizer.holdings.masters
     for sharing in _sharings(blueprint, rank):
         place = sharing.place(blueprint.grid.place(rank, sharing.peers))
         params += _whole_parameters(sharing)
@@ -220,7 +220,7 @@ def _alone(blueprint: Blueprint, ledger: Ledger) -> tuple[int, Then]:
     for index, group in enumerate(blueprint.groups):
         for param in group["params"]:
             ledger.add(param, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
-            blocks = blueprint.optimizer._blocks[param]
+            blocks = blueprint.optimizer.holdings.blocks[param]
             shapes: list[tuple[int, ...]] = [(param.numel(),)]
             if blocks is not None:
                 shapes = [shape for block in blocks for shape in block.matrices]
@@ -242,7 +242,7 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
         most, peaks = 0, RulePeaks(group, on_cpu=on_cpu)
         stacked: dict[tuple[tuple[int, ...], torch.dtype, bool], int] = defaultdict(int)
         for param, shape in members:
-            master = needs_master(param, blueprint.optimizer._masters)
+            master = needs_master(param, blueprint.optimizer.holdings.masters)
             if not on_cpu and len(shape) == 2:
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1

@@ -1,22 +1,19 @@
 """An optimizer: its groups, state and plans, and what users ask of it; `step.py` has the step."""
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.collectives import maximum
-from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
+from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, any_problem
 from samestep.groups.adoption import params_by_name
 from samestep.groups.distribution import Distribution
-from samestep.groups.group_checks import GroupChecks, UnknownParameterError
+from samestep.groups.group_checks import UnknownParameterError
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
     TrainingWatch,
@@ -26,11 +23,8 @@ from samestep.groups.mistakes import (
     refuse_late_group,
     warn_of_ddp,
     warn_of_lost_updates,
-    warn_of_missing_group,
 )
 from samestep.groups.param_groups import (
-    Group,
-    blocks_of_group,
     complete,
     listed,
     naming_group,
@@ -41,11 +35,12 @@ from samestep.groups.param_groups import (
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
-from samestep.layout.blocks import Block, Shape
+from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
 from samestep.optimizer.consolidated import Consolidated, as_built, gathered, refuse_part
 from samestep.optimizer.full_values import FullValues
+from samestep.optimizer.holdings import Holdings, has_state
 from samestep.optimizer.loading import (
     GATHERED_ON,
     PART,
@@ -55,13 +50,11 @@ from samestep.optimizer.loading import (
     shapes_of_whole_state,
 )
 from samestep.optimizer.step import StepRunner
-from samestep.placements.local import LocalGroups
 from samestep.placements.placement import Placement
-from samestep.placements.planner import Planner
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.rules.state import MASTER, State
+from samestep.rules.state import State
 from samestep.tooling.warn import warn_user
 
 if TYPE_CHECKING:
@@ -77,6 +70,7 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     `rule_options` holds, per rule, the keys a group takes when it does not set them itself.
     `order_of_use` are parameters in the order in which forward uses them, where that is known.
+    `holdings` has what was decided for its groups: ranks, blocks, plans and placements.
     """
 
     _reasons: Mapping[str, str] = {}  # why parameters that were routed have their rule, by name
@@ -93,17 +87,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         order_of_use: Iterable[Tensor] = (),
     ) -> None:
         self._steps = steps
-        self._distribution = distribution
-        self._placed: list[Placement] = []  # with other ranks
         self._constructed = False
-        self._is_deferred = distribution.deferred  # there are no plans and no state yet
         self._consolidated: Consolidated | None = None
         self._is_as_built = True  # no step, nothing loaded
-        self._reductions: dict[int, GroupReduction] = {}
         self._rule_options = rule_options
         self._in_flight = ParametersInFlight()
-        self._order_of_use = list(order_of_use)
-        self._find_ranks()
+        self.holdings = Holdings(
+            distribution, steps, self._in_flight, order_of_use, owner=type(self).__name__
+        )
+        self._runner = self._new_runner()
         model = params if isinstance(params, nn.Module) else model
         self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
@@ -116,89 +108,45 @@ class RuleOptimizer(torch.optim.Optimizer):
         if isinstance(params, nn.Module):
             params = [(name, param) for name, param, _ in routable(params).parameters]
         super().__init__(params, defaults)
-        if not self._is_deferred:
-            self._share(range(len(self.param_groups)))
+        if not self.holdings.is_deferred:
+            self.holdings.share(range(len(self.param_groups)), self.param_groups, self.state)
         self._constructed = True
         self._refuse_cuda_graph()
         if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
 
-    def _find_ranks(self) -> None:
-        """Who shares the work, and what runs and plans it with them."""
-        distribution = self._distribution
-        self._rank_group = rank_group(distribution.process_group)
-        # Without one, whoever averages elsewhere says grads="reduced".
-        self._expects_no_group = not has_process_group() and distribution.grads == "local"
-        if self._expects_no_group and not self._is_deferred:
-            warn_of_missing_group()
-        self._outer_group = self._stage_group = None
-        if distribution.outer_group is not None:
-            self._outer_group = registry.of(distribution.outer_group)
-            if self._rank_group is None:
-                raise ValueError(
-                    "process_group has one rank, so there is nothing to share inside it: leave it "
-                    "and outer_group out"
-                )
-        if distribution.stage_group is not None:
-            self._stage_group = registry.of(distribution.stage_group)
-        self._runner = StepRunner(self._rank_group, self._stage_group, distribution, self._steps)
-        self._reset_derived()
-        self._planner = self._new_planner()
+    def _new_runner(self) -> StepRunner:
+        holds = self.holdings
+        return StepRunner(holds.ranks, holds.stages, holds.distribution, self._steps)
 
     def _settle(self) -> None:
-        """Make the plans and the state that were put off, for the parameters of now. Collective."""
-        self._checks.swapped(self.param_groups)  # raises if shapes have changed
-        self._is_deferred = False
-        if self._distribution.grads == "local" and averages_with_ddp(self.param_groups):
-            self._distribution = replace(self._distribution, grads="reduced")
-        self._find_ranks()
-        self._plan_all()
+        """Make the plans and the state that were put off. Collective."""
+        self.holdings.settle(self.param_groups, self.state)
+        self._runner = self._new_runner()
         self._refuse_cuda_graph()
-
-    def _plan_all(self) -> None:
-        for index, group in enumerate(self.param_groups):
-            self._plan(index, group)
-        self._share(range(len(self.param_groups)))
-        if self._rank_group is None:
-            self._local.make_missing_state(self.param_groups, self.state)
-
-    def _new_planner(self) -> Planner:
-        return Planner(
-            self._rank_group,
-            self._outer_group,
-            self._distribution,
-            self._in_flight,
-            self._order_of_use,
-            owner=type(self).__name__,
-            master_weights=self._masters,
-            lines=self._steps.lines(),
-        )
-
-    @property
-    def _masters(self) -> bool:
-        return bool(self._steps.master_weights)
 
     def _check_groups(self) -> None:
         """Raise before anything changes if a group or a gradient cannot be used."""
-        if self._expects_no_group and has_process_group():
+        holds = self.holdings
+        if holds.expects_no_group and has_process_group():
             refuse_late_group()
-            self._expects_no_group = False  # a group of this process alone
+            holds.expects_no_group = False  # a group of this process alone
         if self._watch.is_due():
             self._watch.look_at_model(self.param_groups, self.defaults.get("rule"))
-            if self._watch.at_first_step and self._distribution.grads == "local":
-                for shared in self.shared_parameters:
+            if self._watch.at_first_step and holds.distribution.grads == "local":
+                for shared in holds.shared:
                     names = (spec.name for spec in shared.plan.params)
                     if warn_of_ddp(zip(names, shared.params, strict=True)):
                         shared.expect_edits()
         for index, group in enumerate(self.param_groups):
             try:
-                self._checks.check(index, group)
+                holds.checks.check(index, group)
             except UnknownParameterError:
                 if not self._adopted():
                     raise
-                self._checks.check(index, group)
-        if self._rank_group is None:
-            self._local.look_at(self.param_groups, self.state)
+                holds.checks.check(index, group)
+        if holds.ranks is None:
+            holds.local.look_at(self.param_groups, self.state)
 
     @torch.no_grad()
     def _adopted(self) -> bool:
@@ -206,35 +154,21 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         Plans and state are made anew, and state that is not zero is brought over. Collective.
         """
-        if self._is_deferred:
+        holds = self.holdings
+        if holds.is_deferred:
             self._settle()
             return True
-        swapped = self._checks.swapped(self.param_groups)
+        swapped = holds.checks.swapped(self.param_groups)
         if swapped is None:
             return False
         self._consolidated = None
-        if self._distribution.overlap_param_gather:
+        if holds.distribution.overlap_param_gather:
             raise RuntimeError(
                 "parameters of the optimizer were replaced, and modules wait for those that it was "
                 "built with (overlap_param_gather): build the optimizer after wrapping the model"
             )
-        old_of = {new: old for old, new in swapped.items()}
-        before = [
-            {**group, "params": [old_of[param] for param in group["params"]]}
-            for group in self.param_groups
-        ]
-        whole: dict[str, State] = {}
-        if self._has_state():
-            whole = FullValues(before, self.state, self._all_placements()).whole_state()
-        self._placed = []
-        self._order_of_use = [swapped.get(param, param) for param in self._order_of_use]
-        self._planner = self._new_planner()
-        self.state.clear()
-        self._reset_derived()
-        self._plan_all()
-        named = FullValues(self.param_groups, self.state, ()).by_name()
-        for name, state in whole.items():
-            self._put_whole(named[name], self.state[named[name]], state)
+        holds.follow(swapped, self.param_groups, self.state)
+        self._runner.forget_plans()
         return True
 
     def adopt(self, model: nn.Module) -> None:
@@ -252,55 +186,20 @@ class RuleOptimizer(torch.optim.Optimizer):
             wanted = params_by_name(self.param_groups, model)
             for group, params in zip(self.param_groups, wanted, strict=True):
                 group["params"] = params
-            self._checks.swapped(self.param_groups)
+            self.holdings.checks.swapped(self.param_groups)
         except (RuntimeError, ValueError) as error:
             problem = Problem(error)
-        if self._rank_group is not None and not self._is_deferred:
+        ranks = self.holdings.ranks
+        if ranks is not None and not self.holdings.is_deferred:
             device = next((param.device for param in model.parameters()), None)
-            problem = any_problem(problem, self._rank_group, device)
+            problem = any_problem(problem, ranks, device)
         if problem is not None:
             for group, params in zip(self.param_groups, own, strict=True):
                 group["params"] = params
             raise problem.error
-        if not self._is_deferred:
+        if not self.holdings.is_deferred:
             self._adopted()
         self._watch = TrainingWatch(model)
-
-    def _has_state(self) -> bool:
-        """Whether any rank has state that is not as it was made. Collective."""
-        here = self._has_state_here()
-        if self._rank_group is None:
-            return here
-        tensors = (tensor for state in self.state.values() for tensor in state.values())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        flag = torch.tensor([here], dtype=torch.int64, device=device)
-        return bool(maximum("state to bring over", flag, self._rank_group).wait())
-
-    def _has_state_here(self) -> bool:
-        tensors = (t for state in self.state.values() for key, t in state.items() if key != MASTER)
-        return any(bool(tensor.any()) for tensor in tensors)
-
-    def _share(self, indices: Iterable[int]) -> None:
-        """Plan how ranks share the parameters of some groups, and make their state."""
-        wanted = list(indices)
-        planned = self._planner.plans(self.param_groups, wanted, self._blocks, self._reductions)
-        made: dict[Tensor, State] = {}
-        for placement in planned:  # nothing is made before all are agreed on
-            made |= placement.make_state(self.param_groups, self._masters)
-        for param in (p for index in wanted for p in self.param_groups[index]["params"]):
-            if param in made:  # in the order of the groups, which is that of a state dict
-                self.state[param] = made[param]
-        for placement in planned:
-            placement.activate()
-        # Parts last, whichever group came last.
-        self._placed = sorted([*self._placed, *planned], key=lambda placed: placed.holds_parts)
-
-    def _all_placements(self) -> list[Placement]:
-        """Everything a step is about."""
-        placements = list(self._placed)
-        if not self.shared_parameters and (self._rank_group is None or not placements):
-            placements.append(self._local.placement())
-        return placements
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
@@ -318,7 +217,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         refuse_repeated(group, self.param_groups)
         index = len(self.param_groups)
         self._consolidated = None
-        reduction = self._planner.own_reduction(index, group)
+        holds = self.holdings
+        reduction = holds.planner.own_reduction(index, group)
         super().add_param_group(group)
         wait_for_anyone(group["params"])
         for key in self.defaults:
@@ -326,49 +226,34 @@ class RuleOptimizer(torch.optim.Optimizer):
                 del group[key]
         try:
             refuse_flat_parameters(index, group)
-            ranks = 1 if self._rank_group is None else self._rank_group.size
-            refuse_unsupported(index, group, compiled=bool(self._steps.compile), ranks=ranks)
-            self._plan(index, group)
+            refuse_unsupported(
+                index, group, compiled=bool(self._steps.compile), ranks=self._rank_count
+            )
+            holds.plan(index, group)
             if reduction is not None:
-                self._reductions[index] = reduction
-            if self._constructed and not self._is_deferred:  # those of the constructor go together
-                self._share([index])
+                holds.reductions[index] = reduction
+            if self._constructed and not holds.is_deferred:  # those of the constructor go together
+                holds.share([index], self.param_groups, self.state)
                 if self._steps.master_weights is None:
                     warn_of_lost_updates([group], index)
         except Exception:
             self.param_groups.pop()
-            self._checks.forget(index, group["params"])
-            self._reductions.pop(index, None)
-            for param in group["params"]:
-                self._blocks.pop(param, None)
+            holds.unplan(index, group["params"])
             raise
-        if self._rank_group is None and not self._is_deferred:
-            self._local.make_state(group, self.state)
+        if holds.ranks is None and not holds.is_deferred:
+            holds.local.make_state(group, self.state)
+
+    @property
+    def _rank_count(self) -> int:
+        return 1 if self.holdings.ranks is None else self.holdings.ranks.size
 
     def _refuse_cuda_graph(self) -> None:
         """Raise where a step cannot be one graph."""
-        if self._steps.cuda_graph and (self._rank_group is not None or self._placed):
+        if self._steps.cuda_graph and (self.holdings.ranks is not None or self.holdings.placed):
             raise ValueError(
                 "cuda_graph=True is for one process: what ranks send depends on who has which "
                 "gradients, which a graph cannot; leave it out"
             )
-
-    def _plan(self, index: int, group: Group) -> None:
-        """Cut the parameters of a group into blocks and remember what that depended on."""
-        cut = blocks_of_group(group, parameter_names(group, index))
-        self._blocks.update(zip(group["params"], cut, strict=True))
-        self._checks.plan(index, group)
-        grad_dtype = self._distribution.grad_dtype
-        for param in group["params"]:
-            if grad_dtype is not None and param.grad_dtype != grad_dtype:
-                param.grad_dtype = grad_dtype
-
-    def _reset_derived(self) -> None:
-        """Forget what is derived from the groups: it is never saved or copied."""
-        self._blocks: dict[Tensor, list[Block] | None] = {}
-        self._checks = GroupChecks()
-        self._local = LocalGroups(self._blocks, self._masters, self._distribution)
-        self._runner.forget_plans()
 
     def state_dict(self) -> StateDict:
         """What torch's optimizers give: all of the state, in the shapes of one process.
@@ -378,14 +263,14 @@ class RuleOptimizer(torch.optim.Optimizer):
         Not collective, so that whoever saves may call it on one rank; but where a wrapper has just
         swapped parameters, all ranks take them in together.
         """
-        if self._is_deferred:
+        if self.holdings.is_deferred:
             return super().state_dict()  # nobody has any, as with torch's before a first step
         self._adopted()
-        part = self._part()
+        part = self.holdings.part()
         if part is not None:
             return self._state_dict_of_part(part)
         whole: dict[Tensor, State] = {}
-        for shared in self.shared_parameters:
+        for shared in self.holdings.shared:
             whole |= shared.kept_state(self.state, self.param_groups)
         return self._state_dict_of({**self.state, **whole}) if whole else super().state_dict()
 
@@ -396,18 +281,19 @@ class RuleOptimizer(torch.optim.Optimizer):
             if state is not None:
                 return self._state_dict_of(state)
             return {**self._state_dict_of({}), PART: {**part, GATHERED_ON: to}}
-        if self.sharded_parameters:
+        holds = self.holdings
+        if holds.sharded:
             raise RuntimeError(
                 "plain parameters beside DTensors keep only a part of their state on each rank, "
                 "which torch's checkpoints of DTensors would lose: build the optimizer with "
                 'sharding="none", which concerns the plain ones alone'
             )
-        if self._distribution.state_dict_form == "part":
+        if holds.distribution.state_dict_form == "part":
             return {**super().state_dict(), PART: part}
-        alike = self._ranks_are_alike()
-        if alike and self._is_as_built and not self._has_state_here():
-            return self._state_dict_of(as_built(self.param_groups, self._blocks, self._masters))
-        raise refuse_part(part, self._distribution.kept_by(), alike=alike)
+        alike = holds.are_alike()
+        if alike and self._is_as_built and not has_state(self.state):
+            return self._state_dict_of(as_built(self.param_groups, holds.blocks, holds.masters))
+        raise refuse_part(part, holds.distribution.kept_by(), alike=alike)
 
     def _state_dict_of(self, state: Mapping[Tensor, State]) -> StateDict:
         """What torch makes of another state, so that whoever has hooked into it sees that."""
@@ -428,13 +314,13 @@ class RuleOptimizer(torch.optim.Optimizer):
         Collective.
         """
         self._adopted()
-        ranks, part = self._rank_group, self._part()
+        ranks, part = self.holdings.ranks, self.holdings.part()
         if ranks is None or part is None:
             return
         if to is not None and not (type(to) is int and 0 <= to < ranks.size):
             raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
-        if not self._ranks_are_alike():
-            raise refuse_part(part, self._distribution.kept_by(), alike=False)
+        if not self.holdings.are_alike():
+            raise refuse_part(part, self.holdings.distribution.kept_by(), alike=False)
         state = gathered(self._values(), keep=to is None or to == ranks.rank)
         self._consolidated = Consolidated(to, state)
 
@@ -442,61 +328,32 @@ class RuleOptimizer(torch.optim.Optimizer):
         """What was gathered is not the state any more."""
         self._consolidated, self._is_as_built = None, False
 
-    def _part(self) -> dict[str, Any] | None:
-        """Which part of the whole state this rank has; None: all of it, as every other rank."""
-        ranks, shared = self._rank_group, self.shared_parameters
-        if ranks is None or not shared:
-            return None
-        keeps_all = all(plan.keeps_all for plan in shared)
-        if keeps_all and (self._ranks_are_alike() or self.sharded_parameters):
-            return None
-        return {"rank": ranks.rank, "ranks": ranks.size, "plan": self.fingerprint()}
-
-    def _ranks_are_alike(self) -> bool:
-        """Whether a name means the same parameter on all ranks; experts are others on each."""
-        members = None if self._rank_group is None else self._rank_group.members
-        shared = self.shared_parameters
-        return self._stage_group is None and all(
-            p.held_by is not None and p.held_by.members == members for p in shared
-        )
-
-    @torch.no_grad()
-    def _put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
-        """Take out of a parameter's whole state what belongs here."""
-        for key in whole:
-            holder = next(placed for placed in self._all_placements() if placed.holds(param))
-            holder.put_state({param: state}, self.param_groups, param, key, whole)
-
     def fingerprint(self) -> str:
         """A digest of who owns and sends what; equal on ranks that hold the same parameters.
 
         Of one process it is "".
         """
-        if not self._placed:
-            return ""
-        text = "\n".join(line for placement in self._placed for line in placement.lines())
-        return hashlib.sha256(text.encode()).hexdigest()
+        return self.holdings.fingerprint()
 
     @property
     def ranks(self) -> RankGroup | None:
         """The ranks that hold replicas; None in one process."""
-        return self._rank_group
+        return self.holdings.ranks
 
     @property
     def rank_groups(self) -> tuple[RankGroup, ...]:
         """Groups that, one after the other, reach every rank with other data; () in one process."""
-        return tuple(g for g in (self._rank_group, self._outer_group) if g is not None)
+        return tuple(g for g in (self.holdings.ranks, self.holdings.outer) if g is not None)
 
     @property
     def shared_parameters(self) -> tuple[ReplicatedParameters, ...]:
         """What ranks hold whole, plan by plan; in one process nothing."""
-        return tuple(p for p in self._placed if isinstance(p, ReplicatedParameters))
+        return self.holdings.shared
 
     @property
     def sharded_parameters(self) -> "tuple[ShardedParameters, ...]":
         """DTensors, mesh by mesh."""
-        held = [placement for placement in self._placed if placement.holds_parts]
-        return cast("tuple[ShardedParameters, ...]", tuple(held))
+        return self.holdings.sharded
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Load state without changing its dtype; on an error nothing has changed.
@@ -506,18 +363,23 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
-        if self._is_deferred and isinstance(state_dict, Mapping) and not state_dict.get("state"):
-            load_state(self, super().load_state_dict, state_dict, {}, self._put_whole)
+        holds = self.holdings
+
+        def put_whole(param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
+            holds.put_whole(self.param_groups, param, state, whole)
+
+        if holds.is_deferred and isinstance(state_dict, Mapping) and not state_dict.get("state"):
+            load_state(self, super().load_state_dict, state_dict, {}, put_whole)
             return
         self._adopted()
-        check_part(state_dict, self._part(), alike=self._ranks_are_alike())
+        check_part(state_dict, holds.part(), alike=holds.are_alike())
         self.wait_for_parameters()
         shapes: dict[Tensor, dict[str, Shape]] = {}
-        if self._placed and isinstance(state_dict, Mapping) and PART not in state_dict:
-            shapes = shapes_of_whole_state(self.param_groups, self._blocks, self._masters)
+        if holds.placed and isinstance(state_dict, Mapping) and PART not in state_dict:
+            shapes = shapes_of_whole_state(self.param_groups, holds.blocks, holds.masters)
         self._state_changes()
-        load_state(self, super().load_state_dict, state_dict, shapes, self._put_whole)
-        for placement in self._placed:
+        load_state(self, super().load_state_dict, state_dict, shapes, put_whole)
+        for placement in holds.placed:
             placement.mend_replicas()
 
     def wait_for_parameters(self) -> None:
@@ -534,18 +396,23 @@ class RuleOptimizer(torch.optim.Optimizer):
 
         On several ranks also who averages its gradients and who updates it. Not collective.
         """
-        if self._is_deferred:  # parameters may have been swapped
-            self._reset_derived()
-            for index, group in enumerate(self.param_groups):
-                self._plan(index, group)
-        if not self._placed:
-            return table(self.param_groups, self._blocks, self._reasons)
+        holds = self.holdings
+        if holds.is_deferred:  # parameters may have been swapped
+            self._plan_blocks_anew()
+        if not holds.placed:
+            return table(self.param_groups, holds.blocks, self._reasons)
 
         def ranks(param: Tensor) -> tuple[str, str]:
-            held = next((placed for placed in self._placed if placed.holds(param)), Placement())
+            held = next((placed for placed in holds.placed if placed.holds(param)), Placement())
             return held.averaged_by(param), held.updated_by(param)
 
-        return table(self.param_groups, self._blocks, self._reasons, ranks)
+        return table(self.param_groups, holds.blocks, self._reasons, ranks)
+
+    def _plan_blocks_anew(self) -> None:
+        self.holdings.forget()
+        self._runner.forget_plans()
+        for index, group in enumerate(self.param_groups):
+            self.holdings.plan(index, group)
 
     def explain(self) -> str:
         """What is taken for granted of other ranks and of whoever makes gradients, as text.
@@ -556,14 +423,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         return assumptions.explain(self._facts())
 
     def _facts(self) -> assumptions.Facts:
+        holds = self.holdings
         return assumptions.Facts(
             type(self).__name__,
-            self._rank_group,
-            self._outer_group,
-            self._stage_group,
-            self._distribution,
-            self.shared_parameters,
-            self.sharded_parameters,
+            holds.ranks,
+            holds.outer,
+            holds.stages,
+            holds.distribution,
+            holds.shared,
+            holds.sharded,
             tuple(self.param_groups),
             self._steps.max_grad_norm,
         )
@@ -595,21 +463,21 @@ class RuleOptimizer(torch.optim.Optimizer):
         return self._runner.grad_norm.isfinite()
 
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
-        if self._is_deferred:
+        holds = self.holdings
+        if holds.is_deferred:
             self._settle()
         self.wait_for_parameters()
         self._state_changes()
-        alone = self._rank_group is None and not self._placed
+        alone = holds.ranks is None and not holds.placed
         with self._runner.norm_begun(
             self.param_groups, alone=alone, scaled=inverse_scale is not None
         ):
             problem = self._find_problem()
-            placements = self._all_placements()
+            placements = holds.placements()
             self._runner.run(self.param_groups, self.state, placements, problem, inverse_scale)
         if self._watch.waits:
             flags = [flag for _, flag in self._runner.present()]
-            ranks = 1 if self._rank_group is None else self._rank_group.size
-            self._watch.look_at_gradients(flags, self.param_groups, ranks)
+            self._watch.look_at_gradients(flags, self.param_groups, self._rank_count)
         self._tell_outliers()
 
     def _find_problem(self) -> Problem | None:
@@ -617,7 +485,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         try:
             self._check_groups()
         except Exception as error:
-            if self._rank_group is None and self._stage_group is None:
+            if self.holdings.ranks is None and self.holdings.stages is None:
                 raise
             return Problem(error)
         return None
@@ -637,10 +505,11 @@ class RuleOptimizer(torch.optim.Optimizer):
     @property
     def averages_gradients(self) -> bool:
         """Whether gradients are averaged, or judged with those of other stages, in the step."""
-        averages = self._rank_group is not None and self._distribution.grads == "local"
-        if self._is_deferred and averages_with_ddp(self.param_groups):  # as the first step will see
+        holds = self.holdings
+        averages = holds.ranks is not None and holds.distribution.grads == "local"
+        if holds.is_deferred and averages_with_ddp(self.param_groups):  # as the first step will see
             averages = False
-        return averages or self._stage_group is not None
+        return averages or holds.stages is not None
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -688,7 +557,7 @@ class RuleOptimizer(torch.optim.Optimizer):
             self._pause_reductions(False)
 
     def _pause_reductions(self, paused: bool) -> None:
-        for placement in self._placed:
+        for placement in self.holdings.placed:
             placement.pause(paused)
 
     @torch.no_grad()
@@ -700,11 +569,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         Gradients are then gone from `.grad`. Without other ranks it does nothing.
         """
         # All plans stage by stage: their launches share one order.
-        for placement in self._placed:
+        for placement in self.holdings.placed:
             placement.end_round()
-        for placement in self._placed:
+        for placement in self.holdings.placed:
             placement.launch_all()
-        for placement in self._placed:
+        for placement in self.holdings.placed:
             placement.keep_sums()
 
     # --- whole values ------------------------------------------------------------------------
@@ -716,7 +585,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _values(self) -> FullValues:
         self._adopted()
         self.wait_for_parameters()
-        return FullValues(self.param_groups, self.state, self._all_placements())
+        return FullValues(self.param_groups, self.state, self.holdings.placements())
 
     @torch.no_grad()
     def whole_state(self) -> dict[str, State]:
@@ -727,8 +596,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         small models, not for saving large ones.
         """
         values = self._values()
-        if self._rank_group is None:
-            self._local.make_missing_state(self.param_groups, self.state)
+        if self.holdings.ranks is None:
+            self.holdings.local.make_missing_state(self.param_groups, self.state)
         return values.whole_state()
 
     def full_state(self, name: str, key: str) -> Tensor:
@@ -796,7 +665,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self.wait_for_parameters()
         self._state_changes()
-        for placement in self._all_placements():
+        for placement in self.holdings.placements():
             placement.refresh_masters(self.state)
 
     def held_state(self) -> Iterator[tuple[str, HeldState]]:
@@ -807,9 +676,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         self._adopted()
         self._state_changes()
-        if self._rank_group is None:
-            self._local.make_missing_state(self.param_groups, self.state)
-        placements = self._all_placements()
+        if self.holdings.ranks is None:
+            self.holdings.local.make_missing_state(self.param_groups, self.state)
+        placements = self.holdings.placements()
         by_name = FullValues(self.param_groups, self.state, placements).by_name()
         names = {param: name for name, param in by_name.items()}
         for placement in placements:
@@ -820,9 +689,9 @@ class RuleOptimizer(torch.optim.Optimizer):
 
     def owners(self) -> dict[str, tuple[int, ...]]:
         """By name the ranks that have a plain parameter; ranks beyond have others, or none."""
-        if self._outer_group is not None:  # what others have is a copy
+        if self.holdings.outer is not None:  # what others have is a copy
             return {}
-        values = FullValues(self.param_groups, self.state, self._all_placements())
+        values = FullValues(self.param_groups, self.state, self.holdings.placements())
         return {
             name: held_by.members
             for name, param in values.by_name().items()
@@ -832,42 +701,40 @@ class RuleOptimizer(torch.optim.Optimizer):
     @property
     def is_stage(self) -> bool:
         """Whether ranks of other pipeline stages have parameters that are not here."""
-        return self._stage_group is not None
+        return self.holdings.stages is not None
 
     @property
     def leads_stage(self) -> bool:
         """Whether this rank is the first of its pipeline stage; False without stages."""
-        return self.is_stage and (self._rank_group is None or self._rank_group.rank == 0)
+        return self.is_stage and (self.holdings.ranks is None or self.holdings.ranks.rank == 0)
 
     def layout_lines(self) -> list[str]:
         """How work and state are laid out, as text."""
-        return self._distribution.lines()
+        return self.holdings.distribution.lines()
 
     # --- copies ------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        deferred = self._is_deferred and self._rank_group is not None
-        if self._placed or self._stage_group is not None or deferred:
+        holds = self.holdings
+        deferred = holds.is_deferred and holds.ranks is not None
+        if holds.placed or holds.stages is not None or deferred:
             raise TypeError(
                 "an optimizer that shares its work between ranks cannot be copied or pickled: "
                 "build a new one on every rank and load its state_dict"
             )
-        mine = ("_rule_options", "_steps", "_distribution")
-        return {**super().__getstate__(), **{name: self.__dict__[name] for name in mine}}
+        mine = {"_rule_options": self._rule_options, "_steps": self._steps}
+        return {**super().__getstate__(), **mine, "_distribution": holds.distribution}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        distribution = state.pop("_distribution", None)
         super().__setstate__(state)
-        if "_steps" in state:  # a copy; when loading, torch passes only state and groups
-            self._rank_group, self._placed, self._reductions = None, [], {}
+        if distribution is not None:  # a copy; when loading, torch passes only state and groups
             self._constructed = True
-            self._is_deferred, self._consolidated, self._is_as_built = False, None, False
-            self._outer_group = self._stage_group = None
-            self._runner = StepRunner(None, None, self._distribution, self._steps)
-            self._expects_no_group = not has_process_group()
+            self._consolidated, self._is_as_built = None, False
             self._watch = TrainingWatch(None)
             self._in_flight = ParametersInFlight()
-            self._order_of_use = []
-            self._planner = self._new_planner()
-        self._reset_derived()
-        for index, group in enumerate(self.param_groups):
-            self._plan(index, group)
+            self.holdings = Holdings(
+                distribution, self._steps, self._in_flight, owner=type(self).__name__, alone=True
+            )
+            self._runner = self._new_runner()
+        self._plan_blocks_anew()

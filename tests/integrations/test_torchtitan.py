@@ -86,7 +86,7 @@ def test_a_pipeline_with_two_parts_on_each_rank(tmp_path):
     def job(rank):
         straight = trained(tmp_path, checkpoint__load_step=3, checkpoint__interval=1, **PIPELINE)
         assert len(straight.model_parts) == len(straight.optimizers) == 2
-        assert all(opt._rank_group is None for opt in straight.optimizers)
+        assert all(opt.ranks is None for opt in straight.optimizers)
         again = trained(
             tmp_path,
             checkpoint__load_step=4,
@@ -199,13 +199,13 @@ def test_what_its_modules_say(family, flavor):
     }
     for end, count in cut.items():
         found = {
-            sum(len(block.matrices) for block in opt._blocks[param])
+            sum(len(block.matrices) for block in opt.holdings.blocks[param])
             for param, name in names.items()
             if name.endswith(end)
         }
         assert found == {count}, end
     for end in others:
-        found = {opt._blocks[param] for param, name in names.items() if name.endswith(end)}
+        found = {opt.holdings.blocks[param] for param, name in names.items() if name.endswith(end)}
         assert found == {None}, end
 
 

@@ -1,0 +1,252 @@
+"""What an optimizer holds, and with whom: its ranks, the blocks of its parameters, its plans.
+
+`RuleOptimizer` has what users ask for; here is what was decided for the groups at hand, and how it
+follows when parameters come later or are swapped. Groups and state stay with the optimizer, as
+torch wants it, and are handed in.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from samestep.comm.collectives import maximum
+from samestep.comm.groups import GroupReduction, RankGroup, rank_group, registry
+from samestep.groups.distribution import Distribution
+from samestep.groups.group_checks import GroupChecks
+from samestep.groups.mistakes import averages_with_ddp, has_process_group, warn_of_missing_group
+from samestep.groups.param_groups import Group, blocks_of_group, parameter_names
+from samestep.groups.step_options import StepOptions
+from samestep.layout.blocks import Block
+from samestep.optimizer.full_values import FullValues
+from samestep.placements.local import LocalGroups
+from samestep.placements.placement import Placement
+from samestep.placements.planner import Planner
+from samestep.placements.whole.in_flight import ParametersInFlight
+from samestep.placements.whole.replicated import ReplicatedParameters
+from samestep.rules.state import MASTER, State
+
+if TYPE_CHECKING:
+    from samestep.placements.parts.sharded import ShardedParameters
+
+States = dict[Tensor, State]
+
+
+class Holdings:
+    """The ranks, blocks and placements of one optimizer.
+
+    ranks: those that share its work; None: this process alone. outer: ranks that hold copies of
+    all that; stages: one rank of every pipeline stage.
+    blocks: of every parameter what its matrix rule is run on; None where the rule is elementwise.
+    placed: placements with other ranks, those of parts last.
+    is_deferred: there are no plans and no state yet.
+    """
+
+    def __init__(
+        self,
+        distribution: Distribution,
+        steps: StepOptions,
+        in_flight: ParametersInFlight,
+        order_of_use: Iterable[Tensor] = (),
+        *,
+        owner: str,
+        alone: bool = False,
+    ) -> None:
+        self.distribution = distribution
+        self.masters = bool(steps.master_weights)
+        self.is_deferred = distribution.deferred and not alone
+        self.placed: list[Placement] = []
+        self.reductions: dict[int, GroupReduction] = {}
+        self._steps, self._in_flight, self._owner = steps, in_flight, owner
+        self._order_of_use = list(order_of_use)
+        self.ranks: RankGroup | None = None
+        self.outer: RankGroup | None = None
+        self.stages: RankGroup | None = None
+        self.expects_no_group = not has_process_group()
+        if alone:
+            self._new_plans()
+        else:
+            self._find_ranks()
+
+    def _find_ranks(self) -> None:
+        """Who shares the work, and what plans it with them."""
+        distribution = self.distribution
+        self.ranks = rank_group(distribution.process_group)
+        # Without one, whoever averages elsewhere says grads="reduced".
+        self.expects_no_group = not has_process_group() and distribution.grads == "local"
+        if self.expects_no_group and not self.is_deferred:
+            warn_of_missing_group()
+        if distribution.outer_group is not None:
+            self.outer = registry.of(distribution.outer_group)
+            if self.ranks is None:
+                raise ValueError(
+                    "process_group has one rank, so there is nothing to share inside it: leave it "
+                    "and outer_group out"
+                )
+        if distribution.stage_group is not None:
+            self.stages = registry.of(distribution.stage_group)
+        self._new_plans()
+
+    def _new_plans(self) -> None:
+        self.forget()
+        self.planner = Planner(
+            self.ranks,
+            self.outer,
+            self.distribution,
+            self._in_flight,
+            self._order_of_use,
+            owner=self._owner,
+            master_weights=self.masters,
+            lines=self._steps.lines(),
+        )
+
+    def forget(self) -> None:
+        """Forget what is derived from the groups: it is never saved or copied."""
+        self.blocks: dict[Tensor, list[Block] | None] = {}
+        self.checks = GroupChecks()
+        self.local = LocalGroups(self.blocks, self.masters, self.distribution)
+
+    # --- plans and state ---------------------------------------------------------------------
+
+    def plan(self, index: int, group: Group) -> None:
+        """Cut the parameters of a group into blocks and remember what that depended on."""
+        cut = blocks_of_group(group, parameter_names(group, index))
+        self.blocks.update(zip(group["params"], cut, strict=True))
+        self.checks.plan(index, group)
+        grad_dtype = self.distribution.grad_dtype
+        for param in group["params"]:
+            if grad_dtype is not None and param.grad_dtype != grad_dtype:
+                param.grad_dtype = grad_dtype
+
+    def unplan(self, index: int, params: Iterable[Tensor]) -> None:
+        """A group is not added after all."""
+        params = list(params)
+        self.checks.forget(index, params)
+        self.reductions.pop(index, None)
+        for param in params:
+            self.blocks.pop(param, None)
+
+    def share(self, indices: Iterable[int], groups: Sequence[Group], state: States) -> None:
+        """Plan how ranks share the parameters of some groups, and make their state."""
+        wanted = list(indices)
+        planned = self.planner.plans(groups, wanted, self.blocks, self.reductions)
+        made: States = {}
+        for placement in planned:  # nothing is made before all are agreed on
+            made |= placement.make_state(groups, self.masters)
+        for param in (p for index in wanted for p in groups[index]["params"]):
+            if param in made:  # in the order of the groups, which is that of a state dict
+                state[param] = made[param]
+        for placement in planned:
+            placement.activate()
+        # Parts last, whichever group came last.
+        self.placed = sorted([*self.placed, *planned], key=lambda placed: placed.holds_parts)
+
+    def _plan_all(self, groups: Sequence[Group], state: States) -> None:
+        for index, group in enumerate(groups):
+            self.plan(index, group)
+        self.share(range(len(groups)), groups, state)
+        if self.ranks is None:
+            self.local.make_missing_state(groups, state)
+
+    def settle(self, groups: Sequence[Group], state: States) -> None:
+        """Make the plans and the state that were put off, for the parameters of now. Collective."""
+        self.checks.swapped(groups)  # raises if shapes have changed
+        self.is_deferred = False
+        if self.distribution.grads == "local" and averages_with_ddp(groups):
+            self.distribution = replace(self.distribution, grads="reduced")
+        self._find_ranks()
+        self._plan_all(groups, state)
+
+    def follow(
+        self, swapped: Mapping[Tensor, Tensor], groups: Sequence[Group], state: States
+    ) -> None:
+        """Make plans and state anew for parameters that have taken the places of others.
+
+        `swapped`: the new one of each. State that is not zero is brought over. Collective.
+        """
+        old_of = {new: old for old, new in swapped.items()}
+        before = [
+            {**group, "params": [old_of[param] for param in group["params"]]} for group in groups
+        ]
+        whole: dict[str, State] = {}
+        if self._has_state(state):
+            whole = FullValues(before, state, self.placements()).whole_state()
+        self.placed = []
+        self._order_of_use = [swapped.get(param, param) for param in self._order_of_use]
+        state.clear()
+        self._new_plans()
+        self._plan_all(groups, state)
+        named = FullValues(groups, state, ()).by_name()
+        for name, own in whole.items():
+            self.put_whole(groups, named[name], state[named[name]], own)
+
+    def _has_state(self, state: States) -> bool:
+        """Whether any rank has state that is not as it was made. Collective."""
+        here = has_state(state)
+        if self.ranks is None:
+            return here
+        tensors = (tensor for own in state.values() for tensor in own.values())
+        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        flag = torch.tensor([here], dtype=torch.int64, device=device)
+        return bool(maximum("state to bring over", flag, self.ranks).wait())
+
+    @torch.no_grad()
+    def put_whole(
+        self, groups: Sequence[Group], param: Tensor, state: State, whole: Mapping[str, Tensor]
+    ) -> None:
+        """Take out of a parameter's whole state what belongs here."""
+        for key in whole:
+            holder = next(placed for placed in self.placements() if placed.holds(param))
+            holder.put_state({param: state}, groups, param, key, whole)
+
+    # --- who has what ------------------------------------------------------------------------
+
+    def placements(self) -> list[Placement]:
+        """Everything a step is about."""
+        placements = list(self.placed)
+        if not self.shared and (self.ranks is None or not placements):
+            placements.append(self.local.placement())
+        return placements
+
+    @property
+    def shared(self) -> tuple[ReplicatedParameters, ...]:
+        """What ranks hold whole, plan by plan; in one process nothing."""
+        return tuple(p for p in self.placed if isinstance(p, ReplicatedParameters))
+
+    @property
+    def sharded(self) -> "tuple[ShardedParameters, ...]":
+        """DTensors, mesh by mesh."""
+        held = [placement for placement in self.placed if placement.holds_parts]
+        return cast("tuple[ShardedParameters, ...]", tuple(held))
+
+    def part(self) -> dict[str, Any] | None:
+        """Which part of the whole state this rank has; None: all of it, as every other rank."""
+        if self.ranks is None or not self.shared:
+            return None
+        keeps_all = all(plan.keeps_all for plan in self.shared)
+        if keeps_all and (self.are_alike() or self.sharded):
+            return None
+        return {"rank": self.ranks.rank, "ranks": self.ranks.size, "plan": self.fingerprint()}
+
+    def are_alike(self) -> bool:
+        """Whether a name means the same parameter on all ranks; experts are others on each."""
+        members = None if self.ranks is None else self.ranks.members
+        return self.stages is None and all(
+            p.held_by is not None and p.held_by.members == members for p in self.shared
+        )
+
+    def fingerprint(self) -> str:
+        """A digest of who owns and sends what; "" in one process."""
+        if not self.placed:
+            return ""
+        text = "\n".join(line for placement in self.placed for line in placement.lines())
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def has_state(state: Mapping[Tensor, State]) -> bool:
+    """Whether any state here is not as it was made."""
+    tensors = (t for own in state.values() for key, t in own.items() if key != MASTER)
+    return any(bool(tensor.any()) for tensor in tensors)

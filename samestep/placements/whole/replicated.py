@@ -16,8 +16,6 @@ from torch import Tensor
 from samestep.comm.collectives import Gathered, Pending, gather_stretch, gathers_uneven, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
 from samestep.comm.hosts import fabric_of, in_two_levels
-from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
-from samestep.comm.integrity.checksum import checksums
 from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
@@ -26,7 +24,8 @@ from samestep.kernels.choice import line_of
 from samestep.layout.boxes import HeldState
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
-from samestep.placements.whole.buffers import FlatParameters, overlapping
+from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
+from samestep.placements.whole.buffers import FlatParameters
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
@@ -57,7 +56,6 @@ from samestep.rules.state import (
     needs_master,
     state_dtype,
 )
-from samestep.tooling.warn import warn_user
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
@@ -105,47 +103,19 @@ class ReplicatedParameters(Placement):
             self._plan_lines += mesh.lines()
             self.plan = narrowed(shares, mesh.specs, flat=distribution.buffers == "flat")
             specs = self.plan.params
-        values = self.held.values()
-        strided = [s.name for s, p in zip(specs, values, strict=True) if not p.is_contiguous()]
-        elsewhere = [
-            f"{s.name} on {p.device.type}"
-            for s, p in zip(specs, values, strict=True)
-            if p.device != self.device
-        ]
+        self._names = [spec.name for spec in specs]
+        flat = distribution.buffers == "flat"
+        hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
         lines = [*distribution.lines(), f"divisor = {divisor}", *self._plan_lines, *members.lines]
-        lines += [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
-        lines.append(line_of(self.device))
-        hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host="
-        lines.append(f"{hosts}, in {levels} levels")
-        shared = []
-        if distribution.buffers == "flat":
-            shared = [specs[index].name for index in overlapping(values)]
-            lines.append(f"in the same memory: {shared}")
-        for ranks in self._groups:
-            require_same_lines("plan", lines, ranks, self.device)
-        if strided:  # raised by all ranks or by none
-            raise ValueError(
-                f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
-                "be shared between ranks: replace its data by .contiguous()"
-            )
-        if elsewhere:
-            raise ValueError(
-                f"parameter {elsewhere[0]}, others on {self.device.type}: parameters that ranks "
-                "share must be on one device"
-            )
-        if shared:
-            raise ValueError(
-                f"parameters {shared[0]!r} and {shared[1]!r} lie in the same memory, and flat "
-                "buffers would part them: make them one parameter (tied weights), or take "
-                'buffers="per_parameter"'
-            )
+        lines += [line_of(self.device), hosts]
+        agree_on_plan(self._names, self.held.values(), lines, self._groups, flat=flat)
         # The ranks in the order of the plan's segments.
         self.places = group._replace(hosts=fabric.hosts)
         if levels == 2:
             self.places = in_two_levels(group, fabric.per_host)
         reduction = reduction._replace(ranks=self.places)
         self._flat: FlatParameters | None = None
-        if distribution.buffers == "flat":
+        if flat:
             self._flat = FlatParameters(
                 self.held, self.plan, poison=distribution.poison_early_reads
             )
@@ -175,7 +145,6 @@ class ReplicatedParameters(Placement):
         )
         self._order = order
         self._in_flight = in_flight
-        self._names = [spec.name for spec in specs]
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
@@ -290,26 +259,7 @@ class ReplicatedParameters(Placement):
         """Compare the replicas; where they differ, take the first rank's, or refuse if strict."""
         # Inside a mesh others hold other parts: only copies are compared.
         for group in reversed(self._groups if self.mesh is None else [self.group]):
-            self._mend_replicas(group)
-
-    def _mend_replicas(self, group: RankGroup) -> None:
-        different = differing(checksums(self.held.values()), group)
-        if not different:
-            return
-        names = ", ".join(self.plan.params[index].name for index in different[:6])
-        more = f" and {len(different) - 6} more" if len(different) > 6 else ""
-        if self.distribution.strict:
-            raise ValueError(
-                f"replicas differ between ranks: {names}{more}. Seed every rank alike or load the "
-                "same checkpoint before building the optimizer"
-            )
-        warn_user(
-            f"replicas differ between ranks and were set to rank {group.members[0]}'s: "
-            f"{names}{more}"
-        )
-        with torch.no_grad():
-            for index in different:
-                broadcast_from_first(self.held.value(index), group)
+            mend_replicas(self._names, self.held.values(), group, strict=self.distribution.strict)
 
     # --- state ---------------------------------------------------------------------------
 

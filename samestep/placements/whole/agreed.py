@@ -1,0 +1,80 @@
+"""What ranks agree on before they share parameters: the plan, and the values of every copy.
+
+Collective, and raised by all ranks or by none.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from samestep.comm.groups import RankGroup
+from samestep.comm.integrity.agreement import broadcast_from_first, differing, require_same_lines
+from samestep.comm.integrity.checksum import checksums
+from samestep.placements.whole.buffers import overlapping
+from samestep.tooling.warn import warn_user
+
+
+def agree_on_plan(
+    names: Sequence[str],
+    values: Sequence[Tensor],
+    lines: Sequence[str],
+    groups: Sequence[RankGroup],
+    *,
+    flat: bool,
+) -> None:
+    """Raise unless all ranks of all groups have the same lines, and tensors that can be shared.
+
+    flat: they will be moved into buffers.
+    """
+    device = values[0].device
+    strided = [n for n, value in zip(names, values, strict=True) if not value.is_contiguous()]
+    elsewhere = [
+        f"{name} on {value.device.type}"
+        for name, value in zip(names, values, strict=True)
+        if value.device != device
+    ]
+    shared = [names[index] for index in overlapping(values)] if flat else []
+    facts = [f"not contiguous: {strided}", f"on another device: {elsewhere}"]
+    if flat:
+        facts.append(f"in the same memory: {shared}")
+    for ranks in groups:
+        require_same_lines("plan", [*lines, *facts], ranks, device)
+    if strided:
+        raise ValueError(
+            f"parameter {strided[0]!r} is not contiguous, and only contiguous parameters can "
+            "be shared between ranks: replace its data by .contiguous()"
+        )
+    if elsewhere:
+        raise ValueError(
+            f"parameter {elsewhere[0]}, others on {device.type}: parameters that ranks share must "
+            "be on one device"
+        )
+    if shared:
+        raise ValueError(
+            f"parameters {shared[0]!r} and {shared[1]!r} lie in the same memory, and flat buffers "
+            "would part them: make them one parameter (tied weights), or take "
+            'buffers="per_parameter"'
+        )
+
+
+def mend_replicas(
+    names: Sequence[str], values: Sequence[Tensor], group: RankGroup, *, strict: bool
+) -> None:
+    """Compare the copies; where they differ, take the first rank's, or refuse if strict."""
+    different = differing(checksums(values), group)
+    if not different:
+        return
+    some = ", ".join(names[index] for index in different[:6])
+    more = f" and {len(different) - 6} more" if len(different) > 6 else ""
+    if strict:
+        raise ValueError(
+            f"replicas differ between ranks: {some}{more}. Seed every rank alike or load the same "
+            "checkpoint before building the optimizer"
+        )
+    warn_user(
+        f"replicas differ between ranks and were set to rank {group.members[0]}'s: {some}{more}"
+    )
+    with torch.no_grad():
+        for index in different:
+            broadcast_from_first(values[index], group)

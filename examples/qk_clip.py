@@ -5,7 +5,8 @@
 The model has no norm on queries and keys, and the learning rate is far too large for it, so that
 the logits of some heads soon pass tau. Both runs have the same weights, batches and learning rate.
 A head is clipped after its logits have passed tau, so forward sees them above it by what one step
-adds, which is much at such a learning rate; with QK-clip they do not reach twice tau.
+adds, which is much at such a learning rate. So tau is half of the limit that logits shall keep
+below: with QK-clip they do, in every step.
 The text is the source of the standard library of the Python that runs this.
 """
 
@@ -113,13 +114,14 @@ def train(corpus: Corpus, *, steps: int, tau: float, lr: float, seed: int) -> Ru
     return run
 
 
-def plot(runs: dict[str, Run], tau: float, path: Path) -> None:
+def plot(runs: dict[str, Run], tau: float, limit: float, path: Path) -> None:
     """Draw logits and losses of both runs."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     logits, losses = figure.subplots(1, 2)
     for name, run in runs.items():
         logits.plot(run.logits, color=COLORS[name], label=name, linewidth=1.2)
         losses.plot(run.losses, color=COLORS[name], label=name, linewidth=0.8)
+    logits.axhline(limit, color="#555555", linestyle="-", linewidth=1, label=f"limit {limit:g}")
     logits.axhline(tau, color="#555555", linestyle="--", linewidth=1, label=f"tau = {tau:g}")
     logits.set(yscale="log", xlabel="step", ylabel="largest attention logit")
     losses.set(xlabel="step", ylabel="loss (nats per byte)")
@@ -137,23 +139,26 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, default=Path("out/qk_clip.png"), help="PNG or SVG")
     parser.add_argument("--steps", type=int, default=300, help="of each run")
-    parser.add_argument("--tau", type=float, default=30.0, help="where heads are clipped")
+    parser.add_argument("--limit", type=float, default=30.0, help="what logits shall keep below")
+    parser.add_argument("--tau", type=float, help="where heads are clipped (half of the limit)")
     parser.add_argument("--lr", type=float, default=0.05, help="after 30 steps of warmup")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     asked = parser.parse_args(words)
     torch.set_num_threads(1)  # so small a model is no faster on more
     corpus = load_corpus()
+    limit = asked.limit
+    tau = limit / 2 if asked.tau is None else asked.tau
     runs: dict[str, Run] = {}
     for name, clips in (("without", False), ("with QK-clip", True)):
-        tau = asked.tau if clips else math.inf
-        runs[name] = run = train(corpus, steps=asked.steps, tau=tau, lr=asked.lr, seed=asked.seed)
-        above = sum(logit > 2 * asked.tau for logit in run.logits)
+        own = tau if clips else math.inf
+        runs[name] = run = train(corpus, steps=asked.steps, tau=own, lr=asked.lr, seed=asked.seed)
+        above = sum(logit > limit for logit in run.logits)
         last = run.losses[-20:]
         print(
-            f"{name:12}  largest logit {max(run.logits):.1f}, above 2 tau = {2 * asked.tau:g} in "
+            f"{name:12}  largest logit {max(run.logits):.1f}, above the limit of {limit:g} in "
             f"{above} of {asked.steps} steps, loss at the end {sum(last) / len(last):.3f}"
         )
-    plot(runs, asked.tau, asked.out)
+    plot(runs, tau, limit, asked.out)
     print(f"drawn in {asked.out}")
     return 0
 

@@ -933,7 +933,26 @@ def test_own_matrix_rules_refuse_state_of_other_blocks():
         other.step()
 
 
+def torch_compiles():
+    """Not before torch 2.10 with Python 3.14."""
+    try:
+        torch.compile(torch.neg)
+    except RuntimeError:
+        return False
+    return True
+
+
+def test_a_torch_that_cannot_compile_is_told_at_construction(monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("not supported on Python 9.9")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    with pytest.raises(ValueError, match="Python 9[.]9': leave compile out"):
+        samestep.AdamW(draw_parameters(OWN_SHAPES), compile="eager")
+
+
 @pytest.mark.usefixtures("own_rules")
+@pytest.mark.skipif("not torch_compiles()")
 def test_own_rules_compile():
     torch._dynamo.reset()
     gradients = draw_gradients(OWN_SHAPES)

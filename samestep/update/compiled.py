@@ -22,6 +22,13 @@ class CompiledRules:
         known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise ValueError(f"compile: torch has no backend {backend!r}; it has {known}")
+        try:
+            torch.compile(run_rule, backend=backend)  # nothing is compiled before it is called
+        except RuntimeError as error:  # of a Python that is newer than this torch
+            raise ValueError(
+                f"compile={backend!r}: torch {torch.__version__} says {str(error)!r}: leave "
+                "compile out, or take a newer torch"
+            ) from error
         self.backend = backend
         self._graphs: dict[tuple[object, ...], Callable[..., Result]] = {}
 

@@ -947,7 +947,7 @@ def test_a_torch_that_cannot_compile_is_told_at_construction(monkeypatch):
         raise RuntimeError("not supported on Python 9.9")
 
     monkeypatch.setattr(torch, "compile", refuse)
-    with pytest.raises(ValueError, match="Python 9[.]9': leave compile out"):
+    with pytest.raises(ValueError, match="leave compile out"):
         samestep.AdamW(draw_parameters(OWN_SHAPES), compile="eager")
 
 

@@ -104,7 +104,9 @@ def narrowed(plan: ShardingPlan, held: Sequence[ParamSpec], *, flat: bool) -> Sh
         share, own = plan.params[piece.param].numel, held[piece.param].numel
         if share == own:
             return piece
-        return Piece(piece.param, piece.start * own // share, piece.stop * own // share)
+        quantum = held[piece.param].quantum
+        ends = (end * own // share // quantum * quantum for end in (piece.start, piece.stop))
+        return Piece(piece.param, *ends)
 
     def segment_of(segment: Segment) -> Segment:
         found = tuple(map(piece_of, segment.pieces))
@@ -188,6 +190,7 @@ def _answered(
             (Block(None, 0, *block.shape, block.form),),
             spec.state_per_element,
             (spec.whole.state_of_blocks[number],),
+            stored=spec.stored,
         )
         key = block, id(held.boxes)
         if key not in known:

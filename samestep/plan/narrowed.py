@@ -105,8 +105,8 @@ def narrowed(plan: ShardingPlan, held: Sequence[ParamSpec], *, flat: bool) -> Sh
         if share == own:
             return piece
         quantum = held[piece.param].quantum
-        ends = (end * own // share // quantum * quantum for end in (piece.start, piece.stop))
-        return Piece(piece.param, *ends)
+        start, stop = (end * own // share // quantum * quantum for end in (piece.start, piece.stop))
+        return Piece(piece.param, start, stop)
 
     def segment_of(segment: Segment) -> Segment:
         found = tuple(map(piece_of, segment.pieces))
@@ -136,6 +136,7 @@ class AnsweredBlock(NamedTuple):
     """A whole block that a rank among the copies answers for, as a parameter of its own.
 
     piece: of the plan; it stands for `stacks` whole blocks, of which this is number `stack`.
+    of: the whole parameter, and `block` in it.
     held: who of the mesh holds what of the block.
     counted: whether this rank among the copies is the one that counts in sums over ranks.
     """
@@ -143,6 +144,8 @@ class AnsweredBlock(NamedTuple):
     piece: Piece
     stack: int
     stacks: int
+    of: ParamSpec
+    block: Block
     spec: ParamSpec
     held: ShardedSpec
     counted: bool
@@ -196,5 +199,7 @@ def _answered(
         if key not in known:
             known[key] = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
         of_item = ShardedSpec(item.name, item.shape, item.blocks or (), known[key], held.replicas)
-        found.append(AnsweredBlock(piece, stack, len(blocks), item, of_item, counted))
+        found.append(
+            AnsweredBlock(piece, stack, len(blocks), spec.whole, block, item, of_item, counted)
+        )
     return found

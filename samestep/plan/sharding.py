@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import prod
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch import Tensor
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.rules.orthogonalize import block_flops
-from samestep.rules.state import Stored
+from samestep.rules.state import StoredTensors
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 
@@ -46,7 +45,7 @@ class ParamSpec(NamedTuple):
     shards: int = 1
     stacks: int = 1
     whole: "ParamSpec | None" = None  # None: this is it
-    stored: Mapping[str, Stored] = MappingProxyType({})  # what is kept for it, by key
+    stored: StoredTensors = StoredTensors()  # what is kept for it, by key
 
     @property
     def numel(self) -> int:
@@ -240,6 +239,7 @@ def plan_sharding(
             params, [i for i in order if i not in small], ranks, owners, max_size_ratio
         ).items()
     }
+    quanta = [param.quantum for param in params]
     weights = _slice_weights(params, [i for i in order if i not in small], ranks, owner_of)
     buckets: list[Bucket] = []
     # Small parameters travel in one collective; whole models do not.
@@ -267,7 +267,7 @@ def plan_sharding(
             for start in range(0, params[i].numel, step)
         ]
         for pieces in _fill(ranges, bucket_elements):
-            buckets.append(_bucket(dtype, _cut(pieces, weights, [param.quantum for param in params]), ranks))
+            buckets.append(_bucket(dtype, _cut(pieces, weights, quanta), ranks))
         shared = [piece for i in alike if i in small for piece in whole_pieces(i, params[i])]
         for pieces in _fill(shared, limit):
             buckets.append(Bucket(dtype, (Segment.of(pieces),), replicated=True))

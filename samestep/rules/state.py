@@ -3,7 +3,7 @@
 `stored_tensors` alone says which tensors are kept for a parameter, and how; everybody else asks it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import gcd, prod
 from typing import Any, NamedTuple
 
@@ -17,7 +17,6 @@ from samestep.rules.noise import Origin, seed_of
 from samestep.rules.rule import Rule
 from samestep.rules.stored import (
     BLOCKS,
-    EIGHT_BITS,
     REMAINDER,
     REMAINDER_KEY,
     SCALE_SUFFIX,
@@ -51,7 +50,11 @@ class Stored(NamedTuple):
         return of if self.per == 1 else (*of[:-1], of[-1] // self.per)
 
 
-StoredTensors = Mapping[str, Stored]
+class StoredTensors(dict[str, Stored]):
+    """By key, in order. Nobody changes it, so that plans can tell equal ones by a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
 
 def math_dtype(param: Tensor) -> torch.dtype:
@@ -84,12 +87,12 @@ def stored_tensors(
     blocks: Sequence[Block] | None,
     options: Mapping[str, Any],
     master_weights: bool,
-) -> dict[str, Stored]:
+) -> StoredTensors:
     """Every tensor that is kept for a parameter, by key, in order.
 
     Of the whole parameter: what a rank holds of it decides nothing.
     """
-    found: dict[str, Stored] = {}
+    found = StoredTensors()
     wide = math_dtype(param)
     for key in rule.state_shapes((0, 0), options):
         chosen = chosen_format(key, options)
@@ -108,7 +111,7 @@ def stored_tensors(
                 found[key + SCALE_SUFFIX] = Stored(torch.float32, per)
         else:
             found[key] = Stored(chosen or wide, 1)
-    if STEP not in found and _rounds_at_random(found, options):
+    if STEP not in found and any(how.random for how in found.values()):
         found[STEP] = Stored(wide, None)
     if needs_master(param, master_weights):
         chosen = chosen_format(MASTER, options)
@@ -120,9 +123,9 @@ def stored_tensors(
     return found
 
 
-def _rounds_at_random(keys: Iterable[str], options: Mapping[str, Any]) -> bool:
-    """Whether any moment may be: asked of options alone, so that all of a group count alike."""
-    return any(isinstance(chosen_format(key, options), str) for key in keys)
+def is_small(stored: StoredTensors) -> bool:
+    """Whether any of it is kept in another way than as a plain tensor of some dtype."""
+    return REMAINDER_KEY in stored or any(how.random for how in stored.values())
 
 
 def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> int | None:
@@ -136,12 +139,6 @@ def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> in
     runs = form.split.sizes if form is not None and form.transposed else ()
     _, _, most = chosen.partition("/")
     return block_size(gcd(shape[-1], *runs), int(most) if most else BLOCKS[0])
-
-
-def is_eight_bits(chosen: object) -> bool:
-    """Whether a format is 8 bits, with or without the largest block."""
-    known = {EIGHT_BITS, *(f"{EIGHT_BITS}/{size}" for size in BLOCKS)}
-    return chosen in known
 
 
 def state_shapes(
@@ -312,6 +309,12 @@ class Whereabouts(NamedTuple):
     def at(self, view: Tensor) -> "Whereabouts":
         """The same parameter, cut further."""
         return self._replace(elements=view)
+
+    def stretch(self, start: int, stop: int) -> "Whereabouts":
+        """Elements start..stop-1 of these in order."""
+        if not self.elements.is_contiguous():
+            raise NotImplementedError
+        return self.at(self.elements.view(-1)[start:stop])
 
     def origin(self) -> Origin:
         offset = self.first + int(self.elements.storage_offset())

@@ -232,6 +232,8 @@ def update_blocks(
     """
     matrix = operands[0].matrix
     params, grads, states = zip(*map(_read, operands), strict=True)
+    # A count that only rounding needs is no business of the rule, and not all may have it.
+    keys = [key for key in states[0] if all(key in state for state in states)]
 
     # The rule sees (B, rows, cols); (rows, ...) may be a flattened convolution weight, and a
     # matrix that lies in the gaps of others may have its rows in two dims.
@@ -245,7 +247,7 @@ def update_blocks(
         rule,
         stacked(params),
         stacked(grads),
-        {key: stacked(state[key] for state in states) for key in states[0]},
+        {key: stacked(state[key] for state in states) for key in keys},
         scalars,
         options,
         measure,
@@ -321,9 +323,7 @@ def exact_value(param: Tensor, state: State) -> Tensor:
     return value
 
 
-def parameter_pairs(
-    param: Tensor, state: State, value: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
+def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Where the new value of a parameter goes, rounded once: into it, and into its master copy."""
     if REMAINDER_KEY in state:
         rounded, rest = split_remainder(value)
@@ -336,7 +336,7 @@ def parameter_pairs(
 
 
 def state_pairs(
-    state: State, new: State, step: Tensor, origin: Origin | None
+    state: State, new: State, step: Tensor | None, origin: Origin | None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Where new moments go, each as it is kept; `step`: the count of the parameter's steps now.
 
@@ -345,11 +345,10 @@ def state_pairs(
     for key, tensor in state.items():
         if key in MASTERS or is_scale(key, state):
             continue
-        if key == STEP:
-            yield tensor, step.reshape(tensor.shape)
-            continue
-        value = new[key].reshape(tensor.shape)
-        if origin is None or key not in origin.seeds:
+        value = new.get(key, step)
+        assert value is not None
+        value = value.reshape(tensor.shape)
+        if origin is None or key not in origin.seeds or step is None:
             yield tensor, value
         elif key + SCALE_SUFFIX in state:
             scale = state[key + SCALE_SUFFIX]
@@ -400,11 +399,11 @@ def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
         put(old, value, only_if)
 
 
-def new_count(state: State, new: State) -> Tensor:
+def new_count(state: State, new: State) -> Tensor | None:
     """The count of steps after this one: the rule's own, or that which only rounding needs."""
     if STEP in new:
         return new[STEP]
-    return state[STEP] + 1 if STEP in state else torch.zeros(())
+    return state[STEP] + 1 if STEP in state else None
 
 
 class StepScalars:

@@ -35,10 +35,14 @@ class Origin(NamedTuple):
     offset: int  # the flat index of the first element
     strides: tuple[int, ...]  # from one element to the next of each dim, there
     seeds: Mapping[str, int]  # by key, of the state that is rounded at random
+    # Of some that follow each other in what is itself cut out of the whole: offset and strides are
+    # those of a tensor of shape `frame`, and they begin at `start` of it. Kernels know none.
+    frame: tuple[int, ...] = ()
+    start: int = 0
 
     def noise(self, key: str, step: "int | Tensor") -> "Noise":
         """The bits of one state tensor in the step that makes the count `step`."""
-        return Noise(self.seeds[key], step, self.offset, self.strides)
+        return Noise(self.seeds[key], step, self.offset, self.strides, self.frame, self.start)
 
 
 class Noise(NamedTuple):
@@ -48,12 +52,17 @@ class Noise(NamedTuple):
     step: int | Tensor  # a 0-D tensor is not read, but on CPU
     offset: int
     strides: tuple[int, ...]
+    frame: tuple[int, ...] = ()
+    start: int = 0
 
     def chunks(self, tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """(begin, end, bits) of a tensor's flat elements; bits are int32, all 32 are random.
 
         Begins are multiples of whatever divides both `CHUNK` and the last dim.
         """
+        if self.frame:
+            yield 0, tensor.numel(), self._stretch(tensor)
+            return
         device = tensor.device
         starts, run = runs(tensor.shape, self.strides, device)
         starts += self.offset
@@ -80,6 +89,15 @@ class Noise(NamedTuple):
         found = [bits for _, _, bits in self.chunks(tensor)]
         joined = torch.cat(found) if found else tensor.new_empty(0, dtype=torch.int32)
         return joined.view(tensor.shape)
+
+    def _stretch(self, tensor: Tensor) -> Tensor:
+        """For what follows each other in the frame, in order: all of the rows that it is in."""
+        inner = prod(self.frame[1:])
+        first, stop = self.start // inner, -(-(self.start + tensor.numel()) // inner)
+        rows = tensor.new_empty((stop - first, *self.frame[1:]))
+        offset = self.offset + first * self.strides[0]
+        bits = self._replace(offset=offset, frame=(), start=0).bits(rows).view(-1)
+        return bits[self.start - first * inner :][: tensor.numel()]
 
     def _keys(self, tensor: Tensor) -> tuple[Any, Any]:
         """Two words of seed and step: signed numbers, or 0-D int32 where the step is not read."""

@@ -305,6 +305,7 @@ class Whereabouts(NamedTuple):
     elements: Tensor
     first: int  # rows of a fused parameter begin further on in that
     seeds: Mapping[str, int]
+    start: int | None = None  # not all of them: those from here on, in order
 
     def at(self, view: Tensor) -> "Whereabouts":
         """The same parameter, cut further."""
@@ -312,13 +313,15 @@ class Whereabouts(NamedTuple):
 
     def stretch(self, start: int, stop: int) -> "Whereabouts":
         """Elements start..stop-1 of these in order."""
-        if not self.elements.is_contiguous():
-            raise NotImplementedError
-        return self.at(self.elements.view(-1)[start:stop])
+        if self.elements.is_contiguous():
+            return self.at(self.elements.view(-1)[start:stop])
+        return self._replace(start=start)
 
     def origin(self) -> Origin:
-        offset = self.first + int(self.elements.storage_offset())
-        return Origin(offset, self.elements.stride(), self.seeds)
+        offset, strides = self.first + int(self.elements.storage_offset()), self.elements.stride()
+        if self.start is None:
+            return Origin(offset, strides, self.seeds)
+        return Origin(offset, strides, self.seeds, tuple(self.elements.shape), self.start)
 
 
 def whereabouts(name: str, shape: Shape, stored: StoredTensors) -> Whereabouts | None:

@@ -354,9 +354,10 @@ def state_pairs(
             scale = state[key + SCALE_SUFFIX]
             dim = _blocked_dim(tensor, scale)
             noise = origin.noise(key, step)
-            strides = [*noise.strides]
-            strides.append(strides.pop(dim))
-            noise = noise._replace(strides=tuple(strides))
+            if not noise.frame:
+                strides = [*noise.strides]
+                strides.append(strides.pop(dim))
+                noise = noise._replace(strides=tuple(strides))
             length = tensor.shape[dim] // max(1, scale.shape[dim])
             codes, scales = encode(
                 value.movedim(dim, -1), length, signed=is_signed(key), noise=noise

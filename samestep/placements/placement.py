@@ -192,6 +192,7 @@ class Placement:
         """Write a parameter's values into what lies as the state `key` does, one for each."""
         into.copy_(param)
 
+    @torch.no_grad()
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
         """Take the parameters for their master copies."""
         for param, entries in state.items():

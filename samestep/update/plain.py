@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from samestep.rules.converted import is_scale
 from samestep.rules.noise import Origin
 from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule
 from samestep.rules.state import MASTER, MASTERS, State, math_dtype
@@ -294,11 +295,6 @@ def wide_state(param: Tensor, state: State) -> State:
         elif key not in MASTERS and not is_scale(key, state):
             found[key] = _in(dtype, tensor)
     return found
-
-
-def is_scale(key: str, state: Mapping[str, object]) -> bool:
-    """Whether a tensor has the scales of another."""
-    return key.endswith(SCALE_SUFFIX) and key.removesuffix(SCALE_SUFFIX) in state
 
 
 def _blocked_dim(codes: Tensor, scale: Tensor) -> int:

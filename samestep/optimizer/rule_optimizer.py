@@ -228,7 +228,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         try:
             refuse_flat_parameters(index, group)
             refuse_unsupported(
-                index, group, compiled=bool(self._steps.compile), ranks=self._rank_count
+                index,
+                group,
+                compiled=bool(self._steps.compile),
+                ranks=self._rank_count,
+                masters=holds.masters,
             )
             holds.plan(index, group)
             if reduction is not None:
@@ -404,13 +408,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         if holds.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
         if not holds.placed:
-            return table(self.param_groups, holds.blocks, self._reasons)
+            return table(
+                self.param_groups, holds.blocks, self._reasons, master_weights=holds.masters
+            )
 
         def ranks(param: Tensor) -> tuple[str, str]:
             held = next((placed for placed in holds.placed if placed.holds(param)), Placement())
             return held.averaged_by(param), held.updated_by(param)
 
-        return table(self.param_groups, holds.blocks, self._reasons, ranks)
+        return table(
+            self.param_groups, holds.blocks, self._reasons, ranks, master_weights=holds.masters
+        )
 
     def _plan_blocks_anew(self) -> None:
         self.holdings.forget()

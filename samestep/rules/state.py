@@ -17,6 +17,7 @@ from samestep.rules.noise import Origin, seed_of
 from samestep.rules.rule import Rule
 from samestep.rules.stored import (
     BLOCKS,
+    EIGHT_BITS,
     REMAINDER,
     REMAINDER_KEY,
     SCALE_SUFFIX,
@@ -126,6 +127,16 @@ def stored_tensors(
 def is_small(stored: StoredTensors) -> bool:
     """Whether any of it is kept in another way than as a plain tensor of some dtype."""
     return REMAINDER_KEY in stored or any(how.random for how in stored.values())
+
+
+def format_word(key: str, stored: StoredTensors) -> str:
+    """How one tensor is kept, as `state_dtypes` would say it."""
+    how, scale = stored[key], stored.get(key + SCALE_SUFFIX)
+    if scale is not None:
+        return f"{EIGHT_BITS}/{scale.per}"
+    if key == REMAINDER_KEY:
+        return REMAINDER
+    return STOCHASTIC if how.random else str(how.dtype).removeprefix("torch.")
 
 
 def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> int | None:

@@ -12,7 +12,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from samestep.checkpoint import folder
 from samestep.checkpoint.formats import Here, LocalFiles, Stored, open_checkpoint
+from samestep.checkpoint.kept_otherwise import Adapted, adapted
 from samestep.checkpoint.logical import (
+    Remainder,
     Tensors,
     check_options,
     restore_options,
@@ -25,7 +27,7 @@ from samestep.checkpoint.storage import CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.rules.state import MASTER
+from samestep.rules.state import MASTER, MASTERS
 
 
 @dataclass(frozen=True)
@@ -65,14 +67,17 @@ def load(
     ranks = all_ranks(f"load of {path}")
     here = Here(ranks.rank, ranks.size, [] if optimizer is None else optimizer.layout_lines())
 
-    def look() -> tuple[tuple[Stored, Tensors], bool]:
+    def look() -> tuple[tuple[Stored, Adapted], bool]:
         stored = open_checkpoint(folder.find(Path(path)), here)
         if isinstance(stored, TorchFiles) and stored.refusal and optimizer is not None:
             raise stored.refusal
-        tensors = tensors_of(model, optimizer)
-        return (stored, tensors), bool(surplus(tensors, stored.tensors))
+        remainders: list[Remainder] = []
+        tensors = tensors_of(model, optimizer, remainders)
+        adapted_to = adapted(tensors, remainders, stored.tensors, optimizer)
+        more = surplus(adapted_to.tensors, stored.tensors, adapted_to.optional)
+        return (stored, adapted_to), bool(more)
 
-    (stored, tensors), more = ranks.agreed(look)
+    (stored, (tensors, optional, finish)), more = ranks.agreed(look)
     # A pipeline stage has a part of the model: what others have is no surplus.
     of_ranks = ranks.all_of(frozenset(tensors)) if any(more) else []
 
@@ -80,7 +85,7 @@ def load(
         if optimizer is not None:
             check_options(optimizer, stored.content["groups"], partial)
         elsewhere = frozenset().union(*of_ranks)
-        names = names_that_fit(tensors, stored.tensors, partial, elsewhere)
+        names = names_that_fit(tensors, stored.tensors, partial, elsewhere | optional)
         chosen = {name: tensors[name] for name in names}
         if isinstance(stored, LocalFiles):
             stored.refuse_other_boxes(chosen)
@@ -89,10 +94,16 @@ def load(
         return chosen
 
     chosen = ranks.everywhere(check)
-    ranks.everywhere(lambda: read_into(chosen, stored))
+
+    def read() -> None:
+        read_into(chosen, stored)
+        for write in finish:
+            write()
+
+    ranks.everywhere(read)
     if optimizer is not None:
         restore_options(optimizer, stored.content["groups"])
-        stale = [name for name, part in optimizer.held_state() if part.key == MASTER]
+        stale = [name for name, part in optimizer.held_state() if part.key in MASTERS]
         if any(state_key(whole_name(name), MASTER) not in chosen for name in stale):
             optimizer.refresh_master_weights()
     return Loaded(stored.folder, stored.content["extra"], stored.content["world_size"])
@@ -115,11 +126,13 @@ def read_into(tensors: Tensors, stored: Stored) -> None:
 Entries = Mapping[str, TensorStorageMetadata]
 
 
-def surplus(wanted: Mapping[str, Tensor], stored: Entries) -> list[str]:
+def surplus(
+    wanted: Mapping[str, Tensor], stored: Entries, optional: frozenset[str] = frozenset()
+) -> list[str]:
     """What the checkpoint has of a model, or of an optimizer, that is not wanted here."""
     parts = {name.split(".", 1)[0] for name in wanted}
     here = {name for name in stored if name.split(".", 1)[0] in parts}
-    return sorted(name for name in here - wanted.keys() if not _is_master(name))
+    return sorted(name for name in here - wanted.keys() - optional if not _is_master(name))
 
 
 def names_that_fit(

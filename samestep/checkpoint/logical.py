@@ -6,7 +6,7 @@ options of groups     learning rates, betas, momentum, as JSON has them
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +29,12 @@ from samestep.groups.param_groups import (
     options_of,
     parameter_names,
 )
-from samestep.layout.boxes import Box, HeldBox, whole_box
+from samestep.layout.boxes import Box, HeldBox, HeldState, whole_box
 from samestep.layout.fused_rows import in_order, parts_apart, rows_in, whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.whole.in_flight import wait_for_anyone
+from samestep.rules.state import MASTER
+from samestep.rules.stored import REMAINDER_KEY, join_remainder
 
 MODEL, STATE = "model", "state"
 GroupFacts = dict[str, Any]  # "params": names, "options": by key
@@ -141,14 +143,48 @@ def model_tensors(model: nn.Module) -> Tensors:
     return {f"{MODEL}.{name}": pieces for name, pieces in _joined(found).items()}
 
 
-def state_tensors(opt: RuleOptimizer) -> Tensors:
-    """All optimizer state; views of it."""
+class Remainder(NamedTuple):
+    """A box of a master copy of which a remainder is kept: the copy, the parameter, the rest."""
+
+    master: Tensor
+    param: Tensor
+    rest: Tensor
+
+
+def _joined_master(part: HeldState) -> list[Remainder]:
+    """Whole master copies of remainders, so that every reader of a checkpoint knows them."""
+    param = part.param.detach()
+    outer = whole_box(param)
+    if isinstance(param, DTensor):
+        group = mesh_group(param.device_mesh)
+        outer = HeldBox(held(param, group).boxes[group.rank], param.to_local())
+    found = []
+    for box, rest in part.boxes:
+        own = outer.tensor[box.within(outer.box).slices].reshape(rest.shape)
+        found.append(Remainder(join_remainder(own, rest), own, rest))
+    return found
+
+
+def state_tensors(opt: RuleOptimizer, remainders: list[Remainder] | None = None) -> Tensors:
+    """All optimizer state; views of it, but for master copies of which remainders are kept.
+
+    These are made, and told in `remainders`.
+    """
     by_key: dict[str, Tensors] = {}
     order: dict[tuple[str, str], None] = {}  # names and keys as they come
     opt.wait_for_parameters()
     for name, part in opt.held_state():
         tensor = opt.state[part.param][part.key]
-        pieces = Pieces(part.shape, tensor.dtype, tensor.device, part.boxes)
+        dtype = tensor.dtype
+        if part.key == REMAINDER_KEY:
+            made = _joined_master(part)
+            if remainders is not None:
+                remainders += made
+            boxes = [
+                HeldBox(box, one.master) for (box, _), one in zip(part.boxes, made, strict=True)
+            ]
+            part, dtype = part._replace(key=MASTER, boxes=boxes), torch.float32
+        pieces = Pieces(part.shape, dtype, tensor.device, part.boxes)
         by_key.setdefault(part.key, {})[name] = pieces
         order[whole_name(name), part.key] = None
     by_key = {key: _joined(of_params) for key, of_params in by_key.items()}
@@ -186,14 +222,18 @@ def state_key(name: str, key: str) -> str:
     return f"{STATE}.{name}.{key}"
 
 
-def tensors_of(model: nn.Module | None, opt: RuleOptimizer | None) -> Tensors:
-    """Those of both, or of one of them."""
+def tensors_of(
+    model: nn.Module | None,
+    opt: RuleOptimizer | None,
+    remainders: list[Remainder] | None = None,
+) -> Tensors:
+    """Those of both, or of one of them; `remainders`: what `state_tensors` tells."""
     if model is None and opt is None:
         raise CheckpointError(
             "there is nothing to save or load: give a model, an optimizer or both"
         )
     of_model = {} if model is None else model_tensors(model)
-    return (of_model if opt is None else state_tensors(opt)) | of_model
+    return (of_model if opt is None else state_tensors(opt, remainders)) | of_model
 
 
 # --- options ---------------------------------------------------------------------------------

@@ -246,6 +246,12 @@ def gather_segments(
     """Give everyone the segments of all ranks."""
     if group.size == 1:
         return Pending(None, (segment,), lambda: [segment])
+    if segment.dtype == torch.int16:  # which no backend sends: as bytes
+        of_bytes = segment.contiguous().view(torch.uint8)
+        bytes_of_all = gather_segments(name, of_bytes, [2 * size for size in sizes], group)
+        return Pending(
+            None, (segment,), lambda: [part.view(torch.int16) for part in bytes_of_all.wait()]
+        )
     gather = gather_stretch(name, segment, sizes, group)
 
     def take_apart() -> list[Tensor]:

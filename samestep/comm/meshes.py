@@ -19,6 +19,10 @@ class Held(NamedTuple):
     boxes: tuple[Box, ...]
     replicas: tuple[int, ...]  # which copy of its box a rank holds; 0 answers for it
 
+    def divided(self, per: int) -> "Held":
+        """Of a tensor that has one element for `per` neighbours in the last dim."""
+        return self._replace(boxes=tuple(box.divided(per) for box in self.boxes))
+
 
 def mesh_group(mesh: DeviceMesh) -> RankGroup:
     """All ranks of a mesh as one group; made when first asked for, by these ranks alone."""

@@ -30,11 +30,10 @@ from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
 from samestep.plan.schedule import OfBucket, Update
 from samestep.rules.state import (
-    MASTER,
-    block_state_shapes,
+    MASTERS,
     math_dtype,
     needs_master,
-    state_dtype,
+    whole_shapes,
 )
 from samestep.update.plain import STACK_ELEMENTS
 
@@ -96,25 +95,22 @@ def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
-    master_weights = blueprint.optimizer.holdings.masters
     for sharing in _sharings(blueprint, rank):
         place = sharing.place(blueprint.grid.place(rank, sharing.peers))
         params += _whole_parameters(sharing)
-        entries += _shared_state(sharing, place, blueprint.groups, master_weights)
+        entries += _shared_state(sharing, place, blueprint.groups)
     for spreading in blueprint.spread:
         place = blueprint.grid.place(rank, spreading.peers)
         for index, (param, held) in enumerate(zip(spreading.params, spreading.held, strict=True)):
             elements = held.boxes[place].numel
             params += spreading.stored(index, place) * param.dtype.itemsize
             entries += _spread_state(spreading, index, elements, blueprint.groups)
-            if needs_master(param, master_weights):
-                entries.append((MASTER, elements * state_dtype(param, MASTER, {}).itemsize))
     if not blueprint.placements:
         for param in (param for group in blueprint.groups for param in group["params"]):
             params += param.nbytes
             state = blueprint.optimizer.state[param]
             entries += ((key, tensor.nbytes) for key, tensor in state.items())
-    main = sum(size for key, size in entries if key == MASTER)
+    main = sum(size for key, size in entries if key in MASTERS)
     return Kept(params, main, sum(size for _, size in entries) - main)
 
 
@@ -136,36 +132,24 @@ def _whole_parameters(sharing: Sharing) -> int:
 
 
 def _shared_state(
-    sharing: Sharing, place: int, groups: Sequence[Mapping[str, Any]], master_weights: bool
+    sharing: Sharing, place: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
-    keys = []
-    for param, spec in zip(sharing.params, sharing.specs, strict=True):
-        group = groups[spec.group]
-        master = [MASTER] if needs_master(param, master_weights) else []
-        keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
-    layout = StateLayout(sharing.plan, place, keys, list(map(dict, groups)))
-    for param, spec, sizes in zip(sharing.params, sharing.specs, layout.sizes, strict=True):
+    layout = StateLayout(sharing.plan, place, list(map(dict, groups)))
+    for spec, sizes in zip(sharing.specs, layout.sizes, strict=True):
         for key, size in sizes.items():
-            yield key, size * state_dtype(param, key, groups[spec.group]).itemsize
+            yield key, size * spec.stored[key].dtype.itemsize
 
 
 def _spread_state(
     spreading: Spreading, index: int, elements: int, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, int]]:
     """Bytes per key: of the parameter's shape as that is spread, all other on every rank."""
-    param, spec = spreading.params[index], spreading.specs[index]
+    spec = spreading.specs[index]
     group = groups[spec.group]
-    rule = rule_of(group)
-    shapes = rule.state_shapes((64, 48), group)
-    for key, shape in shapes.items():
-        width = state_dtype(param, key, group).itemsize
-        if shape == (64, 48):
-            yield key, elements * width
-        elif spec.blocks is None:
-            yield key, prod(rule.state_shapes(spec.shape, group)[key]) * width
-        else:
-            of_blocks = (block_state_shapes(rule, block, group)[key] for block in spec.blocks)
-            yield key, sum(map(prod, of_blocks)) * width
+    shapes = whole_shapes(rule_of(group), spec.shape, spec.blocks, group, spec.stored)
+    for key, how in spec.stored.items():
+        count = prod(shapes[key]) if how.per is None else elements // how.per
+        yield key, count * how.dtype.itemsize
 
 
 def whole_gradients(blueprint: Blueprint, rank: int) -> int:

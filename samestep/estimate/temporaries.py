@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from samestep.groups.param_groups import rule_of
 from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Rule
-from samestep.rules.state import MASTER
+from samestep.rules.state import state_shapes, stored_tensors
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
 
@@ -112,11 +112,11 @@ class RulePeaks:
         return found + count * block[0] * block[1] * dtype.itemsize
 
     def _operand(self, shape: tuple[int, ...], dtype: torch.dtype, master: bool) -> Operand:
-        math, shapes = _math(dtype), dict(self._rule.state_shapes(shape, self._group))
-        if master:
-            shapes[MASTER] = shape
-        state = {key: _meta(own, math) for key, own in shapes.items()}
-        return Operand(_meta(shape, dtype), _meta(shape, math), state)
+        like = _meta(shape if len(shape) > 1 else (1, *shape), dtype)
+        stored = stored_tensors(self._rule, like, None, self._group, master)
+        shapes = state_shapes(self._rule, shape, self._group, stored)
+        state = {key: _meta(own, stored[key].dtype) for key, own in shapes.items()}
+        return Operand(like.view(shape), _meta(shape, _math(dtype)), state)
 
     def _peak(self, run: Callable[..., object], made: Callable[[], Any], about: object) -> int:
         """Of the rule run on what was made for it; what the run gives counts too."""

@@ -14,6 +14,7 @@ from samestep.layout.blocks import Block, blocks_of
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.rules import RULES
 from samestep.rules.rule import Rule
+from samestep.rules.stored import REMAINDER
 from samestep.tooling.warn import warn_user
 
 Group = dict[str, Any]
@@ -222,7 +223,9 @@ def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]
             seen[key] = name
 
 
-def refuse_unsupported(index: int, group: Group, *, compiled: bool, ranks: int) -> None:
+def refuse_unsupported(
+    index: int, group: Group, *, compiled: bool, ranks: int, masters: bool = False
+) -> None:
     """Only real floating parameters, the fused kernel only where it is, on XLA one program."""
     if group.get("fused") and compiled:
         raise ValueError("fused=True and compile exclude each other: leave one of them out")
@@ -243,6 +246,7 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool, ranks: int) 
                 f"fused=True is for parameters on CPU and CUDA, and {name!r} is on "
                 f"{param.device.type}: leave it out"
             )
+        _refuse_format(name, param, group, masters=masters)
         if param.device.type == "xla" and compiled:
             raise ValueError(
                 f"compile is not for {name!r}, which is on XLA: a step is compiled there anyway; "
@@ -256,6 +260,29 @@ def refuse_unsupported(index: int, group: Group, *, compiled: bool, ranks: int) 
             )
     if group.get("fused") and "cuda" in {param.device.type for param in group["params"]}:
         group["fused"] = False  # what it is for is done there anyway, where there are kernels
+
+
+def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> None:
+    """Remainders are of bfloat16 alone, and no format is for XLA."""
+    chosen = group.get("state_dtypes")
+    words = [chosen] if isinstance(chosen, str) else list((chosen or {}).values())
+    if param.device.type == "xla" and any(isinstance(word, str) for word in words):
+        raise ValueError(
+            f"state_dtypes {chosen} is not for {name!r}, which is on XLA: give dtypes, or leave it "
+            "out"
+        )
+    if REMAINDER not in words or param.dtype.itemsize > 2:
+        return
+    if param.dtype != torch.bfloat16:
+        raise ValueError(
+            f'state_dtypes["master_weight"] is "{REMAINDER}", which is what a master copy has '
+            f"beyond bfloat16, and {name!r} has dtype {param.dtype}: give it torch.float32"
+        )
+    if not masters:
+        raise ValueError(
+            f'state_dtypes["master_weight"] is "{REMAINDER}", and there are no master copies of '
+            f"{name!r}: build the optimizer with master_weights=True"
+        )
 
 
 def blocks_of_group(group: Mapping[str, Any], names: Sequence[str]) -> list[list[Block] | None]:

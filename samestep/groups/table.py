@@ -9,6 +9,7 @@ from samestep.groups.param_groups import parameter_names
 from samestep.layout.blocks import Block
 from samestep.rules import RULES
 from samestep.rules.muon import lr_factor
+from samestep.rules.state import MASTERS, format_word, stored_tensors
 
 
 class TableRow(NamedTuple):
@@ -22,18 +23,19 @@ class TableRow(NamedTuple):
     lr: str
     lr_factor: str
     decay: str
+    state: str
     averaged_by: str
     updated_by: str
     reason: str
 
 
 TITLES = TableRow(
-    "parameter", "shape", "rule", "role", "blocks", "lr", "lr factor", "decay", "averaged by",
-    "updated by", "reason",
+    "parameter", "shape", "rule", "role", "blocks", "lr", "lr factor", "decay", "state",
+    "averaged by", "updated by", "reason",
 )  # fmt: skip
 
 
-OPTIONAL = ("averaged by", "updated by", "reason")  # shown where they say something
+OPTIONAL = ("state", "averaged by", "updated by", "reason")  # shown where they say something
 
 
 def table(
@@ -41,8 +43,12 @@ def table(
     blocks: Mapping[Tensor, list[Block] | None],
     reasons: Mapping[str, str],
     ranks: Callable[[Tensor], tuple[str, str]] | None = None,
+    *,
+    master_weights: bool = False,
 ) -> str:
     """Every parameter with its rule, blocks, learning rate and decay, and the totals, as text.
+
+    How state is kept, too, where `state_dtypes` says anything of it.
 
     `reasons`: why parameters that were routed have their rule, by name.
     `ranks`: who averages a parameter's gradients, and who updates it, where there are others.
@@ -54,7 +60,8 @@ def table(
             total = totals.setdefault(group["rule"], [0, 0, 0])
             own = blocks[param]
             of_ranks = ("", "") if ranks is None else ranks(param)
-            rows.append(_row(name, param, group, own, of_ranks, reasons.get(name, "")))
+            kept = _kept(param, group, own, master_weights=master_weights)
+            rows.append(_row(name, param, group, own, kept, of_ranks, reasons.get(name, "")))
             total[0] += 1
             total[1] += param.numel()
             total[2] += sum(len(block.matrices) for block in own or [])
@@ -91,6 +98,7 @@ def _row(
     param: Tensor,
     group: Mapping[str, Any],
     blocks: list[Block] | None,
+    kept: str,
     ranks: tuple[str, str],
     reason: str,
 ) -> TableRow:
@@ -118,6 +126,21 @@ def _row(
         f"{float(group['lr']):.4g}" if "lr" in group else "-",
         ", ".join(dict.fromkeys(factors)) or "1",
         f"{float(group['weight_decay']):.4g}" if "weight_decay" in group else "-",
+        kept,
         *ranks,
         reason,
     )
+
+
+def _kept(
+    param: Tensor, group: Mapping[str, Any], blocks: list[Block] | None, *, master_weights: bool
+) -> str:
+    """How the state of a parameter is kept, in words: one if all moments are kept alike."""
+    if group.get("state_dtypes") is None:
+        return ""
+    stored = stored_tensors(RULES[group["rule"]], param, blocks, group, master_weights)
+    words = {key: format_word(key, stored) for key, how in stored.items() if how.per == 1}
+    masters = [f"master {words.pop(key)}" for key in MASTERS if key in words]
+    if len(set(words.values())) == 1:
+        return ", ".join([*dict.fromkeys(words.values()), *masters])
+    return ", ".join([*(f"{key} {word}" for key, word in words.items()), *masters])

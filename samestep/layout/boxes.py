@@ -56,6 +56,13 @@ class Box(NamedTuple):
         offsets = tuple(a + b for a, b in zip(self.offsets, outer.offsets, strict=True))
         return Box(offsets, self.sizes)
 
+    def divided(self, per: int) -> "Box":
+        """The same of a tensor that has one element for `per` neighbours in the last dim."""
+        if per == 1:
+            return self
+        offsets, sizes = self.offsets, self.sizes
+        return Box((*offsets[:-1], offsets[-1] // per), (*sizes[:-1], sizes[-1] // per))
+
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))

@@ -115,8 +115,11 @@ def equal_shards(
     *,
     start_alignment: int = START_ALIGNMENT,
     shard_alignment: int = SHARD_ALIGNMENT,
+    together: int = 1,
 ) -> FlatLayout:
     """Lay out parameters of these sizes, given in the order in which they are to lie.
+
+    `together`: shards cut parameters at multiples of so many elements, a power of two.
 
     A bucket is closed once it has `bucket_elements`, so a parameter is never cut by a bucket, and
     is padded until all ranks own the same number of aligned elements. For elementwise rules.
@@ -125,13 +128,14 @@ def equal_shards(
     buckets: list[FlatBucket] = []
     start, members = 0, list[int]()
     cursor = 0
+    start_alignment = max(start_alignment, together)
     for index, size in enumerate(sizes):
         cursor = _rounded_up(cursor, start_alignment)
         places.append(Range(cursor, cursor + size))
         cursor += size
         members.append(index)
         if cursor - start >= bucket_elements or index == len(sizes) - 1:
-            cursor = start + _shared_size(cursor - start, ranks, shard_alignment)
+            cursor = start + _shared_size(cursor - start, ranks, shard_alignment, together)
             whole = Range(start, cursor)
             share = whole.size // ranks
             shards = tuple(Range(start + r * share, start + (r + 1) * share) for r in range(ranks))
@@ -240,10 +244,11 @@ def _bucket_members(
         yield members
 
 
-def _shared_size(size: int, ranks: int, alignment: int) -> int:
+def _shared_size(size: int, ranks: int, alignment: int, least: int) -> int:
     """Elements of a bucket that all ranks own equally: aligned as far as that costs little."""
+    alignment = max(alignment, least)
     most = max(_rounded_up(size, lcm(ranks, 128)), size + int(size * LITTLE))
-    while _rounded_up(size, ranks * alignment) > most and alignment > 1:
+    while _rounded_up(size, ranks * alignment) > most and alignment > least:
         alignment //= 2
     return _rounded_up(size, ranks * alignment)
 

@@ -8,7 +8,9 @@ from torch import Tensor
 from samestep.comm.collectives import from_first
 from samestep.groups.param_groups import Group, parameter_names
 from samestep.placements.placement import Placement
-from samestep.rules.state import MASTER, State, math_dtype
+from samestep.rules.converted import encoded, remainder_of, value_of
+from samestep.rules.state import MASTER, MASTERS, State, math_dtype
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, join_remainder, split_remainder
 
 
 class FullValues:
@@ -42,8 +44,16 @@ class FullValues:
                 if here:
                     yield from placement.gather_state(self._state, self._groups, here)().items()
 
+    def value(self, name: str, key: str) -> Tensor:
+        """One state tensor, whatever it is kept in."""
+        param = self.param(name)
+        if key == MASTER and REMAINDER_KEY in self._state[param]:
+            rest = self.state(name, REMAINDER_KEY)[REMAINDER_KEY]
+            return join_remainder(self.holder(param).whole_value(param), rest)
+        return value_of(key, self.state(name, key))
+
     def state(self, name: str, key: str) -> State:
-        """The whole state of one parameter, which has `key`."""
+        """The whole state of one parameter, which has `key`, as it is kept."""
         param = self.param(name)
         if key not in self._state[param]:
             raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self._state[param])}")
@@ -51,15 +61,37 @@ class FullValues:
         return gather()[param]
 
     def set_state(self, name: str, key: str, value: Tensor) -> None:
+        param = self.param(name)
+        if key == MASTER and REMAINDER_KEY in self._state[param]:
+            whole = self.state(name, REMAINDER_KEY)
+            wide = self._wide(name, key, value, param.shape)
+            rest = remainder_of(self.holder(param).whole_value(param), wide)
+            self._put_state(name, REMAINDER_KEY, {**whole, REMAINDER_KEY: rest})
+            return
         whole = self.state(name, key)
-        whole[key].copy_(_checked(f"{key} of {name}", value, whole[key].shape))
-        self._from_first(name, key, whole[key])
-        self._put_state(name, key, whole)
+        scale = whole.get(key + SCALE_SUFFIX)
+        if scale is None:
+            whole[key].copy_(_checked(f"{key} of {name}", value, whole[key].shape))
+            self._from_first(name, key, whole[key])
+            self._put_state(name, key, whole)
+            return
+        wide = self._wide(name, key, value, whole[key].shape)
+        whole |= encoded(key, wide, wide.shape[-1] // scale.shape[-1])
+        for own in (key, key + SCALE_SUFFIX):
+            self._put_state(name, own, whole)
+
+    def _wide(self, name: str, key: str, value: Tensor, shape: torch.Size) -> Tensor:
+        """The first rank's, in 32 bits."""
+        param = self.param(name)
+        wide = _checked(f"{key} of {name}", value, shape).to(param.device, torch.float32)
+        wide = wide.contiguous().clone()
+        self._from_first(name, key, wide)
+        return wide
 
     def parameter(self, name: str) -> Tensor:
         param = self.param(name)
-        if MASTER in self._state[param]:
-            return self.state(name, MASTER)[MASTER].to(math_dtype(param))
+        if self._state[param].keys() & set(MASTERS):
+            return self.value(name, MASTER).to(math_dtype(param))
         return self.holder(param).whole_value(param).to(math_dtype(param), copy=True)
 
     def set_parameter(self, name: str, value: Tensor) -> None:
@@ -67,6 +99,12 @@ class FullValues:
         wide = _checked(name, value, param.shape).to(param.device, math_dtype(param))
         wide = wide.contiguous().clone()
         self._from_first(name, "value", wide)
+        if REMAINDER_KEY in self._state[param]:
+            rounded, rest = split_remainder(wide)
+            self.holder(param).put_value(param, rounded)
+            whole = self.state(name, REMAINDER_KEY)
+            self._put_state(name, REMAINDER_KEY, {**whole, REMAINDER_KEY: rest})
+            return
         self.holder(param).put_value(param, wide)
         if MASTER in self._state[param]:
             whole = self.state(name, MASTER)

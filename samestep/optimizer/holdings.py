@@ -25,8 +25,10 @@ from samestep.optimizer.full_values import FullValues
 from samestep.placements.local import LocalGroups
 from samestep.placements.placement import Placement
 from samestep.placements.planner import Planner
+from samestep.placements.registry import local_of
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.replicated import ReplicatedParameters
+from samestep.rules.converted import from_other_master, other_master
 from samestep.rules.state import MASTER, State
 
 if TYPE_CHECKING:
@@ -198,9 +200,20 @@ class Holdings:
         self, groups: Sequence[Group], param: Tensor, state: State, whole: Mapping[str, Tensor]
     ) -> None:
         """Take out of a parameter's whole state what belongs here."""
+        holder = next((placed for placed in self.placements() if placed.holds(param)), None)
         for key in whole:
-            holder = next(placed for placed in self.placements() if placed.holds(param))
-            holder.put_state({param: state}, groups, param, key, whole)
+            assert holder is not None
+            own = other_master(key)
+            if key in state or own not in state:
+                holder.put_state({param: state}, groups, param, key, whole)
+                continue
+            # Both lie as this state does, so one is made of the other where it lies.
+            lie_alike = {own: torch.empty_like(state[own], dtype=whole[key].dtype)}
+            holder.put_state({param: lie_alike}, groups, param, own, {own: whole[key]})
+            values = torch.empty_like(state[own], dtype=param.dtype)
+            holder.put_parameter(param, own, values)
+            into = local_of(state[own])
+            into.copy_(from_other_master(own, local_of(values), local_of(lie_alike[own])))
 
     # --- who has what ------------------------------------------------------------------------
 

@@ -15,8 +15,17 @@ from samestep.groups.param_groups import (
     rule_of,
 )
 from samestep.layout.blocks import Block, Shape
-from samestep.placements.registry import mesh_of
-from samestep.rules.state import MASTER, State, initial_state
+from samestep.placements.registry import local_of, mesh_of
+from samestep.rules.converted import as_stored, from_other_master, other_master
+from samestep.rules.state import (
+    MASTER,
+    MASTERS,
+    State,
+    StoredTensors,
+    initial_state,
+    stored_tensors,
+)
+from samestep.rules.stored import SCALE_SUFFIX
 
 StateDict = dict[str, Any]
 PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
@@ -37,6 +46,7 @@ def load_state(
     state_dict: StateDict,
     shapes: Mapping[Tensor, Mapping[str, Shape]],
     put_whole: PutWhole,
+    stored: Mapping[Tensor, StoredTensors],
 ) -> None:
     """Run torch's own `load_state_dict`, hooks included, around our check and copy.
 
@@ -45,7 +55,8 @@ def load_state(
     cast, and the first post-hook copies them into the state that exists.
 
     Parameters in `shapes` have the state of one process in the state dict, in these shapes:
-    `put_whole(param, state, whole)` takes out of it what belongs here.
+    `put_whole(param, state, whole)` takes out of it what belongs here. Parameters in `stored` have
+    theirs in any format, and these are the ones wanted.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         got = sorted(map(str, state_dict)) if isinstance(state_dict, Mapping) else state_dict
@@ -56,7 +67,7 @@ def load_state(
     own: dict[Tensor, State] = dict(optimizer.state)
 
     def check_and_hide(_: torch.optim.Optimizer, loaded: StateDict) -> StateDict:
-        return _checked(optimizer, loaded, shapes)
+        return _checked(optimizer, loaded, shapes, stored)
 
     def copy_into_place(_: torch.optim.Optimizer) -> None:
         for param, state in own.items():
@@ -65,7 +76,8 @@ def load_state(
             whole = {} if param not in shapes else _whole(saved, state, param.device)
             put_whole(param, state, whole)
             # Not before: what is loaded may lie where it goes to, as in torch's checkpoints.
-            _fill(param, {key: state[key] for key in state if key not in whole}, saved)
+            left = {key: state[key] for key in state if key not in filled_by(whole, state)}
+            _fill(param, left, saved)
             optimizer.state[param] = state
 
     pre = optimizer.register_load_state_dict_pre_hook(check_and_hide)
@@ -88,6 +100,23 @@ def shapes_of_whole_state(
             state = initial_state(rule_of(group), like, blocks[param], group, master_weights)
             found[param] = {key: tuple(tensor.shape) for key, tensor in state.items()}
     return found
+
+
+def filled_by(whole: Mapping[str, Tensor], state: State) -> set[str]:
+    """The keys of state that a whole entry fills: one form of a master copy makes the other."""
+    keys = set(whole)
+    return keys | (state.keys() & set(MASTERS)) if keys & set(MASTERS) else keys
+
+
+def stored_of(
+    groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
+) -> dict[Tensor, StoredTensors]:
+    """How the state of each parameter is kept."""
+    return {
+        param: stored_tensors(rule_of(group), param, blocks[param], group, master_weights)
+        for group in groups
+        for param in group["params"]
+    }
 
 
 def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: bool) -> None:
@@ -145,8 +174,13 @@ def _whole(saved: Mapping[str, Any], state: State, device: torch.device) -> Stat
 def _fill(param: Tensor, state: State, saved: Mapping[str, Any]) -> None:
     """Copy a saved entry; without one (saved before its first step) start afresh."""
     for key, tensor in state.items():
+        other = other_master(key)
         if key in saved:
             tensor.copy_(torch.as_tensor(saved[key]))
+        elif other is not None and other in saved:
+            local = local_of(tensor)
+            values = local_of(param), local_of(torch.as_tensor(saved[other])).to(local.device)
+            local.copy_(from_other_master(key, *values))
         elif key == MASTER and tensor.shape == param.shape:
             tensor.copy_(param)
         else:
@@ -157,6 +191,7 @@ def _checked(
     optimizer: torch.optim.Optimizer,
     loaded: StateDict,
     shapes: Mapping[Tensor, Mapping[str, Shape]],
+    stored: Mapping[Tensor, StoredTensors],
 ) -> StateDict:
     """The state dict in our order, with our keys and hidden tensors; raises if it does not fit."""
     saved_groups = loaded["param_groups"]
@@ -174,7 +209,10 @@ def _checked(
             entry = loaded["state"].get(saved_id)
             if entry:
                 own = {key: tuple(tensor.shape) for key, tensor in optimizer.state[param].items()}
-                _check_entry(name, shapes.get(param, own), entry)
+                wanted = shapes.get(param, own)
+                if param in stored:
+                    entry = _in_formats(entry, stored[param], wanted)
+                _check_entry(name, wanted, entry, any_master=param in stored)
                 state[saved_id] = {"hidden": _Hidden(entry)}
     known = {saved_id for saved in saved_groups for saved_id in saved["params"]}
     unknown = [key for key in loaded["state"] if key not in known]
@@ -236,12 +274,43 @@ def _merged(index: int, group: Group, saved: Group) -> Group:
     return merged
 
 
-def _check_entry(name: str, shapes: Mapping[str, Shape], entry: Mapping[str, Any]) -> None:
-    """The saved entry of one parameter has our keys and shapes."""
-    missing = set(shapes) - set(entry) - {MASTER}  # a master copy can be made from the parameter
+def _in_formats(
+    entry: Mapping[str, Any], stored: StoredTensors, shapes: Mapping[str, Shape]
+) -> Mapping[str, Any]:
+    """A saved entry as state is kept here; of DTensors each rank converts what it holds."""
+    tensors = {key: torch.as_tensor(value) for key, value in entry.items()}
+    local = {key: local_of(tensor) for key, tensor in tensors.items()}
+    made = as_stored(local, stored, shapes)
+    found: dict[str, Any] = {}
+    for key, tensor in made.items():
+        if tensor is local.get(key):
+            found[key] = entry[key]
+            continue
+        base = tensors.get(key.removesuffix(SCALE_SUFFIX))
+        per = stored[key].per if key in stored else 1
+        found[key] = tensor
+        if base is not None and mesh_of(base) is not None and per is not None:
+            from samestep.placements.parts.held_parts import placed_beside
+
+            found[key] = placed_beside(base, tensor, per)  # type: ignore[arg-type]
+    return found
+
+
+def _check_entry(
+    name: str, shapes: Mapping[str, Shape], entry: Mapping[str, Any], *, any_master: bool
+) -> None:
+    """The saved entry of one parameter has our keys and shapes.
+
+    `any_master`: its master copy may be there in another form.
+    """
+    missing = set(shapes) - set(entry) - set(MASTERS)  # can be made from the parameter
     unexpected = set(entry) - set(shapes)
+    if any_master and shapes.keys() & set(MASTERS):
+        unexpected -= set(MASTERS)
+        entry = {key: value for key, value in entry.items() if key in shapes}
     if missing or unexpected:
-        hint = "; build the optimizer with master_weights=True" if MASTER in unexpected else ""
+        has_master = not unexpected.isdisjoint(MASTERS)
+        hint = "; build the optimizer with master_weights=True" if has_master else ""
         raise ValueError(
             f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(shapes)} "
             f"are needed{hint}"

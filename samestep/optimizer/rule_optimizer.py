@@ -48,13 +48,14 @@ from samestep.optimizer.loading import (
     check_part,
     load_state,
     shapes_of_whole_state,
+    stored_of,
 )
 from samestep.optimizer.step import StepRunner
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.rules.state import State
+from samestep.rules.state import State, StoredTensors
 from samestep.tooling.warn import warn_user
 
 if TYPE_CHECKING:
@@ -227,7 +228,11 @@ class RuleOptimizer(torch.optim.Optimizer):
         try:
             refuse_flat_parameters(index, group)
             refuse_unsupported(
-                index, group, compiled=bool(self._steps.compile), ranks=self._rank_count
+                index,
+                group,
+                compiled=bool(self._steps.compile),
+                ranks=self._rank_count,
+                masters=holds.masters,
             )
             holds.plan(index, group)
             if reduction is not None:
@@ -369,16 +374,19 @@ class RuleOptimizer(torch.optim.Optimizer):
             holds.put_whole(self.param_groups, param, state, whole)
 
         if holds.is_deferred and isinstance(state_dict, Mapping) and not state_dict.get("state"):
-            load_state(self, super().load_state_dict, state_dict, {}, put_whole)
+            load_state(self, super().load_state_dict, state_dict, {}, put_whole, {})
             return
         self._adopted()
         check_part(state_dict, holds.part(), alike=holds.are_alike())
         self.wait_for_parameters()
         shapes: dict[Tensor, dict[str, Shape]] = {}
-        if holds.placed and isinstance(state_dict, Mapping) and PART not in state_dict:
-            shapes = shapes_of_whole_state(self.param_groups, holds.blocks, holds.masters)
+        stored: dict[Tensor, StoredTensors] = {}
+        if isinstance(state_dict, Mapping) and PART not in state_dict:
+            stored = stored_of(self.param_groups, holds.blocks, holds.masters)
+            if holds.placed:
+                shapes = shapes_of_whole_state(self.param_groups, holds.blocks, holds.masters)
         self._state_changes()
-        load_state(self, super().load_state_dict, state_dict, shapes, put_whole)
+        load_state(self, super().load_state_dict, state_dict, shapes, put_whole, stored)
         for placement in holds.placed:
             placement.mend_replicas()
 
@@ -400,13 +408,17 @@ class RuleOptimizer(torch.optim.Optimizer):
         if holds.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
         if not holds.placed:
-            return table(self.param_groups, holds.blocks, self._reasons)
+            return table(
+                self.param_groups, holds.blocks, self._reasons, master_weights=holds.masters
+            )
 
         def ranks(param: Tensor) -> tuple[str, str]:
             held = next((placed for placed in holds.placed if placed.holds(param)), Placement())
             return held.averaged_by(param), held.updated_by(param)
 
-        return table(self.param_groups, holds.blocks, self._reasons, ranks)
+        return table(
+            self.param_groups, holds.blocks, self._reasons, ranks, master_weights=holds.masters
+        )
 
     def _plan_blocks_anew(self) -> None:
         self.holdings.forget()
@@ -601,12 +613,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         return values.whole_state()
 
     def full_state(self, name: str, key: str) -> Tensor:
-        """One state tensor, such as "exp_avg" or "momentum_buffer"."""
-        return self._values().state(name, key)[key]
+        """One state tensor, such as "exp_avg" or "momentum_buffer".
+
+        What is kept in 8 bits is given as the 32-bit numbers that it stands for, and of a master
+        copy kept as a remainder the whole copy, "master_weight".
+        """
+        return self._values().value(name, key)
 
     @torch.no_grad()
     def set_full_state(self, name: str, key: str, value: Tensor) -> None:
-        """Replace one state tensor."""
+        """Replace one state tensor; what is kept in fewer bits is rounded to the nearest."""
         self._state_changes()
         self._values().set_state(name, key, value)
 

@@ -7,19 +7,22 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from samestep.groups.distribution import Distribution
-from samestep.groups.param_groups import Group, rule_of
+from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
 from samestep.plan.schedule import PlacementShape
 from samestep.rules.state import (
-    MASTER,
+    MASTERS,
     MatrixView,
     State,
     block_states,
     initial_state,
     matrix_views,
     needs_master,
+    state_shapes,
+    stored_tensors,
+    whereabouts,
 )
 from samestep.update.plain import Operand
 
@@ -111,7 +114,8 @@ class LocalGroups:
             known = self._known[index : index + 1]
             if not known or not known[0].is_still(group, state):
                 self.make_state(group, state)
-                self._known[index : index + 1] = [KnownGroup(group, state, self._blocks)]
+                known_group = KnownGroup(group, index, state, self._blocks)
+                self._known[index : index + 1] = [known_group]
 
     def make_state(self, group: Group, state: MutableMapping[Tensor, State]) -> None:
         """There is state for every plain parameter of a group, where it belongs."""
@@ -130,7 +134,7 @@ class LocalGroups:
         """State follows a parameter to its device; cleared state starts afresh."""
         for param in params:
             own, masters = state[param], self._master_weights
-            if not own or (needs_master(param, masters) and MASTER not in own):
+            if not own or (needs_master(param, masters) and not own.keys() & set(MASTERS)):
                 fresh = initial_state(rule_of(group), param, self._blocks[param], group, masters)
                 own = state[param] = {**fresh, **own}
             for key, tensor in own.items():
@@ -161,6 +165,7 @@ class KnownGroup:
     def __init__(
         self,
         group: Group,
+        index: int,
         state: Mapping[Tensor, State],
         blocks: Mapping[Tensor, list[Block] | None],
     ) -> None:
@@ -172,10 +177,17 @@ class KnownGroup:
         self._addresses = [param.data_ptr() for param in self.params]
         self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
-        of_params = zip(self.params, self._states, self.blocks, strict=True)
+        names = dict(zip(map(id, self._all), parameter_names(group, index), strict=True))
+        of_params = zip(
+            [names[id(param)] for param in self.params],
+            self.params,
+            self._states,
+            self.blocks,
+            strict=True,
+        )
         self._cut = [
             (param, blocks is None or _is_whole(blocks), blocks or [], known)
-            for (param, _, blocks), known in ((of, _made_views(*of, group)) for of in of_params)
+            for (_, param, _, blocks), known in ((of, _made_views(*of, group)) for of in of_params)
         ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
@@ -196,12 +208,13 @@ class KnownGroup:
             if grad is None:
                 continue
             if whole:
-                value, state, _ = known[0]
-                found.append(Operand(value, grad if grad.ndim else grad.view(1), state))
+                value, state, _, origin = known[0]
+                own = grad if grad.ndim else grad.view(1)
+                found.append(Operand(value, own, state, origin=origin))
             else:
                 found += [
-                    Operand(value, of_matrix, state, rows=rows)
-                    for of_matrix, (value, state, rows) in zip(
+                    Operand(value, of_matrix, state, rows=rows, origin=origin)
+                    for of_matrix, (value, state, rows, origin) in zip(
                         matrices(blocks, grad), known, strict=True
                     )
                 ]
@@ -218,20 +231,33 @@ def _is_whole(blocks: list[Block]) -> bool:
 
 
 def _made_views(
-    param: Tensor, state: State, blocks: list[Block] | None, group: Group
+    name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group
 ) -> list[MatrixView]:
     rule, param = rule_of(group), param.detach()
+    stored = stored_tensors(
+        rule, param, blocks, group, master_weights=bool(state.keys() & set(MASTERS))
+    )
+    where = whereabouts(name, tuple(param.shape), stored)
     if blocks is None:
         if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
-            shapes = rule.state_shapes((1,), group)
-            state = {key: tensor.view(shapes.get(key, (1,))) for key, tensor in state.items()}
+            shapes = state_shapes(rule, (1,), group, stored)
+            state = {key: tensor.view(shapes[key]) for key, tensor in state.items()}
             param = param.view(1)
-        return [MatrixView(param, state, None)]
-    states = block_states(rule, state, blocks, group)
+            where = None if where is None else where.at(where.elements.view(1))
+        return [MatrixView(param, state, None, None if where is None else where.origin())]
+    states = block_states(rule, state, blocks, group, stored)
     return [
         view
         for block, own in zip(blocks, states, strict=True)
-        for view in matrix_views(rule, block, block.view(param), own, group)
+        for view in matrix_views(
+            rule,
+            block,
+            block.view(param),
+            own,
+            group,
+            stored,
+            None if where is None else where.at(block.view(where.elements).view(block.shape)),
+        )
     ]
 
 

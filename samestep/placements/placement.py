@@ -13,6 +13,7 @@ from samestep.layout.boxes import HeldState, whole_box
 from samestep.plan.schedule import OfBucket, PlacementShape
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
+from samestep.rules.stored import REMAINDER_KEY
 from samestep.update.plain import GroupMaths, Operand, scale
 
 
@@ -187,8 +188,17 @@ class Placement:
         """Put a gradient in place of the mean; the parameter is then present."""
         param.grad = whole.to(param.dtype)
 
+    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
+        """Write a parameter's values into what lies as the state `key` does, one for each."""
+        into.copy_(param)
+
+    @torch.no_grad()
     def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
         """Take the parameters for their master copies."""
         for param, entries in state.items():
-            if MASTER in entries and self.holds(param):
-                entries[MASTER].copy_(param)
+            if not self.holds(param):
+                continue
+            if MASTER in entries:
+                self.put_parameter(param, MASTER, entries[MASTER])
+            if REMAINDER_KEY in entries:
+                entries[REMAINDER_KEY].zero_()

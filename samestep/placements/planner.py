@@ -26,7 +26,7 @@ from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import ParamSpec
 from samestep.rules import checks
-from samestep.rules.state import is_elementwise, needs_master
+from samestep.rules.state import StoredTensors, math_dtype, state_shapes, stored_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -178,12 +178,13 @@ class Planner:
         for index in indices:
             group = groups[index]
             lines += [f"param_groups[{index}]: {k} = {v}" for k, v in options_of(group).items()]
-            kept = rule_of(group).state_shapes((64, 64), group).values()
-            of_whole = cache(partial(_state_of_whole, group))
+            rule = rule_of(group)
             for name, param in zip(parameter_names(group, index), group["params"], strict=True):
                 if not only(param):
                     continue
                 cut = blocks[param]
+                stored = stored_tensors(rule, param, cut, group, self._master_weights)
+                of_whole = cache(partial(_state_of_whole, group, stored))
                 spec = ParamSpec(
                     name,
                     tuple(param.shape),
@@ -191,8 +192,9 @@ class Planner:
                     index,
                     group["rule"],
                     None if cut is None else tuple(cut),
-                    sum(map(prod, kept)) / 64**2 + needs_master(param, self._master_weights),
+                    _state_per_element(group, stored, math_dtype(param)),
                     tuple(sum(map(of_whole, block.matrices)) for block in cut or ()),
+                    stored=stored,
                 )
                 members.append((self._place_of_use.get(param, -1), param, spec))
         members.sort(key=lambda member: member[0])
@@ -200,11 +202,17 @@ class Planner:
         return PlanMembers(params, specs, lines, places)
 
 
-def _state_of_whole(group: Group, shape: Shape) -> int:
+def _state_of_whole(group: Group, stored: StoredTensors, shape: Shape) -> int:
     """Elements of state that belong to a whole block, such as its variance."""
-    rule = rule_of(group)
-    shapes = rule.state_shapes(shape, group)
-    return sum(prod(shapes[key]) for key in shapes if not is_elementwise(rule, key, group))
+    shapes = state_shapes(rule_of(group), shape, group, stored)
+    return sum(prod(shapes[key]) for key, how in stored.items() if how.per is None)
+
+
+def _state_per_element(group: Group, stored: StoredTensors, wide: torch.dtype) -> float:
+    """In numbers of the usual width, of a parameter of a usual size."""
+    shapes = state_shapes(rule_of(group), (64, 64), group, stored)
+    sizes = (prod(shapes[key]) * how.dtype.itemsize for key, how in stored.items())
+    return sum(sizes) / wide.itemsize / 64**2
 
 
 def _named(groups: Sequence[Group], indices: Iterable[int]) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,11 @@ from torch import Tensor
 _PLAIN = (torch.nn.Parameter, Tensor)
 
 
+def local_of(tensor: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor as it is."""
+    return tensor if mesh_of(tensor) is None else tensor.to_local()  # type: ignore[attr-defined]
+
+
 def mesh_of(param: Tensor) -> Any:
     """The mesh of a DTensor; None for a plain tensor."""
     if type(param) in _PLAIN:  # asking for an attribute that is not there takes long

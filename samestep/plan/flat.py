@@ -57,10 +57,12 @@ def plan_flat(
             if params[i].dtype == dtype and (params[i].blocks is not None) == matrix
         ]
         if matrix:
-            sizes = [_block_sizes(params[i]) for i in alike]
-            layout = owner_shards(sizes, ranks, bucket_elements, columns=columns)
+            blocks = [_block_sizes(params[i]) for i in alike]
+            layout = owner_shards(blocks, ranks, bucket_elements, columns=columns)
         else:
-            layout = equal_shards([params[i].numel for i in alike], ranks, bucket_elements)
+            together = max(params[i].quantum for i in alike)
+            sizes = [params[i].numel for i in alike]
+            layout = equal_shards(sizes, ranks, bucket_elements, together=together)
         of_params = [whole_pieces(i, params[i]) for i in alike]
         for number in range(len(layout.buckets)):
             buckets.append(Bucket(dtype, _segments(layout, number, of_params)))

@@ -104,7 +104,9 @@ def narrowed(plan: ShardingPlan, held: Sequence[ParamSpec], *, flat: bool) -> Sh
         share, own = plan.params[piece.param].numel, held[piece.param].numel
         if share == own:
             return piece
-        return Piece(piece.param, piece.start * own // share, piece.stop * own // share)
+        quantum = held[piece.param].quantum
+        start, stop = (end * own // share // quantum * quantum for end in (piece.start, piece.stop))
+        return Piece(piece.param, start, stop)
 
     def segment_of(segment: Segment) -> Segment:
         found = tuple(map(piece_of, segment.pieces))
@@ -134,6 +136,7 @@ class AnsweredBlock(NamedTuple):
     """A whole block that a rank among the copies answers for, as a parameter of its own.
 
     piece: of the plan; it stands for `stacks` whole blocks, of which this is number `stack`.
+    of: the whole parameter, and `block` in it.
     held: who of the mesh holds what of the block.
     counted: whether this rank among the copies is the one that counts in sums over ranks.
     """
@@ -141,6 +144,8 @@ class AnsweredBlock(NamedTuple):
     piece: Piece
     stack: int
     stacks: int
+    of: ParamSpec
+    block: Block
     spec: ParamSpec
     held: ShardedSpec
     counted: bool
@@ -188,10 +193,13 @@ def _answered(
             (Block(None, 0, *block.shape, block.form),),
             spec.state_per_element,
             (spec.whole.state_of_blocks[number],),
+            stored=spec.stored,
         )
         key = block, id(held.boxes)
         if key not in known:
             known[key] = tuple(part_of_block(block, held.shape, box) for box in held.boxes)
         of_item = ShardedSpec(item.name, item.shape, item.blocks or (), known[key], held.replicas)
-        found.append(AnsweredBlock(piece, stack, len(blocks), item, of_item, counted))
+        found.append(
+            AnsweredBlock(piece, stack, len(blocks), spec.whole, block, item, of_item, counted)
+        )
     return found

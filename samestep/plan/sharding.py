@@ -19,6 +19,7 @@ from torch import Tensor
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.rules.orthogonalize import block_flops
+from samestep.rules.state import StoredTensors
 
 OwnerStrategy = Literal["balanced", "cyclic"]
 
@@ -44,6 +45,7 @@ class ParamSpec(NamedTuple):
     shards: int = 1
     stacks: int = 1
     whole: "ParamSpec | None" = None  # None: this is it
+    stored: StoredTensors = StoredTensors()  # what is kept for it, by key
 
     @property
     def numel(self) -> int:
@@ -51,6 +53,11 @@ class ParamSpec(NamedTuple):
         if self.shards > 1 and self.blocks is not None:
             return sum(piece.size for piece in whole_pieces(0, self))
         return -(-prod(self.shape) // self.shards)
+
+    @property
+    def quantum(self) -> int:
+        """It is cut at multiples of so many elements: those that share a scale stay together."""
+        return max((how.per or 1 for how in self.stored.values()), default=1)
 
     def whole_blocks(self, block: Block) -> tuple[Block, ...]:
         """The blocks of the whole parameter that one stands for: of every stack one."""
@@ -232,6 +239,7 @@ def plan_sharding(
             params, [i for i in order if i not in small], ranks, owners, max_size_ratio
         ).items()
     }
+    quanta = [param.quantum for param in params]
     weights = _slice_weights(params, [i for i in order if i not in small], ranks, owner_of)
     buckets: list[Bucket] = []
     # Small parameters travel in one collective; whole models do not.
@@ -252,13 +260,14 @@ def plan_sharding(
                 owned.setdefault(owner_of_piece[piece], []).append(piece)
             buckets.append(_bucket(dtype, owned, ranks))
         ranges = [
-            Piece(i, start, min(start + bucket_elements, params[i].numel))
+            Piece(i, start, min(start + step, params[i].numel))
             for i in large
             if params[i].blocks is None
-            for start in range(0, params[i].numel, bucket_elements)
+            for step in [_rounded_up(bucket_elements, params[i].quantum)]
+            for start in range(0, params[i].numel, step)
         ]
         for pieces in _fill(ranges, bucket_elements):
-            buckets.append(_bucket(dtype, _cut(pieces, weights), ranks))
+            buckets.append(_bucket(dtype, _cut(pieces, weights, quanta), ranks))
         shared = [piece for i in alike if i in small for piece in whole_pieces(i, params[i])]
         for pieces in _fill(shared, limit):
             buckets.append(Bucket(dtype, (Segment.of(pieces),), replicated=True))
@@ -329,8 +338,12 @@ def _slice_weights(
     return weights if any(weights) else [1] * ranks
 
 
-def _cut(pieces: Sequence[Piece], weights: Sequence[int]) -> dict[int, list[Piece]]:
+def _cut(
+    pieces: Sequence[Piece], weights: Sequence[int], quanta: Sequence[int]
+) -> dict[int, list[Piece]]:
     """Ranges end to end, cut by weight: what each rank owns of them.
+
+    `quanta`: a parameter is cut at multiples of its own.
 
     All of them are cut at once, not each for itself: with a thousand ranks few ranges are cut at
     all, and what lies end to end in the bucket does so in its parameter too.
@@ -345,11 +358,15 @@ def _cut(pieces: Sequence[Piece], weights: Sequence[int]) -> dict[int, list[Piec
         while start < piece.stop:
             while end <= done:
                 rank, end = rank + 1, next(ends)
-            stop = min(piece.stop, start + end - done)
+            stop = min(piece.stop, _rounded_up(start + end - done, quanta[piece.param]))
             owned.setdefault(rank, []).append(Piece(piece.param, start, stop))
             done += stop - start
             start = stop
     return owned
+
+
+def _rounded_up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
 
 
 def _bucket(dtype: str, owned: Mapping[int, Sequence[Piece]], ranks: int) -> Bucket:

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from samestep.rules.basin import Coefficients, as_table, unsafe_step
+from samestep.rules.stored import BLOCKS, EIGHT_BITS, REMAINDER, STOCHASTIC
 
 # State of the parameter's shape. Counts and per-row variances are small and stay in 32 bits.
 # What `state_dtypes` may name: moments, and the master copies of narrower parameters.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master_weight")
+OF_MOMENTS = (EIGHT_BITS, *(f"{EIGHT_BITS}/{size}" for size in BLOCKS), STOCHASTIC)
 
 
 def _number(name: str, value: Any) -> float:
@@ -146,16 +148,31 @@ def table(
 
 
 def state_dtypes(name: str, value: Any) -> None:
-    """None, or a dtype for moments and master copies: {"exp_avg": torch.bfloat16, ...}."""
+    """None, or how moments and master copies are kept: {"exp_avg": torch.bfloat16, ...}.
+
+    A word instead of a dtype is a format of `rules.stored`; one word alone is for all moments.
+    """
     if value is None:
         return
+    if isinstance(value, str):
+        one_of(name, value, OF_MOMENTS)
+        return
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be None or a mapping of moments to dtypes, got {value!r}")
-    for key, dtype in value.items():
+        raise TypeError(
+            f"{name} must be None, one of {list(OF_MOMENTS)} for all moments, or a mapping of "
+            f"moments to these or to dtypes, got {value!r}"
+        )
+    for key, chosen in value.items():
         if key not in MOMENTS:
             raise ValueError(f"{name} has {key!r}; these have a choice: {list(MOMENTS)}")
-        if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"{name}[{key!r}] must be a floating torch.dtype, got {dtype!r}")
+        words = (REMAINDER,) if key == "master_weight" else OF_MOMENTS
+        if isinstance(chosen, str):
+            one_of(f"{name}[{key!r}]", chosen, words)
+        elif not (isinstance(chosen, torch.dtype) and chosen.is_floating_point):
+            raise TypeError(
+                f"{name}[{key!r}] must be a floating torch.dtype or one of {list(words)}, got "
+                f"{chosen!r}"
+            )
 
 
 def compute_dtype(name: str, value: Any) -> None:

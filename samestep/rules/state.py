@@ -1,29 +1,66 @@
-"""Optimizer state: one entry per parameter from construction on, and its views per block."""
+"""Optimizer state: one entry per parameter from construction on, and its views per block.
+
+`stored_tensors` alone says which tensors are kept for a parameter, and how; everybody else asks it.
+"""
 
 from collections.abc import Mapping, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
+from samestep.layout.fused_rows import rows_in, whole_name
+from samestep.layout.splits import Form
+from samestep.rules.noise import Origin, seed_of
 from samestep.rules.rule import Rule
+from samestep.rules.stored import (
+    BLOCKS,
+    EIGHT_BITS,
+    REMAINDER,
+    REMAINDER_KEY,
+    SCALE_SUFFIX,
+    STEP,
+    STOCHASTIC,
+    block_size,
+    code_dtype,
+)
 
 MASTER = "master_weight"  # the copy of a 16-bit parameter, in 32 bits if not asked otherwise
+MASTERS = (MASTER, REMAINDER_KEY)  # the latter: what the copy has beyond the parameter
 
 State = dict[str, Tensor]
+
+
+class Stored(NamedTuple):
+    """How a tensor in the state of a parameter is kept.
+
+    per: of so many elements of the parameter, along its last dim, it has one: 1 for a moment, more
+        for the scales of one in 8 bits. None: it is a number, or belongs to whole blocks.
+    random: rounded at random, by bits that belong to each element.
+    """
+
+    dtype: torch.dtype
+    per: int | None
+    random: bool = False
+
+    def shape(self, of: Shape) -> Shape:
+        """Of what has an element for (some of) those of a tensor of this shape."""
+        assert self.per is not None
+        return of if self.per == 1 else (*of[:-1], of[-1] // self.per)
+
+
+class StoredTensors(dict[str, Stored]):
+    """By key, in order. Nobody changes it, so that plans can tell equal ones by a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(self.items()))
 
 
 def math_dtype(param: Tensor) -> torch.dtype:
     """The dtype of state and arithmetic: float32, or float64 for float64 parameters."""
     return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def state_dtype(param: Tensor, key: str, options: Mapping[str, Any]) -> torch.dtype:
-    """The dtype in which one state tensor of a parameter is kept."""
-    chosen: Mapping[str, torch.dtype] = options.get("state_dtypes") or {}
-    return chosen.get(key, math_dtype(param))
 
 
 def needs_master(param: Tensor, master_weights: bool) -> bool:
@@ -32,24 +69,116 @@ def needs_master(param: Tensor, master_weights: bool) -> bool:
 
 
 def is_elementwise(rule: Rule, key: str, options: Mapping[str, Any]) -> bool:
-    """Whether a state tensor has an element for each of the parameter's, whatever its shape."""
+    """Whether a state tensor of a rule has an element for each of the parameter's."""
     shape = (64, 48)
     return rule.state_shapes(shape, options)[key] == shape
 
 
-def block_state_shapes(rule: Rule, block: Block, options: Mapping[str, Any]) -> dict[str, Shape]:
+def chosen_format(key: str, options: Mapping[str, Any]) -> torch.dtype | str | None:
+    """What `state_dtypes` says of a key; a single word is about all moments."""
+    chosen: Mapping[str, torch.dtype | str] | str | None = options.get("state_dtypes")
+    if isinstance(chosen, str):
+        return None if key == MASTER else chosen
+    return (chosen or {}).get(key)
+
+
+def stored_tensors(
+    rule: Rule,
+    param: Tensor,
+    blocks: Sequence[Block] | None,
+    options: Mapping[str, Any],
+    master_weights: bool,
+) -> StoredTensors:
+    """Every tensor that is kept for a parameter, by key, in order.
+
+    Of the whole parameter: what a rank holds of it decides nothing.
+    """
+    found = StoredTensors()
+    wide = math_dtype(param)
+    for key in rule.state_shapes((0, 0), options):
+        chosen = chosen_format(key, options)
+        if not is_elementwise(rule, key, options):
+            # One word is about moments, and a few numbers of each block stay as they are.
+            plain = chosen if isinstance(chosen, torch.dtype) else wide
+            found[key] = Stored(plain, None)
+        elif chosen == STOCHASTIC:
+            found[key] = Stored(torch.bfloat16, 1, random=True)
+        elif isinstance(chosen, str):
+            per = scale_block(tuple(param.shape), blocks, chosen)
+            if per is None:
+                found[key] = Stored(wide, 1)
+            else:
+                found[key] = Stored(code_dtype(key), 1, random=True)
+                found[key + SCALE_SUFFIX] = Stored(torch.float32, per)
+        else:
+            found[key] = Stored(chosen or wide, 1)
+    if STEP not in found and any(how.random for how in found.values()):
+        found[STEP] = Stored(wide, None)
+    if needs_master(param, master_weights):
+        chosen = chosen_format(MASTER, options)
+        if chosen == REMAINDER:
+            found[REMAINDER_KEY] = Stored(torch.int16, 1)
+        else:
+            assert not isinstance(chosen, str)
+            found[MASTER] = Stored(chosen or wide, 1)
+    return found
+
+
+def is_small(stored: StoredTensors) -> bool:
+    """Whether any of it is kept in another way than as a plain tensor of some dtype."""
+    return REMAINDER_KEY in stored or any(how.random for how in stored.values())
+
+
+def format_word(key: str, stored: StoredTensors) -> str:
+    """How one tensor is kept, as `state_dtypes` would say it."""
+    how, scale = stored[key], stored.get(key + SCALE_SUFFIX)
+    if scale is not None:
+        return f"{EIGHT_BITS}/{scale.per}"
+    if key == REMAINDER_KEY:
+        return REMAINDER
+    return STOCHASTIC if how.random else str(how.dtype).removeprefix("torch.")
+
+
+def scale_block(shape: Shape, blocks: Sequence[Block] | None, chosen: str) -> int | None:
+    """How many elements of a row share a scale in 8 bits; None: the tensor stays in 32.
+
+    They are neighbours in the last dim, and of one matrix.
+    """
+    if len(shape) < 2 or 0 in shape:
+        return None
+    form = blocks[0].form if blocks else None
+    runs = form.split.sizes if form is not None and form.transposed else ()
+    _, _, most = chosen.partition("/")
+    return block_size(gcd(shape[-1], *runs), int(most) if most else BLOCKS[0])
+
+
+def state_shapes(
+    rule: Rule, shape: Shape, options: Mapping[str, Any], stored: StoredTensors
+) -> dict[str, Shape]:
+    """Of one slice, block or matrix, by key; a count that only rounding needs is a number."""
+    own = rule.state_shapes(shape, options)
+    return {
+        key: own.get(key, ()) if how.per is None else how.shape(shape)
+        for key, how in stored.items()
+    }
+
+
+def block_state_shapes(
+    rule: Rule, block: Block, options: Mapping[str, Any], stored: StoredTensors
+) -> dict[str, Shape]:
     """Of one block: as stored what has an element for each of its, other state of all matrices.
 
     The latter is 1-D where a block has a form, matrix after matrix.
     """
+    shapes = state_shapes(rule, block.shape, options, stored)
     if block.form is None:
-        return rule.state_shapes(block.shape, options)
-    of_matrices = [rule.state_shapes(shape, options) for shape in block.matrices]
+        return shapes
+    of_matrices = [state_shapes(rule, shape, options, stored) for shape in block.matrices]
     return {
-        key: block.shape
-        if is_elementwise(rule, key, options)
-        else (sum(prod(shapes[key]) for shapes in of_matrices),)
-        for key in of_matrices[0]
+        key: shapes[key]
+        if how.per is not None
+        else (sum(prod(of_matrix[key]) for of_matrix in of_matrices),)
+        for key, how in stored.items()
     }
 
 
@@ -66,43 +195,53 @@ def initial_state(
     is one tensor of the parameter's shape; any other is 1-D, block after block, so that
     blocks may differ in shape.
     """
-    shapes = {}
-    if blocks is None:
-        shapes = rule.state_shapes(tuple(param.shape), options)
-    else:
-        of_blocks = [block_state_shapes(rule, block, options) for block in blocks]
-        for key in rule.state_shapes((0, 0), options):
-            pairs = zip(of_blocks, blocks, strict=True)
-            if all(shape[key] == block.shape for shape, block in pairs):
-                shapes[key] = tuple(param.shape)
-            else:
-                shapes[key] = (sum(prod(shape[key]) for shape in of_blocks),)
+    stored = stored_tensors(rule, param, blocks, options, master_weights)
     state = {
-        key: torch.zeros(shape, dtype=state_dtype(param, key, options), device=param.device)
-        for key, shape in shapes.items()
+        key: torch.zeros(shape, dtype=stored[key].dtype, device=param.device)
+        for key, shape in whole_shapes(rule, tuple(param.shape), blocks, options, stored).items()
     }
-    if needs_master(param, master_weights):
-        dtype = state_dtype(param, MASTER, options)
-        state[MASTER] = param.detach().to(dtype).contiguous()
+    if MASTER in state:
+        state[MASTER] = param.detach().to(stored[MASTER].dtype).contiguous()
     return state
 
 
+def whole_shapes(
+    rule: Rule,
+    shape: Shape,
+    blocks: Sequence[Block] | None,
+    options: Mapping[str, Any],
+    stored: StoredTensors,
+) -> dict[str, Shape]:
+    """What one process keeps of a parameter."""
+    if blocks is None:
+        return state_shapes(rule, shape, options, stored)
+    of_blocks = [block_state_shapes(rule, block, options, stored) for block in blocks]
+    return {
+        key: (sum(prod(own[key]) for own in of_blocks),) if how.per is None else how.shape(shape)
+        for key, how in stored.items()
+    }
+
+
 def block_states(
-    rule: Rule, state: State, blocks: Sequence[Block], options: Mapping[str, Any]
+    rule: Rule,
+    state: State,
+    blocks: Sequence[Block],
+    options: Mapping[str, Any],
+    stored: StoredTensors,
 ) -> list[State]:
     """The views of each block into the state that `initial_state` made for its parameter."""
     views: list[State] = []
     offsets = dict.fromkeys(state, 0)
     for block in blocks:
-        shapes = block_state_shapes(rule, block, options)
+        shapes = block_state_shapes(rule, block, options, stored)
         view = {}
         for key, tensor in state.items():
-            if tensor.ndim == 1:  # a parameter of a matrix rule is never 1-D: block after block
+            if stored[key].per is None:  # block after block
                 size = prod(shapes[key])
                 view[key] = tensor.narrow(0, offsets[key], size).view(shapes[key])
                 offsets[key] += size
             else:
-                view[key] = block.view(tensor).view(block.shape)
+                view[key] = block.view(tensor).view(shapes[key])
         views.append(view)
     return views
 
@@ -113,33 +252,98 @@ class MatrixView(NamedTuple):
     value: Tensor
     state: State
     rows: int | None
+    origin: Origin | None = None
 
 
 def matrix_views(
-    rule: Rule, block: Block, value: Tensor, state: State, options: Mapping[str, Any]
+    rule: Rule,
+    block: Block,
+    value: Tensor,
+    state: State,
+    options: Mapping[str, Any],
+    stored: StoredTensors,
+    where: "Whereabouts | None" = None,
 ) -> list[MatrixView]:
-    """The matrices of a block, of which value and state are given as they are stored."""
+    """The matrices of a block, of which value and state are given as they are stored.
+
+    `where`: of the block, if any of its state is rounded at random.
+    """
     if block.form is None:
-        return [MatrixView(value, state, None)]
-    states = matrix_states(rule, block, state, options)
-    of_blocks = zip(block.form.views(value), states, block.matrices, strict=True)
-    return [MatrixView(view, own, rows) for view, own, (rows, _) in of_blocks]
+        return [MatrixView(value, state, None, None if where is None else where.origin())]
+    views = block.form.views(value)
+    states = matrix_states(rule, block, state, options, stored)
+    origins: list[Origin | None] = [None] * len(views)
+    if where is not None:
+        origins = [where.at(view).origin() for view in block.form.views(where.elements)]
+    of_matrices = zip(views, states, block.matrices, origins, strict=True)
+    return [MatrixView(view, own, rows, origin) for view, own, (rows, _), origin in of_matrices]
 
 
 def matrix_states(
-    rule: Rule, block: Block, state: State, options: Mapping[str, Any]
+    rule: Rule, block: Block, state: State, options: Mapping[str, Any], stored: StoredTensors
 ) -> list[State]:
     """The views of each matrix of a block into the block's state."""
     if block.form is None:
         return [state]
     found: list[State] = [{} for _ in block.matrices]
+    shapes = [state_shapes(rule, shape, options, stored) for shape in block.matrices]
     for key, tensor in state.items():
-        if key == MASTER or is_elementwise(rule, key, options):
-            parts = block.form.views(tensor)
+        per = stored[key].per
+        if per is not None:
+            parts = _form_of(block.form, per).views(tensor)
         else:
-            shapes = [rule.state_shapes(shape, options)[key] for shape in block.matrices]
-            flat = torch.split(tensor, [prod(shape) for shape in shapes])
-            parts = [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+            flat = torch.split(tensor, [prod(own[key]) for own in shapes])
+            parts = [part.view(own[key]) for part, own in zip(flat, shapes, strict=True)]
         for own, part in zip(found, parts, strict=True):
             own[key] = part
     return found
+
+
+def _form_of(form: Form, per: int) -> Form:
+    """How matrices lie in the scales of a block: stored columns are fewer."""
+    if per == 1 or not form.transposed:
+        return form
+    sizes = tuple(size // per for size in form.split.sizes)
+    return form._replace(split=form.split._replace(sizes=sizes))
+
+
+class Whereabouts(NamedTuple):
+    """Which elements of a whole parameter something has: a view of a tensor without data.
+
+    Whatever cuts a parameter cuts `elements` alike; its offset and strides then say the rest.
+    """
+
+    elements: Tensor
+    first: int  # rows of a fused parameter begin further on in that
+    seeds: Mapping[str, int]
+    start: int | None = None  # not all of them: those from here on, in order
+
+    def at(self, view: Tensor) -> "Whereabouts":
+        """The same parameter, cut further."""
+        return self._replace(elements=view)
+
+    def stretch(self, start: int, stop: int) -> "Whereabouts":
+        """Elements start..stop-1 of these in order."""
+        if self.elements.is_contiguous():
+            return self.at(self.elements.view(-1)[start:stop])
+        return self._replace(start=start)
+
+    def origin(self) -> Origin:
+        offset, strides = self.first + int(self.elements.storage_offset()), self.elements.stride()
+        if self.start is None:
+            return Origin(offset, strides, self.seeds)
+        return Origin(offset, strides, self.seeds, tuple(self.elements.shape), self.start)
+
+
+def whereabouts(name: str, shape: Shape, stored: StoredTensors) -> Whereabouts | None:
+    """All of a parameter; None if nothing of its state is rounded at random.
+
+    Of a part of a fused parameter, in the whole of it: layouts differ in which parts there are.
+    """
+    rounded = [key for key, how in stored.items() if how.random]
+    if not rounded:
+        return None
+    rows = rows_in(name)
+    first = 0 if rows is None else rows.start * prod(shape[1:])
+    seeds = {key: seed_of(whole_name(name), key) for key in rounded}
+    return Whereabouts(torch.empty(shape, device="meta"), first, seeds)

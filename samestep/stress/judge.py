@@ -22,7 +22,7 @@ and of one XLA program for all devices
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -109,6 +109,8 @@ class Judge:
         reference = None
         if comparable:
             known = self.expected.samples[step]
+            if self.scenario.limits is not None:
+                known = replace(known, state=first.state)
             reference = self._distance(first, known, relative=True)
             if not all(value.isfinite().all() for value in known.params.values()):
                 self._find("reference", step, "the reference itself is not finite")
@@ -175,7 +177,7 @@ class Judge:
         step, replicas, reference = verdict.step, verdict.replicas, verdict.reference
         if replicas.largest > 0:
             self._find("replicas", step, f"ranks differ by {replicas.largest:.3g}")
-        for family, away, limit in _beyond_limits(reference):
+        for family, away, limit in _beyond_limits(reference, self.scenario.limits):
             check, whose = ("state", "'s") if family == "state" else ("reference", "")
             message = f"{family} is {away:.3g} away from the reference{whose}, limit {limit}"
             self._find(check, step, message)
@@ -215,9 +217,11 @@ class Judge:
         return Distance(**found)
 
 
-def _beyond_limits(distance: Distance | None) -> Iterator[tuple[str, float, float]]:
+def _beyond_limits(
+    distance: Distance | None, limits: Mapping[str, float] | None = None
+) -> Iterator[tuple[str, float, float]]:
     """What is too far away, or not a number: by how much, and its limit."""
-    for family, limit in {**LIMITS, "state": STATE_LIMIT}.items():
+    for family, limit in {**(limits or LIMITS), "state": STATE_LIMIT}.items():
         away = getattr(distance, family, None)
         if away is not None and not away <= limit:
             yield family, away, limit

@@ -93,6 +93,9 @@ class Scenario:
     begun_alone: ClassVar[int] = 0  # steps that one process takes first, and saves for all ranks
     has_plan: ClassVar[bool] = False  # its model can be cut over a mesh: `stress.sharded_training`
     layouts: ClassVar[tuple[str, ...] | None] = None  # what `all` means for it, if not LAYOUTS
+    # How far parameters may be from the reference where state is rounded to few bits; None: as far
+    # as 32 bits allow. State is not held against the reference then, which has other tensors.
+    limits: ClassVar[Mapping[str, float] | None] = None
 
     def __init__(self, seed: int, world: int, make_model: MakeModel | None = None) -> None:
         self.seed = seed

@@ -17,7 +17,7 @@ from samestep.comm.collectives import gather_segments, sum_in_order
 from samestep.comm.diagnosis import recorder
 from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 from samestep.comm.groups import registry
-from samestep.comm.meshes import held, mesh_group
+from samestep.comm.meshes import held, mesh_group, whole_tensor
 from samestep.comm.messages import gather_everywhere
 from samestep.stress.models import named_params
 from samestep.stress.training import (
@@ -32,8 +32,15 @@ class DTensorTraining(Training):
 
     def parameters(self) -> dict[str, Tensor]:
         """Those that the optimizer has, whole; collective."""
-        names = [name for group in self.optimizer.param_groups for name in group["param_names"]]
-        return {name: self.optimizer.full_parameter(name).cpu() for name in names}
+        groups = self.optimizer.param_groups
+        named = (pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True))
+        # Master copies are state: what ranks compute with is compared.
+        return {
+            name: self.optimizer.full_parameter(name).cpu()
+            if param.dtype.itemsize > 2 or not isinstance(param, DTensor)
+            else whole_tensor(param.detach()).cpu()
+            for name, param in named
+        }
 
     def _edit(self, param: Tensor, value: Tensor) -> None:
         assert isinstance(param, DTensor)

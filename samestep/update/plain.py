@@ -13,8 +13,21 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor
 
+from samestep.rules.converted import is_scale
+from samestep.rules.noise import Origin
 from samestep.rules.rule import BoundedRule, InPlaceRule, Rule, StagedRule, TogetherRule
-from samestep.rules.state import MASTER, State, math_dtype
+from samestep.rules.state import MASTER, MASTERS, State, math_dtype
+from samestep.rules.stored import (
+    REMAINDER_KEY,
+    SCALE_SUFFIX,
+    STEP,
+    decode,
+    encode,
+    is_signed,
+    join_remainder,
+    round_bf16,
+    split_remainder,
+)
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
 
@@ -31,6 +44,7 @@ class Operand(NamedTuple):
     counted: bool = True  # whether this rank answers for it in sums over ranks
     share: float = 1.0  # there, where others that the plan does not know hold copies
     rows: int | None = None  # of the matrix; None: as many as the first dim has
+    origin: Origin | None = None  # where random bits of its state come from
 
     @property
     def matrix(self) -> tuple[int, int]:
@@ -219,6 +233,8 @@ def update_blocks(
     """
     matrix = operands[0].matrix
     params, grads, states = zip(*map(_read, operands), strict=True)
+    # A count that only rounding needs is no business of the rule, and not all may have it.
+    keys = [key for key in states[0] if all(key in state for state in states)]
 
     # The rule sees (B, rows, cols); (rows, ...) may be a flattened convolution weight, and a
     # matrix that lies in the gaps of others may have its rows in two dims.
@@ -232,7 +248,7 @@ def update_blocks(
         rule,
         stacked(params),
         stacked(grads),
-        {key: stacked(state[key] for state in states) for key in states[0]},
+        {key: stacked(state[key] for state in states) for key in keys},
         scalars,
         options,
         measure,
@@ -265,14 +281,37 @@ def _read(operand: Operand) -> tuple[Tensor, Tensor, State]:
     there the parameter counts.
     """
     param, grad, state = operand.param, operand.grad, operand.state
+    return exact_value(param, state), _in(math_dtype(param), grad), wide_state(param, state)
+
+
+def wide_state(param: Tensor, state: State) -> State:
+    """Moments in the math dtype, whatever they are kept in; a count of steps with them."""
     dtype = math_dtype(param)
-    value = exact_value(param, state)
-    rule_state = {key: _in(dtype, tensor) for key, tensor in state.items() if key != MASTER}
-    return value, _in(dtype, grad), rule_state
+    found = {}
+    for key, tensor in state.items():
+        scale = state.get(key + SCALE_SUFFIX)
+        if scale is not None:
+            found[key] = _in(dtype, _decoded(tensor, scale))
+        elif key not in MASTERS and not is_scale(key, state):
+            found[key] = _in(dtype, tensor)
+    return found
+
+
+def _blocked_dim(codes: Tensor, scale: Tensor) -> int:
+    """The dim whose neighbours share scales: the last one of the parameter as it is stored."""
+    pairs = zip(codes.shape, scale.shape, strict=True)
+    return next((dim for dim, (many, few) in enumerate(pairs) if many != few), codes.ndim - 1)
+
+
+def _decoded(codes: Tensor, scale: Tensor) -> Tensor:
+    dim = _blocked_dim(codes, scale)
+    return decode(codes.movedim(dim, -1).contiguous(), scale.movedim(dim, -1)).movedim(-1, dim)
 
 
 def exact_value(param: Tensor, state: State) -> Tensor:
     """A parameter in the math dtype: its master copy, wherever that is still the same."""
+    if REMAINDER_KEY in state:
+        return join_remainder(param, state[REMAINDER_KEY])
     value = _in(math_dtype(param), param)
     if MASTER in state:
         master = state[MASTER].reshape(param.shape)
@@ -280,14 +319,59 @@ def exact_value(param: Tensor, state: State) -> Tensor:
     return value
 
 
+def parameter_pairs(param: Tensor, state: State, value: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where the new value of a parameter goes, rounded once: into it, and into its master copy."""
+    if REMAINDER_KEY in state:
+        rounded, rest = split_remainder(value)
+        yield param, rounded
+        yield state[REMAINDER_KEY], rest.reshape(state[REMAINDER_KEY].shape)
+        return
+    yield param, _in(param.dtype, value)
+    if MASTER in state:
+        yield state[MASTER], value.reshape(state[MASTER].shape)
+
+
+def state_pairs(
+    state: State, new: State, step: Tensor | None, origin: Origin | None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where new moments go, each as it is kept; `step`: the count of the parameter's steps now.
+
+    Elements that are rounded at random are so by bits of their own, which `origin` knows.
+    """
+    for key, tensor in state.items():
+        if key in MASTERS or is_scale(key, state):
+            continue
+        value = new.get(key, step)
+        assert value is not None
+        value = value.reshape(tensor.shape)
+        if origin is None or key not in origin.seeds or step is None:
+            yield tensor, value
+        elif key + SCALE_SUFFIX in state:
+            scale = state[key + SCALE_SUFFIX]
+            dim = _blocked_dim(tensor, scale)
+            noise = origin.noise(key, step)
+            if not noise.frame:
+                strides = [*noise.strides]
+                strides.append(strides.pop(dim))
+                noise = noise._replace(strides=tuple(strides))
+            length = tensor.shape[dim] // max(1, scale.shape[dim])
+            codes, scales = encode(
+                value.movedim(dim, -1), length, signed=is_signed(key), noise=noise
+            )
+            yield tensor, codes.movedim(-1, dim)
+            yield scale, scales.movedim(-1, dim)
+        else:
+            yield tensor, round_bf16(value, origin.noise(key, step))
+
+
 def scale(param: Tensor, state: State, factor: Tensor) -> None:
     """Multiply a parameter and its master copy, if it has one, by `factor`, rounding once."""
-    if MASTER not in state:
+    if not any(key in state for key in MASTERS):
         param.mul_(factor)
         return
     value = exact_value(param, state).mul_(factor)
-    param.copy_(value)
-    state[MASTER].copy_(value.reshape(state[MASTER].shape))
+    for old, new in parameter_pairs(param, state, value):
+        old.copy_(new)
 
 
 def _in(dtype: torch.dtype, tensor: Tensor) -> Tensor:
@@ -302,13 +386,21 @@ def put(old: Tensor, value: Tensor, only_if: Tensor | None) -> None:
 
 def _write(operand: Operand, new: Result, only_if: Tensor | None) -> None:
     """Copy the new values into place; the parameter is rounded from the master copy."""
-    param, present = operand.param, operand.present
+    param, state, present = operand.param, operand.state, operand.present
     if present is not None:
         only_if = present if only_if is None else only_if & present
-    put(param, _in(param.dtype, new.param), only_if)
-    for key, tensor in operand.state.items():
-        value = new.param if key == MASTER else new.state[key]
-        put(tensor, value if value.shape == tensor.shape else value.reshape(tensor.shape), only_if)
+    step = new_count(state, new.state)
+    for old, value in parameter_pairs(param, state, new.param):
+        put(old, value, only_if)
+    for old, value in state_pairs(state, new.state, step, operand.origin):
+        put(old, value, only_if)
+
+
+def new_count(state: State, new: State) -> Tensor | None:
+    """The count of steps after this one: the rule's own, or that which only rounding needs."""
+    if STEP in new:
+        return new[STEP]
+    return state[STEP] + 1 if STEP in state else None
 
 
 class StepScalars:

@@ -15,13 +15,17 @@ from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import MASTER, State, math_dtype, matrix_states
+from samestep.rules.state import State, math_dtype, matrix_states
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,
     direction_squares,
     exact_value,
     is_bounded,
+    new_count,
+    parameter_pairs,
+    state_pairs,
+    wide_state,
 )
 
 
@@ -40,16 +44,17 @@ class PlainStages:
         for part in self._mine:
             route = part.route
             rule, of_group = held.staged(route, math)
-            state = {
-                key: part.of(tensor)
-                for key, tensor in held.state_of(route.param).items()
-                if key != MASTER and not held.is_of_whole(route.param, key)
-            }
-            dtype = math_dtype(held.value_of(route.param))
-            grad = of_group.gradient(held.gradient_of(route.param)[part.here].to(dtype))
-            wide = {key: tensor.to(dtype) for key, tensor in state.items()}
-            prepared[route.key], new = rule.prepare(grad, wide, of_group.scalars, of_group.options)
-            held.put(route, of_group, ((state[key], new[key]) for key in state))
+            state, value = held.part_of_state(part), held.value_of(route.param)
+            grad = held.gradient_of(route.param)[part.here].to(math_dtype(value))
+            prepared[route.key], new = rule.prepare(
+                of_group.gradient(grad),
+                wide_state(value, state),
+                of_group.scalars,
+                of_group.options,
+            )
+            origin = held.origin_of(part)
+            step = None if origin is None else held.step_after(route)
+            held.put(route, of_group, state_pairs(state, new, step, origin))
         self._moves.collect(prepared)
         self._prepared = prepared
 
@@ -87,8 +92,9 @@ class PlainStages:
                     directions[route.key] = found[place].view(route.box.sizes)
                 else:
                     direction.copy_(found[place].view(direction.shape))
-                pairs = [(state[key], new[key][place]) for key in state]
-                held.put(route, of_group, pairs)
+                of_place = {key: tensor[place] for key, tensor in new.items()}
+                step = new_count(state, of_place)
+                held.put(route, of_group, state_pairs(state, of_place, step, None))
         self._directions = directions
 
     def _matrices(
@@ -102,7 +108,8 @@ class PlainStages:
         direction = torch.empty_like(block, dtype=self._moves.dtype)
         directions[route.key] = direction.view(route.box.sizes)
         group = held.groups[held.specs[route.param].group]
-        states = matrix_states(rule_of(group), route.block, state, group)
+        stored = held.specs[route.param].stored
+        states = matrix_states(rule_of(group), route.block, state, group, stored)
         of_matrices = zip(
             route.block.matrices, form.views(block), states, form.views(direction), strict=True
         )
@@ -134,15 +141,11 @@ class PlainStages:
             else:
                 direction = came[route.key][0]
             assert direction is not None
-            state = {
-                key: part.of(tensor)
-                for key, tensor in held.state_of(route.param).items()
-                if key == MASTER
-            }
+            state = held.part_of_state(part)
             target = part.of(held.value_of(route.param))
             value = exact_value(target, state)
             new = _finished(rule, part, value, direction.to(value.dtype), of_group)
-            held.put(route, of_group, [(target, new), *((old, new) for old in state.values())])
+            held.put(route, of_group, parameter_pairs(target, state, new))
             held.count(route, of_group, direction)
 
 

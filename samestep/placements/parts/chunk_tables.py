@@ -32,7 +32,7 @@ from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor
-from samestep.rules.state import MASTER, State, matrix_states
+from samestep.rules.state import MASTER, State, is_small, matrix_states
 
 ROOM = 64  # elements: blocks in a buffer begin at multiples of it
 
@@ -138,9 +138,16 @@ class ChunkTables:
                 size, states = Size(*members[0].block.shape), list(map(held.whole_state, members))
                 matrices = []
                 if members[0].block.form is not None:
-                    group = held.groups[held.specs[members[0].param].group]
+                    spec = held.specs[members[0].param]
+                    group, stored = held.groups[spec.group], spec.stored
                     matrices = [
-                        matrix_states(rule_of(group), route.block, state, group)
+                        matrix_states(
+                            rule_of(group),
+                            route.block,
+                            state,
+                            group,
+                            stored,
+                        )
                         for route, state in zip(members, states, strict=True)
                     ]
                 jobs.append(Job(size, members, begin, states, places.to(self._device), matrices))
@@ -181,6 +188,8 @@ class ChunkTables:
         for item in self.moves.to.out:
             sent.setdefault(item.key, []).append(item.start)
         found, copies = [], []
+        if any(is_small(held.specs[part.route.param].stored) for part, _, _ in self.parts):
+            raise NotRowsError
         for part, size, _ in self.parts:
             index, key = part.route.param, part.route.key
             goes_to = [Rows(start, size.cols) for start in sent.get(key, [])]

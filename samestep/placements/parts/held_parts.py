@@ -1,6 +1,7 @@
 """What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
 
 from collections.abc import Iterable, Sequence
+from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,10 @@ from samestep.comm.meshes import Held
 from samestep.groups.param_groups import Group, rule_of
 from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
+from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import MASTER, State, block_states, is_elementwise
+from samestep.rules.state import State, Whereabouts, block_states, whereabouts
+from samestep.rules.stored import STEP, block_size
 from samestep.update.plain import GroupMath, GroupMaths, Operand, is_staged, put
 
 Slices = tuple[slice, ...]
@@ -71,10 +74,32 @@ class HeldParts:
         """The state of a parameter in this step; the same dict as long as nothing was replaced."""
         raise NotImplementedError
 
+    def elements_of(self, index: int) -> Whereabouts | None:
+        """Which elements this rank holds of a parameter; None: nothing is rounded at random."""
+        spec = self.specs[index]
+        where = whereabouts(spec.name, spec.shape, spec.stored)
+        if where is None:
+            return None
+        return where.at(where.elements[self.boxes[index].boxes[self.group.rank].slices])
+
+    def origin_of(self, part: HeldPart) -> Origin | None:
+        """Where a part lies in the whole parameter."""
+        where = self.elements_of(part.route.param)
+        return None if where is None else where.at(part.of(where.elements)).origin()
+
     def is_of_whole(self, index: int, key: str) -> bool:
         """Whether state belongs to whole blocks, such as their variance."""
-        group = self.groups[self.specs[index].group]
-        return key != MASTER and not is_elementwise(rule_of(group), key, group)
+        return self.specs[index].stored[key].per is None
+
+    def part_of_state(self, part: HeldPart) -> State:
+        """Of a part: what has an element for each of its, or for some neighbours."""
+        index = part.route.param
+        stored = self.specs[index].stored
+        return {
+            key: local_part(tensor)[divided(part.here, stored[key].per or 1)]
+            for key, tensor in self.state_of(index).items()
+            if not self.is_of_whole(index, key)
+        }
 
     def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
         """Every block of a chunk of which this rank holds a part, once."""
@@ -103,7 +128,12 @@ class HeldParts:
         group = self.groups[spec.group]
         state = self.state_of(route.param)
         of_whole = {key: state[key] for key in state if self.is_of_whole(route.param, key)}
-        return block_states(rule_of(group), of_whole, spec.blocks or (), group)[route.number]
+        blocks = spec.blocks or ()
+        return block_states(rule_of(group), of_whole, blocks, group, spec.stored)[route.number]
+
+    def step_after(self, route: Route) -> Tensor:
+        """The count of steps of a block after this one; its matrices count alike."""
+        return self.whole_state(route)[STEP].reshape(-1)[0] + 1
 
     def staged(self, route: Route, math: GroupMaths) -> tuple[StagedRule, GroupMath]:
         """The rule of a block, and how it is run in this step."""
@@ -141,6 +171,50 @@ class HeldParts:
         wide = direction.to(torch.promote_types(direction.dtype, torch.float32))
         square = wide.square().sum(dtype=torch.float64).reshape(1)
         of_group.sizes.add(self.specs[route.param].group, [operand], square)
+
+
+def divided(slices: Slices, per: int) -> Slices:
+    """Of a tensor that has one element for `per` neighbours in the last dim."""
+    if per == 1:
+        return slices
+    return (*slices[:-1], slice(slices[-1].start // per, slices[-1].stop // per))
+
+
+def refuse_cut_scales(spec: ParamSpec, held: Held) -> None:
+    """Raise if what shares a scale in 8 bits would lie on several ranks."""
+    per = spec.quantum
+    if per == 1:
+        return
+    starts = {box.offsets[-1] for box in held.boxes}
+    cuts = sorted(starts | {box.offsets[-1] + box.sizes[-1] for box in held.boxes})
+    wrong = next((cut for cut in cuts if cut % per), None)
+    if wrong is None:
+        return
+    fits = block_size(gcd(*cuts))
+    smaller = "" if fits is None else f'blocks of {fits} ("8bit/{fits}"), '
+    raise ValueError(
+        f"its last dim, of {spec.shape[-1]}, is cut at {wrong}, and in 8 bits {per} neighbours "
+        f"share a scale: give state_dtypes {smaller}another format, or cut it by another dim"
+    )
+
+
+def placed_beside(param: DTensor, local: Tensor, per: int = 1) -> DTensor:
+    """A DTensor with other values, placed as a parameter is.
+
+    `per`: of so many elements of the parameter, along its last dim, it has one.
+    """
+    shape, stride = param.shape, param.stride()
+    if per > 1:
+        like = torch.empty((*shape[:-1], shape[-1] // per), device="meta")
+        shape, stride = like.shape, like.stride()
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=shape,
+        stride=stride,
+    )
 
 
 def local_part(tensor: Tensor) -> Tensor:

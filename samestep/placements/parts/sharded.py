@@ -20,24 +20,24 @@ from samestep.comm.presence import PresenceAgreement, Problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
+from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldBox, HeldState, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
 from samestep.placements.parts.gradients import combine_gradients, has_gradient
-from samestep.placements.parts.held_parts import HeldParts, local_part
+from samestep.placements.parts.held_parts import (
+    HeldParts,
+    local_part,
+    placed_beside,
+    refuse_cut_scales,
+)
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan.schedule import OfBucket
+from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import (
-    MASTER,
-    State,
-    initial_state,
-    is_elementwise,
-    needs_master,
-    state_dtype,
-)
+from samestep.rules.state import State, Stored, whole_shapes
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class ShardedParameters(Placement):
         for param, spec in zip(self.params, self.specs, strict=True):
             try:
                 self._held.append(held(param, self.group))
+                refuse_cut_scales(spec, self._held[-1])
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
@@ -126,22 +127,22 @@ class ShardedParameters(Placement):
                     f"rule {rule.name!r} has no stages, and {spec.name!r} is a DTensor: give the "
                     "rule prepare(), transform() and finish(), or use plain parameters"
                 )
-            like = torch.empty(param.shape, dtype=param.dtype, device="meta")
-            wanted = initial_state(rule, like, spec.blocks, group, master_weights=False)
+            shapes = whole_shapes(rule, tuple(param.shape), spec.blocks, group, spec.stored)
             made[param] = {
-                key: self._zeros(param, tensor, is_elementwise(rule, key, group))
-                for key, tensor in wanted.items()
+                key: self._zeros(param, shapes[key], how) for key, how in spec.stored.items()
             }
-            if needs_master(param, master_weights):
-                dtype = state_dtype(param, MASTER, group)
-                made[param][MASTER] = _beside(param, param.to_local().to(dtype))
+        self.refresh_masters(made)
         self.exchange.prepare()
         return made
 
-    def _zeros(self, param: DTensor, like: Tensor, sharded: bool) -> Tensor:
-        if sharded:
-            return _beside(param, torch.zeros_like(param.to_local(), dtype=like.dtype))
-        return torch.zeros(like.shape, dtype=like.dtype, device=self.device)
+    def _zeros(self, param: DTensor, shape: Shape, how: Stored) -> Tensor:
+        if how.per is None:
+            return torch.zeros(shape, dtype=how.dtype, device=self.device)
+        local = param.to_local()
+        if how.per == 1:
+            return placed_beside(param, torch.zeros_like(local, dtype=how.dtype))
+        zeros = torch.zeros(how.shape(tuple(local.shape)), dtype=how.dtype, device=self.device)
+        return placed_beside(param, zeros, how.per)
 
     def gather_state(
         self,
@@ -153,7 +154,8 @@ class ShardedParameters(Placement):
         wanted = range(len(self.params)) if only is None else [self._index(p) for p in only]
         return lambda: {
             self.params[i]: {
-                key: self._whole(i, tensor) for key, tensor in state[self.params[i]].items()
+                key: self._whole(i, tensor, self._per(i, key))
+                for key, tensor in state[self.params[i]].items()
             }
             for i in wanted
         }
@@ -169,7 +171,8 @@ class ShardedParameters(Placement):
             for key, tensor in state[param].items():
                 box = whole_box(tensor)
                 if isinstance(tensor, DTensor):
-                    box = HeldBox(self._held[index].boxes[self.group.rank], tensor.to_local())
+                    own = self._held[index].boxes[self.group.rank].divided(self._per(index, key))
+                    box = HeldBox(own, tensor.to_local())
                 yield HeldState(param, key, tuple(tensor.shape), [box])
 
     def put_state(
@@ -181,7 +184,15 @@ class ShardedParameters(Placement):
         whole: Mapping[str, Tensor],
     ) -> None:
         """Take this rank's part of a parameter's state out of the whole."""
-        self._put_part(self._index(param), state[param][key], whole[key])
+        index = self._index(param)
+        self._put_part(index, state[param][key], whole[key], self._per(index, key))
+
+    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
+        local_part(into).copy_(local_part(param))
+
+    def _per(self, index: int, key: str) -> int:
+        """Of how many elements of a parameter, along its last dim, state has one."""
+        return self.specs[index].stored[key].per or 1
 
     def whole_value(self, param: Tensor) -> Tensor:
         """All of a parameter; collective."""
@@ -208,29 +219,29 @@ class ShardedParameters(Placement):
         combine_gradients([param])
         index = self._index(param)
         here = torch.tensor([has_gradient(param)], dtype=torch.int64, device=self.device)
-        whole = self._whole(index, _beside(self.params[index], self.parts.gradient_of(index)))
+        whole = self._whole(index, placed_beside(self.params[index], self.parts.gradient_of(index)))
         return whole if bool(maximum("presence of a gradient", here, self.group).wait()) else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Give a parameter its part of a gradient."""
         index = self._index(param)
         part = whole[self._held[index].boxes[self.group.rank].slices]
-        param.grad = _beside(self.params[index], part.to(param.dtype).clone())
+        param.grad = placed_beside(self.params[index], part.to(param.dtype).clone())
 
     def _index(self, param: Tensor) -> int:
         return next(i for i, other in enumerate(self.params) if other is param)
 
-    def _put_part(self, index: int, tensor: Tensor, whole: Tensor) -> None:
+    def _put_part(self, index: int, tensor: Tensor, whole: Tensor, per: int = 1) -> None:
         """Write this rank's part into a tensor that is sharded as a parameter is."""
         if isinstance(tensor, DTensor):
-            whole = whole[self._held[index].boxes[self.group.rank].slices]
+            whole = whole[self._held[index].boxes[self.group.rank].divided(per).slices]
         local_part(tensor).copy_(whole)
 
-    def _whole(self, index: int, tensor: Tensor) -> Tensor:
+    def _whole(self, index: int, tensor: Tensor, per: int = 1) -> Tensor:
         """All of a tensor that is sharded as a parameter is; collective."""
         if not isinstance(tensor, DTensor):
             return tensor.clone()
-        return whole_tensor(tensor, self._held[index])
+        return whole_tensor(tensor, self._held[index].divided(per))
 
     # --- the step ------------------------------------------------------------------------
 
@@ -286,8 +297,14 @@ class ShardedParameters(Placement):
                     flag,
                     self.parts.answers_for(index),
                     self.parts.share,
+                    origin=self._origin(index),
                 )
                 yield spec.group, operand
+
+    def _origin(self, index: int) -> Origin | None:
+        """Where the local part of an elementwise parameter lies."""
+        where = self.parts.elements_of(index)
+        return None if where is None else where.origin()
 
     def gradients(self) -> Iterator[Tensor]:
         """Local gradients; of copies only the first."""
@@ -318,15 +335,3 @@ class DTensorParts(HeldParts):
 
 def _is_on(mesh: DeviceMesh, param: Tensor) -> bool:
     return bool(mesh_of(param) == mesh)
-
-
-def _beside(param: DTensor, local: Tensor) -> DTensor:
-    """A DTensor with other values, placed as a parameter is."""
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )

@@ -21,14 +21,14 @@ from samestep.comm.meshes import Held, axes_group, held, mesh_group, whole_tenso
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.placements.parts.block_exchange import BlockExchange
-from samestep.placements.parts.held_parts import HeldParts
+from samestep.placements.parts.held_parts import HeldParts, placed_beside, refuse_cut_scales
 from samestep.placements.whole.held_tensors import MEAN, REPLICATED, SUMMAND
 from samestep.placements.whole.piece_state import is_local
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.narrowed import AnsweredBlock, answered_blocks, even_share, held_spec
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.rule import StagedRule
-from samestep.rules.state import State
+from samestep.rules.state import State, Whereabouts, whereabouts
 
 Kinds = tuple[int, ...]  # of a gradient, along each axis of its mesh
 
@@ -54,6 +54,7 @@ class MeshParts:
                 of_param = held(param, self.group)
                 self.shares.append(even_share(spec, of_param.boxes))
                 self.specs.append(held_spec(self.shares[-1], of_param.boxes[self.group.rank]))
+                refuse_cut_scales(spec, of_param)
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
             self._held.append(of_param)
@@ -156,35 +157,33 @@ class MeshParts:
 
     # --- whole values --------------------------------------------------------------------
 
-    def part(self, index: int, whole: Tensor) -> Tensor:
-        """What this rank holds of a whole tensor, or of a DTensor however it is placed."""
+    def part(self, index: int, whole: Tensor, per: int = 1) -> Tensor:
+        """What this rank holds of a whole tensor, or of a DTensor however it is placed.
+
+        `per`: of so many elements of the parameter, along its last dim, it has one.
+        """
         if isinstance(whole, DTensor):
             param = self._params[index]
             if (whole.device_mesh, whole.placements) == (param.device_mesh, param.placements):
                 return whole.to_local()
             whole = whole_tensor(whole)
-        return whole[self.boxes[index].slices]
+        return whole[self.boxes[index].divided(per).slices]
 
-    def whole(self, index: int, local: Tensor) -> Tensor:
+    def whole(self, index: int, local: Tensor, per: int = 1) -> Tensor:
         """All of a tensor that is placed as a parameter is; collective."""
-        return whole_tensor(self.beside(index, local), self._held[index])
+        return whole_tensor(self.beside(index, local, per), self._held[index].divided(per))
 
-    def beside(self, index: int, local: Tensor) -> DTensor:
+    def beside(self, index: int, local: Tensor, per: int = 1) -> DTensor:
         """A DTensor with other values, placed as a parameter is."""
-        param = self._params[index]
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return placed_beside(self._params[index], local, per)
 
-    def is_local(self, index: int, key: str, groups: Sequence[Group]) -> bool:
+    def is_local(self, index: int, key: str) -> bool:
         """Whether state is placed as its parameter is."""
-        spec = self.specs[index]
-        return is_local(key, spec, groups[spec.group])
+        return is_local(key, self.specs[index])
+
+    def per(self, index: int, key: str) -> int:
+        """Of how many elements of the parameter such state has one."""
+        return self.specs[index].stored[key].per or 1
 
 
 class _Item(NamedTuple):
@@ -237,6 +236,15 @@ class AnsweredBlocks(HeldParts):
 
     def state_of(self, index: int) -> State:
         return self._states[index]
+
+    def elements_of(self, index: int) -> Whereabouts | None:
+        item = self.items[index]
+        of, block = item.block.of, item.block.block
+        where = whereabouts(of.name, of.shape, of.stored)
+        if where is None:
+            return None
+        elements = block.view(where.elements).view(block.shape)
+        return where.at(elements[item.held.boxes[self.group.rank].slices])
 
     def answers_for(self, index: int) -> bool:
         return self.items[index].block.counted and super().answers_for(index)

@@ -19,13 +19,12 @@ from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box, HeldBox, HeldState, held_range, whole_box
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import (
-    MASTER,
     State,
+    StoredTensors,
     block_state_shapes,
     block_states,
-    initial_state,
-    is_elementwise,
-    state_dtype,
+    state_shapes,
+    whole_shapes,
 )
 
 
@@ -54,23 +53,23 @@ def piece_shape(piece: Piece) -> Shape:
     return (piece.size,) if piece.block is None else piece.block.shape
 
 
-def is_local(key: str, spec: ParamSpec, group: Group) -> bool:
+def is_local(key: str, spec: ParamSpec) -> bool:
     """Whether state of a DTensor is laid out as the part that a rank holds."""
-    return spec.whole is not None and (key == MASTER or is_elementwise(rule_of(group), key, group))
+    return spec.whole is not None and spec.stored[key].per is not None
 
 
 def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shape]:
     """Of a piece, by key."""
-    rule, shape = rule_of(group), piece_shape(piece)
-    shapes = {**rule.state_shapes(shape, group), MASTER: shape}
-    if piece.block is not None:
-        shapes |= block_state_shapes(rule, piece.block, group)
-    if piece.block is None or spec.whole is None:
+    rule, stored = rule_of(group), spec.stored
+    if piece.block is None:
+        return state_shapes(rule, piece_shape(piece), group, stored)
+    shapes = block_state_shapes(rule, piece.block, group, stored)
+    if spec.whole is None:
         return shapes
     blocks = spec.whole_blocks(piece.block)
-    of_whole = block_state_shapes(rule, blocks[0], group)
+    of_whole = block_state_shapes(rule, blocks[0], group, stored)
     return {
-        key: own if is_local(key, spec, group) else (len(blocks), *of_whole[key])
+        key: own if is_local(key, spec) else (len(blocks), *of_whole[key])
         for key, own in shapes.items()
     }
 
@@ -86,8 +85,8 @@ def _of_whole_blocks(
     starts, cursor = {}, 0
     for block in spec.whole.blocks:
         starts[block] = cursor
-        cursor += prod(block_state_shapes(rule_of(group), block, group)[key])
-    shape = block_state_shapes(rule_of(group), blocks[0], group)[key]
+        cursor += prod(block_state_shapes(rule_of(group), block, group, spec.stored)[key])
+    shape = block_state_shapes(rule_of(group), blocks[0], group, spec.stored)[key]
     return [starts[block] for block in blocks], shape
 
 
@@ -98,14 +97,8 @@ class StateLayout:
     spans: per piece and key where it starts in there, and its shape.
     """
 
-    def __init__(
-        self,
-        plan: ShardingPlan,
-        rank: int,
-        keys: Sequence[Iterable[str]],
-        groups: Sequence[Group],
-    ) -> None:
-        self.sizes = [dict.fromkeys(own, 0) for own in keys]
+    def __init__(self, plan: ShardingPlan, rank: int, groups: Sequence[Group]) -> None:
+        self.sizes = [dict.fromkeys(spec.stored, 0) for spec in plan.params]
         self.spans: dict[Piece, dict[str, tuple[int, Shape]]] = {}
         for piece in plan.owned(rank):
             spec = plan.params[piece.param]
@@ -117,10 +110,12 @@ class StateLayout:
 
     def views(self, piece: Piece, state: State) -> State:
         """The piece's part of its parameter's state, in the shapes that the rule declares."""
-        return {
-            key: state[key][start : start + prod(shape)].view(shape)
-            for key, (start, shape) in self.spans[piece].items()
-        }
+        return {key: self.view(piece, key, state[key]) for key in self.spans[piece]}
+
+    def view(self, piece: Piece, key: str, tensor: Tensor) -> Tensor:
+        """The piece's part of one state tensor of its parameter, or of one that lies alike."""
+        start, shape = self.spans[piece][key]
+        return tensor[start : start + prod(shape)].view(shape)
 
 
 def state_alike(
@@ -167,7 +162,7 @@ def gather_whole(
     """
     owners, indices = _owners(plan), list(wanted)
     keys = [list(state[param]) for param in params]
-    layouts = [StateLayout(plan, rank, keys, groups) for rank in range(group.size)]
+    layouts = [StateLayout(plan, rank, groups) for rank in range(group.size)]
     travels: dict[torch.dtype, list[tuple[int, str]]] = {}
     for index in indices:
         if owners[index]:
@@ -193,7 +188,8 @@ def gather_whole(
                     theirs.setdefault(index, {})[key] = part
             for piece in layout.spans:
                 if piece.param in theirs:
-                    views = layout.views(piece, theirs[piece.param])
+                    own = theirs[piece.param]
+                    views = {key: layout.view(piece, key, own[key]) for key in own}
                     yield _Held(group.members[rank], piece, views)
 
     return lambda: _put_together(params, plan.params, keys, groups, indices, held())
@@ -215,32 +211,33 @@ def held_pieces(
     for piece in layout.spans:
         pieces.setdefault(piece.param, []).append(piece)
     for index, (param, spec) in enumerate(zip(params, plan.params, strict=True)):
-        group = groups[spec.group]
-        rule = rule_of(group)
+        group, stored = groups[spec.group], spec.stored
         of_process = spec.whole or spec
-        like = torch.empty(of_process.shape, dtype=param.dtype, device="meta")
-        whole = initial_state(rule, like, of_process.blocks, group, master_weights=False)
-        if MASTER in state[param]:
-            whole[MASTER] = like
+        whole = {
+            key: torch.empty(shape, device="meta")
+            for key, shape in _process_shapes(of_process, group, stored).items()
+        }
         blocks = of_process.blocks or ()
-        in_whole = dict(zip(blocks, block_states(rule, whole, blocks, group), strict=True))
+        views_in_whole = block_states(rule_of(group), whole, blocks, group, stored)
+        in_whole = dict(zip(blocks, views_in_whole, strict=True))
         parts = [(piece, layout.views(piece, state[param])) for piece in pieces.get(index, ())]
         for key in state[param]:
             shape = tuple(whole[key].shape)
             held: list[HeldBox] = []
             for piece, views in parts:
-                values = views[key]
-                if values.ndim == 0:
-                    held.append(whole_box(values))
-                elif is_local(key, spec, group):
-                    local = held_range(spec.shape, piece.start, values)
-                    held += [HeldBox(box.shifted(boxes[index]), part) for box, part in local]
+                values, per = views[key], stored[key].per or 1
+                if not shape:
+                    held.append(whole_box(values.view(())))
+                elif is_local(key, spec):
+                    local = held_range(stored[key].shape(spec.shape), piece.start // per, values)
+                    outer = boxes[index].divided(per)
+                    held += [HeldBox(box.shifted(outer), part) for box, part in local]
                 elif spec.whole is not None and piece.block is not None:
                     starts, _ = _of_whole_blocks(piece, spec, group, key)
                     for start, of_block in zip(starts, values, strict=True):
                         held += held_range(shape, start, of_block)
                 else:
-                    start = piece.start
+                    start = piece.start // per
                     if piece.block is not None:
                         start = int(in_whole[piece.block][key].storage_offset())
                     held += held_range(shape, start, values)
@@ -254,17 +251,20 @@ def piece_of_state(
 
     Local state is given as what this rank holds of it.
     """
-    if spec.whole is not None and piece.block is not None and not is_local(key, spec, group):
+    stored = spec.stored
+    if spec.whole is not None and piece.block is not None and not is_local(key, spec):
         starts, shape = _of_whole_blocks(piece, spec, group, key)
         flat = whole[key].reshape(-1)
         return torch.stack([flat[start : start + prod(shape)].view(shape) for start in starts])
     if piece.block is not None and spec.whole is None:
         assert spec.blocks is not None
-        views = block_states(rule_of(group), dict(whole), spec.blocks, group)
+        views = block_states(rule_of(group), {key: whole[key]}, spec.blocks, group, stored)
         return views[spec.blocks.index(piece.block)][key]
-    if whole[key].ndim == 0 and key != MASTER:
+    per = stored[key].per
+    if per is None:
         return whole[key]  # a number that every piece has
-    return whole[key].reshape(-1)[piece.start : piece.stop].view(piece_shape(piece))
+    part = whole[key].reshape(-1)[piece.start // per : piece.stop // per]
+    return part.view(stored[key].shape(piece_shape(piece)))
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:
@@ -291,49 +291,52 @@ def _put_together(
     for index in wanted:
         param, spec = params[index], specs[index]
         group = groups[spec.group]
-        state = _empty(param, spec, group, master=MASTER in keys[index])
+        state = _empty(param, spec, group, keys[index])
         whole[index] = state
         blocks = spec.blocks or ()
         if spec.whole is None:
-            views = block_states(rule_of(group), state, blocks, group)
+            views = block_states(rule_of(group), state, blocks, group, spec.stored)
             block_views |= {(index, b): view for b, view in zip(blocks, views, strict=True)}
     numbers: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
     for rank, piece, state in pieces:
         spec = specs[piece.param]
         for key, value in state.items():
+            per = spec.stored[key].per
             if piece.block is not None and spec.whole is None:
                 block_views[piece.param, piece.block][key].copy_(value)
-            elif value.ndim == 0:
+            elif per is None and value.ndim == 0:
                 numbers.setdefault((piece.param, key), []).append((rank, value))
-            elif piece.block is not None and not is_local(key, spec, groups[spec.group]):
+            elif piece.block is not None and not is_local(key, spec):
                 starts, shape = _of_whole_blocks(piece, spec, groups[spec.group], key)
                 for start, of_block in zip(starts, value, strict=True):
                     flat = whole[piece.param][key].view(-1)
                     flat[start : start + prod(shape)].copy_(of_block.reshape(-1))
             else:
                 flat = whole[piece.param][key].view(-1)
-                flat[piece.start : piece.stop].copy_(value.reshape(-1))
+                per = per or 1
+                flat[piece.start // per : piece.stop // per].copy_(value.reshape(-1))
     _require_same_numbers(specs, numbers)
     for (index, key), by_piece in numbers.items():
         whole[index][key].copy_(by_piece[0][1])
     return {params[index]: state for index, state in whole.items()}
 
 
-def _empty(param: Tensor, spec: ParamSpec, group: Group, *, master: bool) -> State:
+def _process_shapes(spec: ParamSpec, group: Group, stored: StoredTensors) -> dict[str, Shape]:
+    """What one process keeps of a parameter."""
+    return whole_shapes(rule_of(group), spec.shape, spec.blocks, group, stored)
+
+
+def _empty(param: Tensor, spec: ParamSpec, group: Group, keys: Iterable[str]) -> State:
     """What one process has, with zeros; local state in the shape of what this rank holds."""
-    rule, of_process = rule_of(group), spec.whole or spec
-    like = torch.empty(of_process.shape, dtype=param.dtype, device="meta")
-    wanted = initial_state(rule, like, of_process.blocks, group, master_weights=False)
-    if master:
-        dtype = state_dtype(param, MASTER, group)
-        wanted[MASTER] = torch.empty(of_process.shape, dtype=dtype, device="meta")
+    stored = spec.stored
+    shapes = _process_shapes(spec.whole or spec, group, stored)
     return {
         key: torch.zeros(
-            spec.shape if is_local(key, spec, group) else tensor.shape,
-            dtype=tensor.dtype,
+            stored[key].shape(spec.shape) if is_local(key, spec) else shapes[key],
+            dtype=stored[key].dtype,
             device=param.device,
         )
-        for key, tensor in wanted.items()
+        for key in keys
     }
 
 

@@ -48,13 +48,14 @@ from samestep.plan.sharding import (
     Piece,
     Segment,
 )
+from samestep.rules.noise import Origin
 from samestep.rules.state import (
-    MASTER,
+    MASTERS,
     MatrixView,
     State,
+    Whereabouts,
     matrix_views,
-    needs_master,
-    state_dtype,
+    whereabouts,
 )
 from samestep.update.plain import GroupMaths, Operand, scale
 
@@ -265,20 +266,14 @@ class ReplicatedParameters(Placement):
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
-        keys = []
-        for param, spec in zip(self.params, self.plan.params, strict=True):
-            group = groups[spec.group]
-            master = [MASTER] if needs_master(param, master_weights) else []
-            keys.append([*rule_of(group).state_shapes((0, 0), group), *master])
-        self._layout = StateLayout(self.plan, self.places.rank, keys, groups)
+        self._layout = StateLayout(self.plan, self.places.rank, groups)
         self._param_groups = groups
         state: dict[Tensor, State] = {}
         for param, spec, sizes in zip(
             self.params, self.plan.params, self._layout.sizes, strict=True
         ):
-            options = groups[spec.group]
             state[param] = {
-                key: torch.zeros(size, dtype=state_dtype(param, key, options), device=self.device)
+                key: torch.zeros(size, dtype=spec.stored[key].dtype, device=self.device)
                 for key, size in sizes.items()
             }
         self.refresh_masters(state)
@@ -302,7 +297,7 @@ class ReplicatedParameters(Placement):
         mesh = self.mesh
         if mesh is None:
             return gather
-        return lambda: self._placed(gather(), groups, mesh.whole)
+        return lambda: self._placed(gather(), mesh.whole)
 
     def kept_state(
         self, state: Mapping[Tensor, State], groups: Sequence[Group]
@@ -312,13 +307,12 @@ class ReplicatedParameters(Placement):
         gather = gather_whole(
             self.plan, self.params, state, groups, self.places, range(len(self.params))
         )
-        return gather() if self.mesh is None else self._placed(gather(), groups, self.mesh.beside)
+        return gather() if self.mesh is None else self._placed(gather(), self.mesh.beside)
 
     def _placed(
         self,
         state: dict[Tensor, State],
-        groups: Sequence[Group],
-        put: Callable[[int, Tensor], Tensor],
+        put: Callable[[int, Tensor, int], Tensor],
     ) -> dict[Tensor, State]:
         """State with what `put` makes of local ones."""
         assert self.mesh is not None
@@ -326,7 +320,9 @@ class ReplicatedParameters(Placement):
         for param, own in state.items():
             index = self._index(param)
             found[param] = {
-                key: put(index, tensor) if self.mesh.is_local(index, key, groups) else tensor
+                key: put(index, tensor, self.mesh.per(index, key))
+                if self.mesh.is_local(index, key)
+                else tensor
                 for key, tensor in own.items()
             }
         return found
@@ -348,8 +344,8 @@ class ReplicatedParameters(Placement):
     ) -> None:
         """Take this rank's pieces of a parameter's state out of the whole."""
         index = self._index(param)
-        if self.mesh is not None and self.mesh.is_local(index, key, groups):
-            whole = {**whole, key: self.mesh.part(index, whole[key])}
+        if self.mesh is not None and self.mesh.is_local(index, key):
+            whole = {**whole, key: self.mesh.part(index, whole[key], self.mesh.per(index, key))}
         self._put_pieces(state, groups, param, key, whole)
 
     def _put_pieces(
@@ -366,14 +362,14 @@ class ReplicatedParameters(Placement):
         for piece in self._layout.spans:
             if piece.param == index:
                 part = piece_of_state(piece, spec, groups[spec.group], key, whole)
-                view = self._layout.views(piece, state[param])[key]
+                view = self._layout.view(piece, key, state[param][key])
                 view.copy_(part.view(view.shape))
 
-    def refresh_masters(self, state: Mapping[Tensor, State]) -> None:
+    def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
+        index = self._index(param)
         for piece in self._layout.spans:
-            views = self._layout.views(piece, state[self.params[piece.param]])
-            if MASTER in views:
-                views[MASTER].copy_(self._view(piece))
+            if piece.param == index:
+                self._layout.view(piece, key, into).copy_(self._view(piece))
 
     def holds(self, param: Tensor) -> bool:
         return any(param is other for other in self.params)
@@ -422,13 +418,14 @@ class ReplicatedParameters(Placement):
         if self.mesh is not None:
             factor = self.mesh.part(index, factor)
         local: State = {}
-        if MASTER in state[param]:
-            masters = {p: {MASTER: state[p][MASTER]} if p is param else {} for p in self.params}
+        own = {key: tensor for key, tensor in state[param].items() if key in MASTERS}
+        if own:
+            masters = {p: own if p is param else {} for p in self.params}
             gather = gather_whole(self.plan, self.params, masters, groups, self.places, [index])
-            local = {MASTER: gather()[param][MASTER]}
+            local = gather()[param]
         scale(self.held.value(index), local, factor)
-        if local:
-            self._put_pieces(state, groups, param, MASTER, local)
+        for key in local:
+            self._put_pieces(state, groups, param, key, local)
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""
@@ -456,7 +453,7 @@ class ReplicatedParameters(Placement):
         self.problem = self.reducer.problem
         if self.mesh is not None:
             blocks = self.mesh.blocks
-            blocks.look_at({item.piece: self._views(item.piece) for item in blocks.items})
+            blocks.look_at({item.piece: self._views(item.piece)[:2] for item in blocks.items})
             self.mesh.exchange.begin_step()
 
     def expect_edits(self) -> None:
@@ -578,15 +575,15 @@ class ReplicatedParameters(Placement):
             if present is False:
                 continue
             index = self.plan.params[piece.param].group
-            value, views = self._views(piece)
+            value, views, origin = self._views(piece)
             flag = present if isinstance(present, Tensor) else None
             grad = grad.view(value.shape)
             if piece.block is None or piece.block.form is None:
-                yield index, Operand(value, grad, views, flag, counted)
+                yield index, Operand(value, grad, views, flag, counted, origin=origin)
                 continue
             of_matrices = zip(piece.block.form.views(grad), self._matrices(piece), strict=True)
-            for own, (part, state, rows) in of_matrices:
-                yield index, Operand(part, own, state, flag, counted, rows=rows)
+            for own, (part, state, rows, at) in of_matrices:
+                yield index, Operand(part, own, state, flag, counted, rows=rows, origin=at)
 
     def gradients(self) -> Iterator[Tensor]:
         yield from super().gradients()
@@ -655,7 +652,7 @@ class ReplicatedParameters(Placement):
     def _owned(self, bucket: Bucket) -> Segment:
         return bucket.segments[0 if bucket.replicated else self.places.rank]
 
-    def _views(self, piece: Piece) -> tuple[Tensor, State]:
+    def _views(self, piece: Piece) -> tuple[Tensor, State, Origin | None]:
         """The piece in its parameter, and its state; made once, unless either was replaced."""
         address = self.held.address(piece.param)
         state = self._state[self.params[piece.param]]
@@ -665,15 +662,33 @@ class ReplicatedParameters(Placement):
             or known.address != address
             or not all(map(operator.is_, known.of, state.values()))
         ):
+            where = self._whereabouts(piece)
             known = _PieceViews(
                 address,
                 tuple(state.values()),
                 self._view(piece),
                 self._layout.views(piece, state),
+                where,
+                None if where is None else where.origin(),
                 [],
             )
             self._known_views[piece] = known
-        return known.value, known.state
+        return known.value, known.state, known.origin
+
+    def _whereabouts(self, piece: Piece) -> Whereabouts | None:
+        """Of a piece in its whole parameter, if any of its state is rounded at random.
+
+        Not of a part of a block, which is asked for where blocks come together.
+        """
+        spec = self.plan.params[piece.param]
+        where = whereabouts(spec.name, (spec.whole or spec).shape, spec.stored)
+        if where is None or (self.mesh is not None and piece.block is not None):
+            return None
+        if self.mesh is None:
+            flat = where.elements.view(-1)[piece.start : piece.stop]
+            return where.at(flat.view(piece_shape(piece)))
+        held = where.elements[self.mesh.boxes[piece.param].slices]
+        return where.at(held).stretch(piece.start, piece.stop)
 
     def _matrices(self, piece: Piece) -> list[MatrixView]:
         """The matrices of a piece that is a block of several; made once, as its views are."""
@@ -681,9 +696,18 @@ class ReplicatedParameters(Placement):
         known = self._known_views[piece]
         if not known.matrices:
             assert piece.block is not None
-            group = self._param_groups[self.plan.params[piece.param].group]
+            spec = self.plan.params[piece.param]
+            group = self._param_groups[spec.group]
             known.matrices.extend(
-                matrix_views(rule_of(group), piece.block, known.value, known.state, group)
+                matrix_views(
+                    rule_of(group),
+                    piece.block,
+                    known.value,
+                    known.state,
+                    group,
+                    spec.stored,
+                    known.where,
+                )
             )
         return known.matrices
 
@@ -704,4 +728,6 @@ class _PieceViews(NamedTuple):
     of: tuple[Tensor, ...]
     value: Tensor
     state: State
+    where: Whereabouts | None
+    origin: Origin | None
     matrices: list[MatrixView]  # of a block of several, once somebody has asked

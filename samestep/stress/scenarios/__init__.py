@@ -1,7 +1,7 @@
 """Every scenario, by name."""
 
 from samestep.stress.scenario import Scenario
-from samestep.stress.scenarios import hybrid, patterns, recipes
+from samestep.stress.scenarios import hybrid, patterns, recipes, small_state
 
 SCENARIOS: dict[str, type[Scenario]] = {
     scenario.name: scenario
@@ -39,6 +39,9 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
         recipes.FusedInGroups,
         recipes.SchedulesToZero,
         recipes.OptionsOfPeers,
+        small_state.EightBits,
+        small_state.RandomBFloat16,
+        small_state.Remainders,
         hybrid.HybridGPT,
         hybrid.HybridConditional,
         hybrid.HybridLoRA,

@@ -1,0 +1,156 @@
+"""Loading state that a checkpoint keeps in another way than the optimizer here.
+
+What differs is read into tensors of its own first: numbers of 32 bits, or codes and their scales.
+Once everything is read it is written into the state, in the format that this has. Master copies are
+in a checkpoint whole, also where only a remainder of them is kept.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from samestep.checkpoint.logical import STATE, Pieces, Remainder, Tensors
+from samestep.groups.param_groups import parameter_names, rule_of
+from samestep.layout.boxes import Box, HeldBox
+from samestep.layout.fused_rows import whole_name
+from samestep.optimizer.rule_optimizer import RuleOptimizer
+from samestep.rules.converted import remainder_of
+from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode
+
+Entries = Mapping[str, TensorStorageMetadata]
+
+
+class Adapted(NamedTuple):
+    """What to read of a checkpoint, and what to do then.
+
+    optional: names that one side may have alone, since only its format needs them.
+    """
+
+    tensors: Tensors
+    optional: frozenset[str]
+    finish: list[Callable[[], None]]
+
+
+def adapted(
+    tensors: Tensors,
+    remainders: Iterable[Remainder],
+    stored: Entries,
+    optimizer: RuleOptimizer | None,
+) -> Adapted:
+    """The tensors of here, where they differ in format replaced by those of the checkpoint."""
+    wanted, finish = dict(tensors), list[Callable[[], None]]()
+    for name in [name for name in tensors if name.startswith(f"{STATE}.")]:
+        scale_name = name + SCALE_SUFFIX
+        here, there = tensors.get(scale_name), stored.get(scale_name)
+        if name not in stored or (here is None and there is None):
+            continue
+        if here is not None and there is not None and here.shape == there.size:
+            continue
+        wanted.pop(scale_name, None)
+        read = _read_as(tensors[name], stored[name], there)
+        wanted |= {name + suffix: pieces for suffix, pieces in read.pieces.items()}
+        per = 1 if here is None else tensors[name].shape[-1] // max(1, here.shape[-1])
+        finish += [
+            _writer(held, value, here, per)
+            for held, value in zip(tensors[name].held, read.values, strict=True)
+        ]
+    finish += map(_rest, remainders)
+    optional = set() if optimizer is None else _counts(optimizer)
+    finish += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
+    optional |= {name for name in stored if name.endswith(SCALE_SUFFIX) and name not in wanted}
+    return Adapted(wanted, frozenset(optional), finish)
+
+
+def _counts(optimizer: RuleOptimizer) -> set[str]:
+    """Counts of steps that no rule has: only rounding at random needs them."""
+    return {
+        f"{STATE}.{whole_name(name)}.{STEP}"
+        for index, group in enumerate(optimizer.param_groups)
+        if STEP not in rule_of(group).state_shapes((0, 0), group)
+        for name in parameter_names(group, index)
+    }
+
+
+class _Read(NamedTuple):
+    """Tensors to read into, by suffix of the name, and the values of each box once they are."""
+
+    pieces: Tensors
+    values: list[Callable[[], Tensor]]
+
+
+def _read_as(
+    own: Pieces, stored: TensorStorageMetadata, scale: TensorStorageMetadata | None
+) -> _Read:
+    """As the checkpoint keeps it, of the boxes that are here."""
+    dtype = torch.float32 if scale is None else stored.properties.dtype
+    boxes = [
+        HeldBox(held.box, torch.empty(held.box.sizes, dtype=dtype, device=own.device))
+        for held in own.held
+    ]
+    pieces = {"": Pieces(own.shape, dtype, own.device, boxes)}
+    if scale is None:
+        return _Read(pieces, [lambda tensor=tensor: tensor for _, tensor in boxes])  # type: ignore[misc]
+    per = own.shape[-1] // max(1, scale.size[-1])
+    scales = [
+        HeldBox(box, torch.empty(box.sizes, device=own.device))
+        for box in (_covering(held.box, per) for held in own.held)
+    ]
+    pieces[SCALE_SUFFIX] = Pieces(scale.size, torch.float32, own.device, scales)
+    return _Read(
+        pieces,
+        [
+            lambda codes=codes, of=of: _decoded(codes, of, per)  # type: ignore[misc]
+            for codes, of in zip(boxes, scales, strict=True)
+        ],
+    )
+
+
+def _covering(box: Box, per: int) -> Box:
+    """The scales of all blocks that a box has some of."""
+    first, last = box.offsets[-1] // per, -(-(box.offsets[-1] + box.sizes[-1]) // per)
+    return Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first))
+
+
+def _decoded(codes: HeldBox, scales: HeldBox, per: int) -> Tensor:
+    """The values of a box, which may begin and end inside of blocks."""
+    begin = codes.box.offsets[-1] - scales.box.offsets[-1] * per
+    width = scales.box.sizes[-1] * per
+    whole = codes.tensor.new_zeros((*codes.box.sizes[:-1], width))
+    own = whole[..., begin : begin + codes.box.sizes[-1]]
+    own.copy_(codes.tensor)
+    return decode(whole, scales.tensor)[..., begin : begin + codes.box.sizes[-1]]
+
+
+def _writer(
+    held: HeldBox, value: Callable[[], Tensor], scale: Pieces | None, per: int
+) -> Callable[[], None]:
+    """Writes a box of a moment into the state of here; `scale`: there, if it is in 8 bits."""
+
+    def write() -> None:
+        if scale is None:
+            held.tensor.copy_(value())
+            return
+        signed = held.tensor.dtype == torch.int8
+        codes, scales = encode(value().contiguous(), per, signed=signed)
+        held.tensor.copy_(codes)
+        next(own for own in scale.held if own.box == held.box.divided(per)).tensor.copy_(scales)
+
+    return write
+
+
+def _zeroed(counts: Pieces) -> Callable[[], None]:
+    def write() -> None:
+        for held in counts.held:
+            held.tensor.zero_()
+
+    return write
+
+
+def _rest(remainder: Remainder) -> Callable[[], None]:
+    def write() -> None:
+        remainder.rest.copy_(remainder_of(remainder.param, remainder.master))
+
+    return write

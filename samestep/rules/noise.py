@@ -1,0 +1,152 @@
+"""Random bits that belong to an element, wherever it lies: of (parameter, state key), place, step.
+
+Rounding at random needs bits that every layout draws alike. So they come from no generator, whose
+numbers follow the order of calls, but from a hash: the seed is that of the parameter's name and the
+state's key, the place is the flat index in the whole tensor, the count that of the parameter's
+steps. `samestep.kernels.small` has the same hash for kernels.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.rules.rule import on_host
+
+CHUNK = 1 << 15  # elements that are drawn at once on CPU: what stays in its cache
+
+WORD = 0xFFFFFFFF
+# lowbias32 of Chris Wellons (nullprogram.com/blog/2018/07/31), with a sum in its middle.
+FIRST, SECOND = 0x7FEB352D, 0x846CA68B
+GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio: spreads what differs in few bits
+
+
+def seed_of(name: str, key: str) -> int:
+    """32 bits of a parameter's name and the key of its state."""
+    return int.from_bytes(hashlib.sha256(f"{name}\n{key}".encode()).digest()[:4], "little")
+
+
+class Origin(NamedTuple):
+    """Where the elements of a local tensor lie in the whole one, and the seeds of its state."""
+
+    offset: int  # the flat index of the first element
+    strides: tuple[int, ...]  # from one element to the next of each dim, there
+    seeds: Mapping[str, int]  # by key, of the state that is rounded at random
+    # Of some that follow each other in what is itself cut out of the whole: offset and strides are
+    # those of a tensor of shape `frame`, and they begin at `start` of it. Kernels know none.
+    frame: tuple[int, ...] = ()
+    start: int = 0
+
+    def noise(self, key: str, step: "int | Tensor") -> "Noise":
+        """The bits of one state tensor in the step that makes the count `step`."""
+        return Noise(self.seeds[key], step, self.offset, self.strides, self.frame, self.start)
+
+
+class Noise(NamedTuple):
+    """Random bits for the elements of one tensor."""
+
+    seed: int
+    step: int | Tensor  # a 0-D tensor is not read, but on CPU
+    offset: int
+    strides: tuple[int, ...]
+    frame: tuple[int, ...] = ()
+    start: int = 0
+
+    def chunks(self, tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """(begin, end, bits) of a tensor's flat elements; bits are int32, all 32 are random.
+
+        Begins are multiples of whatever divides both `CHUNK` and the last dim.
+        """
+        if self.frame:
+            yield 0, tensor.numel(), self._stretch(tensor)
+            return
+        device = tensor.device
+        starts, run = runs(tensor.shape, self.strides, device)
+        starts += self.offset
+        last = self.offset + sum(
+            (n - 1) * s for n, s in zip(tensor.shape, self.strides, strict=True)
+        )
+        keys = self._keys(tensor)
+        most = CHUNK if device.type == "cpu" else max(1, tensor.numel())
+        rows, width = max(1, most // run), min(run, most)
+        # Sums of int32 wrap around: they are the lower words of those of int64.
+        dtype = torch.int32 if last <= WORD else torch.int64
+        starts = starts.to(dtype)
+        within = torch.arange(width, dtype=dtype, device=device)[None, :]
+        for row in range(0, len(starts), rows):
+            for first in range(0, run, width):
+                index = (starts[row : row + rows, None] + first) + within[:, : run - first]
+                if last > WORD:
+                    index = index ^ (index >> 32) * GOLDEN
+                begin = row * run + first
+                yield begin, begin + index.numel(), hashed(index.to(torch.int32).view(-1), *keys)
+
+    def bits(self, tensor: Tensor) -> Tensor:
+        """For all elements of a tensor, int32."""
+        found = [bits for _, _, bits in self.chunks(tensor)]
+        joined = torch.cat(found) if found else tensor.new_empty(0, dtype=torch.int32)
+        return joined.view(tensor.shape)
+
+    def _stretch(self, tensor: Tensor) -> Tensor:
+        """For what follows each other in the frame, in order: all of the rows that it is in."""
+        inner = prod(self.frame[1:])
+        first, stop = self.start // inner, -(-(self.start + tensor.numel()) // inner)
+        rows = tensor.new_empty((stop - first, *self.frame[1:]))
+        offset = self.offset + first * self.strides[0]
+        bits = self._replace(offset=offset, frame=(), start=0).bits(rows).view(-1)
+        return bits[self.start - first * inner :][: tensor.numel()]
+
+    def _keys(self, tensor: Tensor) -> tuple[Any, Any]:
+        """Two words of seed and step: signed numbers, or 0-D int32 where the step is not read."""
+        step: Any = self.step
+        if isinstance(step, Tensor):
+            step = int(step.item()) if on_host(tensor) else step.to(tensor.device, torch.int64)
+        first = mixed(mixed(step & WORD) ^ self.seed)
+        second = mixed(first ^ GOLDEN)
+        if isinstance(first, Tensor):
+            return first.to(torch.int32), second.to(torch.int32)
+        return signed(first), signed(second)
+
+
+def mixed(word: Any) -> Any:
+    """A word of 32 bits that no longer resembles it: of a Python number or an int64 tensor."""
+    word = word ^ (word >> 16)
+    word = word * FIRST & WORD
+    word = word ^ (word >> 15)
+    word = word * SECOND & WORD
+    return word ^ (word >> 16)
+
+
+def hashed(words: Tensor, first: Any, second: Any) -> Tensor:
+    """The same of int32 words, in place, with two keys: products and sums wrap around."""
+    words += first
+    words ^= (words >> 16) & 0xFFFF
+    words *= FIRST
+    words += second
+    words ^= (words >> 15) & 0x1FFFF
+    words *= signed(SECOND)
+    words ^= (words >> 16) & 0xFFFF
+    return words
+
+
+def signed(word: int) -> int:
+    """32 bits as the number that an int32 with these bits is."""
+    return word - (1 << 32) if word >> 31 else word
+
+
+def runs(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
+    """A tensor as runs of neighbours, in order: where each begins, (runs,) int64, and how long.
+
+    `strides` are those of the whole tensor, which tell what is a neighbour there.
+    """
+    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
+    run = 1
+    while dims and dims[-1][1] == run:
+        run *= dims.pop()[0]
+    starts = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, stride in dims:
+        starts = (starts[:, None] + torch.arange(size, device=device) * stride).view(-1)
+    return (starts, run) if prod(shape) else (starts[:0], 1)

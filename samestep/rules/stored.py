@@ -1,0 +1,163 @@
+"""State in fewer bits than its arithmetic: 8-bit codes, bfloat16 rounded at random, remainders.
+
+8 bits: a block of q neighbours of the last dim has one scale, its largest magnitude a, and each
+element a code c. Signed values (`exp_avg`, momentum) are a c |c| / 127^2, second moments
+a (c / 255)^4: fine where values are small, since a block holds some of very different sizes.
+
+A moment moves by less than half of such a step at a time and would stand still if it were rounded
+to the nearest. So it is rounded to one of both neighbours at random, to the nearer one more often,
+and is right in the mean. The bits are those of `noise`: the same in every layout.
+
+All is made of single correctly rounded operations in 32 bits, and integers: torch on every device
+and the kernels (`samestep.kernels.small`) give the same bits.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from samestep.rules.noise import CHUNK, Noise
+
+EIGHT_BITS, STOCHASTIC, REMAINDER = "8bit", "bf16_stochastic", "remainder"
+FORMATS = (EIGHT_BITS, STOCHASTIC, REMAINDER)  # what `state_dtypes` takes beside dtypes
+
+SCALE_SUFFIX = "_scale"  # the key of the scales of `exp_avg` is "exp_avg_scale"
+REMAINDER_KEY = "master_remainder"
+STEP = "step"  # the count that chooses random bits; AdamW has it anyway
+
+BLOCKS = (256, 128, 64, 32)  # sizes of blocks, the first that divides the last dim
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "second_moment", "variance"})
+
+# Codes are multiplied with 1 / 127 or 1 / 255; 127 and 255 times these are 1 exactly.
+SIGNED_MOST, SIGNED_STEP = 127, 1 / 127
+UNSIGNED_MOST, UNSIGNED_STEP = 255, 1 / 255
+
+INFINITE = 0x7F800000  # bits of float32
+LARGEST_NARROW = 0x7F7F0000  # the largest finite bfloat16
+QUIET = 0x00400000  # makes a NaN of what else would be infinite
+
+
+def block_size(length: int, most: int = BLOCKS[0]) -> int | None:
+    """How many elements share a scale where the last dim is so long; None: 32 bits are kept."""
+    return next((size for size in BLOCKS if size <= most and length % size == 0), None)
+
+
+def is_signed(key: str) -> bool:
+    """Whether a state tensor has values of both signs."""
+    return key not in SECOND_MOMENTS
+
+
+def code_dtype(key: str) -> torch.dtype:
+    """int8 for what has signs, else uint8: so codes tell how they are read."""
+    return torch.int8 if is_signed(key) else torch.uint8
+
+
+def decode(codes: Tensor, scale: Tensor) -> Tensor:
+    """The values of codes, float32: q neighbours share a scale."""
+    if codes.numel() == 0:
+        return codes.float()
+    q = codes.numel() // scale.numel()
+    values = _ratios(codes.float(), signed=codes.dtype == torch.int8)
+    return values.view(-1, q).mul_(scale.reshape(-1, 1)).view(codes.shape)
+
+
+def encode(
+    value: Tensor, q: int, *, signed: bool, noise: Noise | None = None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of values, (..., n) and (..., n / q); without noise to the nearest.
+
+    Zero stays zero. A second moment that is not zero gets no code 0, or it would divide by eps
+    alone. A block with a value that is not finite has a scale that is not, and no finite value.
+    """
+    flat = value.detach().float().reshape(-1)
+    dtype = torch.int8 if signed else torch.uint8
+    codes = torch.empty(flat.shape, dtype=dtype, device=value.device)
+    scale = torch.empty(len(flat) // q, device=value.device)
+    for begin, end, bits in _plain_chunks(flat) if noise is None else noise.chunks(value):
+        blocks = flat[begin:end].view(-1, q)
+        # Of bits, since these are ordered as magnitudes are, and NaN is the largest of all.
+        own = blocks.abs().view(torch.int32).amax(1).view(torch.float32)
+        scale[begin // q : end // q] = own
+        codes[begin:end] = _codes(blocks, own[:, None], bits, signed=signed).view(-1)
+    return codes.view(value.shape), scale.view(*value.shape[:-1], value.shape[-1] // q)
+
+
+def _plain_chunks(flat: Tensor) -> Iterator[tuple[int, int, None]]:
+    step = CHUNK if flat.device.type == "cpu" else max(1, len(flat))
+    for begin in range(0, len(flat), step):
+        yield begin, min(begin + step, len(flat)), None
+
+
+def _ratios(codes: Tensor, *, signed: bool) -> Tensor:
+    """What part of the scale codes stand for; changes `codes`, which are float32."""
+    codes *= SIGNED_STEP if signed else UNSIGNED_STEP
+    if signed:
+        return codes.mul_(codes.abs())
+    codes *= codes
+    return codes.mul_(codes)
+
+
+def _codes(blocks: Tensor, scale: Tensor, bits: Tensor | None, *, signed: bool) -> Tensor:
+    """Codes of blocks (n, q) with scales (n, 1)."""
+    size = blocks.abs()
+    root = (size / torch.where(scale == 0, 1.0, scale)).sqrt_()
+    if not signed:
+        root.sqrt_()
+    most = SIGNED_MOST if signed else UNSIGNED_MOST
+    # The code below, or by rounding the one below that; NaN is infinite by infinite.
+    code = root.mul_(most).floor_().nan_to_num_(nan=most - 1.0).clamp_(max=most - 1.0)
+    low = _ratios(code.clone(), signed=signed).mul_(scale)
+    high = _ratios(code + 1, signed=signed).mul_(scale)
+    room = high.sub_(low)
+    if bits is None:
+        room *= 0.5
+    else:
+        room *= (bits.view(blocks.shape) >> 8).bitwise_and_(0xFFFFFF).float().mul_(2.0**-24)
+    code += room.lt_(size - low)  # in place, which is ten times faster than with a mask
+    if signed:
+        return code.copysign_(blocks).to(torch.int8)
+    return torch.maximum(code, size.gt_(0), out=code).to(torch.uint8)
+
+
+def round_bf16(value: Tensor, noise: Noise) -> Tensor:
+    """float32 to one of its two neighbours in bfloat16 at random, right in the mean.
+
+    What bfloat16 can hold stays as it is, and what is finite stays finite.
+    """
+    flat = value.detach().float().reshape(-1)
+    narrow = torch.empty(flat.shape, dtype=torch.bfloat16, device=value.device)
+    for begin, end, bits in noise.chunks(value):
+        word = flat[begin:end].view(torch.int32)
+        size = word & 0x7FFFFFFF
+        bits &= 0xFFFF
+        bits *= torch.lt(size, LARGEST_NARROW, out=torch.empty_like(size))
+        bits += word
+        bits |= size.gt_(INFINITE).mul_(QUIET)
+        narrow[begin:end] = (bits >> 16).to(torch.int16).view(torch.bfloat16)
+    return narrow.view(value.shape)
+
+
+def split_remainder(master: Tensor) -> tuple[Tensor, Tensor]:
+    """float32 as bfloat16, rounded to the nearest and ties away from zero, and the rest, int16.
+
+    The rest is the lower half of the bits: negative where the upper half was rounded up.
+    """
+    # A NaN could become infinite, or with a carry -0: it keeps none of its digits.
+    value = master.detach().contiguous().nan_to_num(math.nan, math.inf, -math.inf)
+    word = value.view(torch.int32)
+    lower = word.to(torch.int16)
+    return word.add_(0x8000).bitwise_right_shift_(16).to(torch.int16).view(torch.bfloat16), lower
+
+
+def join_remainder(param: Tensor, remainder: Tensor) -> Tensor:
+    """float32 from its halves: exactly what `split_remainder` was given, but for a NaN's digits.
+
+    A parameter that somebody set to zero is zero, whatever remainder was left of it.
+    """
+    upper = param.detach().contiguous().view(torch.int16).to(torch.int32)
+    lower = remainder.reshape(param.shape).to(torch.int32)
+    # Nothing is rounded up to zero: there is no such remainder of it.
+    lower = lower.masked_fill_((upper & 0x7FFF == 0) & (lower < 0), 0)
+    return upper.bitwise_left_shift_(16).add_(lower).view(torch.float32)

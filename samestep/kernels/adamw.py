@@ -6,24 +6,51 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.call import CHUNK, Gradients, Step, Table, chunk_table
-from samestep.kernels.norm import DTYPES
+from samestep.kernels.call import CHUNK, FUSION, Gradients, Origins, Step, Table, chunk_table
+from samestep.kernels.norm import DTYPES, STORED_DTYPES
+from samestep.rules.noise import Origin
 from samestep.rules.state import MASTER, State
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamWTensors:
-    """Contiguous parameters of one device and their state, whose dtypes are alike."""
+    """Contiguous parameters of one device and their state, whose dtypes are alike.
 
-    def __init__(self, params: Sequence[Tensor], states: Sequence[State]) -> None:
+    `origins` where some of the state is rounded at random: then the same state of all of them.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        states: Sequence[State],
+        origins: Sequence[Origin] | None = None,
+    ) -> None:
+        first, device = states[0], params[0].device
         self.count = len(params)
         self.steps = Table([[state["step"] for state in states]])
-        self.step_dtype = DTYPES[states[0]["step"].dtype]
-        keys = ["exp_avg", "exp_avg_sq", *([MASTER] if MASTER in states[0] else [])]
+        self.step_dtype = DTYPES[first["step"].dtype]
+        masters = [key for key in (MASTER, REMAINDER_KEY) if key in first]
+        keys = (*MOMENTS, *masters)
         self.table = Table([params, *([state[key] for state in states] for key in keys)])
-        self.chunks = chunk_table(tuple(param.numel() for param in params), params[0].device)
-        dtypes = [DTYPES[tensors[0].dtype] for tensors in self.table.tensors]
+        self.chunks = chunk_table(tuple(param.numel() for param in params), device)
+        dtypes = [STORED_DTYPES[tensors[0].dtype] for tensors in self.table.tensors]
         self.param_dtype, self.first_dtype, self.second_dtype = dtypes[:3]
-        self.has_master = len(dtypes) == 4
+        self.master_dtype = dtypes[3] if masters else None
+        coded = [key for key in MOMENTS if key + SCALE_SUFFIX in first]
+        self.block = codes_per_scale(first, coded[0]) if coded else 0
+        # Of a moment without scales: a place that nobody reads.
+        scales = [
+            [state.get(key + SCALE_SUFFIX, state[key]) for state in states] for key in MOMENTS
+        ]
+        self.scales = Table(scales) if coded else None
+        self.random = [origins is not None and key in origins[0].seeds for key in MOMENTS]
+        self.origins: Tensor | None = None
+        self.has_runs = False
+        if origins is not None:
+            places = Origins(origins, [param.shape for param in params])
+            self.origins, self.has_runs = places.on(device), places.has_runs
 
     def step_(self, grads: Gradients, step: Step) -> None:
         scalars = step.scalars
@@ -45,8 +72,11 @@ class AdamWTensors:
         elementwise.adamw[(len(self.chunks),)](
             grads.addresses,
             self.table.addresses,
+            None if self.scales is None else self.scales.addresses,
             self.count,
             self.chunks,
+            None if self.origins is None else self.steps.addresses,
+            self.origins,
             step_sizes,
             root_corrections,
             step.only_if,
@@ -61,7 +91,12 @@ class AdamWTensors:
             grad_dtype=grads.dtype,
             first_dtype=self.first_dtype,
             second_dtype=self.second_dtype,
-            HAS_MASTER=self.has_master,
+            master_dtype=self.master_dtype,
+            step_dtype=self.step_dtype,
+            Q=self.block,
+            FIRST_RANDOM=self.random[0],
+            SECOND_RANDOM=self.random[1],
+            RUNS=self.has_runs,
             MAXIMIZE=step.maximize,
             EPS_HAT=step.options["eps_hat"],
             CAUTIOUS=step.options["cautious"],
@@ -69,4 +104,10 @@ class AdamWTensors:
             ALIGNED=self.table.aligned and grads.aligned,
             BLOCK=CHUNK,
             num_warps=8,
+            enable_fp_fusion=FUSION,
         )
+
+
+def codes_per_scale(state: State, key: str) -> int:
+    """How many codes share a scale."""
+    return state[key].numel() // state[key + SCALE_SUFFIX].numel()

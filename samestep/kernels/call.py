@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from samestep.rules.noise import WORD, Origin, levels
 from samestep.rules.rule import Options
 
 # Compilers that may fuse a product and a sum choose which, here and there another: then an element
@@ -112,6 +113,40 @@ class Table:
         self.addresses = _known_table(found, device, stream)
 
 
+class Origins:
+    """Where tensors lie in whole ones, and the seeds of their names, for random rounding.
+
+    (tensors, 4): the index of the first element, how long runs of neighbours are, from one such
+    run to the next (0: there is only one), and the seed.
+    """
+
+    def __init__(self, origins: Sequence[Origin], shapes: Sequence[Sequence[int]]) -> None:
+        self.rows = []
+        for origin, shape in zip(origins, shapes, strict=True):
+            place = _two_levels(origin, shape)
+            assert place is not None, "only tensors that `has_two_levels` says yes to come here"
+            seed = next(iter(origin.seeds.values())) & WORD  # above it: which half a key takes
+            self.rows.append((*place, seed))
+        self.has_runs = any(stride for _, _, stride, _ in self.rows)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The table."""
+        return _known_origins(tuple(self.rows), device)
+
+
+def has_two_levels(origin: Origin, shape: Sequence[int]) -> bool:
+    """Whether kernels can tell where elements lie: in runs that are all equally far apart."""
+    return _two_levels(origin, shape) is not None
+
+
+def _two_levels(origin: Origin, shape: Sequence[int]) -> tuple[int, int, int] | None:
+    """As `Origins` has them."""
+    dims, run = levels(shape, origin.strides)
+    if not dims:
+        return origin.offset, run, 0
+    return (origin.offset, run, dims[0][1]) if len(dims) == 1 else None
+
+
 def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
     """What a function launches, as a graph, and what it gives; nothing runs yet.
 
@@ -140,6 +175,11 @@ def chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
         for first in range(0, size, CHUNK)
     ]
     return _on_device(rows or [(0, 0, 0)], device)
+
+
+@lru_cache(maxsize=256)
+def _known_origins(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    return _on_device(rows, device)
 
 
 @lru_cache(maxsize=256)

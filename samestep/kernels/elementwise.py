@@ -11,6 +11,16 @@ changed), `writes` ((count,): 0 leaves a tensor as it is), `factor` (of gradient
 import triton
 import triton.language as tl
 
+from samestep.kernels.small import (
+    joined,
+    lower_half,
+    random_bits,
+    read_state,
+    split,
+    upper_half,
+    write_state,
+)
+
 
 @triton.jit
 def pointer_in(table, number, dtype: tl.constexpr, ALIGNED: tl.constexpr):
@@ -45,12 +55,33 @@ def seen_gradient(values, factor, MAXIMIZE: tl.constexpr):
 
 @triton.jit
 def main_value(p, master, inside):
-    """The value of a parameter: its master's, unless somebody has changed the parameter since."""
+    """The value of a parameter: its master's, unless somebody has changed the parameter since.
+
+    A master of 16 bits is the remainder of the parameter, a change of which it cannot tell.
+    """
     value = p.to(tl.float32)
     if master is not None:
-        kept = tl.load(master, inside, 0.0)
-        value = tl.where(kept.to(p.dtype) == p, kept, value)
+        if master.dtype.element_ty == tl.int16:
+            value = joined(p.to(tl.int16, bitcast=True), tl.load(master, inside, 0))
+        else:
+            kept = tl.load(master, inside, 0.0)
+            value = tl.where(kept.to(p.dtype) == p, kept, value)
     return value
+
+
+@triton.jit
+def store_value(param, master, value, inside):
+    """Write a parameter, and its master or remainder where it has one."""
+    if master is None:
+        tl.store(param, value.to(param.dtype.element_ty), inside)
+    else:
+        if master.dtype.element_ty == tl.int16:
+            upper, lower = split(value)
+            tl.store(param, upper.to(tl.bfloat16, bitcast=True), inside)
+            tl.store(master, lower, inside)
+        else:
+            tl.store(param, value.to(param.dtype.element_ty), inside)
+            tl.store(master, value, inside)
 
 
 @triton.jit
@@ -65,6 +96,17 @@ def elements_of(chunks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
         size = tl.multiple_of(size, 8)
     offsets = tl.multiple_of(first, BLOCK) + tl.arange(0, BLOCK)
     return number, offsets, offsets < size
+
+
+@triton.jit
+def blocks_of(chunks, BLOCK: tl.constexpr, Q: tl.constexpr):
+    """The same as blocks of Q that share a scale, (BLOCK / Q, Q), and the places of scales."""
+    own = chunks + 3 * tl.program_id(0)
+    number, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2)
+    block = tl.multiple_of(first, BLOCK) // Q + tl.arange(0, BLOCK // Q)[:, None]
+    there = block < size // Q
+    offsets = block * Q + tl.arange(0, Q)[None, :]
+    return number, offsets, tl.broadcast_to(there, offsets.shape), block, there
 
 
 @triton.jit
@@ -106,8 +148,11 @@ def advance(
 def adamw(
     grads,  # (count,) addresses
     tensors,  # (3 or 4, count): parameters, first and second moments, masters
+    scales,  # (2, count): of the moments that are 8-bit codes
     count,
     chunks,
+    steps,  # (count,) addresses of the numbers of steps taken, with this one; if RANDOM
+    origins,  # (count, 4): see `call.Origins`; if RANDOM
     step_sizes,  # (count,): lr / (1 - beta1^t)
     root_corrections,  # (count,): sqrt(1 - beta2^t)
     only_if,
@@ -122,7 +167,12 @@ def adamw(
     grad_dtype: tl.constexpr,
     first_dtype: tl.constexpr,
     second_dtype: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    master_dtype: tl.constexpr,  # None: there is no master
+    step_dtype: tl.constexpr,
+    Q: tl.constexpr,  # elements of a block of codes; 0: there are no codes
+    FIRST_RANDOM: tl.constexpr,
+    SECOND_RANDOM: tl.constexpr,
+    RUNS: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EPS_HAT: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -131,23 +181,31 @@ def adamw(
     BLOCK: tl.constexpr,
 ):
     """One AdamW step on one chunk of one tensor."""
-    number, offsets, inside = elements_of(chunks, ALIGNED, BLOCK)
+    if Q:
+        number, offsets, inside, block, there = blocks_of(chunks, BLOCK, Q)
+    else:
+        number, offsets, inside = elements_of(chunks, ALIGNED, BLOCK)
+        block, there = None, None
     if not is_written(only_if, writes, number):
         return
     param = pointer_in(tensors, number, param_dtype, ALIGNED) + offsets
     grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
     first = pointer_in(tensors + count, number, first_dtype, ALIGNED) + offsets
     second = pointer_in(tensors + 2 * count, number, second_dtype, ALIGNED) + offsets
-    master = None
-    if HAS_MASTER:
-        master = pointer_in(tensors + 3 * count, number, tl.float32, ALIGNED) + offsets
+    first_scale, second_scale, master = None, None, None
+    if first_dtype == tl.int8:
+        first_scale = pointer_in(scales, number, tl.float32, False) + block
+    if second_dtype == tl.uint8:
+        second_scale = pointer_in(scales + count, number, tl.float32, False) + block
+    if master_dtype is not None:
+        master = pointer_in(tensors + 3 * count, number, master_dtype, ALIGNED) + offsets
     value = main_value(tl.load(param, inside, 0.0), master, inside)
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
     decay = tl.load(weight_decay)
     if DECAY == "l2":
         g += value * decay.to(tl.float32)
-    m = tl.load(first, inside, 0.0).to(tl.float32)
-    v = tl.load(second, inside, 0.0).to(tl.float32)
+    m = read_state(first, inside, first_scale, there)
+    v = read_state(second, inside, second_scale, there)
     b1, b2 = tl.load(beta1), tl.load(beta2)
     m += (1 - b1).to(tl.float32) * (g - m)
     v = v * b2.to(tl.float32) + (1 - b2).to(tl.float32) * g * g
@@ -165,8 +223,18 @@ def adamw(
     elif DECAY != "l2":
         value *= (1 - decay).to(tl.float32)
     value -= tl.load(step_sizes + number).to(tl.float32) * m / denominator
-    tl.store(param, value.to(param_dtype), inside)
-    tl.store(first, m.to(first_dtype), inside)
-    tl.store(second, v.to(second_dtype), inside)
-    if HAS_MASTER:
-        tl.store(master, value, inside)
+    store_value(param, master, value, inside)
+    first_bits, second_bits = None, None
+    if FIRST_RANDOM or SECOND_RANDOM:
+        origin = origins + 4 * number
+        step = tl.load(pointer_in(steps, number, step_dtype, False))
+        if Q:
+            bits = random_bits(origin, block * Q, tl.arange(0, Q)[None, :], step, RUNS)
+        else:
+            bits = random_bits(origin, offsets, 0, step, RUNS)
+        if FIRST_RANDOM:
+            first_bits = lower_half(bits)
+        if SECOND_RANDOM:
+            second_bits = upper_half(bits)
+    write_state(first, inside, first_scale, there, m, first_bits)
+    write_state(second, inside, second_scale, there, v, second_bits)

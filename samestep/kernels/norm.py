@@ -11,6 +11,8 @@ from samestep.kernels import elementwise
 from samestep.kernels.call import CHUNK, Table, chunk_table
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Of state too: codes, and remainders of bfloat16.
+STORED_DTYPES = {**DTYPES, torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int16: tl.int16}
 
 
 class _Launch(NamedTuple):

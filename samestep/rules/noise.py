@@ -1,9 +1,10 @@
 """Random bits that belong to an element, wherever it lies: of (parameter, state key), place, step.
 
 Rounding at random needs bits that every layout draws alike. So they come from no generator, whose
-numbers follow the order of calls, but from a hash: the seed is that of the parameter's name and the
-state's key, the place is the flat index in the whole tensor, the count that of the parameter's
-steps. `samestep.kernels.small` has the same hash for kernels.
+numbers follow the order of calls, but from a hash: the seed is that of the parameter's name, the
+place is the flat index in the whole tensor, the count that of the parameter's steps. A hash has 32
+bits: the lower half is for state with signs, the upper one for second moments, so that a kernel
+that has both needs one hash. `samestep.kernels.small` has the same.
 """
 
 import hashlib
@@ -22,11 +23,14 @@ WORD = 0xFFFFFFFF
 # lowbias32 of Chris Wellons (nullprogram.com/blog/2018/07/31), with a sum in its middle.
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio: spreads what differs in few bits
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "second_moment", "variance"})
+UPPER = 1 << 32  # in a seed: takes the upper half of the bits
 
 
 def seed_of(name: str, key: str) -> int:
-    """32 bits of a parameter's name and the key of its state."""
-    return int.from_bytes(hashlib.sha256(f"{name}\n{key}".encode()).digest()[:4], "little")
+    """32 bits of a parameter's name, and which half of random bits the state of this key takes."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
+    return seed | (UPPER if key in SECOND_MOMENTS else 0)
 
 
 class Origin(NamedTuple):
@@ -56,7 +60,7 @@ class Noise(NamedTuple):
     start: int = 0
 
     def chunks(self, tensor: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """(begin, end, bits) of a tensor's flat elements; bits are int32, all 32 are random.
+        """(begin, end, bits) of a tensor's flat elements; bits are int32 from 0 to 65535.
 
         Begins are multiples of whatever divides both `CHUNK` and the last dim.
         """
@@ -81,11 +85,15 @@ class Noise(NamedTuple):
                 index = (starts[row : row + rows, None] + first) + within[:, : run - first]
                 if last > WORD:
                     index = index ^ (index >> 32) * GOLDEN
+                bits = hashed(index.to(torch.int32).view(-1), *keys)
+                if self.seed & UPPER:
+                    bits >>= 16
+                bits &= 0xFFFF
                 begin = row * run + first
-                yield begin, begin + index.numel(), hashed(index.to(torch.int32).view(-1), *keys)
+                yield begin, begin + len(bits), bits
 
     def bits(self, tensor: Tensor) -> Tensor:
-        """For all elements of a tensor, int32."""
+        """For all elements of a tensor, int32 from 0 to 65535."""
         found = [bits for _, _, bits in self.chunks(tensor)]
         joined = torch.cat(found) if found else tensor.new_empty(0, dtype=torch.int32)
         return joined.view(tensor.shape)
@@ -104,7 +112,7 @@ class Noise(NamedTuple):
         step: Any = self.step
         if isinstance(step, Tensor):
             step = int(step.item()) if on_host(tensor) else step.to(tensor.device, torch.int64)
-        first = mixed(mixed(step & WORD) ^ self.seed)
+        first = mixed(mixed(step & WORD) ^ (self.seed & WORD))
         second = mixed(first ^ GOLDEN)
         if isinstance(first, Tensor):
             return first.to(torch.int32), second.to(torch.int32)
@@ -138,15 +146,26 @@ def signed(word: int) -> int:
 
 
 def runs(shape: Sequence[int], strides: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
-    """A tensor as runs of neighbours, in order: where each begins, (runs,) int64, and how long.
+    """A tensor as runs of neighbours, in order: where each begins, (runs,) int64, and how long."""
+    dims, run = levels(shape, strides)
+    starts = torch.zeros(1 if prod(shape) else 0, dtype=torch.int64, device=device)
+    for size, stride in dims:
+        starts = (starts[:, None] + torch.arange(size, device=device) * stride).view(-1)
+    return starts, run
+
+
+def levels(shape: Sequence[int], strides: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
+    """Sizes and strides of as few dims as describe a tensor, and how long a run of neighbours is.
 
     `strides` are those of the whole tensor, which tell what is a neighbour there.
     """
-    dims = [(n, s) for n, s in zip(shape, strides, strict=True) if n != 1]
-    run = 1
-    while dims and dims[-1][1] == run:
-        run *= dims.pop()[0]
-    starts = torch.zeros(1, dtype=torch.int64, device=device)
-    for size, stride in dims:
-        starts = (starts[:, None] + torch.arange(size, device=device) * stride).view(-1)
-    return (starts, run) if prod(shape) else (starts[:0], 1)
+    dims: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if dims and dims[-1][1] == size * stride:
+            dims[-1] = dims[-1][0] * size, stride
+        else:
+            dims.append((size, stride))
+    run = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    return dims, max(run, 1)

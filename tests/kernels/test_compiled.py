@@ -149,16 +149,41 @@ FORMS = [("decoupled", True, False), ("l2", False, True)]  # decay, cautious, ep
 FORMS += [("decoupled", False, False), ("independent", True, True)] if SOAK else []
 
 
+def compiled_adamw(types=(), **given):
+    numbers = ["step_sizes", "root_corrections", "beta1", "beta2", "eps"]
+    options = {
+        "MAXIMIZE": False, "CAUTIOUS": False, "DECAY": "decoupled", "EPS_HAT": False,
+        "ALIGNED": True, "BLOCK": 4096, "warps": 8, "first_dtype": tl.float32,
+        "second_dtype": tl.float32, "master_dtype": None, "step_dtype": tl.float32, "Q": 0,
+        "FIRST_RANDOM": False, "SECOND_RANDOM": False, "RUNS": False,
+        **dict.fromkeys(["scales", "steps", "origins"]),
+    }  # fmt: skip
+    for name in dict(types):
+        del options[name]
+    types = {**dict.fromkeys(numbers, "*fp64"), "chunks": "*i64", **dict(types)}
+    return compiled(elementwise.adamw, types, **{**options, **given})
+
+
 @pytest.mark.parametrize(("decay", "cautious", "eps_hat"), FORMS)
 def test_forms_of_adamw_compile(decay, cautious, eps_hat):
-    numbers = ["step_sizes", "root_corrections", "beta1", "beta2", "eps"]
-    given = {
-        "MAXIMIZE": False, "CAUTIOUS": cautious, "DECAY": decay, "ALIGNED": True, "BLOCK": 4096,
-        "first_dtype": tl.float32, "second_dtype": tl.float32, "HAS_MASTER": False,
-        "EPS_HAT": eps_hat,
-    }  # fmt: skip
-    types = {**dict.fromkeys(numbers, "*fp64"), "chunks": "*i64"}
-    assert "ld.global.v4.b32" in compiled(elementwise.adamw, types, **given)
+    ptx = compiled_adamw(DECAY=decay, CAUTIOUS=cautious, EPS_HAT=eps_hat)
+    assert "ld.global.v4.b32" in ptx
+
+
+SMALL = {
+    "8 bits": {"first_dtype": tl.int8, "second_dtype": tl.uint8, "Q": 256},
+    "8 bits of 32": {"first_dtype": tl.int8, "second_dtype": tl.uint8, "Q": 32, "RUNS": True},
+    "at random": {"first_dtype": tl.bfloat16, "second_dtype": tl.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_adamw_with_small_state_compiles(name):
+    types = {"scales": "*i64", "steps": "*i64", "origins": "*i64"}
+    own = {**SMALL[name], "FIRST_RANDOM": True, "SECOND_RANDOM": True, "master_dtype": tl.int16}
+    ptx = compiled_adamw(types, **own)
+    operations(ptx)  # no fma among them
+    assert "ld.global.b8" not in ptx  # codes are read many at once
 
 
 @pytest.mark.parametrize("given", ["residue", "left_residue"])

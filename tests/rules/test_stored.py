@@ -65,17 +65,19 @@ def mixed_words(x):
 
 def bits_of_element(seed, step, index):
     """What `Noise` promises for one element."""
-    first = mixed_words(mixed_words(step) ^ seed)
+    first = mixed_words(mixed_words(step) ^ seed % 2**32)
     second = mixed_words(first ^ 0x9E3779B1)
     word = (index % 2**32 ^ (index >> 32) * 0x9E3779B1 % 2**32) + first & 0xFFFFFFFF
     word = ((word ^ word >> 16) * 0x7FEB352D + second) % 2**32
     word = (word ^ word >> 15) * 0x846CA68B % 2**32
-    return word ^ word >> 16
+    word ^= word >> 16
+    return word >> 16 if seed >> 32 else word % 2**16
 
 
 @pytest.mark.parametrize("offset", [0, 2**31 - 7, 2**32 - 9, 5 * 2**32 + 3])
 @pytest.mark.parametrize("step", [1, 70_000, torch.tensor(123456.0)])
-def test_bits_are_those_of_seed_step_and_index(offset, step, monkeypatch):
+@pytest.mark.parametrize("upper", [0, 1])
+def test_bits_are_those_of_seed_step_and_index(offset, step, upper, monkeypatch):
     monkeypatch.setattr(noise_file, "CHUNK", 8)  # chunks within a row, and of several rows
     for shape, strides in (
         ((3, 20), (1000, 1)),
@@ -83,11 +85,11 @@ def test_bits_are_those_of_seed_step_and_index(offset, step, monkeypatch):
         ((2, 5), (1, 40)),
         ((1, 4), (9, 1)),
     ):
-        found = Noise(0xDEADBEEF, step, offset, strides).bits(torch.empty(shape))
+        seed = 0xDEADBEEF | upper << 32
+        found = Noise(seed, step, offset, strides).bits(torch.empty(shape))
         for place in np.ndindex(shape):
             index = offset + int(np.dot(place, strides))
-            wanted = bits_of_element(0xDEADBEEF, int(step), index)
-            assert int(found[place]) % 2**32 == wanted
+            assert int(found[place]) == bits_of_element(seed, int(step), index)
 
 
 def test_bits_of_a_device_that_is_not_read_are_the_same(monkeypatch):
@@ -110,19 +112,20 @@ def test_bits_of_neighbours_steps_and_seeds_have_nothing_in_common():
         "next row": base._replace(offset=4096).bits(tensor),
     }
     count, room = len(tensor), 5 / math.sqrt(len(tensor))  # five standard deviations
-    for bit in range(32):
+    for bit in range(16):
         assert abs((found >> bit & 1).double().mean() - 0.5) < room / 2
     for name, other in others.items():
-        differing = [(found ^ other) >> bit & 1 for bit in range(32)]
+        differing = [(found ^ other) >> bit & 1 for bit in range(16)]
         assert all(abs(d.double().mean() - 0.5) < room / 2 for d in differing), name
-        left, right = (x.double() / 2**32 for x in (found, other))
+        left, right = (x.double() for x in (found, other))
         assert abs(torch.corrcoef(torch.stack([left, right]))[0, 1]) < room, name
-    assert len(found.unique()) > 0.99 * count
+    assert 0.62 < len(found.unique()) / count < 0.64  # 1 - 1/e of as many values
 
 
 def test_seeds_are_of_name_and_key():
-    digest = hashlib.sha256(b"layer.weight\nexp_avg").digest()
-    assert seed_of("layer.weight", "exp_avg") == int.from_bytes(digest[:4], "little")
+    seed = int.from_bytes(hashlib.sha256(b"layer.weight").digest()[:4], "little")
+    assert seed_of("layer.weight", "exp_avg") == seed
+    assert seed_of("layer.weight", "exp_avg_sq") == seed | 1 << 32
     origin = Origin(40, (10, 1), {"exp_avg": 7})
     assert origin.noise("exp_avg", 2) == Noise(7, 2, 40, (10, 1))
 
@@ -235,6 +238,7 @@ def test_what_is_not_finite_stays_so(signed, bad):
     assert not found[1, 32:].isfinite().any()
     assert found[1, :32].isfinite().all()
     assert found[[0, 2]].isfinite().all()
+    assert found[1, 32:].isnan().all() == math.isnan(bad)
     if signed and math.isinf(bad):
         assert found[1, 40] == bad
 
@@ -280,10 +284,10 @@ def test_a_cut_is_coded_as_the_whole_is(signed, monkeypatch):
 
 def test_an_average_that_moves_by_less_than_a_step_arrives():
     """What rounding to the nearest would not do: from 1 to 1/2 by less than a step at a time."""
-    target, beta, steps = 0.5, 0.99, 400
+    target, beta, steps = 0.5, 0.99, 300
     ends = {}
     for random in (True, False):
-        value = torch.ones(256, 32)
+        value = torch.ones(128, 32)
         value[:, 0] = 4.0  # the scale, which does not change
         for step in range(1, steps + 1):
             value[:, 1:] = beta * value[:, 1:] + (1 - beta) * target

@@ -1,0 +1,165 @@
+"""State in few bits inside kernels: `samestep.rules.stored` and `noise` have the formulas.
+
+Every operation is the one that plain torch does, so that bits are equal. Who calls these functions
+is compiled with `enable_fp_fusion=False`: a product and a sum that become one operation would round
+otherwise. Blocks of 8-bit codes are the rows of a tile (rows, Q): a scale is the largest of a row.
+"""
+
+import triton
+import triton.language as tl
+
+FIRST, SECOND = tl.constexpr(0x7FEB352D), tl.constexpr(0x846CA68B)
+GOLDEN = tl.constexpr(0x9E3779B1)
+# 1 / 127 and 1 / 255 as 32 bits have them.
+SIGNED_STEP, UNSIGNED_STEP = tl.constexpr(0.007874015718698502), tl.constexpr(0.003921568859368563)
+
+
+@triton.jit
+def mixed(word):
+    """lowbias32 of uint32."""
+    word = (word ^ (word >> 16)) * FIRST
+    word = (word ^ (word >> 15)) * SECOND
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def logical_index(origin, place, RUNS: tl.constexpr):
+    """The flat index of elements in the whole tensor, from those in the local one.
+
+    `origin` points to: the index of the first, how many neighbours follow each other, from one such
+    run to the next, and the seed; RUNS: whether there are several.
+    """
+    place = place.to(tl.int64)
+    if RUNS:
+        run = tl.load(origin + 1)
+        place = place // run * tl.load(origin + 2) + place % run
+    return tl.load(origin) + place
+
+
+@triton.jit
+def random_bits(origin, start, within, step, RUNS: tl.constexpr):
+    """uint32 of elements of the local tensor, for both halves.
+
+    `start` is where runs, or parts of them, begin, and `within` where an element is from there.
+    """
+    index, seed = logical_index(origin, start, RUNS) + within, tl.load(origin + 3)
+    step_word = step.to(tl.int32).to(tl.uint32, bitcast=True)
+    first = mixed(mixed(step_word) ^ seed.to(tl.uint32))
+    second = mixed(first ^ GOLDEN)
+    word = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * GOLDEN)
+    word += first
+    word = (word ^ (word >> 16)) * FIRST + second
+    word = (word ^ (word >> 15)) * SECOND
+    return word ^ (word >> 16)
+
+
+@triton.jit
+def lower_half(bits):
+    """The 16 bits for state with signs, int32."""
+    return (bits & 0xFFFF).to(tl.int32)
+
+
+@triton.jit
+def upper_half(bits):
+    """The 16 bits for second moments, int32."""
+    return (bits >> 16).to(tl.int32)
+
+
+@triton.jit
+def ratios(codes, SIGNED: tl.constexpr):
+    """What part of the scale codes, as float32, stand for."""
+    if SIGNED:
+        share = codes * SIGNED_STEP
+        found = share * tl.abs(share)
+    else:
+        share = codes * UNSIGNED_STEP
+        square = share * share
+        found = square * square
+    return found
+
+
+@triton.jit
+def decoded(codes, scale):
+    """int8 or uint8 codes as values."""
+    return ratios(codes.to(tl.float32), codes.dtype == tl.int8) * scale
+
+
+@triton.jit
+def encoded(values, bits, SIGNED: tl.constexpr):
+    """Codes of blocks (rows, Q), and their scales (rows, 1); `bits` from 0 to 65535."""
+    MOST: tl.constexpr = 127 if SIGNED else 255
+    word = values.to(tl.int32, bitcast=True)
+    size_word = word & 0x7FFFFFFF
+    # Of bits, since these are ordered as magnitudes are, and NaN is the largest of all.
+    scale_word = tl.max(size_word, axis=1, keep_dims=True)
+    largest = scale_word.to(tl.float32, bitcast=True)
+    power = tl.where(largest < 2.0**-32, 2.0**64, tl.where(largest > 2.0**64, 2.0**-64, 1.0))
+    scale = tl.where(largest == 0, 1.0, largest * power)
+    size = size_word.to(tl.float32, bitcast=True) * power
+    # A guess, as in plain torch; by quick operations, since it is made good.
+    code = tl.sqrt(size * tl.where(scale_word < 0x7F800000, 1.0 / scale, float("nan")))
+    if not SIGNED:
+        code = tl.sqrt(code)
+    code = tl.floor(code * MOST - 0.01)
+    code = tl.maximum(tl.where(code < MOST - 1, code, MOST - 1.0), 0.0)  # also for NaN
+    code = tl.where(ratios(code + 1.0, SIGNED) * scale <= size, code + 1.0, code)
+    low = ratios(code, SIGNED) * scale
+    room = ratios(code + 1.0, SIGNED) * scale - low
+    line = (bits.to(tl.float32) + 0.5) * 1.52587890625e-05  # 2^-16
+    code = tl.where(room * line < size - low, code + 1.0, code)
+    if SIGNED:
+        code = tl.where(word < 0, -code, code).to(tl.int8)
+    else:
+        code = tl.where((values > 0) & (code == 0), 1.0, code).to(tl.int32).to(tl.uint8)
+    return code, largest
+
+
+@triton.jit
+def rounded_bf16(values, bits):
+    """float32 to a neighbour in bfloat16, as its bits, int16; `bits` from 0 to 65535."""
+    word = values.to(tl.int32, bitcast=True)
+    size = word & 0x7FFFFFFF
+    word += tl.where(size < 0x7F7F0000, bits, 0)
+    word = tl.where(size > 0x7F800000, word | 0x00400000, word)
+    return (word >> 16).to(tl.int16)
+
+
+@triton.jit
+def joined(param, remainder):
+    """float32 from the bits of a bfloat16, int16, and its remainder, int16."""
+    upper, lower = param.to(tl.int32), remainder.to(tl.int32)
+    lower = tl.where(((upper & 0x7FFF) == 0) & (lower < 0), 0, lower)
+    return ((upper << 16) + lower).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split(values):
+    """The bits of a bfloat16, int16, and its remainder, int16."""
+    word = values.to(tl.int32, bitcast=True)
+    word = tl.where((word & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, word)
+    return ((word + 0x8000) >> 16).to(tl.int16), word.to(tl.int16)
+
+
+@triton.jit
+def read_state(place, inside, scale_place, scale_inside):
+    """What pointers point to, in float32; `scale_place`, (rows, 1), is None but for codes."""
+    if scale_place is None:
+        values = tl.load(place, inside, 0.0).to(tl.float32)
+    else:
+        values = decoded(tl.load(place, inside, 0), tl.load(scale_place, scale_inside, 0.0))
+    return values
+
+
+@triton.jit
+def write_state(place, inside, scale_place, scale_inside, values, bits):
+    """Write float32 where pointers point to; `bits` are None where nothing is random."""
+    if bits is None:
+        tl.store(place, values.to(place.dtype.element_ty), inside)
+    else:
+        if scale_place is None:
+            tl.store(place, rounded_bf16(values, bits).to(tl.bfloat16, bitcast=True), inside)
+        else:
+            SIGNED: tl.constexpr = place.dtype.element_ty == tl.int8
+            codes, scale = encoded(values, bits, SIGNED)
+            tl.store(place, codes, inside)
+            tl.store(scale_place, scale, scale_inside)

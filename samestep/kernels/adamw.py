@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from samestep.kernels import elementwise
-from samestep.kernels.call import CHUNK, FUSION, Gradients, Origins, Step, Table, chunk_table
+from samestep.kernels.call import (
+    CHUNK,
+    FUSION,
+    Gradients,
+    Origins,
+    Step,
+    Table,
+    chunk_table,
+    codes_per_scale,
+)
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.rules.noise import Origin
 from samestep.rules.state import MASTER, State
@@ -106,8 +115,3 @@ class AdamWTensors:
             num_warps=8,
             enable_fp_fusion=FUSION,
         )
-
-
-def codes_per_scale(state: State, key: str) -> int:
-    """How many codes share a scale."""
-    return state[key].numel() // state[key + SCALE_SUFFIX].numel()

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from samestep.rules.noise import WORD, Origin, levels
 from samestep.rules.rule import Options
+from samestep.rules.state import State
+from samestep.rules.stored import SCALE_SUFFIX
 
 # Compilers that may fuse a product and a sum choose which, here and there another: then an element
 # would be rounded by its place in a tile, which is not the same in a part and in a whole block.
@@ -26,9 +28,10 @@ TILE = 64  # rows and columns of a block or part that one program works on
 T = TypeVar("T")
 
 
-def tiled() -> dict[str, Any]:
-    """The constants of a launch on tiles."""
-    return {"ROWS": TILE, "COLS": TILE, "num_warps": 4, "enable_fp_fusion": FUSION}
+def tiled(wide: int | None = None) -> dict[str, Any]:
+    """The constants of a launch on tiles: as high as wide, or as many elements so wide."""
+    rows, cols = (TILE, TILE) if wide is None else (max(1, TILE * TILE // wide), wide)
+    return {"ROWS": rows, "COLS": cols, "num_warps": 4, "enable_fp_fusion": FUSION}
 
 
 def tiles(size: int) -> int:
@@ -132,6 +135,11 @@ class Origins:
     def on(self, device: torch.device) -> Tensor:
         """The table."""
         return _known_origins(tuple(self.rows), device)
+
+
+def codes_per_scale(state: State, key: str) -> int:
+    """How many codes share a scale."""
+    return state[key].numel() // state[key + SCALE_SUFFIX].numel()
 
 
 def has_two_levels(origin: Origin, shape: Sequence[int]) -> bool:

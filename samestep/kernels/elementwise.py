@@ -145,6 +145,14 @@ def advance(
 
 
 @triton.jit
+def counted(steps, only_if, writes, step_dtype: tl.constexpr):
+    """Count the step of one tensor."""
+    number = tl.program_id(0)
+    place = pointer_in(steps, number, step_dtype, False)
+    tl.store(place, (tl.load(place) + 1).to(step_dtype), is_written(only_if, writes, number))
+
+
+@triton.jit
 def adamw(
     grads,  # (count,) addresses
     tensors,  # (3 or 4, count): parameters, first and second moments, masters

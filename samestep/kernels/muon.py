@@ -13,17 +13,26 @@ Of blocks that came together from parts only the middle is done here: `parts` ha
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from samestep.kernels import call, muon_tiles
-from samestep.kernels.call import FUSION, Gradients, Step, Table, tiled, tiles
+from samestep.kernels import call, elementwise, muon_tiles
+from samestep.kernels.call import (
+    FUSION,
+    Gradients,
+    Origins,
+    Step,
+    Table,
+    codes_per_scale,
+    tiled,
+    tiles,
+)
 from samestep.kernels.choice import padded
-from samestep.kernels.norm import DTYPES
+from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.kernels.orthogonalize import orthogonalize_wide
 from samestep.rules.muon import (
     largest_singular_value,
@@ -32,10 +41,13 @@ from samestep.rules.muon import (
     table_of,
     variance_of_rows,
 )
+from samestep.rules.noise import Origin
 from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Options
 from samestep.rules.state import MASTER, State
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
 
+SCALES = "momentum_buffer" + SCALE_SUFFIX
 AGAIN = 32  # programs per block that look whether a direction is to be written once more
 STRIP, LONG = 16, 256  # rows and columns that are looked at together, where rows are summed
 
@@ -68,6 +80,7 @@ class MuonBlocks:
         states: Sequence[State],
         rows: int | None = None,  # None: as many as the first dim has
         lie: Lie | None = None,
+        origins: Sequence[Origin] | None = None,  # where momenta are rounded at random
     ) -> None:
         self.count = len(params)
         self.lie = lie
@@ -76,15 +89,60 @@ class MuonBlocks:
         self.tall = self.rows > self.cols  # then directions are the transposes of blocks
         self.states = states
         self.momenta = Table([[state["momentum_buffer"] for state in states]])
-        masters = [[state[MASTER] for state in states]] if MASTER in states[0] else []
-        self.targets = Table([params, *masters])
+        kept = [key for key in (MASTER, REMAINDER_KEY) if key in states[0]]
+        self.targets = Table([params, *([state[key] for state in states] for key in kept)])
         self.param_dtype = DTYPES[params[0].dtype]
-        self.state_dtype = DTYPES[states[0]["momentum_buffer"].dtype]
+        self.master_dtype = STORED_DTYPES[states[0][kept[0]].dtype] if kept else None
+        self.state_dtype = STORED_DTYPES[states[0]["momentum_buffer"].dtype]
         self.device = params[0].device
+        self.rounding = None if origins is None else Rounding(params, states, origins)
         self.powers = torch.ones(self.count, device=self.device)  # of the step before
         # In the host's memory, where kernels write in the rare case and nobody waits to read.
         on_gpu = self.device.type == "cuda"
         self.outliers = torch.zeros(self.count, dtype=torch.int32, pin_memory=on_gpu)
+
+
+class Rounding:
+    """What kernels need to know where momenta are rounded at random."""
+
+    def __init__(
+        self, params: Sequence[Tensor], states: Sequence[State], origins: Sequence[Origin]
+    ) -> None:
+        self.steps = Table([[state[STEP] for state in states]])
+        self.step_dtype = DTYPES[states[0][STEP].dtype]
+        places = Origins(origins, [param.shape for param in params])
+        self.origins, self.has_runs = places.on(params[0].device), places.has_runs
+        self.block, self.scales = 0, None  # of 8-bit codes
+        if SCALES in states[0]:
+            self.block = codes_per_scale(states[0], "momentum_buffer")
+            self.scales = Table([[state[SCALES] for state in states]])
+
+    def count_(self, writes: Tensor | None, step: Step) -> None:
+        """Count this step."""
+        elementwise.counted[(len(self.origins),)](
+            self.steps.addresses, step.only_if, writes, step_dtype=self.step_dtype, num_warps=1
+        )
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `muon_tiles.momentum`."""
+        return {
+            "scales": None if self.scales is None else self.scales.addresses,
+            "steps": self.steps.addresses,
+            "origins": self.origins,
+            "step_dtype": self.step_dtype,
+            "Q": self.block,
+            "RANDOM": True,
+            "RUNS": self.has_runs,
+        }
+
+
+EXACT = {
+    **dict.fromkeys(["scales", "steps", "origins"]),
+    "step_dtype": tl.float32,
+    "Q": 0,
+    "RANDOM": False,
+    "RUNS": False,
+}  # the same where nothing is rounded at random
 
 
 class GivenBlocks:
@@ -184,12 +242,12 @@ def _step_along(
         **_sizes(blocks, directions),
         **_lying(blocks),
         param_dtype=blocks.param_dtype,
+        master_dtype=blocks.master_dtype,
         FACTORS=kind,
         SCALE_DECAY=options["scale_decay"],
         CAUTIOUS=options["cautious"],
         INDEPENDENT=options["decay_form"] == "independent",
         BFLOAT16=_in_bfloat16(options),
-        HAS_MASTER=len(blocks.targets.tensors) == 2,
         ALIGNED=blocks.targets.aligned and blocks.lie is None,
         **tiled(),
     )
@@ -208,6 +266,9 @@ class _Numbers(NamedTuple):
 def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
     blocks, options = source[0], step.options
+    if isinstance(blocks, MuonBlocks) and blocks.rounding is not None:
+        assert source[1] is not None
+        blocks.rounding.count_(source[1].writes, step)
     if options["equilibrate"] and _in_bfloat16(options):
         # Rows of any size: their digits are all there, until they have one norm.
         given = directions.view(torch.bfloat16)
@@ -219,7 +280,7 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
         _write_again(blocks, source[1], directions, numbers, step)
     else:
         numbers = _numbers(run(None, only_sums=True), step)
-        run(numbers.powers)
+        run(numbers.powers, only_writes=True)
     if options["equilibrate"]:
         return _equilibrated(blocks, directions, directions, numbers, step)
     return numbers.scales
@@ -231,6 +292,7 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
     programs = tiles(short) * tiles(long)
     sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
     blocks, grads = source
+    rounding = None
     if isinstance(blocks, GivenBlocks):
         given, momenta, aligned, writes = blocks.values, blocks.values, False, None
         dtypes = tl.float32, tl.float32  # not read
@@ -238,17 +300,20 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
         assert grads is not None
         given, momenta, writes = grads.addresses, blocks.momenta.addresses, grads.writes
         aligned = grads.aligned and blocks.momenta.aligned and blocks.lie is None
-        dtypes = grads.dtype, blocks.state_dtype
+        dtypes, rounding = (grads.dtype, blocks.state_dtype), blocks.rounding
 
-    def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
+    def launch(powers: Tensor | None, sums: Tensor | None, cut: dict[str, Any]) -> None:
+        high, wide = (long, short) if blocks.tall else (short, long)
+        programs = -(-high // cut["ROWS"]) * -(-wide // cut["COLS"])
         muon_tiles.momentum[(programs, count)](
             given,
             momenta,
-            directions,
-            powers,
-            sums,
-            step.only_if,
-            writes,
+            directions=directions,
+            powers=powers,
+            sums=sums,
+            only_if=step.only_if,
+            writes=writes,
+            **(EXACT if rounding is None else rounding.arguments()),
             **step.momentum,
             **_sizes(blocks, directions),
             **_lying(blocks),
@@ -256,10 +321,19 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
             state_dtype=dtypes[1],
             GIVEN=grads is None,
             BFLOAT16=_in_bfloat16(step.options),
-            ONLY_SUMS=only_sums,
             ALIGNED=aligned,
-            **tiled(),
+            **cut,
         )
+
+    def run(powers: Tensor | None, *, only_sums: bool = False, only_writes: bool = False) -> Tensor:
+        block = 0 if rounding is None else rounding.block
+        if block and not only_sums:
+            # A scale needs its whole block: other tiles. Sums are always those of the same.
+            if not only_writes:
+                launch(None, sums, {**tiled(), "ONLY_SUMS": True})
+            launch(powers, None, {**tiled(block), "ONLY_SUMS": False})
+        else:
+            launch(powers, sums, {**tiled(), "ONLY_SUMS": only_sums})
         return sums
 
     return run

@@ -10,7 +10,14 @@ Triton's interpreter, through which tests run these kernels, takes no such size 
 import triton
 import triton.language as tl
 
-from samestep.kernels.elementwise import is_written, main_value, pointer_in, seen_gradient
+from samestep.kernels.elementwise import (
+    is_written,
+    main_value,
+    pointer_in,
+    seen_gradient,
+    store_value,
+)
+from samestep.kernels.small import lower_half, random_bits, read_state, write_state
 
 
 @triton.jit
@@ -27,15 +34,16 @@ def direction_of(m, g, mu, EMA: tl.constexpr, NESTEROV: tl.constexpr):
 
 @triton.jit
 def new_momentum(
-    grad, momentum, inside, mu, factor,
+    grad, momentum, scale, inside, mu, factor,
     EMA: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     """The new momentum of the elements that pointers point to, and their direction.
 
+    `scale` points to the scales of 8-bit codes, for each of them; it is None where there are none.
     ema: m + (1 - mu) (g - m).  sum: mu m + g.
     """
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
-    m = tl.load(momentum, inside, 0.0).to(tl.float32)
+    m = read_state(momentum, inside, scale, inside)
     mu_ = tl.load(mu)
     if EMA:
         m += (1 - mu_).to(tl.float32) * (g - m)
@@ -61,9 +69,7 @@ def step_to(
     else:
         value *= (1 - decay).to(tl.float32)
     value -= adjusted.to(tl.float32) * u
-    tl.store(param, value.to(param.dtype.element_ty), inside)
-    if master is not None:
-        tl.store(master, value, inside)
+    store_value(param, master, value, inside)
 
 
 @triton.jit
@@ -136,9 +142,12 @@ def write_direction(
 def momentum(
     grads,  # (count,) addresses of (rows, cols); GIVEN: directions, (count, rows, cols)
     momenta,  # (count,) addresses
+    scales,  # (count,) addresses of those of 8-bit momenta
+    steps,  # (count,) addresses of the numbers of steps, with this one; RANDOM
+    origins,  # (count, 4): see `call.Origins`; RANDOM
     directions,  # (count, short, long), padded; the transpose of a tall block
     powers,  # (count,): the direction is multiplied with it; None: not
-    sums,  # (count, tiles): the squares of the direction, not multiplied
+    sums,  # (count, tiles): the squares of the direction, not multiplied; None: not wanted
     only_if,
     writes,  # (count,): 0 leaves a momentum as it is
     mu,
@@ -153,6 +162,10 @@ def momentum(
     col_stride,
     grad_dtype: tl.constexpr,
     state_dtype: tl.constexpr,
+    step_dtype: tl.constexpr,
+    Q: tl.constexpr,  # elements of a block of codes; they are written by tiles so wide alone
+    RANDOM: tl.constexpr,
+    RUNS: tl.constexpr,
     GIVEN: tl.constexpr,  # the direction is there already: no momentum
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -177,14 +190,27 @@ def momentum(
     else:
         grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
         state = pointer_in(momenta, number, state_dtype, ALIGNED) + offsets
-        m, u = new_momentum(grad, state, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
+        scale = None
+        if Q:
+            scale = pointer_in(scales, number, tl.float32, False) + row * (cols // Q) + col // Q
+        m, u = new_momentum(grad, state, scale, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
     u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
-    wide = u.to(tl.float64)
-    tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
+    if sums is not None:
+        wide = u.to(tl.float64)
+        tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
     if not ONLY_SUMS:
         if not GIVEN:
             written = is_written(only_if, writes, number)
-            tl.store(state, m.to(state_dtype), inside & written)
+            bits, first, there = None, None, None
+            if RANDOM:
+                step = tl.load(pointer_in(steps, number, step_dtype, False))
+                origin = origins + 4 * number
+                bits = lower_half(random_bits(origin, row * cols + col, 0, step, RUNS))
+            if Q:
+                first = pointer_in(scales, number, tl.float32, False)
+                first += row * (cols // Q) + first_col // Q
+                there = (row < rows) & (first_col < cols) & written
+            write_state(state, inside & written, first, there, m, bits)
         if powers is not None:
             u = u * tl.load(powers + number)
         x = u.to(directions.dtype.element_ty)
@@ -460,6 +486,7 @@ def step_along(
     row_stride,
     col_stride,
     param_dtype: tl.constexpr,
+    master_dtype: tl.constexpr,  # None: there is no master
     FACTORS: tl.constexpr,  # none, one per block, per short or per long coordinate: 0 to 3
     SCALE_DECAY: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -467,7 +494,6 @@ def step_along(
     TALL: tl.constexpr,
     LAID: tl.constexpr,
     BFLOAT16: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -493,8 +519,8 @@ def step_along(
     offsets = places_of(row, col, cols, group, group_stride, row_stride, col_stride, LAID)
     param = pointer_in(tensors, number, param_dtype, ALIGNED) + offsets
     master = None
-    if HAS_MASTER:
-        master = pointer_in(tensors + count, number, tl.float32, ALIGNED) + offsets
+    if master_dtype is not None:
+        master = pointer_in(tensors + count, number, master_dtype, ALIGNED) + offsets
     step_to(
         param, master, u, inside, lr, weight_decay, lr_factor, SCALE_DECAY, CAUTIOUS, INDEPENDENT
     )  # fmt: skip

@@ -50,7 +50,7 @@ def momentum_of_parts(
     grad = pointer_in(grads, param, grad_dtype, GRADS_ALIGNED)
     grad += _number(own + 3, ALIGNED) + row * _number(own + 4, ALIGNED) + col
     state = pointer_in(own, 5, state_dtype, ALIGNED) + row * _number(own + 6, ALIGNED) + col
-    m, u = new_momentum(grad, state, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
+    m, u = new_momentum(grad, state, None, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
     tl.store(state, m.to(state_dtype), inside & is_written(only_if, writes, param))
     begin = tl.load(own + 7)
     wanted = inside & (begin >= 0)  # a copy that another rank sends goes nowhere
@@ -100,7 +100,7 @@ def step_of_parts(
     SCALE_DECAY: tl.constexpr,
     CAUTIOUS: tl.constexpr,
     INDEPENDENT: tl.constexpr,
-    HAS_MASTER: tl.constexpr,
+    master_dtype: tl.constexpr,  # None: there is no master
     ALIGNED: tl.constexpr,
     TURNED_ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -119,8 +119,8 @@ def step_of_parts(
     inside = (row < rows) & (col < cols) & is_written(only_if, writes, param)
     target = pointer_in(own, 3, param_dtype, ALIGNED) + row * _number(own + 4, ALIGNED) + col
     master = None
-    if HAS_MASTER:
-        master = pointer_in(own, 5, tl.float32, ALIGNED) + row * _number(own + 6, ALIGNED) + col
+    if master_dtype is not None:
+        master = pointer_in(own, 5, master_dtype, ALIGNED) + row * _number(own + 6, ALIGNED) + col
     factor = tl.load(lr_factors + part)
     step_to(
         target, master, u.to(tl.float32), inside, lr, weight_decay, factor,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from samestep.kernels import part_tiles
 from samestep.kernels.call import Step, Table, tiled, tiles
-from samestep.kernels.norm import DTYPES
+from samestep.kernels.norm import DTYPES, STORED_DTYPES
 
 
 class Rows(NamedTuple):
@@ -149,7 +149,8 @@ class StepOfParts:
         lr_factor: Callable[[int, int, str | None, float], float],
     ) -> None:
         self.param_dtype = DTYPES[parts[0].target.dtype]
-        self.has_master = parts[0].master is not None
+        master = parts[0].master
+        self.master_dtype = None if master is None else STORED_DTYPES[master.dtype]
         self.device = parts[0].target.device
         self.table = _on_device(
             [
@@ -201,7 +202,7 @@ class StepOfParts:
             SCALE_DECAY=options["scale_decay"],
             CAUTIOUS=options["cautious"],
             INDEPENDENT=options["decay_form"] == "independent",
-            HAS_MASTER=self.has_master,
+            master_dtype=self.master_dtype,
             ALIGNED=self.aligned and all(map(_is_aligned, sources)),
             TURNED_ALIGNED=self.turned_aligned,
             **tiled(),

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, float32
 
 from samestep.kernels.adamw import AdamWTensors
-from samestep.kernels.call import Gradients, Step, Table
+from samestep.kernels.call import Gradients, Step, Table, codes_per_scale, has_two_levels
 from samestep.kernels.muon import Lie, MuonBlocks, lie_of, muon_
 from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule
+from samestep.rules.noise import Origin
 from samestep.rules.orthogonalize import kernels_run, step_coefficients
 from samestep.rules.state import MASTER
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, code_dtype
 from samestep.update.plain import GroupMath, Operand
 
 BATCH_ELEMENTS = 1 << 30  # orthogonalized at once: 4 bytes each, and less for Gram matrices
@@ -41,14 +43,15 @@ class KernelPlan:
         self.batches: list[list[Job]] = []
         for alike in _by_kind(operands, mine):
             if type(math.rule) is AdamWRule:
-                self.batches.append([Job(alike, AdamWTensors(*self._of(alike)))])
+                tensors = AdamWTensors(*self._of(alike), _origins(operands, alike))
+                self.batches.append([Job(alike, tensors)])
             else:
                 for batch in _batches(operands, alike, most):
                     jobs = []
                     for same in batch:
-                        first = operands[same[0]]
-                        blocks = MuonBlocks(*self._of(same), first.matrix[0], _lie(first))
-                        jobs.append(Job(same, blocks))
+                        first, origins = operands[same[0]], _origins(operands, same)
+                        rows, lie = first.matrix[0], _lie(first)
+                        jobs.append(Job(same, MuonBlocks(*self._of(same), rows, lie, origins)))
                     self.batches.append(jobs)
 
     def _of(self, places: Sequence[int]) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
@@ -146,7 +149,8 @@ def reason_against(math: GroupMath, operands: Sequence[Operand]) -> str | None:
         if not _fits(operand):
             return (
                 f"a parameter of shape {tuple(operand.param.shape)} is not what kernels know: "
-                "16 or 32 bits, contiguous like its gradient and state, not empty"
+                "16 or 32 bits, contiguous like its gradient and state, not empty, and where state "
+                "is rounded at random, no matrix in the gaps of others"
             )
     return None
 
@@ -191,14 +195,55 @@ def can_run(math: GroupMath, device: torch.device) -> bool:
 
 def _fits(operand: Operand) -> bool:
     """Whether kernels know its dtypes and strides."""
-    tensors = operand.param, operand.grad, *operand.state.values()
-    known = all(t.dtype in DTYPES for t in tensors) and _grad_fits(operand)
+    known = operand.param.dtype in DTYPES and operand.grad.dtype in DTYPES and _grad_fits(operand)
     shape, strides = operand.param.shape, operand.param.stride()
     for tensor in (operand.param, *operand.state.values()):
         lies_alike = tensor.shape == shape and tensor.stride() == strides
         known &= tensor.is_contiguous() or (operand.rows is not None and lies_alike)
-    master = operand.state.get(MASTER)  # which kernels take to have 32 bits
-    return known and operand.param.numel() > 0 and (master is None or master.dtype == float32)
+    known &= all(_is_known(operand, key) for key in operand.state) and _origin_fits(operand)
+    return known and operand.param.numel() > 0
+
+
+def _is_known(operand: Operand, key: str) -> bool:
+    """Whether kernels read and write state that is kept as this is."""
+    state, dtype = operand.state, operand.state[key].dtype
+    is_random = operand.origin is not None and key in operand.origin.seeds
+    if key == MASTER:
+        return dtype == float32
+    if key == REMAINDER_KEY:
+        return operand.param.dtype == torch.bfloat16
+    if key + SCALE_SUFFIX in state:
+        codes, scale = state[key], state[key + SCALE_SUFFIX]
+        # Neighbours of the last dim share a scale, not those of another where it is transposed.
+        blocked = codes.shape[:-1] == scale.shape[:-1] and scale.numel() > 0
+        return is_random and blocked and key in MOMENTS and dtype == code_dtype(key)
+    if is_random:
+        return key in MOMENTS and dtype == torch.bfloat16
+    return dtype in DTYPES
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # what kernels round at random
+
+
+def _origin_fits(operand: Operand) -> bool:
+    """Whether kernels can tell which random bits are whose; all codes are in blocks of one size."""
+    origin, sizes = operand.origin, _block_sizes(operand)
+    if origin is None:
+        return True
+    placed = not origin.frame and has_two_levels(origin, operand.param.shape)
+    return placed and operand.param.is_contiguous() and len(set(sizes.values())) <= 1
+
+
+def _block_sizes(operand: Operand) -> dict[str, int]:
+    """How many codes share a scale, by key."""
+    state = operand.state
+    return {key: codes_per_scale(state, key) for key in state if key + SCALE_SUFFIX in state}
+
+
+def _origins(operands: Sequence[Operand], places: Sequence[int]) -> list[Origin] | None:
+    """Those of operands that are alike; None: nothing is rounded at random."""
+    origins = [operands[place].origin for place in places]
+    return [origin for origin in origins if origin is not None and origin.seeds] or None
 
 
 def _grad_fits(operand: Operand) -> bool:
@@ -216,11 +261,14 @@ def _lie(operand: Operand) -> Lie | None:
 
 
 def _by_kind(operands: Sequence[Operand], places: Sequence[int]) -> list[list[int]]:
-    """By the dtypes of parameter, gradient and state."""
+    """By the dtypes of parameter, gradient and state, and by what is rounded at random."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for place in places:
-        param, grad, states = operands[place][:3]
-        kinds[param.dtype, grad.dtype, tuple((k, t.dtype) for k, t in states.items())].append(place)
+        operand = operands[place]
+        dtypes = tuple((key, tensor.dtype) for key, tensor in operand.state.items())
+        seeds = () if operand.origin is None else tuple(sorted(operand.origin.seeds))
+        sizes = tuple(_block_sizes(operand).items())
+        kinds[operand.param.dtype, operand.grad.dtype, dtypes, seeds, sizes].append(place)
     return list(kinds.values())
 
 

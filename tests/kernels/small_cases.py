@@ -12,11 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+import samestep.kernels.call
+import samestep.kernels.symmetric
 from samestep.kernels import small
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import FUSION, Gradients, Step, Table
+from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
+from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.noise import UPPER, Noise, Origin, seed_of
 from samestep.rules.stored import (
     REMAINDER_KEY,
@@ -282,3 +286,94 @@ def test_adamw_keeps_moments_as_plain_torch_does(name, master):
             for key, tensor in wanted.items():
                 same(state[key], tensor)
                 assert not torch.equal(state[key], before[place][key])
+
+
+# --- Muon ------------------------------------------------------------------------------------
+
+MUON = MuonRule()
+MANY = {"equilibrate": True, "renormalize": True, "variance_beta2": 0.9, "eps_form": "add"}
+MUON_CASES = [
+    ((24, 64), "8bit", {}, None),
+    ((96, 32), "8bit", MANY, REMAINDER_KEY),
+    ((32, 64), "8bit", {"compute_dtype": torch.float16, "momentum_form": "sum"}, "master_weight"),
+    ((24, 40), "bf16_stochastic", {}, None),
+]
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles in a small matrix; products, which have tests of their own, by torch."""
+    if INTERPRETED:
+        monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.symmetric, "way_of", lambda size, depth: "torch")
+
+
+@pytest.mark.parametrize(("shape", "form", "own", "master"), MUON_CASES)
+@pytest.mark.usefixtures("small_tiles")
+def test_muon_keeps_momentum_as_plain_torch_does(shape, form, own, master):
+    """Step after step, from the momentum that the same kernels have with state of 32 bits."""
+    options = {**MUON.defaults, **own}
+    scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
+    count, key = 3, "momentum_buffer"
+    # Rows of one parameter, and a part of another that is wider.
+    strides = [(shape[1], 1), (shape[1], 1), (3 * shape[1], 1)]
+    starts = [0, shape[0] * shape[1], 7 * 3 * shape[1] + shape[1]]
+    seeds = [seed_of(name, key) for name in ("a", "a", "b")]
+    places = zip(starts, strides, seeds, strict=True)
+    origins = [Origin(start, stride, {key: seed}) for start, stride, seed in places]
+    params, states = [random(*shape) for _ in range(count)], []
+    for place in range(count):
+        state = {"step": torch.tensor(5.0, device=DEVICE), **kept_momentum(random(*shape), form)}
+        if "variance_beta2" in own:
+            state["variance"] = torch.zeros(variance_shape(*shape), device=DEVICE)
+        if master == REMAINDER_KEY:
+            params[place], state[REMAINDER_KEY] = split_remainder(params[place])
+        elif master is not None:
+            state[master], params[place] = params[place], params[place].half()
+        states.append(state)
+    blocks = MuonBlocks(params, states, origins=origins)
+    writes = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
+    for turn in range(2):
+        grads = [random(*shape) for _ in range(count)]
+        step = Step(scalars, options, number(0.5), False, number(float(turn == 0)))
+        before = [{k: t.clone() for k, t in state.items()} for state in states]
+        old, wide = [param.clone() for param in params], []
+        for place, state in enumerate(states):
+            same_in_32 = {k: t.clone() for k, t in state.items() if k == "variance"}
+            wide.append({key: read(state, key).clone(), **same_in_32})
+            if master == REMAINDER_KEY:
+                old[place] = join_remainder(params[place], state[REMAINDER_KEY])
+            elif master is not None:
+                old[place] = state[master].clone()
+        values = [value.clone() for value in old]
+        muon_([(MuonBlocks(values, wide), gradients(grads, writes))], step, measure=False)
+        old = [param.clone() for param in params]
+        muon_([(blocks, gradients(grads, writes))], step, measure=False)
+        for place, state in enumerate(states):
+            if turn == 1 or not writes[place]:
+                same(params[place], old[place])
+                for k, tensor in state.items():
+                    same(tensor, before[place][k])
+                continue
+            assert state["step"] == before[place]["step"] + 1
+            wanted = kept_momentum(wide[place][key], form, origins[place].noise(key, state["step"]))
+            wanted |= {k: t for k, t in wide[place].items() if k == "variance"}
+            if master == REMAINDER_KEY:
+                narrow, wanted[REMAINDER_KEY] = split_remainder(values[place])
+                same(params[place], narrow)
+            elif master is not None:
+                wanted[master] = values[place]
+                same(params[place], values[place].half())
+            else:
+                same(params[place], values[place])
+            assert state.keys() == {"step", *wanted}
+            for k, tensor in wanted.items():
+                same(state[k], tensor)
+                assert not torch.equal(state[k], before[place][k])
+
+
+def kept_momentum(value, form, noise=None):
+    if form == "8bit":
+        codes, scale = encode(value, 32, signed=True, noise=noise)
+        return {"momentum_buffer": codes, "momentum_buffer_scale": scale}
+    return {"momentum_buffer": value.bfloat16() if noise is None else round_bf16(value, noise)}

@@ -26,16 +26,19 @@ TYPES = {
     **dict.fromkeys(["across", "room"], "i32"),
     **dict.fromkeys(["group", "group_stride", "row_stride", "col_stride"], "i32"),
     **dict.fromkeys(["directions", "out"], "*bf16"),
-    **dict.fromkeys(["scales", "factors", "lr_factors", "powers", "norms", "squares"], "*fp32"),
+    **dict.fromkeys(["factors", "lr_factors", "powers", "norms", "squares"], "*fp32"),
     **dict.fromkeys(["programs", "again", "flags"], "*i32"),
     **dict.fromkeys(["lr_factor", "limit", "norm_factor", "eps", "root_rows", "least"], "fp32"),
 }
 TILE = {"ROWS": 64, "COLS": 64}
-ON = {**dict.fromkeys(["HAS_MASTER", "BFLOAT16"], True), "LAID": False}
+ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM", "RUNS"], False), "Q": 0}
+ON |= dict.fromkeys(["scales", "steps", "origins"])
 DTYPES = {
     "grad_dtype": tl.float32,
     "state_dtype": tl.float32,
     "param_dtype": tl.bfloat16,
+    "master_dtype": tl.float32,
+    "step_dtype": tl.float32,
     "direction_dtype": tl.bfloat16,
     "dtype": tl.bfloat16,
 }
@@ -136,7 +139,8 @@ def test_others_compile(aligned):
 
 @pytest.mark.parametrize("known", [False, True])
 def test_numbers_of_blocks_compile(known):
-    compiled(muon_tiles.block_numbers, {"parts": "i32"}, ADD=known, HAS_POWER=known, PARTS=1024)
+    types = {"parts": "i32", "scales": "*fp32"}
+    compiled(muon_tiles.block_numbers, types, ADD=known, HAS_POWER=known, PARTS=1024)
     compiled(muon_tiles.squares_along, {"sums": "*fp32", "directions": "*fp16"}, SHORT=known)
     compiled(
         muon_tiles.direction_factors,

@@ -65,9 +65,11 @@ class PresenceAgreement:
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
 
     def agree(
-        self, here: Sequence[bool], problem: Problem | None, flag: bool = False
+        self, here: Sequence[int], problem: Problem | None, flag: bool = False
     ) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
+
+        here: 0 for what is absent on this rank; `votes()` has the largest of all ranks.
 
         Raises on every rank if any rank has a problem. The host never waits for a GPU: what is
         present here is present anywhere, the rest stays on the device, and another rank's
@@ -85,6 +87,7 @@ class PresenceAgreement:
         anywhere = votes
         for group in self._groups:
             anywhere = maximum("presence", anywhere, group).wait()
+        self._votes = anywhere[:-1]
         if problem is not None:
             raise problem.error
         if self._device.type == "cpu":
@@ -100,7 +103,12 @@ class PresenceAgreement:
         if all(here):
             return [True] * len(here)
         flags = anywhere.bool().unbind()
-        return [known or flag for known, flag in zip(here, flags, strict=False)]
+        return [bool(known) or flag for known, flag in zip(here, flags, strict=False)]
+
+    def votes(self) -> list[int]:
+        """The largest vote for each parameter in the last step; waits for a GPU."""
+        votes: list[int] = self._votes.tolist()
+        return votes
 
     def _read(self, code: int) -> None:
         self.flagged, code = bool(code & 1), code >> 1

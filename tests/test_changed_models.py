@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
 
 KINDS = [samestep.Muon, samestep.AdamW]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -305,3 +305,53 @@ def test_a_swap_after_gradients_were_added_up():
     first, other = run_forked(2, job)
     assert re.search(r"'0\.weight' on rank 0.*opt\.adopt\(model\)", first)
     assert "rank 0 could not take the step" in other
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_a_model_that_is_moved_or_converted_on_several_ranks(who):
+    """Refused on every rank, by name, before anything moves, in every layout."""
+    layouts = [
+        {"sharding": s, "buffers": b} for s in ("zero1", "zero2") for b in ("per_parameter", "flat")
+    ]
+    layouts += [{"sharding": "none"}, OVERLAP, {"mesh": "cpu"}]
+
+    def build(options):
+        model = two_layers()
+        if "mesh" not in options:
+            return model, samestep.MuonAdamW(model, lr=0.1, **options)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return model, samestep.MuonAdamW(model, lr=0.1)
+
+    def convert(model, to):
+        if to == "meta" and not isinstance(model[0].weight, DTensor):
+            for param in model.parameters():  # a parameter keeps its identity when it goes to a GPU
+                torch.utils.swap_tensors(param, nn.Parameter(param.to("meta")))
+        else:
+            model.to(to)
+
+    def job(rank, case):
+        options, to = case
+        model, opt = build(options)
+        backward(model, rank, 0)
+        opt.step()
+        opt.zero_grad()
+        before = [param.detach().clone() for param in model.parameters()]
+        if who == "all" or rank == 1:
+            convert(model, to)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        pairs = zip(before, model.parameters(), strict=True)
+        same = to == "meta" or all(torch.equal(old.to(new.dtype), new) for old, new in pairs)
+        return str(caught.value), same
+
+    cases = [(layout, to) for layout in layouts for to in (torch.bfloat16, torch.float64)]
+    cases += [(layout, "meta") for layout in ({"sharding": "none"}, {"mesh": "cpu"})]
+    for (_, to), ranks in run_cases(2, cases, job):
+        for rank, (text, same) in enumerate(ranks):
+            assert same
+            if who == "one" and rank == 0:
+                assert re.search("rank 1 could not take the step", text)
+            else:
+                assert re.search(rf"'0.weight' is {to if to != 'meta' else ''}.*optimizer", text)

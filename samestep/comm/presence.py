@@ -43,6 +43,16 @@ def _problem_of(rank: int, about: str = "") -> RankProblemError:
     )
 
 
+def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Problem:
+    """That a parameter is not what it was when plans were made; `now`: what it is."""
+    error = RuntimeError(
+        f"parameter {name!r} {now}, on rank {group.members[group.rank]}: move and convert a model "
+        "before its optimizer is built, or build that with deferred=True, which plans in the first "
+        "step"
+    )
+    return Problem(error, index)
+
+
 def _code_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> int:
     """A problem as a number; of several the largest is told."""
     if problem is None:

@@ -16,7 +16,7 @@ from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import held, mesh_group, whole_tensor
-from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
@@ -27,6 +27,7 @@ from samestep.placements.parts.gradients import combine_gradients, fits, no_summ
 from samestep.placements.parts.held_parts import HeldParts, local_part
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
+from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan.schedule import OfBucket
 from samestep.rules.rule import StagedRule
@@ -57,6 +58,7 @@ class ShardedParameters(Placement):
         self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
     ) -> None:
         self.params = [param for param in members.params if isinstance(param, DTensor)]
+        self._tensors = HeldTensors(self.params)
         self.specs = members.specs
         self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
@@ -242,7 +244,7 @@ class ShardedParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         super().begin_step(state, problem)
-        self.problem = problem or self._gradient_problem()
+        self.problem = problem or self._parameter_problem() or self._gradient_problem()
         self.parts.state = state
         self.exchange.begin_step()
 
@@ -255,6 +257,13 @@ class ShardedParameters(Placement):
         self.exchange.end_step()
 
     abandon_step = finish_step
+
+    def _parameter_problem(self) -> Problem | None:
+        changed = self._tensors.first_changed(contiguous=False)
+        if changed is None:
+            return None
+        index, now = changed
+        return changed_parameter(self.specs[index].name, index, now, self.group)
 
     def _gradient_problem(self) -> Problem | None:
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):

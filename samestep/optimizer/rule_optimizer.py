@@ -22,6 +22,7 @@ from samestep.groups.mistakes import (
     has_process_group,
     refuse_flat_parameters,
     refuse_late_group,
+    refuse_second_clipping,
     warn_of_ddp,
     warn_of_lost_updates,
 )
@@ -98,6 +99,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
         self._runner = self._new_runner()
         model = params if isinstance(params, nn.Module) else model
+        refuse_second_clipping(model, steps.max_grad_norm)
         self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
             if model is None:

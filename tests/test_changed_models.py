@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
 
 KINDS = [samestep.Muon, samestep.AdamW]
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -234,3 +234,124 @@ def test_an_override_that_its_rule_does_not_read_is_refused():
         samestep.MuonAdamW(nn.Sequential(nn.Linear(3, 3)), overrides={"0.bias": {"momentum": 0.5}})
     with pytest.raises(ValueError, match="'initial_lr' is no option"):
         samestep.MuonAdamW(nn.Sequential(nn.Linear(3, 3)), overrides={"*": {"initial_lr": 1.0}})
+
+
+def replace_parameters(model, opt, layers=(0, 1)):
+    new_of = {param: param for param in model.parameters()}
+    for layer in layers:
+        old = model[layer].weight
+        new_of[old] = model[layer].weight = nn.Parameter(old.detach().clone())
+    swap(model, opt, new_of)
+
+
+def backward(model, rank, step):
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+    model(x).square().sum().backward()
+
+
+OVERLAP = {"overlap_grad_reduce": True, "sharding": "zero2"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "asks_first", "options"),
+    [([1], False, {}), ([1], True, {}), ([1], False, OVERLAP), ([0, 1], False, OVERLAP)],
+)
+def test_parameters_that_one_rank_alone_has_swapped(layers, asks_first, options):
+    """All raise, naming rank and parameter; when the others follow, training goes on."""
+
+    def ask(opt, rank):
+        if asks_first and rank == 1:
+            opt.state_dict()  # where it is noticed first
+        opt.step()
+
+    def job(rank, swaps):
+        model, text = two_layers(), None
+        opt = samestep.MuonAdamW(model, lr=0.1, **options)
+        for step in range(4):
+            if swaps and step in (1, 2) and (rank == 1) == (step == 1):
+                replace_parameters(model, opt, layers)
+            if swaps or step != 1:
+                backward(model, rank, step)
+            if swaps and step == 1:
+                with pytest.raises(RuntimeError) as caught:
+                    ask(opt, rank)
+                text = str(caught.value)
+            elif step != 1:
+                opt.step()
+            opt.zero_grad()
+        return text, [param.detach() for param in model.parameters()]
+
+    swapped, plain = run_forked(3, job, True), run_forked(3, job, False)
+    for (text, found), (_, expected) in zip(swapped, plain, strict=True):
+        assert f"'{layers[0]}.weight'" in text
+        assert "on rank 1 and not on rank 2" in text
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_swap_after_gradients_were_added_up():
+    """They would be lost: refused on every rank, by name."""
+
+    def job(rank):
+        model = two_layers()
+        opt = samestep.MuonAdamW(model, lr=0.1)
+        if rank == 0:
+            backward(model, rank, 0)
+        opt.synchronize()
+        replace_parameters(model, opt, [0])
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        return str(caught.value)
+
+    first, other = run_forked(2, job)
+    assert re.search(r"'0\.weight' on rank 0.*opt\.adopt\(model\)", first)
+    assert "rank 0 could not take the step" in other
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_a_model_that_is_moved_or_converted_on_several_ranks(who):
+    """Refused on every rank, by name, before anything moves, in every layout."""
+    layouts = [
+        {"sharding": s, "buffers": b} for s in ("zero1", "zero2") for b in ("per_parameter", "flat")
+    ]
+    layouts += [{"sharding": "none"}, OVERLAP, {"mesh": "cpu"}]
+
+    def build(options):
+        model = two_layers()
+        if "mesh" not in options:
+            return model, samestep.MuonAdamW(model, lr=0.1, **options)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        return model, samestep.MuonAdamW(model, lr=0.1)
+
+    def convert(model, to):
+        if to == "meta" and not isinstance(model[0].weight, DTensor):
+            for param in model.parameters():  # a parameter keeps its identity when it goes to a GPU
+                torch.utils.swap_tensors(param, nn.Parameter(param.to("meta")))
+        else:
+            model.to(to)
+
+    def job(rank, case):
+        options, to = case
+        model, opt = build(options)
+        backward(model, rank, 0)
+        opt.step()
+        opt.zero_grad()
+        before = [param.detach().clone() for param in model.parameters()]
+        if who == "all" or rank == 1:
+            convert(model, to)
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        pairs = zip(before, model.parameters(), strict=True)
+        same = to == "meta" or all(torch.equal(old.to(new.dtype), new) for old, new in pairs)
+        return str(caught.value), same
+
+    cases = [(layout, to) for layout in layouts for to in (torch.bfloat16, torch.float64)]
+    cases += [(layout, "meta") for layout in ({"sharding": "none"}, {"mesh": "cpu"})]
+    for (_, to), ranks in run_cases(2, cases, job):
+        for rank, (text, same) in enumerate(ranks):
+            assert same
+            if who == "one" and rank == 0:
+                assert re.search("rank 1 could not take the step", text)
+            else:
+                assert re.search(rf"'0.weight' is {to if to != 'meta' else ''}.*optimizer", text)

@@ -655,3 +655,32 @@ def test_warnings_are_errors_in_forked_ranks():
             warnings.warn("loud", stacklevel=1)
 
     run_forked(2, on_rank)
+
+
+def test_clipping_twice_under_lightning():
+    """Its module has the trainer; a property that raises while there is none."""
+
+    class Module(nn.Linear):
+        arguments: dict[str, Any] | None = None
+
+        @property
+        def trainer(self) -> Any:
+            if self.arguments is None:
+                raise RuntimeError("is not attached to a `Trainer`")
+            return type("Trainer", (), self.arguments)
+
+    def build(limit: float | None, arguments: dict[str, Any] | None) -> None:
+        module = Module(4, 4)
+        module.arguments = arguments
+        samestep.MuonAdamW(module, max_grad_norm=limit)
+
+    for limit, value, by in [
+        (1.0, None, None),
+        (None, 0.5, None),
+        (math.inf, 0.5, "norm"),
+        (1.0, 0.5, "value"),
+    ]:
+        build(limit, {"gradient_clip_val": value, "gradient_clip_algorithm": by})
+    build(1.0, None)
+    with pytest.raises(ValueError, match=r"max_grad_norm=1 here and by gradient_clip_val=0\.5 of"):
+        build(1.0, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": None})

@@ -364,7 +364,17 @@ def test_a_linear_layer_with_norm_in_its_name_is_a_matrix():
     assert rules(samestep.MuonAdamW(model))["blocks.0.up.weight"] == "muon"
 
 
-@pytest.mark.parametrize("name", ["experts.bias", "experts.gate_up_proj_bias", "blocks.0.pos_bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts.bias",
+        "experts.gate_up_proj_bias",
+        "blocks.0.pos_bias",
+        "experts.mlp1_bias_EG",
+        "experts.bias_up",
+        "experts.up_biases",
+    ],
+)
 def test_a_bias_with_two_dims_is_no_matrix(name):
     """One bias per expert, added to activations: a stack of vectors."""
     opt = samestep.MuonAdamW(model_of({"blocks.0.up": linear(), name: raw(4, 16)}))

@@ -303,16 +303,31 @@ def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -
                 f"parameter {name!r} was saved with options that its state depends on and that "
                 f"differ here ({changes}): build the optimizer with the saved values"
             )
+    if not partial:
+        for index, (group, members) in enumerate(_by_group(opt, groups)):
+            _refuse_mixed(index, group, members)
+
+
+def _refuse_mixed(index: int, group: Group, members: Sequence[tuple[str, Group]]) -> None:
+    """Raise if parameters of one group were saved with options that one group cannot have."""
+    keys = [key for key in options_of(group) if key not in OWN]
+    for name, saved in members[1:]:
+        first, before = members[0]
+        for key in keys:
+            if saved.get(key) != before.get(key):
+                raise CheckpointError(
+                    f"{first!r} and {name!r} are both in param_groups[{index}], and were saved "
+                    f"with {key} = {before.get(key)} and {saved.get(key)}: put them into different "
+                    "groups, as they were, or pass partial=True to keep the value that is here"
+                )
 
 
 def restore_options(opt: RuleOptimizer, groups: list[GroupFacts]) -> None:
-    """Give every group the options that its first parameter was saved with."""
-    seen: set[int] = set()
-    for group, _, _, saved in _pairs(opt, groups):
-        if id(group) in seen:
-            continue
-        seen.add(id(group))
-        for key, value in saved.items():
+    """Give every group the options that its parameters were saved with; not where these differ."""
+    for group, members in _by_group(opt, groups):
+        for key, value in members[0][1].items() if members else ():
+            if any(other.get(key) != value for _, other in members):
+                continue
             if key in OWN or decisive_changes(group, {**group, key: value}):
                 continue
             if isinstance(group.get(key), Tensor):
@@ -341,6 +356,16 @@ def _pairs(
         for name in names:
             if name in saved:
                 yield group, cuts, name, saved[name]
+
+
+def _by_group(
+    opt: RuleOptimizer, groups: list[GroupFacts]
+) -> list[tuple[Group, list[tuple[str, Group]]]]:
+    """Every group here, with the names and saved options of its parameters that were saved."""
+    found: dict[int, list[tuple[str, Group]]] = {id(group): [] for group in opt.param_groups}
+    for group, _, name, saved in _pairs(opt, groups):
+        found[id(group)].append((name, saved))
+    return [(group, found[id(group)]) for group in opt.param_groups]
 
 
 def _alone(name: str, options: Group) -> Group:

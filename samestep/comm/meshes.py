@@ -66,11 +66,20 @@ def box_in_forward(tensor: DTensor) -> Box:
 
     FSDP2 cuts a dim that is cut already into strided shards, which are together in forward.
     """
+    cuts = [_cut(placement) for placement in tensor.placements]
+    strided = [axis for axis, cut in enumerate(cuts) if cut.strided]
+    return box_without(tensor, strided)
+
+
+def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
+    """What this rank would hold if some axes of the mesh cut nothing."""
     mesh = tensor.device_mesh
     here = mesh.get_coordinate()
     assert here is not None
-    cuts = [_cut(placement) for placement in tensor.placements]
-    cuts = [Cut() if cut.strided else cut for cut in cuts]
+    cuts = [
+        Cut() if axis in axes else _cut(placement)
+        for axis, placement in enumerate(tensor.placements)
+    ]
     return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, here)
 
 

@@ -14,16 +14,27 @@ from samestep.comm.collectives import maximum
 from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
 
+_SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
+
 
 class Problem(NamedTuple):
-    """Why a rank cannot take the step: its error, and the parameter it is about, if it is one."""
+    """Why a rank cannot take the step: its error, and the parameter it is about, if it is one.
+
+    swapped: the names of parameters that were replaced here. Where they were on every rank there
+        is no error, and `AllSwapped` is raised.
+    """
 
     error: Exception
     param: int | None = None
+    swapped: tuple[str, ...] = ()
 
 
 class RankProblemError(RuntimeError):
     """Another rank could not take the step, so no rank takes it."""
+
+
+class AllSwapped(Exception):  # noqa: N818 - it is no error
+    """Every rank has other parameters in its groups than it had."""
 
 
 def _problem_of(rank: int, about: str = "") -> RankProblemError:
@@ -32,15 +43,70 @@ def _problem_of(rank: int, about: str = "") -> RankProblemError:
     )
 
 
+def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Problem:
+    """That a parameter is not what it was when plans were made; `now`: what it is."""
+    error = RuntimeError(
+        f"parameter {name!r} {now}, on rank {group.members[group.rank]}: move and convert a model "
+        "before its optimizer is built, or build that with deferred=True, which plans in the first "
+        "step"
+    )
+    return Problem(error, index)
+
+
+def _code_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> int:
+    """A problem as a number; of several the largest is told."""
+    if problem is None:
+        return 0
+    param = 0 if problem.param is None else problem.param + 1
+    if problem.swapped:
+        param = next((names.index(name) + 1 for name in problem.swapped if name in names), 0)
+    return (_SWAPPED if problem.swapped else 0) | (rank + 1) << 32 | param
+
+
+def _settle_swap(
+    code: int,
+    problem: Problem | None,
+    groups: Sequence[RankGroup],
+    device: torch.device | None,
+    names: Sequence[str] = (),
+) -> None:
+    """Raise on every rank: `AllSwapped`, or an error that tells on which ranks it is not so."""
+    rank = groups[0].members[groups[0].rank]
+    mine = 0
+    if problem is None or not problem.swapped:
+        mine = (problem is not None) << 32 | rank + 1  # a problem of another kind tells more
+    votes = torch.tensor([mine], dtype=torch.int64, device=device)
+    for group in groups:
+        votes = maximum("ranks with other parameters", votes, group).wait()
+    other = int(votes)
+    if not other:
+        raise AllSwapped
+    if other >> 32:
+        raise (
+            problem.error if problem is not None and mine else _problem_of((other & 0xFFFFFFFF) - 1)
+        )
+    swapped, param = (code >> 32 & 0xFFFFFFF) - 1, code & 0xFFFFFFFF
+    name = names[param - 1] if param else next(iter(problem.swapped if problem else ()), None)
+    what = "parameters were" if name is None else f"parameter {name!r} was"
+    raise RankProblemError(
+        f"{what} replaced by another tensor on rank {swapped} and not on rank {other - 1}, so "
+        "no rank took the step: wrap, shard or replace a model in the same way on every rank, then "
+        "call opt.adopt(model) on every rank if nobody has put the new ones into param_groups"
+    )
+
+
 def any_problem(
     problem: Problem | None, group: RankGroup, device: torch.device | None = None
 ) -> Problem | None:
     """This rank's problem, or that another rank of the group has one; waits for them."""
-    rank = group.members[group.rank]
-    code = torch.tensor([0 if problem is None else rank + 1], dtype=torch.int64, device=device)
-    found = int(maximum("problems", code, group).wait())
+    code = _code_of(problem, group.members[group.rank])
+    found = int(
+        maximum("problems", torch.tensor([code], dtype=torch.int64, device=device), group).wait()
+    )
+    if found & _SWAPPED:
+        _settle_swap(found, problem, [group], device)
     if problem is None and found:
-        return Problem(_problem_of(found - 1))
+        return Problem(_problem_of((found >> 32) - 1))
     return problem
 
 
@@ -65,9 +131,11 @@ class PresenceAgreement:
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
 
     def agree(
-        self, here: Sequence[bool], problem: Problem | None, flag: bool = False
+        self, here: Sequence[int], problem: Problem | None, flag: bool = False
     ) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
+
+        here: 0 for what is absent on this rank; `votes()` has the largest of all ranks.
 
         Raises on every rank if any rank has a problem. The host never waits for a GPU: what is
         present here is present anywhere, the rest stays on the device, and another rank's
@@ -75,16 +143,18 @@ class PresenceAgreement:
         """
         while self._on_their_way and has_passed(self._on_their_way[0][1]):
             self._read(int(self._on_their_way.popleft()[0]))
-        code = int(flag)
-        if problem is not None:
-            param = 0 if problem.param is None else problem.param + 1
-            code |= ((self._rank + 1) << 32 | param) << 1
+        code = _code_of(problem, self._rank, self._names) << 1 | int(flag)
         on_gpu = self._device.type == "cuda"
         votes = torch.tensor([*here, code], dtype=torch.int64, pin_memory=on_gpu)
         votes = votes.to(self._device, non_blocking=True)
         anywhere = votes
         for group in self._groups:
             anywhere = maximum("presence", anywhere, group).wait()
+        self._votes = anywhere[:-1]
+        if (problem is not None and problem.swapped) or self._device.type == "cpu":
+            code = int(anywhere[-1]) >> 1
+            if code & _SWAPPED:
+                _settle_swap(code, problem, self._groups, self._device, self._names)
         if problem is not None:
             raise problem.error
         if self._device.type == "cpu":
@@ -100,7 +170,12 @@ class PresenceAgreement:
         if all(here):
             return [True] * len(here)
         flags = anywhere.bool().unbind()
-        return [known or flag for known, flag in zip(here, flags, strict=False)]
+        return [bool(known) or flag for known, flag in zip(here, flags, strict=False)]
+
+    def votes(self) -> list[int]:
+        """The largest vote for each parameter in the last step; waits for a GPU."""
+        votes: list[int] = self._votes.tolist()
+        return votes
 
     def _read(self, code: int) -> None:
         self.flagged, code = bool(code & 1), code >> 1

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
-from samestep.estimate.placed import CopiedParts, Placed, Sharing
+from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
 from samestep.plan.block_exchange import ChunkTransfers
 from samestep.plan.schedule import (
     Agree,
@@ -144,8 +144,8 @@ class Launches:
         return [each for each in found if each.of_rank(rank, grid) is not None]
 
     def of_beginning(self) -> list[Collective]:
-        """What comes before the first operation: sums of gradients, problems of other stages."""
-        return [*self._gradient_sums(), *self._over_stages("problems")]
+        """What comes before the first operation: problems of other stages."""
+        return list(self._over_stages("problems"))
 
     def _of(self, operation: Operation) -> Iterator[Collective]:
         match operation:
@@ -198,6 +198,8 @@ class Launches:
             asked.append(placement.mesh)
         for peers in filter(None, asked):
             yield from _summed("presence", peers, torch.int64, len(placement.params) + 1)
+        if isinstance(placement, Spreading):
+            yield from self._gradient_sums(placement)
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint
@@ -222,20 +224,19 @@ class Launches:
         if stages is not None and self._blueprint.device.type == "cpu":
             yield from _summed(name, stages, torch.int64, 1)
 
-    def _gradient_sums(self) -> Iterator[Collective]:
+    def _gradient_sums(self, spreading: Spreading) -> Iterator[Collective]:
         """Of DTensors of which ranks have summands: each of them as long as what it holds."""
-        for spreading in self._blueprint.spread:
-            for peers, dtype, params in spreading.sums:
-                if peers.size == 1:
-                    continue
-                grid = self._blueprint.grid
-                among = grid.peers(*(a for a in spreading.peers.axes if a not in peers.axes))
-                sums = []
-                for place in range(among.size):
-                    at = grid.place(grid.rank_at(among, place), spreading.peers)
-                    size = sum(spreading.held[param].boxes[at].numel for param in params)
-                    sums.append(Transfer(Traffic.ALL_REDUCE, SUM, dtype, size))
-                yield Collective(tuple(sums), peers, among=among)
+        grid = self._blueprint.grid
+        for peers, dtype, params in spreading.sums:
+            if peers.size == 1:
+                continue
+            among = grid.peers(*(a for a in spreading.peers.axes if a not in peers.axes))
+            sums = []
+            for place in range(among.size):
+                at = grid.place(grid.rank_at(among, place), spreading.peers)
+                size = sum(spreading.held[param].boxes[at].numel for param in params)
+                sums.append(Transfer(Traffic.ALL_REDUCE, SUM, dtype, size))
+            yield Collective(tuple(sums), peers, among=among)
 
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 

@@ -9,6 +9,7 @@ import gc
 import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from math import isinf
 from typing import Any
 
 import torch
@@ -103,6 +104,23 @@ def warn_of_lost_updates(groups: Iterable[Group], first: int = 0) -> None:
 
 
 # --- a model that was changed, a step in the wrong place -----------------------------------------
+
+
+def refuse_second_clipping(model: nn.Module | None, max_grad_norm: float | None) -> None:
+    """Raise if Lightning clips the gradients by their norm as well, which it tells its module."""
+    try:
+        trainer = getattr(model, "trainer", None)
+    except RuntimeError:  # Lightning's property, of a module that has no trainer
+        return
+    limit = getattr(trainer, "gradient_clip_val", None)
+    by_value = getattr(trainer, "gradient_clip_algorithm", None) == "value"
+    clips = max_grad_norm is not None and not isinf(max_grad_norm)
+    if clips and isinstance(limit, int | float) and limit > 0 and not by_value:
+        raise ValueError(
+            f"gradients would be clipped twice, by max_grad_norm={max_grad_norm:g} here and by "
+            f"gradient_clip_val={limit:g} of Lightning's Trainer: leave one of them out. "
+            "max_grad_norm=math.inf only skips steps whose gradients are not finite"
+        )
 
 
 class TrainingWatch:

@@ -47,7 +47,7 @@ LORA_NAME = re.compile(
     r"(^|\.)(lora|hada|lokr|oft|boft|vblora|vera|ia3|fourierft)_\w+", re.IGNORECASE
 )
 SCALAR_NAME = re.compile(
-    r"(bias|^A_log|^time_(faaaa|decay|first|mix\w*))$"
+    r"(bias|biases|^A_log|^time_(faaaa|decay|first|mix\w*))$|(^|_)bias(es)?_"
 )  # of the parameter itself, whatever its shape
 FUSED_NAME = re.compile(
     r"(^|[._])(w?qkv|c_attn|query_key_value|qkv_proj|to_qkv|to_kv|w_pack|in_proj(_\w+)?|x_proj"

@@ -162,6 +162,18 @@ class Holdings:
         self._find_ranks()
         self._plan_all(groups, state)
 
+    def refuse_lost_gradients(self) -> None:
+        """Raise if plans have gradients that are nowhere else: new plans would not."""
+        for placement in self.shared:
+            name = placement.reducer.only_here()
+            if name is not None:
+                raise RuntimeError(
+                    "parameters of the optimizer were replaced, and the gradient of "
+                    f"{name!r} on rank {placement.group.members[placement.group.rank]} was reduced "
+                    "before it heard of that: call opt.adopt(model) on every rank right after "
+                    "replacing them, before backward and synchronize()"
+                )
+
     def follow(
         self, swapped: Mapping[Tensor, Tensor], groups: Sequence[Group], state: States
     ) -> None:
@@ -169,12 +181,9 @@ class Holdings:
 
         `swapped`: the new one of each. State that is not zero is brought over. Collective.
         """
-        old_of = {new: old for old, new in swapped.items()}
-        before = [
-            {**group, "params": [old_of[param] for param in group["params"]]} for group in groups
-        ]
         whole: dict[str, State] = {}
         if self._has_state(state):
+            before = groups_before(swapped, groups)
             whole = FullValues(before, state, self.placements()).whole_state()
         self.placed = []
         self._order_of_use = [swapped.get(param, param) for param in self._order_of_use]
@@ -257,6 +266,12 @@ class Holdings:
             return ""
         text = "\n".join(line for placement in self.placed for line in placement.lines())
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def groups_before(swapped: Mapping[Tensor, Tensor], groups: Sequence[Group]) -> list[Group]:
+    """The groups with the parameters that others have taken the places of."""
+    old_of = {new: old for old, new in swapped.items()}
+    return [{**group, "params": [old_of[param] for param in group["params"]]} for group in groups]
 
 
 def has_state(state: Mapping[Tensor, State]) -> bool:

@@ -2,15 +2,16 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
+from samestep.comm.collectives import CollectiveError
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem, any_problem
+from samestep.comm.presence import AllSwapped, Problem, RankProblemError, any_problem
 from samestep.groups.adoption import params_by_name
 from samestep.groups.distribution import Distribution
 from samestep.groups.group_checks import UnknownParameterError
@@ -21,6 +22,7 @@ from samestep.groups.mistakes import (
     has_process_group,
     refuse_flat_parameters,
     refuse_late_group,
+    refuse_second_clipping,
     warn_of_ddp,
     warn_of_lost_updates,
 )
@@ -40,7 +42,7 @@ from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
 from samestep.optimizer.consolidated import Consolidated, as_built, gathered, refuse_part
 from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.holdings import Holdings, has_state
+from samestep.optimizer.holdings import Holdings, groups_before, has_state
 from samestep.optimizer.loading import (
     GATHERED_ON,
     PART,
@@ -98,6 +100,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         )
         self._runner = self._new_runner()
         model = params if isinstance(params, nn.Module) else model
+        refuse_second_clipping(model, steps.max_grad_norm)
         self._watch = TrainingWatch(model)
         if distribution.overlap_param_gather:
             if model is None:
@@ -168,9 +171,30 @@ class RuleOptimizer(torch.optim.Optimizer):
                 "parameters of the optimizer were replaced, and modules wait for those that it was "
                 "built with (overlap_param_gather): build the optimizer after wrapping the model"
             )
+        holds.refuse_lost_gradients()
+        self._hear_of_swap(swapped)
         holds.follow(swapped, self.param_groups, self.state)
         self._runner.forget_plans()
         return True
+
+    def _hear_of_swap(self, swapped: Mapping[Tensor, Tensor]) -> None:
+        """Raise on every rank unless parameters were swapped on all of them.
+
+        Told as a problem of a step with those before: ranks without a swap are in such a step, or
+        come to one.
+        """
+        if not self.holdings.placed:
+            return
+        before = groups_before(swapped, self.param_groups)
+        names = tuple(
+            name
+            for index, group in enumerate(before)
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
+            if swapped[param] is not param
+        )
+        problem = Problem(RuntimeError(f"{names[0]!r} was replaced"), swapped=names)
+        with suppress(AllSwapped):
+            self._runner.run(before, self.state, self.holdings.placements(), problem, None)
 
     def adopt(self, model: nn.Module) -> None:
         """Take the parameters of `model` in the places of those that are here, by their names.
@@ -187,7 +211,8 @@ class RuleOptimizer(torch.optim.Optimizer):
             wanted = params_by_name(self.param_groups, model)
             for group, params in zip(self.param_groups, wanted, strict=True):
                 group["params"] = params
-            self.holdings.checks.swapped(self.param_groups)
+            if self.holdings.checks.swapped(self.param_groups) is not None:
+                self.holdings.refuse_lost_gradients()
         except (RuntimeError, ValueError) as error:
             problem = Problem(error)
         ranks = self.holdings.ranks
@@ -496,6 +521,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         """What keeps this rank from the step: an error here, or something to tell all ranks."""
         try:
             self._check_groups()
+        except (CollectiveError, RankProblemError):
+            raise  # which all ranks have heard of
         except Exception as error:
             if self.holdings.ranks is None and self.holdings.stages is None:
                 raise

@@ -239,7 +239,7 @@ class StepRunner:
         """Presence, and the problems of any placement: the first one reaches every rank."""
         own = self._placements[operation.placement]
         problems = [*(placement.problem for placement in self._placements), self._problem]
-        other = next((Problem(p.error) for p in problems if p is not None), None)
+        other = next((p._replace(param=None) for p in problems if p is not None), None)
         if operation.placement == 0:
             self._tell_everyone(own.problem or other)
         own.agree(own.problem or other)

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ class DTensorTraining(Training):
         return {
             name: self.optimizer.full_parameter(name).cpu()
             if param.dtype.itemsize > 2 or not isinstance(param, DTensor)
-            else whole_tensor(param.detach()).cpu()
+            else whole_tensor(cast("DTensor", param.detach())).cpu()
             for name, param in named
         }
 

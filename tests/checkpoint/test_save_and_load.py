@@ -281,6 +281,41 @@ def test_other_groups_of_the_same_parameters(tmp_path, trained):
     assert {group["lr"] for group in opt.param_groups} == {0.01}
 
 
+def test_groups_that_differ_in_the_file_and_are_one_here(tmp_path):
+    """One group cannot have both decays: refused, or with `partial` left as it is here."""
+
+    def build(decays):
+        model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+        groups = [
+            {"params": list(model[n].named_parameters(f"{n}")), "weight_decay": decay, "lr": 0.5}
+            for n, decay in enumerate(decays)
+        ]
+        if len(decays) == 1:
+            groups[0]["params"] = list(model.named_parameters())
+        return model, samestep.AdamW(groups)
+
+    saved = build([0.1, 0.0])
+    set_gradients(saved[0])
+    saved[1].step()
+    samestep.save(tmp_path / "a", *saved)
+    model, opt = build([0.3])
+    opt.param_groups[0]["lr"] = 0.2
+    before = [param.detach().clone() for param in model.parameters()]
+    message = r"'0.weight' and '1.weight' .*weight_decay = 0.1 and 0.0"
+    with pytest.raises(samestep.CheckpointError, match=message):
+        samestep.load(tmp_path / "a", model, opt)
+    assert all(map(torch.equal, model.parameters(), before))
+    samestep.load(tmp_path / "a", model, opt, partial=True)
+    assert opt.param_groups[0]["weight_decay"] == 0.3
+    assert opt.param_groups[0]["lr"] == 0.5
+    assert different(snapshot(model, opt), snapshot(*saved)) == []
+
+
+def set_gradients(model):
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
 def test_nothing_there(tmp_path, trained):
     refused(tmp_path / "a", *trained, "does not exist")
     refused(tmp_path, *trained, "is no checkpoint: it has no index.json and no LATEST")

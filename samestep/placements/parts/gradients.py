@@ -6,18 +6,21 @@ LoRA leave every rank a summand.
 """
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeGuard
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement
 
 from samestep.comm.collectives import Pending, total
-from samestep.comm.meshes import axes_group
+from samestep.comm.meshes import axes_group, box_without
 from samestep.placements.registry import cut_as
+from samestep.placements.whole.buffers import gradient_dtype
+
+_SUMS = ("sum", "avg")  # of summands, by the digit that stands for them, less 1
 
 
 class Mark:
@@ -72,26 +75,67 @@ class _Kind(NamedTuple):
     dtype: torch.dtype
 
 
-def combine_gradients(params: Iterable[Tensor]) -> None:
+def summands(param: DTensor) -> int:
+    """Along which axes of the mesh ranks have summands of a gradient, as a number; 0: it is absent.
+
+    Two bits for each axis: none, sums, means.
+    """
+    if not has_gradient(param):
+        return 0
+    code = 1
+    for axis, place in enumerate(getattr(param.grad, "placements", ())):
+        if place.is_partial() and place.reduce_op in _SUMS:
+            code |= _SUMS.index(place.reduce_op) + 1 << 2 * axis + 1
+    return code
+
+
+def no_summand(param: DTensor, code: int) -> DTensor | None:
+    """Zeros, for a rank that lacks a gradient of which others have summands; None: they have none.
+
+    code: their `summands`.
+    """
+    axes = {axis: code >> 2 * axis + 1 & 3 for axis in range(param.device_mesh.ndim)}
+    summed = [axis for axis, kind in axes.items() if kind]
+    if not summed:
+        return None
+    shape, held = box_without(param, summed).sizes, param.to_local()
+    places: list[Placement] = list(param.placements)
+    for axis in summed:
+        places[axis] = Partial(_SUMS[axes[axis] - 1])
+    zeros = torch.zeros(shape, dtype=gradient_dtype(param), device=held.device)
+    return _placed(zeros, param, places)
+
+
+def combine_gradients(
+    params: Iterable[Tensor], nothing: Mapping[Tensor, DTensor | None] | None = None
+) -> dict[Tensor, DTensor]:
     """Add up or cut what ranks have of gradients, so that each is placed as its parameter is.
 
-    Once more changes nothing. Collective on the meshes: these ranks have run the same graph, so all
-    of them are here.
+    Once more changes nothing. Collective on the meshes: all of their ranks are here, and whoever
+    lacks a gradient of which others have summands gives `nothing`; these sums are returned.
     """
     found: list[DTensor] = []
     partial: list[tuple[DTensor, Sequence[Placement]]] = []
     for param in params:
-        grad = param.grad
-        if not isinstance(param, DTensor) or not isinstance(grad, DTensor):
+        if not isinstance(param, DTensor):
             continue
+        grad = param.grad if param.grad is not None else (nothing or {}).get(param)
         if is_partial(grad):
             found.append(param)
             partial.append((grad, param.placements))
-        elif grad.placements != param.placements and grad.device_mesh == param.device_mesh:
-            placements = cut_as(param.placements, grad.placements)
-            param.grad = grad.redistribute(placements=placements)
+        elif (
+            isinstance(grad, DTensor)
+            and grad.placements != param.placements
+            and grad.device_mesh == param.device_mesh
+        ):
+            param.grad = grad.redistribute(placements=cut_as(param.placements, grad.placements))
+    sums: dict[Tensor, DTensor] = {}
     for param, combined in zip(found, combine(partial), strict=True):
-        param.grad = combined
+        if param.grad is None:
+            sums[param] = combined
+        else:
+            param.grad = combined
+    return sums
 
 
 def is_partial(grad: Tensor | None) -> TypeGuard[DTensor]:
@@ -124,15 +168,30 @@ def combine(grads: Sequence[tuple[DTensor, Sequence[Placement]]]) -> list[DTenso
         sizes = [grads[number][0].to_local().numel() for number in numbers]
         for number, part in zip(numbers, torch.split(flat, sizes), strict=True):
             grad, wanted = grads[number]
-            results[number] = DTensor.from_local(
-                part.view(grad.to_local().shape),
-                grad.device_mesh,
-                _combined_placements(grad, wanted),
-                run_check=False,
-                shape=grad.shape,
-                stride=grad.stride(),
-            )
+            part = part.view(grad.to_local().shape)
+            results[number] = _placed(part, grad, _combined_placements(grad, wanted))
     return [result for result in results if result is not None]
+
+
+def _placed(local: Tensor, like: DTensor, placements: Sequence[Placement]) -> DTensor:
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def fits(param: DTensor, grad: Tensor) -> bool:
+    """Whether `combine_gradients` can place a gradient as its parameter is."""
+    if not isinstance(grad, DTensor):
+        return False
+    partial = [place for place in grad.placements if place.is_partial()]
+    combined = cut_as(param.placements, _combined_placements(grad, param.placements))
+    known = all(getattr(place, "reduce_op", None) in _SUMS for place in partial)
+    return known and tuple(combined) == tuple(param.placements)
 
 
 def _combined_placements(grad: DTensor, wanted: Sequence[Placement]) -> list[Placement]:
@@ -146,7 +205,7 @@ def _kind(grad: DTensor, wanted: Sequence[Placement]) -> _Kind | None:
     for axis, (found, own) in enumerate(zip(grad.placements, wanted, strict=True)):
         if found.is_partial():
             operation = getattr(found, "reduce_op", None)
-            if operation not in ("sum", "avg") or not own.is_replicate():
+            if operation not in _SUMS or not own.is_replicate():
                 return None
             axes.append(axis)
             divisor *= grad.device_mesh.size(axis) if operation == "avg" else 1

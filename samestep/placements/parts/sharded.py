@@ -16,7 +16,7 @@ from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import held, mesh_group, whole_tensor
-from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.kernels.choice import line_of
@@ -24,7 +24,7 @@ from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldBox, HeldState, whole_box
 from samestep.placements.parts.block_exchange import BlockExchange
 from samestep.placements.parts.fsdp_units import managed_beside
-from samestep.placements.parts.gradients import combine_gradients, has_gradient
+from samestep.placements.parts.gradients import combine_gradients, fits, no_summand, summands
 from samestep.placements.parts.held_parts import (
     HeldParts,
     local_part,
@@ -33,6 +33,7 @@ from samestep.placements.parts.held_parts import (
 )
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
+from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
 from samestep.plan.schedule import OfBucket
 from samestep.rules.noise import Origin
@@ -57,6 +58,7 @@ class ShardedParameters(Placement):
         self, members: PlanMembers, mesh: DeviceMesh, distribution: Distribution, ranks: int
     ) -> None:
         self.params = [param for param in members.params if isinstance(param, DTensor)]
+        self._tensors = HeldTensors(self.params)
         self.specs = members.specs
         self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
@@ -79,6 +81,7 @@ class ShardedParameters(Placement):
         self._presence = PresenceAgreement(
             [spec.name for spec in self.specs], [self.group], self.device
         )
+        self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
 
     @classmethod
     def plans(cls, request: "Request") -> "list[Placement]":
@@ -216,11 +219,16 @@ class ShardedParameters(Placement):
 
     def whole_gradient(self, param: Tensor) -> Tensor | None:
         """All of a gradient; None if no rank has one. Collective."""
-        combine_gradients([param])
         index = self._index(param)
-        here = torch.tensor([has_gradient(param)], dtype=torch.int64, device=self.device)
-        whole = self._whole(index, placed_beside(self.params[index], self.parts.gradient_of(index)))
-        return whole if bool(maximum("presence of a gradient", here, self.group).wait()) else None
+        own = self.params[index]
+        code = torch.tensor([summands(own)], dtype=torch.int64, device=self.device)
+        anywhere = int(maximum("presence of a gradient", code, self.group).wait())
+        sums = combine_gradients([own], {own: no_summand(own, anywhere)})
+        self._summands[index] = max(self._summands[index], anywhere)
+        if own in sums:  # the step will find the others' added up already
+            own.grad = sums[own]
+        whole = self._whole(index, placed_beside(own, self.parts.gradient_of(index)))
+        return whole if anywhere else None
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Give a parameter its part of a gradient."""
@@ -247,8 +255,7 @@ class ShardedParameters(Placement):
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
         super().begin_step(state, problem)
-        combine_gradients(self.params)
-        self.problem = problem or self._gradient_problem()
+        self.problem = problem or self._parameter_problem() or self._gradient_problem()
         self.parts.state = state
         self.exchange.begin_step()
 
@@ -257,15 +264,23 @@ class ShardedParameters(Placement):
         self.exchange.run(operation, maths)
 
     def finish_step(self) -> None:
+        self.parts.sums = {}
         self.exchange.end_step()
 
     abandon_step = finish_step
 
+    def _parameter_problem(self) -> Problem | None:
+        changed = self._tensors.first_changed(contiguous=False)
+        if changed is None:
+            return None
+        index, now = changed
+        return changed_parameter(self.specs[index].name, index, now, self.group)
+
     def _gradient_problem(self) -> Problem | None:
         for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
             grad = param.grad
-            found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
-            if grad is not None and found != param.placements:
+            if grad is not None and not fits(param, grad):
+                found = grad.placements if isinstance(grad, DTensor) else "a plain tensor"
                 message = (
                     f"the gradient of {spec.name!r} on rank {self.group.members[self.group.rank]} "
                     f"is {found}, and the parameter {param.placements}: redistribute it first"
@@ -275,8 +290,25 @@ class ShardedParameters(Placement):
 
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
-        here = [has_gradient(param) for param in self.params]
-        self.parts.present = self._presence.agree(here, problem)
+        here = [summands(param) for param in self.params]
+        present = self._presence.agree(here, problem)
+        codes = self._summands_anywhere(here)
+        nothing: dict[Tensor, DTensor | None] = {
+            param: no_summand(param, code)
+            for param, code, anywhere in zip(self.params, codes, present, strict=True)
+            if param.grad is None and anywhere is not False
+        }
+        self.parts.sums = combine_gradients(self.params, nothing)
+        self.parts.present = present
+
+    def _summands_anywhere(self, here: Sequence[int]) -> list[int]:
+        """The largest `summands` of all ranks; a GPU is waited for until there was one of each."""
+        if self.device.type == "cpu":
+            return self._presence.votes()
+        self._summands = list(map(max, self._summands, here))
+        if not all(self._summands):
+            self._summands = list(map(max, self._summands, self._presence.votes()))
+        return self._summands
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
@@ -314,19 +346,24 @@ class ShardedParameters(Placement):
 
 
 class DTensorParts(HeldParts):
-    """What a rank holds of DTensors; `state`: of the step."""
+    """What a rank holds of DTensors; `state`: of the step.
+
+    sums: gradients of the step of which other ranks alone had summands.
+    """
 
     state: Mapping[Tensor, State]
 
     def __init__(self, params: Sequence[DTensor], *args: Any) -> None:
         self.params = params
+        self.sums: Mapping[Tensor, DTensor] = {}
         super().__init__(*args)
 
     def value_of(self, index: int) -> Tensor:
         return self.params[index].to_local()
 
     def gradient_of(self, index: int) -> Tensor:
-        grad = self.params[index].grad
+        param = self.params[index]
+        grad = self.sums.get(param) if param.grad is None else param.grad
         return torch.zeros_like(self.value_of(index)) if grad is None else local_part(grad)
 
     def state_of(self, index: int) -> State:

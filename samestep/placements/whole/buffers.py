@@ -19,22 +19,24 @@ class PackedGradients:
         self, held: HeldTensors, plan: ShardingPlan, reduce_dtype: torch.dtype | None
     ) -> None:
         self._held = held
-        self._params = held.params
         self._plan = plan
         self._reduce_dtype = reduce_dtype
         # What every step asks of the plan.
         self._runs = [bucket.runs for bucket in plan.buckets]
         self._sizes = [bucket.size for bucket in plan.buckets]
         self._members = [bucket.params for bucket in plan.buckets]
+        # As planned: ranks send what they agreed on, also if one has converted its model since.
+        firsts = [held.params[members[0]] for members in self._members]
+        self._dtypes = [gradient_dtype(param) for param in firsts]
+        self._devices = [param.device for param in firsts]
 
     def arrived(self, index: int) -> None:
         """Backward has finished a gradient."""
 
     def packed(self, number: int, *, zeros: bool) -> Tensor:
         """The local gradients of a bucket, segment after segment; zeros where there is none."""
-        like = self._params[self._members[number][0]]
-        dtype = self._reduce_dtype or gradient_dtype(like)
-        buffer = torch.empty(self._sizes[number], dtype=dtype, device=like.device)
+        dtype = self._reduce_dtype or self._dtypes[number]
+        buffer = torch.empty(self._sizes[number], dtype=dtype, device=self._devices[number])
         for piece, start in self._runs[number]:
             part = buffer[start : start + piece.size]
             grad = self._dense(piece.param)
@@ -168,14 +170,13 @@ class FlatGradients(PackedGradients):
         buffer = self._buffers.get(number)
         if buffer is None:
             bucket = self._plan.buckets[number]
-            like = self._params[self._members[number][0]]
-            dtype = gradient_dtype(like)
+            dtype = self._dtypes[number]
             spare = self._spare.get(dtype)
             if spare:
                 buffer = spare.pop()
             else:
                 size = bucket.size if self._keep else self._room[bucket.dtype]
-                buffer = torch.zeros(size, dtype=dtype, device=like.device)
+                buffer = torch.zeros(size, dtype=dtype, device=self._devices[number])
             self._buffers[number] = buffer
         return buffer
 
@@ -213,22 +214,16 @@ class FlatParameters:
         self.adopt()
 
     @torch.no_grad()
-    def adopt(self) -> int | None:
-        """Bring in parameters that lie elsewhere: all at first, later those that were replaced.
-
-        Gives the first one that cannot be, since its dtype or device has changed.
-        """
+    def adopt(self) -> None:
+        """Bring in parameters that lie elsewhere: all at first, later those that were replaced."""
         for index, view in enumerate(self._views):
             if view is None:
                 continue
             value = self._held.value(index)
             if (value.data_ptr(), value.stride()) == self._at(view):
                 continue
-            if (value.dtype, value.device) != (view.dtype, view.device):
-                return index
             view.copy_(value.clone())  # it may lie across the very same memory
             self._held.replace(index, view)
-        return None
 
     @staticmethod
     def _at(view: Tensor) -> tuple[int, tuple[int, ...]]:

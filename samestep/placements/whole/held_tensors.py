@@ -22,6 +22,7 @@ class HeldTensors:
         self._dtensors: list[Any] = [
             None if mesh_of(param) is None else param for param in self.params
         ]
+        self._were = [(param.dtype, param.device) for param in self.params]
 
     def __len__(self) -> int:
         return len(self.params)
@@ -45,11 +46,16 @@ class HeldTensors:
         held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
         return held.data_ptr()
 
-    def first_strided(self) -> int | None:
-        """The first whose value is not contiguous."""
-        for index, (param, dtensor) in enumerate(zip(self.params, self._dtensors, strict=True)):
-            if not (param if dtensor is None else dtensor._local_tensor).is_contiguous():
-                return index
+    def first_changed(self, *, contiguous: bool) -> tuple[int, str] | None:
+        """The first that is not what it was, or not `contiguous`, and what it is now."""
+        for index, (param, was) in enumerate(zip(self.params, self._were, strict=True)):
+            if (param.dtype, param.device) != was:
+                now, then = f"{param.dtype} on {param.device}", f"{was[0]} on {was[1]}"
+                return index, f"is {now} now, and was {then}"
+            dtensor = self._dtensors[index]
+            held = param if dtensor is None else dtensor._local_tensor
+            if contiguous and not held.is_contiguous():
+                return index, "is not contiguous any more"
         return None
 
     @torch.no_grad()

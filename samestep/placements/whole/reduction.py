@@ -226,9 +226,16 @@ class GradientReducer:
 
     def _take(self, index: int) -> None:
         self.here[index] |= self._params[index].grad is not None
-        if self._frees:
+        if self._frees and self.problem is None:  # or only zeros were sent
             self._params[index].grad = None
         self._taken[index] = self._seen(index)
+
+    def only_here(self) -> str | None:
+        """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""
+        for index, (here, param) in enumerate(zip(self.here, self._params, strict=True)):
+            if here and param.grad is None:
+                return self._name(index)
+        return None
 
     def _seen(self, index: int) -> tuple[int, int] | None:
         """Where a gradient lies, and how often it was written to."""

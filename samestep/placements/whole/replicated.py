@@ -16,7 +16,7 @@ from torch import Tensor
 from samestep.comm.collectives import Gathered, Pending, gather_stretch, gathers_uneven, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
 from samestep.comm.hosts import fabric_of, in_two_levels
-from samestep.comm.presence import PresenceAgreement, Problem
+from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group, rule_of
@@ -462,19 +462,13 @@ class ReplicatedParameters(Placement):
 
     def _parameter_problem(self) -> Problem | None:
         """What was done to a parameter since the plan was made."""
-        if self._flat is None:
-            changed = self.held.first_strided()
-            now = "is not contiguous any more"
-        else:
-            changed = self._flat.adopt()
-            now = "has another dtype or device now"
+        changed = self.held.first_changed(contiguous=self._flat is None)
         if changed is None:
+            if self._flat is not None:
+                self._flat.adopt()
             return None
-        name, rank = self._names[changed], self.group.members[self.group.rank]
-        message = (
-            f"parameter {name!r} {now} on rank {rank}: build the optimizer after changing the model"
-        )
-        return Problem(RuntimeError(message), changed)
+        index, now = changed
+        return changed_parameter(self._names[index], index, now, self.group)
 
     def finish_step(self) -> None:
         self._advance_gathers()  # forward may wait for them in another order on each rank

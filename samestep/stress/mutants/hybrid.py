@@ -16,7 +16,7 @@ from samestep.mesh.replicate_list import FUSED, ReplicateList
 from samestep.parallel import apply, data, lora, tensor
 from samestep.parallel.experts import Places
 from samestep.placements import planner
-from samestep.placements.parts import sharded
+from samestep.placements.parts import gradients
 from samestep.placements.parts.gradients import Mark
 from samestep.placements.parts.held_parts import HeldParts
 from samestep.placements.parts.sharded import DTensorParts
@@ -150,7 +150,7 @@ def fused_qkv_cut_by_rows(original: Any, self: ReplicateList, name: str) -> Any:
     return None if found == FUSED else found
 
 
-@mutant("reference", RANDOM, layout="fsdp2_parallel", replaces=(sharded, "has_gradient"))
+@mutant("reference", RANDOM, layout="fsdp2_parallel", replaces=(gradients, "has_gradient"))
 def filled_zeros_are_used(original: Any, param: Tensor) -> bool:
     """zeros that FSDP2 was given for an unused parameter count as its gradient"""
     return param.grad is not None

@@ -30,6 +30,7 @@ SHOWS_AFTER = {
     "resume": 12,
     "resume_midrun": 10,
     "frozen_and_added": 15,
+    "small_state_remainder": 6,
 }
 
 

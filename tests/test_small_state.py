@@ -1,0 +1,374 @@
+"""State in 8 bits, in bfloat16 rounded at random, and master copies as remainders.
+
+Every layout has the bits of one process, also through checkpoints; the codecs themselves are in
+tests/rules/test_stored.py.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import samestep
+from samestep.plan.flat import plan_flat
+from samestep.plan.sharding import ParamSpec, plan_sharding
+from samestep.rules.converted import remainder_of
+from samestep.rules.state import Stored, StoredTensors
+from samestep.rules.stored import join_remainder, split_remainder
+from tests.ranks import run_forked
+from tests.soak import SOAK
+
+# A plain matrix, stacked experts, row blocks, blocks in each other's gaps (rows and columns), what
+# is too narrow for 8 bits, a table that is sliced, and a norm.
+SHAPES = {
+    "plain": (96, 64), "experts": (4, 64, 32), "narrow": (30, 7), "qkv": (96, 64),
+    "interleaved": (96, 64), "transposed": (64, 96), "table": (130, 64), "norm": (64,),
+}  # fmt: skip
+EIGHT = {"exp_avg": "8bit/32", "exp_avg_sq": "8bit/32", "momentum_buffer": "8bit/32"}
+FORMATS = {
+    "8bit": {**EIGHT, "master_weight": "remainder"},
+    "bf16": dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), "bf16_stochastic"),
+    "32 bits": None,
+}
+LAYOUTS = {
+    "zero2": {"sharding": "zero2", "reduction": "ordered", "crossover": 16},
+    "flat": {"sharding": "zero1", "reduction": "ordered", "buffers": "flat"},
+}
+
+
+class Model(nn.Module):
+    """Bare parameters in bfloat16; `cut`: DTensors, cut by "rows", or "columns" where blocks fit."""
+
+    def __init__(self, cut=None, mesh=None):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in SHAPES.items():
+            value = torch.randn(shape, generator=generator).bfloat16()
+            if cut is not None:
+                dim = len(shape) - 1 if cut == "columns" and shape[-1] % 64 == 0 else 0
+                value = distribute_tensor(value, mesh, [Shard(dim)])
+            self.register_parameter(name, nn.Parameter(value))
+
+
+def built(kind, layout=None, cut=None, mesh=None, **options):
+    model = Model(cut, mesh)
+    named = dict(model.named_parameters())
+    muon = {"rule": "muon", "lr": 0.02, "variance_beta2": 0.9}
+    cuts = [
+        (["plain", "experts", "narrow"], muon),
+        (["qkv"], {**muon, "split_sizes": (32, 32, 32)}),
+        (["interleaved"], {**muon, "split_sizes": "interleaved:3x4"}),
+        (["transposed"], {**muon, "split_sizes": (32, 64), "transposed": True}),
+        (["table", "norm"], {"rule": "adamw", "lr": 0.02}),
+    ]
+    groups = [
+        {"params": [(name, named[name]) for name in names], **of, "state_dtypes": FORMATS[kind]}
+        for names, of in cuts
+    ]
+    return model, samestep.MuonAdamW(groups, master_weights=True, **(layout or {}), **options)
+
+
+def step(model, opt, number, rank=None):
+    """A rank's own gradients, or the mean of two; `plain` has none in the second step.
+
+    Quarters, whose mean bfloat16 can hold.
+    """
+    grads = []
+    for of_rank in range(2):
+        generator = torch.Generator().manual_seed(100 * of_rank + number)
+        drawn = {n: torch.randint(-8, 9, s, generator=generator) / 4 for n, s in SHAPES.items()}
+        grads.append(drawn)
+    for name, param in model.named_parameters():
+        grad = grads[rank][name] if rank is not None else (grads[0][name] + grads[1][name]) / 2
+        grad = grad.bfloat16()
+        if isinstance(param, DTensor):
+            grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        param.grad = None if name == "plain" and number == 1 else grad
+    opt.step()
+
+
+def everything(model, opt):
+    opt.wait_for_parameters()
+    values = {
+        name: (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+        for name, param in model.named_parameters()
+    }
+    return values | {(n, key): t for n, own in opt.whole_state().items() for key, t in own.items()}
+
+
+def unequal(one, other):
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+@pytest.fixture
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def one_process(kind, steps):
+    model, opt = built(kind)
+    for number in range(steps):
+        step(model, opt, number)
+    return model, opt
+
+
+def layouts_job(rank, kinds):
+    found = {}
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in kinds:
+        places = [(name, layout, None) for name, layout in LAYOUTS.items()]
+        places += [(cut, {}, cut) for cut in ("rows", "columns")]
+        for name, layout, cut in places:
+            model, opt = built(kind, layout, cut, mesh if cut is not None else None)
+            for number in range(3):
+                step(model, opt, number, rank if cut is None else None)
+            found[kind, name] = everything(model, opt)
+    return found
+
+
+def test_layouts_have_the_bits_of_one_process(one_thread):
+    expected = {kind: everything(*one_process(kind, 3)) for kind in ("8bit", "bf16")}
+    kinds = {pair: t.dtype for pair, t in expected["8bit"].items()}
+    assert kinds["table", "exp_avg_sq"] == torch.uint8
+    assert kinds["plain", "momentum_buffer"] == torch.int8
+    assert kinds["plain", "master_remainder"] == torch.int16
+    assert kinds["narrow", "momentum_buffer"] == torch.float32
+    for found in run_forked(2, layouts_job, ("8bit", "bf16")):
+        for (kind, layout), values in found.items():
+            assert unequal(values, expected[kind]) == [], (kind, layout)
+
+
+def copies_job(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))["model"]
+    found = {}
+    for cut in ("rows", "columns"):
+        model, opt = built("8bit", LAYOUTS["zero2"], cut, mesh)
+        for number in range(2):
+            step(model, opt, number, rank // 2)
+        found[cut] = everything(model, opt)
+    return found
+
+
+def test_copies_of_parts_have_the_bits_of_one_process(one_thread):
+    expected = everything(*one_process("8bit", 2))
+    for found in run_forked(4, copies_job):
+        for cut, values in found.items():
+            assert unequal(values, expected) == [], cut
+
+
+# --- checkpoints -----------------------------------------------------------------------------
+
+
+KEYS = [
+    ("table", "exp_avg"),
+    ("table", "exp_avg_sq"),
+    ("plain", "momentum_buffer"),
+    ("transposed", "momentum_buffer"),
+    ("plain", "master_weight"),
+]
+
+
+def wide(opt):
+    return {pair: opt.full_state(*pair).float() for pair in KEYS}
+
+
+def loads_job(rank, path):
+    found = {}
+    mesh = init_device_mesh("cpu", (2,))
+    for kind in FORMATS:
+        for name, layout, cut in (("flat", LAYOUTS["flat"], None), ("rows", {}, "rows")):
+            model, opt = built(kind, layout, cut, None if cut is None else mesh)
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(1)
+            samestep.load(path, model, opt)
+            at_load = wide(opt)
+            if kind == "8bit":
+                step(model, opt, 2, rank if cut is None else None)
+                samestep.save(f"{path}_{name}", model, opt)
+            found[kind, name] = at_load, everything(model, opt)
+    return found
+
+
+def test_checkpoints_load_into_every_format_and_go_on_to_the_bit(tmp_path, one_thread):
+    model, opt = one_process("8bit", 2)
+    samestep.save(tmp_path / "saved", model, opt)
+    saved = wide(opt)
+    step(model, opt, 2)
+    expected = everything(model, opt)
+    for found in run_forked(2, loads_job, tmp_path / "saved"):
+        for (kind, layout), (at_load, after) in found.items():
+            for pair, value in at_load.items():
+                rounded = value if kind != "bf16" or "master" in pair[1] else value.bfloat16()
+                want = saved[pair].bfloat16() if kind == "bf16" else saved[pair]
+                if "master" in pair[1]:
+                    want = saved[pair]
+                assert torch.equal(rounded, want.to(rounded.dtype)), (kind, layout, pair)
+            if kind == "8bit":
+                assert unequal(after, expected) == [], layout
+    for name in ("flat", "rows"):  # and back into one process
+        model, opt = built("8bit")
+        samestep.load(tmp_path / f"saved_{name}", model, opt)
+        assert unequal(everything(model, opt), expected) == []
+
+
+@pytest.mark.parametrize("source", FORMATS)
+@pytest.mark.parametrize("to", FORMATS)
+def test_state_dicts_between_formats(source, to):
+    model, opt = one_process(source, 2)
+    other, into = built(to)
+    other.load_state_dict(model.state_dict())
+    into.load_state_dict(opt.state_dict())
+    if source == to:
+        assert unequal(everything(other, into), everything(model, opt)) == []
+        step(model, opt, 2)
+        step(other, into, 2)
+        assert unequal(everything(other, into), everything(model, opt)) == []
+        return
+    exact = to == "32 bits"
+    for pair, value in wide(into).items():
+        want = wide(opt)[pair]
+        limit = 0.0 if exact or "master" in pair[1] else 0.008 * float(want.abs().max())
+        assert float((value - want).abs().max()) <= limit, pair
+
+
+def test_fp32_checkpoints_load_into_8_bits(tmp_path):
+    model, opt = one_process("32 bits", 2)
+    samestep.save(tmp_path / "wide", model, opt)
+    other, into = built("8bit")
+    samestep.load(tmp_path / "wide", other, into)
+    for pair, value in wide(into).items():
+        want = wide(opt)[pair]
+        assert 0 <= float((value - want).abs().max()) <= 0.008 * float(want.abs().max())
+    assert torch.equal(wide(into)["plain", "master_weight"], wide(opt)["plain", "master_weight"])
+
+
+def consolidated_job(rank):
+    model, opt = built("8bit", LAYOUTS["zero2"])
+    for number in range(2):
+        step(model, opt, number, rank)
+    opt.consolidate_state_dict(to=None)
+    return model.state_dict(), opt.state_dict()
+
+
+def test_consolidated_state_is_that_of_one_process(one_thread):
+    expected = everything(*one_process("8bit", 2))
+    for of_model, of_opt in run_forked(2, consolidated_job):
+        model, opt = built("8bit")
+        model.load_state_dict(of_model)
+        opt.load_state_dict(of_opt)
+        assert unequal(everything(model, opt), expected) == []
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def values_job(rank, layout):
+    model, opt = built("8bit", layout)
+    step(model, opt, 0, rank)
+    value = torch.randn(96, 64, generator=torch.Generator().manual_seed(rank))
+    opt.set_full_parameter("plain", value)  # the first rank's
+    opt.scale_parameters({"plain": torch.tensor(0.7)})
+    scaled = opt.full_parameter("plain")
+    opt.set_full_state("table", "exp_avg", torch.ones(130, 64))
+    return model.plain.detach().clone(), scaled, opt.full_state("table", "exp_avg")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_are_set_and_scaled_with_their_remainders(layout):
+    value = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)) * 0.7
+    for param, scaled, moment in run_forked(2, values_job, LAYOUTS[layout]):
+        assert torch.equal(scaled, value)
+        assert torch.equal(param, split_remainder(value)[0])
+        assert torch.equal(moment, torch.ones(130, 64))
+
+
+def test_remainders_are_of_the_parameter_that_is_there():
+    master = torch.randn(4096)
+    param, rest = split_remainder(master)
+    assert torch.equal(remainder_of(param, master), rest)
+    assert not remainder_of(param + 1, master).any()
+    half = torch.tensor([1 + 2.0**-8, -1 - 2.0**-8])  # rounded to even: down, and up
+    even = half.bfloat16()
+    kept = join_remainder(even, remainder_of(even, half))
+    assert (kept - half).abs().max() <= 2.0**-23
+    model, opt = one_process("8bit", 2)
+    opt.refresh_master_weights()
+    assert torch.equal(opt.full_parameter("plain"), model.plain.detach().float())
+
+
+@pytest.mark.skipif(not SOAK, reason="long: make soak")
+def test_compiled_updates_have_the_same_bits():
+    model, opt = one_process("8bit", 2)
+    other, compiled = built("8bit", compile="eager")
+    for number in range(2):
+        step(other, compiled, number)
+    assert unequal(everything(other, compiled), everything(model, opt)) == []
+
+
+# --- plans, tables, refusals -----------------------------------------------------------------
+
+
+def test_slices_are_cut_between_blocks():
+    scales = StoredTensors(exp_avg=Stored(torch.int8, 1), exp_avg_scale=Stored(torch.float32, 64))
+    specs = [
+        ParamSpec("a", (37, 64), "torch.float32", 0, "adamw", None, stored=scales),
+        ParamSpec("b", (11, 7), "torch.float32", 0, "adamw", None),
+        ParamSpec("c", (5, 192), "torch.float32", 0, "adamw", None, stored=scales),
+    ]
+    for ranks in (2, 3, 5):
+        plans = [
+            plan_sharding(specs, ranks, crossover=1, bucket_elements=700),
+            plan_flat(specs, ranks, bucket_elements=700),
+        ]
+        for plan in plans:
+            pieces = [piece for rank in range(ranks) for piece in plan.owned(rank)]
+            assert all(p.start % 64 == p.stop % 64 == 0 for p in pieces if p.param != 1)
+            for index, spec in enumerate(specs):
+                own = sorted(piece for piece in pieces if piece.param == index)
+                ends = [0, *(piece.stop for piece in own)]
+                assert [piece.start for piece in own] == ends[:-1]
+                assert ends[-1] == spec.numel
+        assert len([p for p in pieces if p.param != 1]) > 2  # some are cut
+
+
+def test_the_table_says_how_state_is_kept():
+    rows = {line.split()[0]: line for line in built("8bit")[1].table().splitlines()}
+    assert rows["plain"].endswith("8bit/32, master remainder")
+    assert rows["narrow"].endswith("float32, master remainder")
+    assert "state" in rows["parameter"]
+    assert "state" not in built("32 bits")[1].table()
+
+
+def cut_job(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.zeros(8, 384), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match=re.escape("is cut at 192")) as error:
+        samestep.AdamW([("wide", param)], state_dtypes="8bit")
+    samestep.AdamW([("wide", param)], state_dtypes="8bit/64")
+    return str(error.value)
+
+
+def test_refused():
+    for text in run_forked(2, cut_job):
+        assert all(part in text for part in ("'wide'", '"8bit/64"', "128 neighbours"))
+    half = nn.Parameter(torch.zeros(4, 4, dtype=torch.float16))
+    narrow = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    remainder = {"state_dtypes": {"master_weight": "remainder"}}
+    with pytest.raises(ValueError, match=r"beyond bfloat16, and 'a' has dtype torch.float16"):
+        samestep.AdamW([("a", half)], master_weights=True, **remainder)
+    with pytest.raises(ValueError, match=r"no master copies of 'a': .* master_weights=True"):
+        samestep.AdamW([("a", narrow)], master_weights=False, **remainder)
+    with pytest.raises(ValueError, match="remainder is not supported"):
+        samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
+    with pytest.raises(ValueError, match="4bit is not supported"):
+        samestep.AdamW([("a", narrow)], state_dtypes="4bit")

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from samestep.recipes.architectures import RECIPES
-from samestep.recipes.recipe import Line
+from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.request import BadRequestError
 
 # Numbers that recipes read, of published models; several where a recipe depends on them.
@@ -78,7 +77,6 @@ class Options(NamedTuple):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read the words of the command line."""
     parser = argparse.ArgumentParser(prog, description=__doc__)
     parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="default: all")
     parser.add_argument("--page", action="store_true", help="print docs/recipes.md")
@@ -90,7 +88,6 @@ def parse(words: Sequence[str], prog: str) -> Options:
 
 
 def run(options: Options) -> int:
-    """Print what was asked for."""
     sys.stdout.write(page() if options.page else "\n".join([*table(options.names), ""]))
     return 0
 

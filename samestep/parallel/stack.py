@@ -13,7 +13,7 @@ from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
 from samestep.parallel.apply import Applied, apply
-from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline
+from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline, evaluating
 from samestep.parallel.plan import Plan
 from samestep.parallel.stages import StagePlan
 
@@ -121,11 +121,8 @@ class Stack:
         """The mean loss of this rank's rows, (), in evaluation mode."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(inputs, targets)
-        was_training = self.model.training
-        self.model.eval()
-        found = self.loss(self.model(inputs), targets)
-        self.model.train(was_training)
-        return found
+        with evaluating([self.model]):
+            return self.loss(self.model(inputs), targets)
 
     def trace(self, tell: Callable[[str], None] = print) -> dict[str, Any]:
         """Tell and compare what runs, before the first step; what belongs in the receipt."""

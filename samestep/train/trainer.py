@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.models.balance import balance_experts
-from samestep.models.gpt import GPT
+from samestep.models.gpt import GPT, balance_experts
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.router_losses import collect, set_share
 from samestep.tooling.output import check_folder
@@ -52,11 +51,7 @@ class Trainer:
         self.corpus = _corpus(options)
         self.order = Order(len(self.corpus.train), options.context, options.seed)
         # What the numbers of sequences mean.
-        self.data = {
-            "sha256": self.corpus.sha256,
-            "context": options.context,
-            "seed": options.seed,
-        }
+        self.data = {"sha256": self.corpus.sha256, "context": options.context, "seed": options.seed}
         _use_one_result_every_time(options, world)
         torch.manual_seed(options.seed)
         self.model = GPT(options.model).to(world.device)
@@ -156,7 +151,6 @@ class Trainer:
         return cross_entropy(flat, targets.flatten(), reduction="sum") / inputs.shape[1]
 
     def _batch(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (len(starts), context)."""
         inputs, targets = windows(text, starts, self.options.context)
         return inputs.to(self.world.device), targets.to(self.world.device)
 
@@ -165,9 +159,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
 
     def _balance_experts(self) -> None:
-        stack = self.placed.stack
-        copies = 1 if stack is None else stack.token_copies
-        balance_experts(self.model, self.options.layers, copies)
+        balance_experts(self.model, self.options.layers, self.placed.token_copies)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -214,9 +206,8 @@ class Trainer:
         self._router_losses = []
         if not (options.balance_loss or options.z_loss):
             return [{} for _ in self._losses]
-        stack = self.placed.stack
-        copies = 1 if stack is None else stack.token_copies
-        means = self.world.total(torch.stack(unwritten)) / copies / options.layers
+        summed = self.world.total(torch.stack(unwritten))
+        means = summed / self.placed.token_copies / options.layers
         return [{"balance_loss": balance, "z_loss": z} for balance, z in means.tolist()]
 
     def _save(self) -> None:
@@ -250,7 +241,7 @@ class Trainer:
             "layout": options.placed,
             "ranks": self.world.size,
             "device": str(self.world.device.type),
-            "options": {key: _plain(value) for key, value in asdict(options).items()},
+            "options": asdict(options),
         }
         self.journal.add(event)
         self._tell_mesh()
@@ -323,12 +314,7 @@ def _use_one_result_every_time(options: Options, world: World) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
 def run(options: Options) -> int:
-    """The command; gives its exit status."""
     check_folder(options.out)
     with joined(options.device) as world:
         speaks = world.rank == 0

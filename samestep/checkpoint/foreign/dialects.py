@@ -17,8 +17,7 @@ from samestep.presets import preset_options
 from samestep.rules import RULES
 
 Group = Mapping[str, Any]
-MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "step": "step"}
-LARGEST = {"max_exp_avg_sq": "max_exp_avg_sq"}
+MOMENTS = {key: key for key in ("exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq")}
 MOONLIGHT = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
 OF_DION = {"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"}
 NUMBERS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "maximize", "nesterov")
@@ -49,8 +48,7 @@ def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
     if "algorithm" in group:
         return _of_dion(name, keys, group)
     if {"exp_avg", "exp_avg_sq"} <= set(keys):
-        found = {**MOMENTS, **LARGEST} if "max_exp_avg_sq" in keys else MOMENTS
-        return Meaning("adamw", _there(found, keys), _adamw(name, group), "torch.optim")
+        return Meaning("adamw", _there(MOMENTS, keys), _adamw(name, group), "torch.optim")
     if {"moment1", "moment2"} <= set(keys):
         options = preset_options("moonlight", "adamw") | _of_moonlight(group)
         return Meaning("adamw", _there(MOONLIGHT, keys), _known("adamw", options), "moonlight")

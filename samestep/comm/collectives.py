@@ -39,7 +39,6 @@ class Pending(Generic[T]):
         """
 
     def wait(self) -> T:
-        """Wait for the transfer, then give the result."""
         if self._flight is not None:
             self._flight.wait()
         result = self._result()
@@ -220,10 +219,7 @@ class Gathered(NamedTuple):
 
 
 def gather_segments(
-    name: str,
-    segment: Tensor,
-    sizes: Sequence[int],
-    group: RankGroup,
+    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[list[Tensor]]:
     """Give everyone the segments of all ranks."""
     if group.size == 1:
@@ -249,11 +245,7 @@ def gather_segments(
 
 
 def gather_stretch(
-    name: str,
-    segment: Tensor,
-    sizes: Sequence[int],
-    group: RankGroup,
-    into: Tensor | None = None,
+    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup, into: Tensor | None = None
 ) -> Pending[Gathered]:
     """Give everyone the segments of all ranks side by side, in `into` if that is given.
 
@@ -297,9 +289,9 @@ def _gather_in_two(
     columns, mine = _columns(sizes, group.levels)
     whole = segment.new_empty(sum(sizes)) if into is None else into
     column = torch.split(whole, columns)[inside.rank]
-    if into is None:
-        torch.split(column, list(mine))[across.rank].copy_(segment)
     own = torch.split(column, list(mine))[across.rank]
+    if into is None:
+        own.copy_(segment)
     first = gather_stretch(f"{name}, across hosts", own, mine, across, into=column)
 
     def then(_: Gathered) -> Pending[Gathered]:
@@ -385,10 +377,7 @@ def _sent(
 
 
 def _launch(
-    transfer: Transfer,
-    group: RankGroup,
-    device: torch.device,
-    call: Callable[[], dist.Work | None],
+    transfer: Transfer, group: RankGroup, device: torch.device, call: Callable[[], dist.Work | None]
 ) -> Flight:
     """Every collective passes here."""
     recording = recorder.current

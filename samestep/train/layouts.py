@@ -142,15 +142,9 @@ def micro_batches(options: Options, degrees: Degrees) -> int:
 
 
 def place(model: GPT, options: Options, world: World) -> Placed:
-    keywords: dict[str, Any] = {
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "momentum": options.momentum,
-        "max_grad_norm": options.max_grad_norm,
-        "reduction": options.reduction,
-        "overrides": _overrides(options),
-        **KEYWORDS[options.placed],
-    }
+    same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
+    keywords = {key: getattr(options, key) for key in same}
+    keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
     by_fsdp = options.placed in ("fsdp2", "hsdp")
     if not by_fsdp and not options.meshed:
         router_losses.place(model, registry.of(), world.size)

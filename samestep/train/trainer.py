@@ -60,9 +60,7 @@ class Trainer:
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0  # steps that were done
         self.sequences = 0  # that were seen in them
-        self._unwritten: list[dict[str, Any]] = []
-        self._losses: list[Tensor] = []
-        self._router_losses: list[Tensor] = []
+        self._unwritten: list[dict[str, Any]] = []  # rows of steps, with tensors in them
         self._since = time.perf_counter()  # when they were written last
 
     def run(self) -> None:
@@ -80,7 +78,7 @@ class Trainer:
                 self._evaluate()
             if saves:
                 self._save()
-            if not self._losses:  # neither validation nor saving counts as time of a step
+            if not self._unwritten:  # neither validation nor saving counts as time of a step
                 self._since = time.perf_counter()
 
     def _train_step(self) -> None:
@@ -112,16 +110,14 @@ class Trainer:
         self._balance_experts()
         self.step += 1
         self.sequences += options.batch_size
-        self._losses.append(loss)
-        router_losses = collect(self.model)
-        if router_losses is not None:
-            self._router_losses.append(router_losses)
         self._unwritten.append(
             {
                 "step": self.step,
                 "lr": self.rates[0] * options.lr_share(self.step - 1),
                 "momentum": options.momentum_at(self.step - 1),
                 "grad_norm": self.optimizer.metrics()["grad_norm"],
+                "loss": loss,
+                "router": collect(self.model),
             }
         )
 
@@ -184,31 +180,22 @@ class Trainer:
 
     def _write_losses(self) -> None:
         """Tell of the steps since the last time; until here nobody has waited for a loss."""
-        total = self.world.total(torch.stack(self._losses))
-        losses = (total / self.placed.copies).tolist()
-        seconds = (time.perf_counter() - self._since) / len(losses)
-        router = self._written_router_losses()
-        self.journal.add(
-            *(
-                {**row, "grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
-                | own
-                for row, loss, own in zip(self._unwritten, losses, router, strict=True)
-            )
-        )
-        speed = self.options.batch_size * self.options.context / seconds
+        options, placed = self.options, self.placed
+        rows, self._unwritten = self._unwritten, []
+        total = self.world.total(torch.stack([row["loss"] for row in rows]))
+        losses = (total / placed.copies).tolist()
+        seconds = (time.perf_counter() - self._since) / len(rows)
+        router = [row.pop("router") for row in rows]
+        for row, loss in zip(rows, losses, strict=True):
+            row |= {"grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
+        if options.balance_loss or options.z_loss:
+            means = self.world.total(torch.stack(router)) / placed.token_copies / options.layers
+            for row, (balance, z) in zip(rows, means.tolist(), strict=True):
+                row |= {"balance_loss": balance, "z_loss": z}
+        self.journal.add(*rows)
+        speed = options.batch_size * options.context / seconds
         text = f"loss {losses[-1]:.4f}  {speed:,.0f} bytes/s"
-        self.display.show(self.step, self.options.steps, text)
-        self._losses, self._unwritten = [], []
-
-    def _written_router_losses(self) -> list[dict[str, float]]:
-        """Both losses of routers by step, means over layers; nothing if none was asked for."""
-        options, unwritten = self.options, self._router_losses
-        self._router_losses = []
-        if not (options.balance_loss or options.z_loss):
-            return [{} for _ in self._losses]
-        summed = self.world.total(torch.stack(unwritten))
-        means = summed / self.placed.token_copies / options.layers
-        return [{"balance_loss": balance, "z_loss": z} for balance, z in means.tolist()]
+        self.display.show(self.step, options.steps, text)
 
     def _save(self) -> None:
         path = self.options.checkpoints / f"step_{self.step:08d}"

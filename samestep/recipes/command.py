@@ -10,7 +10,7 @@ from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.request import BadRequestError
 
 # Numbers that recipes read, of published models; several where a recipe depends on them.
-PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+PUBLISHED: dict[str, dict[str | None, dict[str, Any]]] = {
     "bloom": {"BLOOM": {"num_attention_heads": 112}},
     "deepseek_v2": {
         "DeepSeek-V2": {
@@ -119,11 +119,9 @@ def table(names: Sequence[str]) -> list[str]:
 
 
 def _lines(name: str) -> list[tuple[str | None, Line]]:
-    unnamed: dict[str | None, dict[str, Any]] = {None: {}}
-    models = {**PUBLISHED[name]} if name in PUBLISHED else unnamed
     return [
         (model, line)
-        for model, numbers in models.items()
+        for model, numbers in PUBLISHED.get(name, {None: {}}).items()
         for line in RECIPES[name](SimpleNamespace(**numbers))
     ]
 

@@ -4,7 +4,6 @@ Which rule a parameter had is told by the keys of its state, and of whom it is b
 group. Where the same state would mean another update here, it is refused.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -185,19 +184,16 @@ class Groups:
     """Options of parameters, gathered into groups of those that have the same."""
 
     def __init__(self) -> None:
-        self._names: dict[str, list[str]] = defaultdict(list)
-        self._options: dict[str, dict[str, Any]] = {}
+        self._found: dict[str, GroupFacts] = {}
 
     def add(self, place: Any, name: str, options: Mapping[str, Any]) -> None:
         """`place` is that of their group: two of the same options stay two."""
         key = f"{place} {sorted(options.items(), key=str)}"
-        self._options.setdefault(key, plain_options(options))
-        self._names[key].append(name)
+        new: GroupFacts = {"params": [], "options": plain_options(options)}
+        self._found.setdefault(key, new)["params"].append(name)
 
     def facts(self) -> list[GroupFacts]:
-        return [
-            {"params": names, "options": self._options[key]} for key, names in self._names.items()
-        ]
+        return list(self._found.values())
 
 
 def groups_in_our_words(

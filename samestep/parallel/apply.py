@@ -150,18 +150,17 @@ def _hooks(model: nn.Module) -> dict[str, int]:
 
 def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     """What the laid-out model shows of itself, without a look at the degrees."""
-    stacks: set[tuple[str, int]] = set()
-    others: set[tuple[str, int]] = set()
-    for param in model.parameters():
-        (stacks if param.dim() == 3 else others).update(cuts(param))
+    params = list(model.parameters())
+    cut = {axis for param in params for axis, _ in cuts(param)}
+    stacks_cut = {axis for param in params if param.dim() == 3 for axis, _ in cuts(param)}
     seen: dict[str, Any] = {
-        "tensor_parallel_active": any(axis == "model" for axis, _ in stacks | others),
+        "tensor_parallel_active": "model" in cut,
         "data_sharded": mesh.dense.shape[-1] > 1
         and any(isinstance(module, FSDPModule) for module in model.modules()),
     }
     dispatches = [module for module in model.modules() if isinstance(module, TokenDispatch)]
     if dispatches:  # a pipeline stage without experts has nothing to say of them
-        seen["expert_parallel_active"] = any(axis == "expert" for axis, _ in stacks | others)
+        seen["expert_parallel_active"] = "expert" in cut
         seen["expert_lane"] = all(d.places.exchange is not None for d in dispatches)
-        seen["expert_tensor_parallel_active"] = any(axis == "model" for axis, _ in stacks)
+        seen["expert_tensor_parallel_active"] = "model" in stacks_cut
     return seen

@@ -5,9 +5,9 @@ Segments may differ in length and may be empty. In a group of one rank nothing t
 result may be the very tensor that was given.
 """
 
-import functools
 from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from functools import cache, partial
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ class Pending(Generic[T]):
         """
 
     def wait(self) -> T:
-        """Wait for the transfer, then give the result."""
         if self._flight is not None:
             self._flight.wait()
         result = self._result()
@@ -123,7 +122,7 @@ def _beside(group: RankGroup, device: torch.device) -> torch.cuda.Stream | None:
     return _stream(device) if _is_nccl(group, device) else None
 
 
-@functools.cache
+@cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -154,14 +153,6 @@ def exchange_segments(
     incoming = [own.numel()] * group.size
     incoming[group.rank] = outgoing[group.rank]
     received = buffer.new_empty(sum(incoming))
-    flight = _launch(
-        of_segments(Traffic.EXCHANGE, name, buffer.dtype, sizes),
-        group,
-        buffer.device,
-        lambda: dist.all_to_all_single(
-            received, buffer[others], incoming, outgoing, group.handle, async_op=True
-        ),
-    )
 
     def add_up() -> Tensor:
         contributions = list(torch.split(received, incoming))
@@ -177,7 +168,9 @@ def exchange_segments(
         ]
         return sum_in_order(of_hosts, in_place=True)
 
-    return Pending(flight, (buffer, received), add_up)
+    transfer = of_segments(Traffic.EXCHANGE, name, buffer.dtype, sizes)
+    call = partial(dist.all_to_all_single, received, buffer[others], incoming, outgoing)
+    return _sent(transfer, group, call, (buffer, received), add_up)
 
 
 def move_parts(
@@ -199,15 +192,8 @@ def move_parts(
     planned = transfer.sizes[group.rank], transfer.incoming[group.rank], transfer.dtype
     assert planned == (sum(outgoing), sum(incoming), buffer.dtype), transfer.name
     received = buffer.new_empty(sum(incoming))
-    flight = _launch(
-        transfer,
-        group,
-        buffer.device,
-        lambda: dist.all_to_all_single(
-            received, buffer, list(incoming), list(outgoing), group.handle, async_op=True
-        ),
-    )
-    return Pending(flight, (buffer, received), lambda: received)
+    call = partial(dist.all_to_all_single, received, buffer, list(incoming), list(outgoing))
+    return _sent(transfer, group, call, (buffer, received), lambda: received)
 
 
 def reduce_segments(
@@ -217,14 +203,9 @@ def reduce_segments(
     if group.size == 1:
         return Pending(None, (buffer,), lambda: buffer)
     output = buffer.new_empty(sizes[group.rank])
-    parts = list(torch.split(buffer, list(sizes)))
-    flight = _launch(
-        of_segments(Traffic.REDUCE_SCATTER, name, buffer.dtype, sizes),
-        group,
-        buffer.device,
-        lambda: dist.reduce_scatter(output, parts, group=group.handle, async_op=True),
-    )
-    return Pending(flight, (buffer, output), lambda: output)
+    transfer = of_segments(Traffic.REDUCE_SCATTER, name, buffer.dtype, sizes)
+    call = partial(dist.reduce_scatter, output, list(torch.split(buffer, list(sizes))))
+    return _sent(transfer, group, call, (buffer, output), lambda: output)
 
 
 class Gathered(NamedTuple):
@@ -238,10 +219,7 @@ class Gathered(NamedTuple):
 
 
 def gather_segments(
-    name: str,
-    segment: Tensor,
-    sizes: Sequence[int],
-    group: RankGroup,
+    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup
 ) -> Pending[list[Tensor]]:
     """Give everyone the segments of all ranks."""
     if group.size == 1:
@@ -267,11 +245,7 @@ def gather_segments(
 
 
 def gather_stretch(
-    name: str,
-    segment: Tensor,
-    sizes: Sequence[int],
-    group: RankGroup,
-    into: Tensor | None = None,
+    name: str, segment: Tensor, sizes: Sequence[int], group: RankGroup, into: Tensor | None = None
 ) -> Pending[Gathered]:
     """Give everyone the segments of all ranks side by side, in `into` if that is given.
 
@@ -288,41 +262,22 @@ def gather_stretch(
         on_cpu=segment.device.type == "cpu",
         uneven=gathers_uneven(group, segment.device),
     )
-    if transfer.traffic is Traffic.UNEVEN_GATHER:
-        room = segment.new_empty(sum(sizes)) if into is None else into
-        pieces = list(torch.split(room, list(sizes)))
-        flight = _launch(
-            transfer,
-            group,
-            segment.device,
-            lambda: dist.all_gather(pieces, segment, group=group.handle, async_op=True),
-        )
-        return Pending(flight, (segment, room), lambda: Gathered(room, 0))
-    if transfer.traffic is Traffic.ALL_GATHER:
+    if transfer.traffic in (Traffic.UNEVEN_GATHER, Traffic.ALL_GATHER):
         whole = segment.new_empty(sum(sizes)) if into is None else into
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        flight = _launch(
-            transfer,
-            group,
-            segment.device,
-            lambda: gather(whole, segment, group=group.handle, async_op=True),
-        )
-        return Pending(flight, (segment, whole), lambda: Gathered(whole, 0))
+        if transfer.traffic is Traffic.UNEVEN_GATHER:
+            call = partial(dist.all_gather, list(torch.split(whole, list(sizes))), segment)
+        else:
+            gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+            call = partial(gather, whole, segment)
+        return _sent(transfer, group, call, (segment, whole), lambda: Gathered(whole, 0))
     others, incoming = _others(sizes, group.rank)
     outgoing = [segment.numel()] * group.size
     outgoing[group.rank] = incoming[group.rank]
     copies = segment if group.size == 2 else segment.repeat(sum(map(bool, outgoing)) or 1)
     received = segment.new_empty(sum(incoming)) if into is None else into[others]
-    flight = _launch(
-        transfer,
-        group,
-        segment.device,
-        lambda: dist.all_to_all_single(
-            received, copies, incoming, outgoing, group.handle, async_op=True
-        ),
-    )
-    start = others.start or 0
-    return Pending(flight, (copies, received, segment), lambda: Gathered(received, start))
+    call = partial(dist.all_to_all_single, received, copies, incoming, outgoing)
+    gathered = Gathered(received, others.start or 0)
+    return _sent(transfer, group, call, (copies, received, segment), lambda: gathered)
 
 
 def _gather_in_two(
@@ -334,9 +289,9 @@ def _gather_in_two(
     columns, mine = _columns(sizes, group.levels)
     whole = segment.new_empty(sum(sizes)) if into is None else into
     column = torch.split(whole, columns)[inside.rank]
-    if into is None:
-        torch.split(column, list(mine))[across.rank].copy_(segment)
     own = torch.split(column, list(mine))[across.rank]
+    if into is None:
+        own.copy_(segment)
     first = gather_stretch(f"{name}, across hosts", own, mine, across, into=column)
 
     def then(_: Gathered) -> Pending[Gathered]:
@@ -374,25 +329,20 @@ def _others(sizes: Sequence[int], rank: int) -> tuple[slice, list[int]]:
 
 def maximum(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The largest value of each element over all ranks."""
-    return _all_reduce(name, values, dist.ReduceOp.MAX, group)
+    call = partial(dist.all_reduce, values, dist.ReduceOp.MAX)
+    return _in_place(Traffic.ALL_REDUCE, name, values, group, call)
 
 
 def total(name: str, values: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The sum of each element over all ranks."""
-    return _all_reduce(name, values, dist.ReduceOp.SUM, group)
+    call = partial(dist.all_reduce, values, dist.ReduceOp.SUM)
+    return _in_place(Traffic.ALL_REDUCE, name, values, group, call)
 
 
 def from_first(name: str, tensor: Tensor, group: RankGroup) -> Pending[Tensor]:
     """The values that the first rank of the group has, in place."""
-    if group.size == 1:
-        return Pending(None, (tensor,), lambda: tensor)
-    flight = _launch(
-        Transfer(Traffic.BROADCAST, name, tensor.dtype, tensor.numel()),
-        group,
-        tensor.device,
-        lambda: dist.broadcast(tensor, src=group.members[0], group=group.handle, async_op=True),
-    )
-    return Pending(flight, (tensor,), lambda: tensor)
+    call = partial(dist.broadcast, tensor, src=group.members[0])
+    return _in_place(Traffic.BROADCAST, name, tensor, group, call)
 
 
 def sum_in_order(contributions: Sequence[Tensor], *, in_place: bool = False) -> Tensor:
@@ -405,25 +355,29 @@ def sum_in_order(contributions: Sequence[Tensor], *, in_place: bool = False) -> 
     return result
 
 
-def _all_reduce(
-    name: str, values: Tensor, op: dist.ReduceOp.RedOpType, group: RankGroup
+def _in_place(
+    traffic: Traffic, name: str, values: Tensor, group: RankGroup, call: Callable[..., Any]
 ) -> Pending[Tensor]:
     if group.size == 1:
         return Pending(None, (values,), lambda: values)
-    flight = _launch(
-        Transfer(Traffic.ALL_REDUCE, name, values.dtype, values.numel()),
-        group,
-        values.device,
-        lambda: dist.all_reduce(values, op, group=group.handle, async_op=True),
-    )
-    return Pending(flight, (values,), lambda: values)
+    transfer = Transfer(traffic, name, values.dtype, values.numel())
+    return _sent(transfer, group, call, (values,), lambda: values)
+
+
+def _sent(
+    transfer: Transfer,
+    group: RankGroup,
+    call: Callable[..., Any],
+    buffers: tuple[Tensor, ...],
+    result: Callable[[], T],
+) -> Pending[T]:
+    """Launch a collective of torch, all of whose arguments but the usual two `call` has."""
+    launch = partial(call, group=group.handle, async_op=True)
+    return Pending(_launch(transfer, group, buffers[0].device, launch), buffers, result)
 
 
 def _launch(
-    transfer: Transfer,
-    group: RankGroup,
-    device: torch.device,
-    call: Callable[[], dist.Work | None],
+    transfer: Transfer, group: RankGroup, device: torch.device, call: Callable[[], dist.Work | None]
 ) -> Flight:
     """Every collective passes here."""
     recording = recorder.current

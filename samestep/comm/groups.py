@@ -134,7 +134,7 @@ class GroupRegistry(threading.local):
             self._by_members[members] = self._made(members, timeout, everyone=True)
         return self._by_members[members]
 
-    def of_members(self, ranks: Iterable[int], timeout: timedelta | None = None) -> RankGroup:
+    def of_members(self, ranks: Iterable[int]) -> RankGroup:
         """The group of these global ranks, of which I am one, made when first asked for.
 
         Only these ranks call it, all of them in the same order, and all are in equally many groups
@@ -146,7 +146,7 @@ class GroupRegistry(threading.local):
             return whole
         found = self._by_members.get(members) or self._among_members.get(members)
         if found is None:
-            found = self._made(members, timeout, everyone=False)
+            found = self._made(members, None, everyone=False)
             assert found is not None
             self._among_members[members] = found
         return found

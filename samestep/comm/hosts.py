@@ -10,6 +10,7 @@ For that the segments of a column lie side by side: places are in the order of c
 """
 
 import os
+from collections import Counter
 
 import torch
 
@@ -34,9 +35,7 @@ def fabric_of(
     inside, between = usual_links(device.type)
     per_host = group.size
     if on_host is not None and list(group.members) == sorted(group.members):
-        counts: dict[int, int] = {}
-        for member in group.members:
-            counts[member // on_host] = counts.get(member // on_host, 0) + 1
+        counts = Counter(member // on_host for member in group.members)
         if len(set(counts.values())) == 1:
             per_host = group.size // len(counts)
     return Fabric(inside, between, group.size, per_host)

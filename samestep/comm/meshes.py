@@ -26,10 +26,9 @@ class Held(NamedTuple):
 
 def mesh_group(mesh: DeviceMesh) -> RankGroup:
     """All ranks of a mesh as one group; made when first asked for, by these ranks alone."""
-    ranks = mesh.mesh.flatten().tolist()
     if mesh.ndim == 1:
         return registry.of(mesh.get_group())
-    return registry.of_members(ranks)
+    return registry.of_members(mesh.mesh.flatten().tolist())
 
 
 def axes_group(mesh: DeviceMesh, axes: Sequence[int]) -> RankGroup:
@@ -59,6 +58,11 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
             f"{mine.sizes} by its placements {tensor.placements}"
         )
     return Held(boxes, copies)
+
+
+def own_box(tensor: DTensor) -> Box:
+    group = mesh_group(tensor.device_mesh)
+    return held(tensor, group).boxes[group.rank]
 
 
 def box_in_forward(tensor: DTensor) -> Box:

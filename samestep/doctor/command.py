@@ -30,7 +30,6 @@ class Options:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     options = parse_flags(Options, words, prog)
     if not 0 < options.timeout < float("inf"):
         raise BadRequestError(f"--timeout must be above 0 seconds, got {options.timeout}")

@@ -29,7 +29,7 @@ def step_on(device: torch.device) -> float:
     """How far a step there is from the CPU's, as a part of the largest update."""
     there = [param.cpu() for param in _step(_gradients(0), device)]
     here = _step(_gradients(0), torch.device("cpu"))
-    start = _parameters()
+    start = _drawn(0)
     away = [
         (own - expected).abs().max() / (expected - before).abs().max()
         for own, expected, before in zip(there, here, start, strict=True)
@@ -43,7 +43,7 @@ def _rank(rank: int) -> list[Tensor]:
 
 def _step(gradients: list[Tensor], device: torch.device) -> list[Tensor]:
     """A matrix of Muon's and a vector of AdamW's after a step, which ranks share, if any."""
-    params = [nn.Parameter(value.to(device)) for value in _parameters()]
+    params = [nn.Parameter(value.to(device)) for value in _drawn(0)]
     named = list(zip(("hidden.weight", "hidden.bias"), params, strict=True))
     optimizer = samestep.MuonAdamW(named, lr=0.01, reduction="ordered", crossover=1)
     for param, gradient in zip(params, gradients, strict=True):
@@ -52,11 +52,10 @@ def _step(gradients: list[Tensor], device: torch.device) -> list[Tensor]:
     return [param.detach() for param in params]
 
 
-def _parameters() -> list[Tensor]:
-    draw = torch.Generator().manual_seed(0)
+def _drawn(seed: int) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(seed)
     return [torch.randn(ROWS, COLUMNS, generator=draw), torch.randn(ROWS, generator=draw)]
 
 
 def _gradients(rank: int) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(rank + 1)
-    return [torch.randn(ROWS, COLUMNS, generator=draw), torch.randn(ROWS, generator=draw)]
+    return _drawn(rank + 1)

@@ -86,17 +86,14 @@ class Participation:
         self._units = [Unit(members) for members in together.values()]
         self._calls = CallComparison(modules) if check else None
         self._pass = -1  # the backward pass that has been seen
-        self._sends_gradients: dict[nn.Module, bool] = {}  # to its input, when last called
+        # Whether a module's input requires a gradient, as of its last call.
+        self.sends_gradients: dict[nn.Module, bool] = {}
         self._skipping = False
         self._handles: list[RemovableHandle] = []
         for unit in self._units:
             for module in unit.modules:
                 self._watch(module, unit)
                 _participations[module] = weakref.ref(self)
-
-    def sends_gradients(self, module: nn.Module) -> bool | None:
-        """Whether a module's input requires a gradient; None: it was never called."""
-        return self._sends_gradients.get(module)
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
@@ -119,7 +116,7 @@ class Participation:
             if self._calls is not None and _backward_pass() < 0:
                 self._calls.compare(module, input_requires_grad=sends)
             if torch.is_grad_enabled() and not self._skipping:
-                self._sends_gradients[module] = sends
+                self.sends_gradients[module] = sends
             unit.see_shards()
 
         def after_gather(_: nn.Module, args: Any, kwargs: Any) -> None:

@@ -44,7 +44,7 @@ def _pass_through(module: nn.Module, token: Tensor, participation: Participation
         trained = any(place.now.requires_grad for place in own_places(module))
         token = _differentiable(token) if trained else token
         for child in nested_modules(module):
-            given = _as_its_input(child, token, participation.sends_gradients(child))
+            given = _as_its_input(child, token, participation.sends_gradients.get(child))
             token = _joined(token, _pass_through(child, given, participation))
         return _differentiable(token) if trained else token.clone()
 

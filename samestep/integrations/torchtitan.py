@@ -16,7 +16,7 @@ from torch import nn
 
 from samestep.groups.param_groups import Group
 from samestep.groups.routing import routable, without_wrappers
-from samestep.recipes.recipe import Line, fused, gate, stack
+from samestep.recipes.architectures import Line, fused, gate, stack
 
 
 def optimizers(**options: Any) -> Any:

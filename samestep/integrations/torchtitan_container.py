@@ -53,12 +53,7 @@ class Optimizers(OptimizersContainer):
                 own |= {"process_group": group, "overrides": _about(part, asked)}
             self.optimizers.append(MuonAdamW(part, **{**own, **options}))
         # The container is an optimizer itself, for hooks.
-        params = [
-            param
-            for each in self.optimizers
-            for group in each.param_groups
-            for param in group["params"]
-        ]
+        params = [param for group in self._groups() for param in group["params"]]
         Optimizer.__init__(self, params, {})
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,14 +73,12 @@ class Optimizers(OptimizersContainer):
             flat[keys[group["param_names"][0]]] = {n: s for n, s in splits.items() if s is not None}
         super().load_state_dict(flat)
 
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for each in self.optimizers for group in each.param_groups]
+
     def _cut_groups(self) -> list[dict[str, Any]]:
         """Those with splits by name."""
-        return [
-            group
-            for each in self.optimizers
-            for group in each.param_groups
-            if isinstance(group.get(SPLITS), Mapping)
-        ]
+        return [group for group in self._groups() if isinstance(group.get(SPLITS), Mapping)]
 
 
 def _refuse(config: Optimizers.Config) -> None:

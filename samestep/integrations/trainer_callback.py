@@ -19,8 +19,7 @@ class SaveWhole(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         self._gather(args, control.should_save, known["optimizer"])
 
-    def on_epoch_end(self, args: Any, state: Any, control: Any, **known: Any) -> None:
-        self._gather(args, control.should_save, known["optimizer"])
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **known: Any) -> None:
         # With save_strategy="best" it is decided afterwards.

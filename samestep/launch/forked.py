@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from samestep.launch.failure import RanksFailed
+from samestep.launch import RanksFailed
 
 POLL = 0.002
 START = 300.0  # seconds that ranks have to begin: a hang's limit, which a busy machine may need

@@ -5,17 +5,17 @@ All groups that parameters will need are compared before one is made, and kept i
 
 import socket
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
-from math import prod
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from samestep.comm.collectives import maximum
-from samestep.comm.groups import RankGroup, ranks_text, registry
+from samestep.comm.groups import ranks_text, registry
 from samestep.comm.integrity.agreement import gather_texts, require_same_lines
 from samestep.mesh.degrees import Degrees, DegreesError
 
@@ -47,12 +47,10 @@ class Mesh:
 
     @property
     def coordinates(self) -> dict[str, int]:
-        """The place of this rank on every axis."""
         return self.degrees.coordinates(self.rank)
 
     @property
     def name(self) -> str:
-        """A short name for traces."""
         return self.degrees.name
 
 
@@ -106,39 +104,39 @@ def build(
         lines = [f"{field.name} = {getattr(degrees, field.name)}" for field in fields(degrees)]
         lines.append(f"across_hosts = {across_hosts}")
         require_same_lines("mesh", lines, world, device)
-        hosts = hosts_of(world, device)
+        hosts = tuple(gather_texts("names of hosts", socket.gethostname(), world, device))
     if not across_hosts:
         require_local_groups(degrees, hosts)
     make_groups(
         (g for axes in axes_with_groups(degrees) for g in degrees.groups(*axes)), limit, device
     )
-    axes = list(degrees.axes)
-    whole = _device_mesh(degrees, [(axis,) for axis in axes], axes, device_type)
+    me = dist.get_rank()
+    along = {axis: degrees.peers(me, axis) for axis in degrees.axes}
+    whole = _device_mesh(degrees, along, device_type)
     joined, shard = whole, "data"
     if degrees.ep > 1 and degrees.ep_carries_data:
         # The same ranks with two axes as one. Parts of both meshes can be combined, as FSDP2 does
         # with the model axis, because both count ranks alike.
-        names = [DENSE if axis == "data" else axis for axis in axes if axis != "expert"]
-        members = [("data", "expert") if name == DENSE else (name,) for name in names]
-        joined, shard = _device_mesh(degrees, members, names, device_type), DENSE
+        both = {DENSE if axis == "data" else axis: ranks for axis, ranks in along.items()}
+        del both["expert"]
+        both[DENSE] = degrees.peers(me, "data", "expert")
+        joined, shard = _device_mesh(degrees, both, device_type), DENSE
     copies = ("replicate",) if replicate > 1 else ()
     require_single_groups()
     dense, expert = joined[(*copies, shard)], whole[(*copies, "data")]
-    return Mesh(degrees, whole, dense, expert, dist.get_rank(), hosts)
+    return Mesh(degrees, whole, dense, expert, me, hosts)
 
 
 def _device_mesh(
-    degrees: Degrees, members: Sequence[tuple[str, ...]], names: Sequence[str], device_type: str
+    degrees: Degrees, along: Mapping[str, Sequence[int]], device_type: str
 ) -> DeviceMesh:
-    """A mesh over all ranks, of which each axis is one or more axes of `degrees`."""
-    me = dist.get_rank()
-    groups = [registry.of_ranks(degrees.peers(me, *axes)) for axes in members]
-    shape = [prod(degrees.sizes[axis] for axis in axes) for axes in members]
+    """A mesh over all ranks; `along`: by name of an axis, those that this rank meets there."""
+    groups = [registry.of_ranks(ranks) for ranks in along.values()]
     return DeviceMesh.from_group(
         [group.handle for group in groups if group is not None],  # all are known, and I am in all
         device_type,
-        mesh=torch.arange(degrees.world).view(shape),
-        mesh_dim_names=tuple(names),
+        mesh=torch.arange(degrees.world).view([len(ranks) for ranks in along.values()]),
+        mesh_dim_names=tuple(along),
     )
 
 
@@ -155,16 +153,10 @@ def model_axis_in_two(mesh: Mesh, sets: int) -> DeviceMesh:
     across, within = by_set.mT.reshape(-1, sets).tolist(), by_set.reshape(-1, copies).tolist()
     fake = dist.get_backend() == "fake"
     make_groups([*across, *within], None, None if fake else torch.device(device_mesh.device_type))
-    mine = [next(g for g in groups if mesh.rank in g) for groups in (across, within)]
-    others = [axis for axis in degrees.axes if axis != "model"]
-    handles = [registry.of_ranks(degrees.peers(mesh.rank, axis)) for axis in others]
-    handles += [registry.of_ranks(group) for group in mine]
-    whole = DeviceMesh.from_group(
-        [group.handle for group in handles if group is not None],
-        device_mesh.device_type,
-        mesh=torch.arange(degrees.world).view(*(degrees.axes[a] for a in others), sets, copies),
-        mesh_dim_names=(*others, "model_sets", "model_copies"),
-    )
+    along = {axis: degrees.peers(mesh.rank, axis) for axis in degrees.axes if axis != "model"}
+    for name, groups in (("model_sets", across), ("model_copies", within)):
+        along[name] = next(tuple(group) for group in groups if mesh.rank in group)
+    whole = _device_mesh(degrees, along, device_mesh.device_type)
     return whole["model_sets", "model_copies"]
 
 
@@ -217,11 +209,6 @@ def make_groups(
         registry.of_ranks(group, timeout)
 
 
-def hosts_of(world: RankGroup, device: torch.device) -> tuple[str, ...]:
-    """The name of each rank's host. All ranks call it."""
-    return tuple(gather_texts("names of hosts", socket.gethostname(), world, device))
-
-
 def require_local_groups(degrees: Degrees, hosts: Sequence[str]) -> None:
     """Raise, naming ranks and hosts, if a group of the model or expert axis spans hosts."""
     problems = []
@@ -239,20 +226,9 @@ def require_local_groups(degrees: Degrees, hosts: Sequence[str]) -> None:
             )
     if not problems:
         return
-    fewest = min(_runs(hosts))
-    fits = [size for size in range(1, fewest + 1) if all(run % size == 0 for run in _runs(hosts))]
+    runs = [len(list(run)) for _, run in groupby(hosts)]  # of neighbours that share a host
+    fits = [size for size in range(1, min(runs) + 1) if all(run % size == 0 for run in runs)]
     raise DegreesError(
         f"groups of the model and expert axes must stay inside a host. {'; '.join(problems)}. "
         f"Choose ep x tp from {', '.join(map(str, fits))}, or allow it with across_hosts=True"
     )
-
-
-def _runs(hosts: Sequence[str]) -> list[int]:
-    """How many neighbouring ranks share a host, stretch by stretch."""
-    runs: list[int] = []
-    for rank, host in enumerate(hosts):
-        if rank and hosts[rank - 1] == host:
-            runs[-1] += 1
-        else:
-            runs.append(1)
-    return runs

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -57,9 +58,7 @@ class Options:
         )  # fmt: skip
 
 
-def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
-    return parse_flags(Options, words, prog)
+parse = partial(parse_flags, Options)  # of (words, prog)
 
 
 def run(options: Options) -> int:

@@ -68,7 +68,6 @@ class Term(NamedTuple):
 
 
 def terms(sizes: ModelSizes, degrees: Degrees) -> list[Term]:
-    """All lines of the contract that concern this model and these degrees."""
     found = [term for term in _all_terms(sizes, degrees) if term.size and term.degree > 1]
     choices = {
         name: _choices(degrees, name, [term.size for term in found if term.degree_name == name])

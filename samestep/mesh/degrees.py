@@ -30,7 +30,6 @@ class Degrees:
     ep_carries_data: bool = True  # ranks along the expert axis see different tokens
 
     def __post_init__(self) -> None:
-        """Refuse sizes that do not fit, all at once."""
         violations = list(self._violations())
         if violations:
             raise DegreesError("; ".join(violations))
@@ -73,7 +72,6 @@ class Degrees:
         return ".".join(f"{axis}{size}" for axis, size in shown.items())
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The place of a rank on every axis."""
         if not 0 <= rank < self.world:
             raise ValueError(f"rank must be from 0 to {self.world - 1}, got {rank}")
         places = {}

@@ -102,9 +102,8 @@ def decide(
     if not requested:
         return Decision("eager", "eager", "not asked for")
     concerned = [gate for gate in GATES if gate.closes(degrees, facts)]
-    is_open = {gate.name: _open(gate, open_gates, environment) for gate in concerned}
-    opened = tuple(name for name, state in is_open.items() if state)
-    closed = [gate for gate in concerned if not is_open[gate.name]]
+    opened = tuple(g.name for g in concerned if _open(g, open_gates, environment))
+    closed = [gate for gate in concerned if gate.name not in opened]
     if not closed:
         why = f"gates opened: {', '.join(opened)}" if opened else "no gate is closed"
         return Decision("compiled", "compiled", why, (), opened)

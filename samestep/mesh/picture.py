@@ -2,8 +2,8 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
@@ -13,6 +13,7 @@ from samestep.mesh.degrees import Degrees
 FRAMES = {"pipe": "#444444", "replicate": "#7a4fa3", "data": "#1f5fa8", "expert": "#c2571a"}
 CELL, GAP, LABEL = 1.0, 0.22, 0.34
 MOST_RANKS = 256
+LOOK: Any = {"boxstyle": "round,pad=0,rounding_size=0.12", "linewidth": 1.3}
 
 
 def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
@@ -27,7 +28,32 @@ def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
     axes.set_xlim(-GAP, width + GAP)
     axes.set_ylim(height + GAP, -GAP)
     axes.set_axis_off()
-    _frame(axes, degrees, hosts, nested, {}, 0.0, 0.0)
+
+    def frame(
+        nested: Sequence[tuple[str, int]], place: dict[str, int], left: float, top: float
+    ) -> None:
+        if not nested:
+            for model in range(degrees.tp):
+                rank = degrees.rank(place | {"model": model})
+                label = f"{rank}\n{hosts[rank][:10]}" if any(hosts) else str(rank)
+                box = (left + model * CELL, top), CELL * 0.94, CELL * 0.94
+                axes.add_patch(
+                    FancyBboxPatch(*box, edgecolor="#2e7d32", facecolor="#e8f3e8", **LOOK)
+                )
+                x, y = left + (model + 0.47) * CELL, top + 0.47 * CELL
+                axes.text(x, y, label, ha="center", va="center", fontsize=8 if any(hosts) else 10)
+            return
+        (axis, count), *inner = nested
+        width, height = _size(inner, degrees.tp)
+        for index in range(count):
+            step = index * ((width if _beside(axis) else height + LABEL) + 3 * GAP)
+            x, y = (left + step, top) if _beside(axis) else (left, top + step)
+            box = (x, y), width + 2 * GAP, height + 2 * GAP + LABEL
+            axes.add_patch(FancyBboxPatch(*box, edgecolor=FRAMES[axis], facecolor="none", **LOOK))
+            axes.text(x + GAP / 2, y + LABEL, f"{axis} {index}", color=FRAMES[axis], fontsize=7)
+            frame(inner, place | {axis: index}, x + GAP, y + GAP + LABEL)
+
+    frame(nested, {}, 0.0, 0.0)
     figure.suptitle(degrees.name, fontweight="bold")
     png = io.BytesIO()
     figure.savefig(png, format="png")
@@ -48,42 +74,3 @@ def _size(nested: Sequence[tuple[str, int]], tp: int) -> tuple[float, float]:
 
 def _beside(axis: str) -> bool:
     return axis in ("pipe", "expert")
-
-
-def _frame(
-    axes: Axes,
-    degrees: Degrees,
-    hosts: Sequence[str],
-    nested: Sequence[tuple[str, int]],
-    place: dict[str, int],
-    left: float,
-    top: float,
-) -> None:
-    if not nested:
-        for model in range(degrees.tp):
-            rank = degrees.rank(place | {"model": model})
-            label = f"{rank}\n{hosts[rank][:10]}" if any(hosts) else str(rank)
-            _box(axes, left + model * CELL, top, CELL * 0.94, CELL * 0.94, "#2e7d32", fill=True)
-            x, y = left + (model + 0.47) * CELL, top + 0.47 * CELL
-            axes.text(x, y, label, ha="center", va="center", fontsize=8 if any(hosts) else 10)
-        return
-    (axis, count), *inner = nested
-    width, height = _size(inner, degrees.tp)
-    for index in range(count):
-        step = index * ((width if _beside(axis) else height + LABEL) + 3 * GAP)
-        x, y = (left + step, top) if _beside(axis) else (left, top + step)
-        _box(axes, x, y, width + 2 * GAP, height + 2 * GAP + LABEL, FRAMES[axis])
-        axes.text(x + GAP / 2, y + LABEL, f"{axis} {index}", color=FRAMES[axis], fontsize=7)
-        _frame(
-            axes, degrees, hosts, inner, place | {axis: index}, x + GAP, y + GAP + LABEL
-        )  # fmt: skip
-
-
-def _box(
-    axes: Axes, x: float, y: float, width: float, height: float, color: str, *, fill: bool = False
-) -> None:
-    style = "round,pad=0,rounding_size=0.12"
-    face = "#e8f3e8" if fill else "none"
-    axes.add_patch(
-        FancyBboxPatch((x, y), width, height, style, edgecolor=color, facecolor=face, linewidth=1.3)
-    )

@@ -47,13 +47,6 @@ def predicates(degrees: Degrees, *, experts: bool, fsdp: bool = True) -> Predica
     )
 
 
-def line(mesh: Mesh, facts: Mapping[str, Any]) -> str:
-    """What one rank tells before the first step."""
-    place = ",".join(map(str, mesh.coordinates.values()))
-    told = " ".join(f"{name}={value}" for name, value in facts.items())
-    return f"rank={mesh.rank} mesh={mesh.name} at={place} {told}"
-
-
 def trace(
     mesh: Mesh,
     facts: Predicates,
@@ -74,21 +67,21 @@ def trace(
     Raises:
         RanksDisagreeError: On every rank, naming the fact and the ranks that differ.
     """
-    known = asdict(facts)
-    seen = dict(observed or {})
-    mine = line(mesh, known | {f"seen.{name}": value for name, value in seen.items()})
-    tell(mine)
-    of_ranks = {mesh.rank: (mine, known, seen)}
+    known, seen = asdict(facts), dict(observed or {})
+    told = known | {f"seen.{name}": value for name, value in seen.items()}
+    place = ",".join(map(str, mesh.coordinates.values()))
+    words = [f"rank={mesh.rank} mesh={mesh.name} at={place}"]
+    line = " ".join(words + [f"{name}={value}" for name, value in told.items()])
+    tell(line)
+    of_ranks = {mesh.rank: (line, told)}
     if all(mesh.hosts):  # with torch's fake backend there is nobody to ask
-        everyone = gather_everywhere((mine, known, seen), registry.of().handle)
-        of_ranks = dict(enumerate(everyone))
-    problems = _differences({rank: known for rank, (_, known, _) in of_ranks.items()})
-    problems += _differences({rank: seen for rank, (_, _, seen) in of_ranks.items()}, "seen.")
-    for rank, (_, known, seen) in of_ranks.items():
+        of_ranks = dict(enumerate(gather_everywhere((line, told), registry.of().handle)))
+    problems = _differences({rank: told for rank, (_, told) in of_ranks.items()})
+    for rank, (_, told) in of_ranks.items():
         problems += [
-            f"rank {rank} has {name}={known[name]}, and did {name}={value}"
-            for name, value in seen.items()
-            if known.get(name, value) != value
+            f"rank {rank} has {name}={told[name]}, and did {name}={did}"
+            for name in known
+            if (did := told.get(f"seen.{name}", told[name])) != told[name]
         ]
     if problems:
         raise RanksDisagreeError(
@@ -100,11 +93,11 @@ def trace(
         "degrees": asdict(mesh.degrees),
         "predicates": known,
         "observed": seen,
-        "ranks": [mine for mine, _, _ in of_ranks.values()],
+        "ranks": [line for line, _ in of_ranks.values()],
     }
 
 
-def _differences(of_ranks: Mapping[int, Mapping[str, Any]], prefix: str = "") -> list[str]:
+def _differences(of_ranks: Mapping[int, Mapping[str, Any]]) -> list[str]:
     """Facts that ranks do not share; who has nothing to say of one has no say."""
     found = []
     for name in dict.fromkeys(name for facts in of_ranks.values() for name in facts):
@@ -114,5 +107,5 @@ def _differences(of_ranks: Mapping[int, Mapping[str, Any]], prefix: str = "") ->
                 by_value.setdefault(str(facts[name]), []).append(rank)
         if len(by_value) > 1:
             values = ", ".join(f"{v} on {ranks_text(ranks)}" for v, ranks in by_value.items())
-            found.append(f"{prefix}{name} is {values}")
+            found.append(f"{name} is {values}")
     return found

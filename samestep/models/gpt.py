@@ -6,24 +6,27 @@ token.
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import (
-    cross_entropy,
-    dropout,
-    relu,
-    scaled_dot_product_attention,
-)
+from torch.nn.functional import cross_entropy, dropout, relu, scaled_dot_product_attention
 
 from samestep.parallel.experts import TokenDispatch, load_of, local
 from samestep.parallel.fused import own_sizes
 from samestep.parallel.grouped import Products, grouped_linear
 from samestep.parallel.recompute import once
 from samestep.parallel.router_losses import RouterLosses
+
+LEAST = dict.fromkeys(
+    ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "mlp_ratio"), 1
+) | dict.fromkeys(
+    ("expert_size", "shared_experts", "null_experts", "capacity", "balance_loss", "z_loss"), 0
+)
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,9 @@ class GPTConfig:
     fused_qkv: bool = False  # queries, keys and values in one weight
 
     def __post_init__(self) -> None:
-        """Refuse shapes that cannot be built, before any weight is made."""
-        for name in ("vocab_size", "context", "width", "layers", "heads", "kv_heads", "mlp_ratio"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in LEAST.items():
+            if not least <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.width % (2 * self.heads):
             raise ValueError(
                 f"width must be a multiple of 2 * heads = {2 * self.heads} "
@@ -69,12 +71,6 @@ class GPTConfig:
             raise ValueError(f"dropout must be from 0 to below 1, got {self.dropout}")
 
     def _check_experts(self) -> None:
-        for name in ("expert_size", "shared_experts", "null_experts"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("capacity", "balance_loss", "z_loss"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
         if self.expert_products not in get_args(Products):
             choices = ", ".join(get_args(Products))
             raise ValueError(
@@ -99,17 +95,14 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Channels of one attention head."""
         return self.width // self.heads
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
-        """Rows of queries, keys and values."""
         return (self.width, *(self.kv_heads * self.head_dim,) * 2)
 
     @property
     def expert_hidden(self) -> int:
-        """Channels inside one expert."""
         return self.expert_size or max(1, self.mlp_ratio * self.width // self.active_experts)
 
 
@@ -347,3 +340,30 @@ class GPT(nn.Module):
 def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """(B, T, V), (B, T) -> (): the mean over sequences and positions."""
     return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def balance_experts(model: nn.Module, layers: int, copies: int = 1) -> None:
+    """Make experts that are chosen too often less likely, by what all ranks have counted.
+
+    Collective, where there are ranks.
+
+    Args:
+        model: All of it, or one rank's stages: blocks have their names in the whole.
+        layers: Of the whole model.
+        copies: How many ranks have counted the same tokens.
+    """
+    found = {
+        int(match[1]): module
+        for name, module in model.named_modules()
+        if isinstance(module, MixtureOfExperts) and (match := re.match(r"blocks\.(\d+)\.", name))
+    }
+    if not found:
+        return
+    some = next(iter(found.values())).load
+    loads = torch.zeros(layers, len(some), dtype=some.dtype, device=some.device)
+    for layer, module in found.items():
+        loads[layer] = module.load
+    if dist.is_initialized():
+        dist.all_reduce(loads)
+    for layer, module in found.items():
+        module.balance(loads[layer] // copies)

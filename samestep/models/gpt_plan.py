@@ -5,7 +5,6 @@ from samestep.parallel.plan import FusedPart, Plan
 
 
 def gpt_plan(config: GPTConfig) -> Plan:
-    """The plan of a model of this shape."""
     experts = bool(config.experts)
     mlp = () if experts else ("blocks.*.mlp",)
     heads = (config.heads, config.kv_heads, config.kv_heads)

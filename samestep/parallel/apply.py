@@ -1,7 +1,6 @@
 """A plan applied to a model: everything in the order that is right, and looked at afterwards."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -17,24 +16,6 @@ from samestep.parallel.plan import Plan, PlanError
 from samestep.parallel.recompute import recompute as recompute_block
 
 
-@dataclass(frozen=True)
-class Applied:
-    """What was done to a model.
-
-    hooks_before: On modules of the plan, before anything was done.
-    hooks_unasked: On any module, afterwards, beyond what the plan and FSDP2 need.
-    observed: Facts under the names of `samestep.mesh.predicates`, read off the model itself.
-    """
-
-    hooks_before: int
-    hooks_unasked: int
-    observed: Mapping[str, Any]
-
-    def facts(self) -> dict[str, Any]:
-        hooks = {"hooks_pre": self.hooks_before, "hooks_post": self.hooks_unasked}
-        return {**self.observed, **hooks}
-
-
 def apply(
     model: nn.Module,
     plan: Plan,
@@ -45,7 +26,7 @@ def apply(
     compile: bool | str = False,
     fsdp: bool = True,
     recompute: bool = False,
-) -> Applied:
+) -> dict[str, Any]:
     """Lay a model out over a mesh, or one stage of it. All ranks call it, with the same values.
 
     Experts and matrices are cut first, since FSDP2 shards what is left on a rank; FSDP2 comes
@@ -62,6 +43,10 @@ def apply(
         fsdp: Shard over the ranks whose losses are averaged. False: each of them keeps a copy, and
             the optimizer averages over copies, with the sharding and buffers that it is given.
         recompute: Let every block compute again in backward what it would have kept.
+
+    Returns:
+        Facts under the names of `samestep.mesh.predicates`, read off the model itself. "hooks_pre"
+        were on modules of the plan before, "hooks_post" are there beyond what plan and FSDP2 need.
     """
     plan.check(model)
     before = _hooks(model)
@@ -91,11 +76,8 @@ def apply(
     else:
         data.leave_copies(model, plan, mesh)
     ReplicateList((*rules, *plan.rules, *lora_shard_rules(model))).check(model, whole)
-    return Applied(
-        sum(before.get(name, 0) for name in plan.modules(model)),
-        sum(extra.values()),
-        _observed(model, mesh),
-    )
+    stale = sum(before.get(name, 0) for name in plan.modules(model))
+    return {**_observed(model, mesh), "hooks_pre": stale, "hooks_post": sum(extra.values())}
 
 
 def shard_rules(model: nn.Module, plan: Plan) -> tuple[ShardRule, ...]:
@@ -168,18 +150,17 @@ def _hooks(model: nn.Module) -> dict[str, int]:
 
 def _observed(model: nn.Module, mesh: Mesh) -> dict[str, Any]:
     """What the laid-out model shows of itself, without a look at the degrees."""
-    stacks: set[tuple[str, int]] = set()
-    others: set[tuple[str, int]] = set()
-    for param in model.parameters():
-        (stacks if param.dim() == 3 else others).update(cuts(param))
+    params = list(model.parameters())
+    cut = {axis for param in params for axis, _ in cuts(param)}
+    stacks_cut = {axis for param in params if param.dim() == 3 for axis, _ in cuts(param)}
     seen: dict[str, Any] = {
-        "tensor_parallel_active": any(axis == "model" for axis, _ in stacks | others),
+        "tensor_parallel_active": "model" in cut,
         "data_sharded": mesh.dense.shape[-1] > 1
         and any(isinstance(module, FSDPModule) for module in model.modules()),
     }
     dispatches = [module for module in model.modules() if isinstance(module, TokenDispatch)]
     if dispatches:  # a pipeline stage without experts has nothing to say of them
-        seen["expert_parallel_active"] = any(axis == "expert" for axis, _ in stacks | others)
+        seen["expert_parallel_active"] = "expert" in cut
         seen["expert_lane"] = all(d.places.exchange is not None for d in dispatches)
-        seen["expert_tensor_parallel_active"] = any(axis == "model" for axis, _ in stacks)
+        seen["expert_tensor_parallel_active"] = "model" in stacks_cut
     return seen

@@ -4,7 +4,9 @@ And what sums of gradients are divided by.
 """
 
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -77,12 +79,8 @@ def leave_copies(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     if degrees.ep > 1 and degrees.ep_carries_data:
         params = dict(model.named_parameters())
         for name, _ in plan.stacks(model):
-            mean = partial(_mean_of, ranks=degrees.ep)
+            mean = partial(torch.div, other=degrees.ep)
             params[name].register_hook(mean)  # type: ignore[no-untyped-call]
-
-
-def _mean_of(grad: Tensor, *, ranks: int) -> Tensor:
-    return grad / ranks
 
 
 def _divide_by(module: FSDPModule, divisor: int, *, alone: bool) -> None:
@@ -90,13 +88,10 @@ def _divide_by(module: FSDPModule, divisor: int, *, alone: bool) -> None:
     module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     if alone:  # torch 2.13 divides twice then
         module.set_gradient_divide_factor(1.0)
-        module.set_all_reduce_hook(partial(_divide, divisor=divisor))
+        divide: Any = partial(Tensor.div_, other=divisor)  # torch types it to return nothing
+        module.set_all_reduce_hook(divide)
     else:
         module.set_gradient_divide_factor(float(divisor))
-
-
-def _divide(summed: Tensor, *, divisor: int) -> None:
-    summed.div_(divisor)
 
 
 def _check_alone(name: str, module: nn.Module) -> None:

@@ -11,13 +11,15 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# Autograd sees the second one; torch has both without a public name.
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
-from samestep.parallel.exchange import all_to_all_single, all_to_all_single_autograd
 from samestep.parallel.recompute import once
 
 Experts = Callable[..., Tensor]
@@ -42,24 +44,17 @@ def local(param: Tensor) -> Tensor:
 
 
 class Places(NamedTuple):
-    """Where the experts and the tokens of a dispatch are.
+    """Where the experts and the tokens of a dispatch are."""
 
-    exchange: The ranks that share the experts and bring tokens of their own.
-    same_tokens: The ranks that share the experts and all have the same tokens.
-    model: The ranks of tensor parallel.
-    given: How these hold the tokens that come.
-    wanted: How they hold them to compute: whole if an expert's matrices are cut, or each a part.
-    """
-
-    exchange: dist.ProcessGroup | None = None
-    same_tokens: DeviceMesh | None = None
-    model: DeviceMesh | None = None
-    given: Placement = Replicate()
+    exchange: dist.ProcessGroup | None = None  # who share the experts and bring tokens of their own
+    same_tokens: DeviceMesh | None = None  # who share the experts and all have the same tokens
+    model: DeviceMesh | None = None  # the ranks of tensor parallel
+    given: Placement = Replicate()  # how these hold the tokens that come
+    # How they hold them to compute: whole if an expert's matrices are cut, or each a part.
     wanted: Placement = Replicate()
 
     @classmethod
     def on(cls, mesh: Mesh) -> "Places":
-        """The places on a mesh."""
         degrees = mesh.degrees
         expert = mesh.axis("expert")
         carries = degrees.ep_carries_data
@@ -126,8 +121,9 @@ class TokenDispatch(nn.Module):
         """What this rank computes on; its gradients are parts of the whole."""
         _, same, model, given, wanted = self.places
         if model is not None:
-            tokens, weights = (_moved(x, model, given, wanted) for x in (tokens, weights))
-            chosen = _moved(chosen, model, given, wanted)
+            tokens, weights, chosen = (
+                _moved(x, model, given, wanted) for x in (tokens, weights, chosen)
+            )
         if same is not None:
             tokens, weights = (_moved(x, same, Replicate(), Replicate()) for x in (tokens, weights))
         return tokens, chosen, weights
@@ -136,9 +132,10 @@ class TokenDispatch(nn.Module):
         """The sum of what ranks made of the same tokens, held as they came."""
         _, same, model, given, wanted = self.places
         if same is not None:
-            mixed = _back(mixed, same, Partial(), Replicate())
+            mixed = _moved(mixed, same, Partial(), Replicate(), back=True)
         if model is not None:
-            mixed = _back(mixed, model, Partial() if wanted.is_replicate() else wanted, given)
+            own = Partial() if wanted.is_replicate() else wanted
+            mixed = _moved(mixed, model, own, given, back=True)
         return mixed
 
     # --- sizes follow the data ---------------------------------------------------------------
@@ -257,20 +254,16 @@ def capacity_errors(model: nn.Module) -> int:
     return int(found)
 
 
-def _moved(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
-    """A tensor as ranks want it; where all have the whole, each knows a part of its gradient."""
+def _moved(
+    x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement, *, back: bool = False
+) -> Tensor:
+    """A tensor as ranks want it; where all have the whole, each knows a part of its gradient.
+
+    On the way `back` gradients are whole again.
+    """
     spread = DTensor.from_local(x, mesh, [given], run_check=False).redistribute(mesh, [wanted])
     parts: list[Placement] = [Partial() if wanted.is_replicate() else wanted]
-    return spread.to_local(grad_placements=parts)
-
-
-def _back(x: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Tensor:
-    """The way out, where gradients are whole again."""
-    return (
-        DTensor.from_local(x, mesh, [given], run_check=False)
-        .redistribute(mesh, [wanted])
-        .to_local()
-    )
+    return spread.to_local(grad_placements=None if back else parts)
 
 
 def _swapped(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import (
 )
 from torch.nn.functional import linear
 
-from samestep.comm.meshes import held, mesh_group, whole_tensor
+from samestep.comm.meshes import own_box, whole_tensor
 from samestep.layout.fused_rows import FusedRows, are_apart
 from samestep.mesh import Mesh
 from samestep.mesh.build import model_axis_in_two
@@ -114,7 +114,6 @@ class FusedLinear(nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        """As of a linear layer, with its parts."""
         parts = ", ".join(f"[{part.start}:{part.stop}]" for part in self.parts)
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -240,10 +239,9 @@ def _divide(
             whole = whole_tensor(whole)
         for part in module.parts:
             param = module._parameters[part.key(key)]
-            ranks = mesh_group(param.device_mesh)
-            box = held(param, ranks).boxes[ranks.rank]
+            rows = whole[part.start : part.stop][own_box(param).slices]
             state_dict[prefix + part.key(key)] = DTensor.from_local(
-                whole[part.start : part.stop][box.slices].to(param.device).contiguous(),
+                rows.to(param.device).contiguous(),
                 param.device_mesh,
                 param.placements,
                 run_check=False,

@@ -24,12 +24,13 @@ from functools import partial
 from zlib import crc32
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn.functional import linear
 
-from samestep.comm.meshes import held, mesh_group
+from samestep.comm.meshes import own_box
 from samestep.groups.param_groups import name_matches
 from samestep.groups.routing import Elsewhere
 from samestep.mesh import Mesh
@@ -72,7 +73,6 @@ class LoRALinear(nn.Linear):
         return DTensor.from_local(out, x.device_mesh, [placement], run_check=False)
 
     def extra_repr(self) -> str:
-        """As of a linear layer, with what was added."""
         return f"{super().extra_repr()}, lora_rank={self.lora_A.shape[0]}, scale={self.scale:g}"
 
 
@@ -126,7 +126,6 @@ def add_lora(
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """The layers that have factors, by name."""
     for name, module in model.named_modules():
         if isinstance(module, LoRALinear):
             yield name, module
@@ -179,8 +178,7 @@ def merge_lora(model: nn.Module) -> None:
         )
         learned, weight = layer.scale * (b @ a), layer.weight
         if isinstance(weight, DTensor):
-            ranks = mesh_group(weight.device_mesh)
-            weight.to_local().add_(learned[held(weight, ranks).boxes[ranks.rank].slices])
+            weight.to_local().add_(learned[own_box(weight).slices])
         else:
             weight.add_(learned)
         for name in FACTORS:
@@ -200,7 +198,7 @@ def _check(name: str, module: nn.Linear, mesh: Mesh | DeviceMesh | None) -> None
     if not isinstance(weight, DTensor):
         return
     axes = weight.device_mesh.mesh_dim_names or ()
-    if axes == (MODEL,) and mesh is None and _world() > weight.device_mesh.size():
+    if axes == (MODEL,) and mesh is None and dist.get_world_size() > weight.device_mesh.size():
         raise LoRAError(
             f"{name!r} says which ranks share its weight, but not which others have copies: give "
             "mesh="
@@ -213,12 +211,7 @@ def _check(name: str, module: nn.Linear, mesh: Mesh | DeviceMesh | None) -> None
 
 
 def _convert(
-    name: str,
-    module: nn.Linear,
-    rank: int,
-    scale: float,
-    mesh: Mesh | DeviceMesh | None,
-    seed: int,
+    name: str, module: nn.Linear, rank: int, scale: float, mesh: Mesh | DeviceMesh | None, seed: int
 ) -> None:
     weight = module.weight
     rows, columns = weight.shape
@@ -289,10 +282,6 @@ def _cut(weight: DTensor) -> int | None:
     placements = dict(zip(axes, weight.placements, strict=False))
     dim: int | None = getattr(placements.get(MODEL), "dim", None)
     return dim
-
-
-def _world() -> int:
-    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _combined(factor: DTensor, grad: Tensor) -> Tensor:

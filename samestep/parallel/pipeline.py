@@ -13,20 +13,24 @@ checkpoints load with any number of stages. Tensor parallel and FSDP2 are applie
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    schedules,
+)
 
 from samestep.comm.collectives import total
 from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.comm.integrity.agreement import require_same_lines
-from samestep.parallel.batched_sends import batched_sends
 from samestep.parallel.router_losses import set_share
 from samestep.parallel.stages import StagePlan, cut
 from samestep.placements.whole.reduction import more_to_come
@@ -72,7 +76,7 @@ class Pipeline:
         plan: Which modules the stages have; the default is that of the example GPT.
         stages_per_rank: More than one only with "interleaved".
         schedule: "1f1b", or "interleaved", where a rank has several stages that lie apart.
-        batched_sends: See `samestep.parallel.batched_sends`; False leaves it to torch.
+        batched_sends: Send in batches (see `_in_batches`); False leaves it to torch.
 
     Attributes:
         model: What this rank has of the model, with the names of the whole, for the optimizer and
@@ -145,7 +149,7 @@ class Pipeline:
         self._check_batch(inputs, targets)
         if self._evaluation is None:
             self._evaluation = self._schedule()  # going to and fro, one would measure shapes anew
-        with _evaluating([self.model, *self.parts]):
+        with evaluating([self.model, *self.parts]):
             return self._run("pipeline evaluation", self._evaluation.eval, inputs, targets)
 
     def _run(self, name: str, run: Callable[..., Any], inputs: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +159,7 @@ class Pipeline:
         asked = {"target": targets, "losses": losses} if self.is_last else {}
 
         def act() -> None:
-            with batched_sends(self._batched):
+            with _in_batches() if self._batched else nullcontext():
                 run(*given, inputs=inputs, return_outputs=False, **asked)
 
         explained(name, self._ranks, act)
@@ -207,6 +211,26 @@ def _check(schedule: str, stages_per_rank: int, micro_batches: int, ranks: int) 
         )
 
 
+@contextmanager
+def _in_batches() -> Iterator[None]:
+    """Let torch's schedules send and receive in batches always.
+
+    Newer versions of torch (2.13 does) send alone what goes in one direction only, so that nothing
+    waits in line (pytorch issue 175225). On NCCL each such pair of ranks then opens a communicator
+    of its own when it first meets, in whatever order ranks come by, which takes memory, warns, and
+    has been seen to deadlock; a batch travels on the communicator of the whole group. There is no
+    switch for it, so the one function that decides is replaced. Gloo sends one by one.
+    """
+    original = schedules._batch_p2p
+    schedules._batch_p2p = lambda p2p_ops, desc=None: (
+        dist.batch_isend_irecv(p2p_ops) if p2p_ops else []
+    )
+    try:
+        yield
+    finally:
+        schedules._batch_p2p = original
+
+
 def _forget_first_call(part: nn.Module) -> None:
     """Undo what the first call does to buffers: torch makes it to learn shapes, with any values."""
     kept = {name: buffer.detach().clone() for name, buffer in part.named_buffers()}
@@ -226,7 +250,8 @@ def _forget_first_call(part: nn.Module) -> None:
 
 
 @contextmanager
-def _evaluating(modules: list[nn.Module]) -> Iterator[None]:
+def evaluating(modules: list[nn.Module]) -> Iterator[None]:
+    """Modules in evaluation mode, and then each as it was."""
     before = {member: member.training for module in modules for member in module.modules()}
     try:
         for module in modules:

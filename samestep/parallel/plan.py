@@ -71,7 +71,8 @@ class Plan:
         taken: dict[str, str] = {}
         for part in ("blocks", *PARTS, "experts"):
             for pattern in getattr(self, part):
-                found = self._matched(model, part, pattern)
+                named = model.named_parameters() if part == "experts" else model.named_modules()
+                found = [name for name, _ in named if name_matches(name, pattern)]
                 if not found:
                     raise PlanError(f"{part}: {pattern!r} matches nothing in the model")
                 for name in found if part not in ("blocks", "branches") else ():
@@ -93,7 +94,6 @@ class Plan:
     def fused_layers(
         self, model: nn.Module
     ) -> Iterator[tuple[str, nn.Module, tuple[FusedPart, ...]]]:
-        """The fused matrices by name, with their parts."""
         for name, module in self.named(model, "fused"):
             found = [parts for pattern, parts in self.fused.items() if name_matches(name, pattern)]
             if len(found) > 1:
@@ -104,7 +104,6 @@ class Plan:
 
     def split_sizes(self, model: nn.Module) -> dict[str, tuple[int, ...]]:
         """The blocks of fused matrices that are trained, by name: for Muon, in any layout."""
-        sizes = {name: parts for name, _, parts in self.fused_layers(model)}
         trained = {
             whole_name(name)
             for name, p in model.named_parameters()
@@ -112,7 +111,7 @@ class Plan:
         }
         return {
             f"{name}.weight": tuple(part.rows for part in parts)
-            for name, parts in sizes.items()
+            for name, _, parts in self.fused_layers(model)
             if f"{name}.weight" in trained
         }
 
@@ -128,13 +127,8 @@ class Plan:
                     yield name, dim
 
     def expert_modules(self, model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """The modules that hold stacks of experts."""
         for owner in dict.fromkeys(name.rpartition(".")[0] for name, _ in self.stacks(model)):
             yield owner, model.get_submodule(owner)
-
-    def _matched(self, model: nn.Module, part: str, pattern: str) -> list[str]:
-        named = model.named_parameters() if part == "experts" else model.named_modules()
-        return [name for name, _ in named if name_matches(name, pattern)]
 
 
 def _check_fused(name: str, module: nn.Module, parts: tuple[FusedPart, ...]) -> None:

@@ -8,8 +8,8 @@ FSDP2, and without new names in checkpoints. What must not happen twice goes thr
 experts a token has chosen, what is counted, what is asked of other ranks.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from threading import local
 from typing import Any, TypeVar
@@ -28,20 +28,18 @@ class _Kept:
         self.values: list[Any] = []
         self.taken: int | None = None  # None while the block runs for the first time
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def next(self, compute: Callable[[], T]) -> T:
-        found: T
         if self.taken is None:
-            found = compute()
-            self.values.append(found)
-            return found
+            self.values.append(compute())
+            return self.values[-1]  # type: ignore[no-any-return]
         if self.taken == len(self.values):
             raise RuntimeError(
                 "a block calls `once` more often in its recomputation than in its forward: it must "
                 "take the same way both times"
             )
-        found = self.values[self.taken]
         self.taken += 1
-        return found
+        return self.values[self.taken - 1]  # type: ignore[no-any-return]
 
 
 class _Current(local):
@@ -60,12 +58,10 @@ def once(compute: Callable[[], T]) -> T:
     For choices, counters and messages: nothing in it has a gradient. Elsewhere it just runs.
     """
     kept = _current.kept
-    return compute() if kept is None else _next(kept, compute)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _next(kept: _Kept, compute: Callable[[], T]) -> T:
-    return kept.next(compute)
+    if kept is None:
+        return compute()
+    found: T = kept.next(compute)
+    return found
 
 
 def recompute(block: nn.Module, compile: str | None = None) -> None:
@@ -93,28 +89,21 @@ def _run(forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     kept = _Kept()
-    return _using(kept), _Again(kept)
+    return _Running(kept, None), _Running(kept, 0)
 
 
-class _Again(AbstractContextManager[None]):
-    """The recomputation, from the first value on; backward may be run more than once."""
+class _Running(AbstractContextManager[None]):
+    """While a block runs, what it keeps is in reach; `taken`: for the first time, or from where.
 
-    def __init__(self, kept: _Kept) -> None:
-        self._kept = kept
+    May be entered again: so is a recomputation whose backward is run more than once.
+    """
+
+    def __init__(self, kept: _Kept, taken: int | None) -> None:
+        self._kept, self._taken = kept, taken
 
     def __enter__(self) -> None:
-        self._kept.taken = 0
-        self._inside = _using(self._kept)
-        self._inside.__enter__()
+        self._kept.taken = self._taken
+        self._before, _current.kept = _current.kept, self._kept
 
     def __exit__(self, *error: Any) -> None:
-        self._inside.__exit__(*error)
-
-
-@contextmanager
-def _using(kept: _Kept) -> Iterator[None]:
-    before, _current.kept = _current.kept, kept
-    try:
-        yield
-    finally:
-        _current.kept = before
+        _current.kept = self._before

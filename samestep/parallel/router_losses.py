@@ -107,7 +107,6 @@ class _Attached(torch.autograd.Function):
 
 
 def router_losses(model: nn.Module) -> list[RouterLosses]:
-    """Those of a model."""
     return [module for module in model.modules() if isinstance(module, RouterLosses)]
 
 

@@ -12,8 +12,8 @@ from samestep.comm.diagnosis.flight import explained
 from samestep.comm.groups import registry
 from samestep.mesh import Mesh
 from samestep.mesh.predicates import predicates, trace
-from samestep.parallel.apply import Applied, apply
-from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline
+from samestep.parallel.apply import apply
+from samestep.parallel.pipeline import GPT_STAGES, Loss, Pipeline, evaluating
 from samestep.parallel.plan import Plan
 from samestep.parallel.stages import StagePlan
 
@@ -72,7 +72,7 @@ class Stack:
             parts = self.pipeline.parts
         options: Any = {"ordered": ordered, "adapt": adapt, "fsdp": fsdp}
         options |= {"compile": compile, "recompute": recompute}
-        self.applied: list[Applied] = [apply(part, plan, mesh, **options) for part in parts]
+        self.applied = [apply(part, plan, mesh, **options) for part in parts]
 
     @property
     def batch_place(self) -> int:
@@ -121,16 +121,13 @@ class Stack:
         """The mean loss of this rank's rows, (), in evaluation mode."""
         if self.pipeline is not None:
             return self.pipeline.evaluate(inputs, targets)
-        was_training = self.model.training
-        self.model.eval()
-        found = self.loss(self.model(inputs), targets)
-        self.model.train(was_training)
-        return found
+        with evaluating([self.model]):
+            return self.loss(self.model(inputs), targets)
 
     def trace(self, tell: Callable[[str], None] = print) -> dict[str, Any]:
         """Tell and compare what runs, before the first step; what belongs in the receipt."""
         facts = predicates(self.mesh.degrees, experts=bool(self.plan.experts), fsdp=self.fsdp)
-        return trace(self.mesh, facts, observed=self.applied[0].facts(), tell=tell)
+        return trace(self.mesh, facts, observed=self.applied[0], tell=tell)
 
     def _beside(self) -> dist.ProcessGroup:
         """The ranks of this stage that have the same plain parameters, where there are any.

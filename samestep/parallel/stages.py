@@ -1,7 +1,7 @@
 """Pipeline stages: which modules each has, cut out of the whole model without new names."""
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -142,7 +142,10 @@ def cut(model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int]) -> 
             model.set_submodule(name, Elsewhere(model.get_submodule(name)))
     parts = [model]
     if len(mine) > 1:
-        parts = [_view(model, set(_ways(of_module))) for _ in mine]
+        paths = [name.split(".") for name in of_module]
+        # The modules on the way to those that are replaced; "" is the model.
+        ways = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
+        parts = [_view(model, ways) for _ in mine]
         for stage, part in zip(mine, parts, strict=True):
             for name, its_stage in of_module.items():
                 if its_stage != stage and its_stage in mine:
@@ -151,13 +154,6 @@ def cut(model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int]) -> 
         # Not a module around it: FSDP2 and torch's stages look at the outermost one.
         part.forward = partial(plan.run, part)
     return parts
-
-
-def _ways(names: Sequence[str] | dict[str, int]) -> Iterator[str]:
-    """The modules on the way to others, without these; "" is the model."""
-    for name in names:
-        path = name.split(".")
-        yield from (".".join(path[:depth]) for depth in range(len(path)))
 
 
 def _view(module: nn.Module, to_copy: set[str], name: str = "") -> nn.Module:

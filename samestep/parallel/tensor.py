@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
@@ -21,7 +23,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from samestep.mesh import Mesh
-from samestep.parallel.exchange import gathered
 from samestep.parallel.fused import cut_fused
 from samestep.parallel.plan import Plan, PlanError
 
@@ -51,6 +52,32 @@ class Vocabulary(ColwiseParallel):
         super()._apply(module, device_mesh)
         module.register_forward_hook(lambda _, __, part: gathered(part, device_mesh))
         return module
+
+
+def gathered(part: Tensor, mesh: DeviceMesh) -> Tensor:
+    """The parts of all ranks side by side in the last dim; all ranks go on with the whole.
+
+    A tensor of its own: FSDP2 warns of a module that gives a view, which DTensor would.
+    """
+    whole: Tensor = _Gathered.apply(part, mesh)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gathered(torch.autograd.Function):
+    """Every rank knows the whole gradient, and keeps its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh) -> Tensor:
+        ctx.mesh = mesh
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(mesh.size())]
+        dist.all_gather(parts, part, group=mesh.get_group())
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        own = grads[0].chunk(ctx.mesh.size(), dim=-1)[ctx.mesh.get_local_rank()]
+        return own.contiguous(), None
 
 
 class Copies(ParallelStyle):

@@ -9,8 +9,7 @@ A recipe says only what names and shapes do not: the rest is routed as in any mo
 overrides wins.
 """
 
-from samestep.recipes.architectures import RECIPES
+from samestep.recipes.architectures import RECIPES, Line
 from samestep.recipes.matching import known_of, overrides
-from samestep.recipes.recipe import Line
 
 __all__ = ["RECIPES", "Line", "known_of", "overrides"]

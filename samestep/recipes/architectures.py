@@ -5,12 +5,51 @@ as the recipes cut weights. Llama and its like have nothing fused: all of their 
 nothing else is to be known.
 """
 
-from typing import Any
-
-from samestep.recipes.recipe import Line, Recipe, fused, gate, head, stack
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 QKV = "queries, keys, values"
 GATE_UP = "gate, up"
+ROUTER = "*.mlp.gate.weight"
+
+
+class Line(NamedTuple):
+    """What is known of the parameters that a pattern matches.
+
+    pattern: of names inside the model that has the configuration, as in a shell.
+    reason: what they are, for `table()`.
+    options: group keys: "rule", "split_sizes", "transposed"; and "role".
+    """
+
+    pattern: str
+    reason: str
+    options: Mapping[str, Any]
+
+
+Recipe = Callable[[Any], list[Line]]  # of a configuration
+
+
+def fused(pattern: str, reason: str, split: tuple[int, ...] | str, **options: Any) -> Line:
+    """Several matrices in one weight."""
+    return Line(pattern, reason, {"split_sizes": split, **options})
+
+
+def stack(
+    pattern: str, reason: str, split: tuple[int, ...] | str | None = None, **options: Any
+) -> Line:
+    """A matrix, or several, of every expert: 3-D."""
+    cut = {} if split is None else {"split_sizes": split}
+    return Line(pattern, reason, {"rule": "muon", "role": "matrix", **cut, **options})
+
+
+def gate(pattern: str, reason: str) -> Line:
+    """A weight that chooses or weighs, and is no hidden matrix."""
+    return Line(pattern, reason, {"rule": "adamw", "role": "gate"})
+
+
+def head(pattern: str, reason: str) -> Line:
+    """An output head by another name."""
+    return Line(pattern, reason, {"rule": "adamw", "role": "unembedding"})
 
 
 def head_dim(config: Any) -> int:
@@ -33,19 +72,11 @@ def _experts(*routers: str) -> list[Line]:
     ]
 
 
-def _qwen_moe(config: Any) -> list[Line]:
-    return _experts("*.mlp.gate.weight")
-
-
-def _mixtral(config: Any) -> list[Line]:
-    return _experts("*.mlp.gate.weight", "*.block_sparse_moe.gate.weight")
-
-
 def _qwen3_next(config: Any) -> list[Line]:
     heads, of_values = config.linear_num_key_heads, config.linear_num_value_heads
     keys, values = config.linear_key_head_dim, config.linear_value_head_dim * of_values // heads
     return [
-        *_experts("*.mlp.gate.weight"),
+        *_experts(ROUTER),
         fused(
             "*.linear_attn.in_proj_qkvz.weight",
             f"{QKV}, gate, of each head",
@@ -64,7 +95,7 @@ def _deepseek(config: Any) -> list[Line]:
     """Latent attention: what goes up from a latent is cut by heads (Muon Split of GLM-5)."""
     heads = config.num_attention_heads
     return [
-        *_experts("*.mlp.gate.weight"),
+        *_experts(ROUTER),
         fused("*.self_attn.q_b_proj.weight", "queries of each head", f"heads:{heads}"),
         fused(
             "*.self_attn.kv_b_proj.weight",
@@ -136,10 +167,6 @@ def _phi3(config: Any) -> list[Line]:
     return [fused("*.self_attn.qkv_proj.weight", QKV, rows), *_gate_up(config)]
 
 
-def _bert(config: Any) -> list[Line]:
-    return [head("*cls.seq_relationship.weight", "a head")]
-
-
 def _modernbert(config: Any) -> list[Line]:
     width = config.hidden_size
     return [
@@ -162,35 +189,29 @@ def _mamba2(config: Any) -> list[Line]:
     return [fused("*.mixer.in_proj.weight", "gate, input, B, C, time steps", rows)]
 
 
-RECIPES: dict[str, Recipe] = {
-    "bert": _bert,
+PLAIN = (
+    "gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "phi", "qwen2", "qwen3", "t5",
+    "vit", "whisper",
+)  # fmt: skip
+_ALL: dict[str, Recipe] = {
+    **dict.fromkeys(PLAIN, _plain),
+    "bert": lambda _: [head("*cls.seq_relationship.weight", "a head")],
     "bloom": _by_head,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "falcon": _falcon,
-    "gemma": _plain,
-    "gemma2": _plain,
-    "gemma3_text": _plain,
     "glm4": _gate_up,
     "gpt2": _gpt2,
     "gpt_neox": _by_head,
     "gpt_oss": _gpt_oss,
-    "llama": _plain,
     "llama4_text": _llama4,
     "mamba": _mamba,
     "mamba2": _mamba2,
-    "mistral": _plain,
-    "mixtral": _mixtral,
+    "mixtral": lambda _: _experts(ROUTER, "*.block_sparse_moe.gate.weight"),
     "modernbert": _modernbert,
-    "olmo2": _plain,
-    "phi": _plain,
     "phi3": _phi3,
-    "qwen2": _plain,
-    "qwen2_moe": _qwen_moe,
-    "qwen3": _plain,
-    "qwen3_moe": _qwen_moe,
+    "qwen2_moe": lambda _: _experts(ROUTER),
+    "qwen3_moe": lambda _: _experts(ROUTER),
     "qwen3_next": _qwen3_next,
-    "t5": _plain,
-    "vit": _plain,
-    "whisper": _plain,
 }
+RECIPES = dict(sorted(_ALL.items()))

@@ -12,6 +12,7 @@ from torch import nn
 from samestep.groups.routing import unwrapped, without_wrappers
 from samestep.layout.attention_heads import QKHeads
 from samestep.recipes.architectures import head_dim
+from samestep.recipes.matching import configured
 
 Attention = Callable[[Any], tuple[str, QKHeads]]  # of a configuration: modules, and their heads
 
@@ -69,16 +70,8 @@ def attention_layers(model: nn.Module) -> dict[str, QKHeads]:
     """The attention layers of a model by name, found from its `config`; raises if it is unknown."""
     found: dict[str, QKHeads] = {}
     kinds: list[str] = []
-    modules = [
-        (without_wrappers(name), module) for name, module in unwrapped(model).named_modules()
-    ]
-    done: set[int] = set()
-    for path, module in modules:
-        config = getattr(module, "config", None)
-        kind = getattr(config, "model_type", None)
-        if not isinstance(kind, str) or id(config) in done:
-            continue
-        done.add(id(config))
+    names = [without_wrappers(name) for name, _ in unwrapped(model).named_modules()]
+    for path, kind, config in configured(model):
         kinds.append(kind)
         if kind in NORMALIZED:
             raise ValueError(
@@ -87,10 +80,9 @@ def attention_layers(model: nn.Module) -> dict[str, QKHeads]:
             )
         if kind in ATTENTION:
             pattern, heads = ATTENTION[kind](config)
-            inside = f"{path}." if path else ""
-            for name, _ in modules:
+            for name in names:
                 # A leading dot: patterns begin with one for whole parts of a name.
-                if name.startswith(inside) and fnmatchcase(f".{name[len(inside) :]}", pattern):
+                if name.startswith(path) and fnmatchcase(f".{name[len(path) :]}", pattern):
                     found[name] = heads
     if not found:
         of = f"of model type {' or '.join(map(repr, kinds))}" if kinds else "without a `config`"

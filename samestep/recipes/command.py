@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from samestep.recipes.architectures import RECIPES
-from samestep.recipes.recipe import Line
+from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.request import BadRequestError
 
 # Numbers that recipes read, of published models; several where a recipe depends on them.
-PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+PUBLISHED: dict[str, dict[str | None, dict[str, Any]]] = {
     "bloom": {"BLOOM": {"num_attention_heads": 112}},
     "deepseek_v2": {
         "DeepSeek-V2": {
@@ -78,7 +77,6 @@ class Options(NamedTuple):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read the words of the command line."""
     parser = argparse.ArgumentParser(prog, description=__doc__)
     parser.add_argument("names", nargs="*", metavar="MODEL_TYPE", help="default: all")
     parser.add_argument("--page", action="store_true", help="print docs/recipes.md")
@@ -90,7 +88,6 @@ def parse(words: Sequence[str], prog: str) -> Options:
 
 
 def run(options: Options) -> int:
-    """Print what was asked for."""
     sys.stdout.write(page() if options.page else "\n".join([*table(options.names), ""]))
     return 0
 
@@ -122,11 +119,9 @@ def table(names: Sequence[str]) -> list[str]:
 
 
 def _lines(name: str) -> list[tuple[str | None, Line]]:
-    unnamed: dict[str | None, dict[str, Any]] = {None: {}}
-    models = {**PUBLISHED[name]} if name in PUBLISHED else unnamed
     return [
         (model, line)
-        for model, numbers in models.items()
+        for model, numbers in PUBLISHED.get(name, {None: {}}).items()
         for line in RECIPES[name](SimpleNamespace(**numbers))
     ]
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -10,8 +10,7 @@ from samestep.groups.param_groups import Group
 from samestep.groups.routing import NamedParameter, routable, unwrapped, without_wrappers
 from samestep.layout.blocks import blocks_of
 from samestep.layout.fused_rows import rows_in, whole_name
-from samestep.recipes.architectures import RECIPES
-from samestep.recipes.recipe import Line
+from samestep.recipes.architectures import RECIPES, Line
 from samestep.tooling.warn import warn_user
 
 # A recipe by name, "auto", what is known by name of a parameter, or None for none.
@@ -91,7 +90,6 @@ def _fits(name: str, param: Tensor, own: Group, recipe: str) -> bool:
 
 
 def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
-    model = unwrapped(model)
     if recipe is None:
         return
     if recipe != "auto":
@@ -99,7 +97,7 @@ def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
             raise ValueError(
                 f"recipe {recipe!r} is not known; choose one of {sorted(RECIPES)}, or None"
             )
-        config = getattr(model, "config", None)
+        config = getattr(unwrapped(model), "config", None)
         try:
             yield _Scope("", recipe, RECIPES[recipe](config))
         except AttributeError as error:
@@ -108,16 +106,23 @@ def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
                 "`config` with it, or use overrides="
             ) from error
         return
+    for path, kind, config in configured(model):
+        if kind in RECIPES:
+            yield _Scope(path, kind, RECIPES[kind](config))
+
+
+def configured(model: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Modules that have a configuration: their path, its `model_type`, and itself.
+
+    A path ends with a dot, or is empty. Every layer of a model may have its configuration: the
+    outermost counts.
+    """
     seen: list[tuple[str, int]] = []
-    for name, module in model.named_modules():
+    for name, module in unwrapped(model).named_modules():
         config = getattr(module, "config", None)
         kind = getattr(config, "model_type", None)
-        path = without_wrappers(name)
-        path = f"{path}." if path else ""
-        # Every layer of a model may have its configuration: the outermost counts.
-        if kind not in RECIPES or any(
-            path.startswith(outer) and of == id(config) for outer, of in seen
-        ):
-            continue
-        seen.append((path, id(config)))
-        yield _Scope(path, kind, RECIPES[kind](config))
+        path = f"{without_wrappers(name)}.".removeprefix(".")
+        inside = any(path.startswith(outer) and of == id(config) for outer, of in seen)
+        if isinstance(kind, str) and not inside:
+            seen.append((path, id(config)))
+            yield path, kind, config

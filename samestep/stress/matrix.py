@@ -30,8 +30,7 @@ from samestep.comm.groups import registry
 from samestep.launch import RanksFailed, run_forked
 from samestep.mesh import Degrees, Mesh, build
 from samestep.mesh.gates import GATES, CompileFacts, Decision, decide
-from samestep.models.balance import balance_experts
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
+from samestep.models.gpt import GPT, GPTConfig, balance_experts, mean_loss
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers

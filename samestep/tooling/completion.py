@@ -60,7 +60,6 @@ class Options(NamedTuple):
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read the words of the command line; --help and mistakes end the process."""
     parser = argparse.ArgumentParser(prog, description=__doc__, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("shell", choices=SCRIPTS)
@@ -68,7 +67,6 @@ def parse(words: Sequence[str], prog: str) -> Options:
 
 
 def run(options: Options) -> int:
-    """Print the script."""
     sys.stdout.write(SCRIPTS[options.shell](stored_pages()))
     return 0
 

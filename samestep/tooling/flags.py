@@ -39,7 +39,6 @@ def spelled(name: str) -> str:
 
 
 def _argument(hint: Any, text: str, default: object) -> dict[str, Any]:
-    """How argparse is told of a field."""
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     text = text if default is None else f"{text} ({default})"

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,21 +36,16 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
             partial[name].write_bytes(content)
         for name, path in partial.items():
             os.replace(path, folder / name)
-    except OSError as error:
-        _remove(partial.values(), reversed(made))
-        raise _named(folder, error) from error
-    except BaseException:
-        _remove(partial.values(), reversed(made))
+    except BaseException as error:
+        for file in partial.values():
+            with suppress(OSError):
+                file.unlink()
+        for parent in reversed(made):
+            with suppress(OSError):  # not empty: somebody else uses it
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise _named(folder, error) from error
         raise
-
-
-def _remove(files: Iterable[Path], folders: Iterable[Path]) -> None:
-    for file in files:
-        with suppress(OSError):
-            file.unlink()
-    for folder in folders:
-        with suppress(OSError):  # not empty: somebody else uses it
-            folder.rmdir()
 
 
 def _named(folder: Path, error: OSError) -> BadRequestError:

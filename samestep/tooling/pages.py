@@ -25,13 +25,11 @@ class Page(NamedTuple):
 
 @cache
 def stored_pages() -> dict[str, Page]:
-    """By command."""
     text = files("samestep").joinpath("pages.json").read_text(encoding="utf-8")
     return {name: Page(**page) for name, page in json.loads(text).items()}
 
 
 def as_json(pages: dict[str, Page]) -> str:
-    """The text of pages.json."""
     return json.dumps({name: page._asdict() for name, page in pages.items()}, indent=1) + "\n"
 
 

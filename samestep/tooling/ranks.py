@@ -23,6 +23,5 @@ def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: 
 
 
 def nccl_devices() -> int:
-    """How many CUDA devices NCCL could use here."""
     # Not torch.cuda.is_available(), after which CUDA does not work in forked ranks.
     return torch.cuda.device_count() if dist.is_nccl_available() else 0

@@ -30,8 +30,7 @@ def stopped_once() -> Iterator[None]:
         raise Stopped(number)
 
     # What is ignored already (nohup, a job in the background) stays that way.
-    before = {n: signal.getsignal(n) for n in SIGNALS}
-    before = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {n: was for n in SIGNALS if (was := signal.getsignal(n)) is not signal.SIG_IGN}
     for number in before:
         signal.signal(number, stop)
     try:

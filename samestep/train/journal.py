@@ -62,9 +62,9 @@ class Journal:
 
 
 def _line(row: Row) -> str:
-    """A row as JSON, which has neither NaN nor infinity."""
+    """A row as JSON, which has neither NaN nor infinity; paths are texts."""
     plain = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in row.items()}
-    return json.dumps(plain) + "\n"
+    return json.dumps(plain, default=str) + "\n"
 
 
 def picture(rows: list[Row]) -> bytes:

@@ -40,24 +40,23 @@ KEYWORDS: dict[Layout, dict[str, Any]] = {
 
 
 class Placed(NamedTuple):
-    """A model where it was asked to be.
-
-    seat: The ranks that divide a batch, and this one's place among them. Ranks of tensor parallel
-        and of a pipeline have the same place.
-    copies: How many ranks have each place.
-    stack: The mesh and what was done, where there is one.
-    compiled: What was asked of the compiler, what runs, and why.
-    """
+    """A model where it was asked to be."""
 
     optimizer: samestep.MuonAdamW
+    # The ranks that divide a batch, and this one's place among them. Ranks of tensor parallel and
+    # of a pipeline have the same place.
     seat: World
-    copies: int = 1
-    stack: Stack | None = None
-    compiled: Decision | None = None
+    copies: int = 1  # how many ranks have each place
+    stack: Stack | None = None  # the mesh and what was done, where there is one
+    compiled: Decision | None = None  # what was asked of the compiler, what runs, and why
 
     @property
     def pipeline(self) -> Pipeline | None:
         return None if self.stack is None else self.stack.pipeline
+
+    @property
+    def token_copies(self) -> int:
+        return 1 if self.stack is None else self.stack.token_copies
 
 
 def degrees_of(options: Options, world: World) -> Degrees:
@@ -72,21 +71,14 @@ def degrees_of(options: Options, world: World) -> Degrees:
         replicate = world.size // options.shards
     try:
         return Degrees(
-            world.size,
-            options.pp,
-            replicate,
-            options.ep,
-            options.tp,
-            options.sp,
-            options.expert_tensor_parallel,
-            options.ep_carries_data,
-        )
+            world.size, options.pp, replicate, options.ep, options.tp, options.sp,
+            options.expert_tensor_parallel, options.ep_carries_data,
+        )  # fmt: skip
     except DegreesError as error:
         raise BadRequestError(f"these ranks cannot be divided so: {error}") from None
 
 
 def check_layout(options: Options, world: World) -> None:
-    """Refuse what these ranks cannot do."""
     degrees = degrees_of(options, world)
     if options.batch_size < degrees.batch_ranks:
         raise BadRequestError(
@@ -150,16 +142,9 @@ def micro_batches(options: Options, degrees: Degrees) -> int:
 
 
 def place(model: GPT, options: Options, world: World) -> Placed:
-    """Lay a model out over the ranks, with its optimizer."""
-    keywords: dict[str, Any] = {
-        "lr": options.lr,
-        "weight_decay": options.weight_decay,
-        "momentum": options.momentum,
-        "max_grad_norm": options.max_grad_norm,
-        "reduction": options.reduction,
-        "overrides": _overrides(options),
-        **KEYWORDS[options.placed],
-    }
+    same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
+    keywords = {key: getattr(options, key) for key in same}
+    keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
     by_fsdp = options.placed in ("fsdp2", "hsdp")
     if not by_fsdp and not options.meshed:
         router_losses.place(model, registry.of(), world.size)

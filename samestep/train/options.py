@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -180,23 +180,9 @@ class Options:
 
     @property
     def model(self) -> GPTConfig:
-        return GPTConfig(
-            context=self.context,
-            width=self.width,
-            layers=self.layers,
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            experts=self.routed,
-            active_experts=self.active_experts,
-            expert_size=self.expert_size,
-            capacity=self.capacity,
-            shared_experts=self.shared_experts,
-            null_experts=self.null_experts,
-            balance_loss=self.balance_loss,
-            z_loss=self.z_loss,
-            expert_products=self.expert_products,
-            dropout=self.dropout,
-        )
+        same = {key.name for key in fields(GPTConfig)} & vars(self).keys()
+        shape = {key: getattr(self, key) for key in same}
+        return GPTConfig(**{**shape, "experts": self.routed})
 
     @property
     def checkpoints(self) -> Path:
@@ -216,7 +202,6 @@ class Options:
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    """Read flags; a bad one raises BadRequestError, --help ends the process."""
     options = parse_flags(Options, words, prog)
     options.check()
     return options

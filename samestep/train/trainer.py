@@ -21,8 +21,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import samestep
-from samestep.models.balance import balance_experts
-from samestep.models.gpt import GPT
+from samestep.models.gpt import GPT, balance_experts
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.router_losses import collect, set_share
 from samestep.tooling.output import check_folder
@@ -52,11 +51,7 @@ class Trainer:
         self.corpus = _corpus(options)
         self.order = Order(len(self.corpus.train), options.context, options.seed)
         # What the numbers of sequences mean.
-        self.data = {
-            "sha256": self.corpus.sha256,
-            "context": options.context,
-            "seed": options.seed,
-        }
+        self.data = {"sha256": self.corpus.sha256, "context": options.context, "seed": options.seed}
         _use_one_result_every_time(options, world)
         torch.manual_seed(options.seed)
         self.model = GPT(options.model).to(world.device)
@@ -65,9 +60,7 @@ class Trainer:
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0  # steps that were done
         self.sequences = 0  # that were seen in them
-        self._unwritten: list[dict[str, Any]] = []
-        self._losses: list[Tensor] = []
-        self._router_losses: list[Tensor] = []
+        self._unwritten: list[dict[str, Any]] = []  # rows of steps, with tensors in them
         self._since = time.perf_counter()  # when they were written last
 
     def run(self) -> None:
@@ -85,7 +78,7 @@ class Trainer:
                 self._evaluate()
             if saves:
                 self._save()
-            if not self._losses:  # neither validation nor saving counts as time of a step
+            if not self._unwritten:  # neither validation nor saving counts as time of a step
                 self._since = time.perf_counter()
 
     def _train_step(self) -> None:
@@ -117,16 +110,14 @@ class Trainer:
         self._balance_experts()
         self.step += 1
         self.sequences += options.batch_size
-        self._losses.append(loss)
-        router_losses = collect(self.model)
-        if router_losses is not None:
-            self._router_losses.append(router_losses)
         self._unwritten.append(
             {
                 "step": self.step,
                 "lr": self.rates[0] * options.lr_share(self.step - 1),
                 "momentum": options.momentum_at(self.step - 1),
                 "grad_norm": self.optimizer.metrics()["grad_norm"],
+                "loss": loss,
+                "router": collect(self.model),
             }
         )
 
@@ -156,7 +147,6 @@ class Trainer:
         return cross_entropy(flat, targets.flatten(), reduction="sum") / inputs.shape[1]
 
     def _batch(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (len(starts), context)."""
         inputs, targets = windows(text, starts, self.options.context)
         return inputs.to(self.world.device), targets.to(self.world.device)
 
@@ -165,9 +155,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
 
     def _balance_experts(self) -> None:
-        stack = self.placed.stack
-        copies = 1 if stack is None else stack.token_copies
-        balance_experts(self.model, self.options.layers, copies)
+        balance_experts(self.model, self.options.layers, self.placed.token_copies)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -192,32 +180,22 @@ class Trainer:
 
     def _write_losses(self) -> None:
         """Tell of the steps since the last time; until here nobody has waited for a loss."""
-        total = self.world.total(torch.stack(self._losses))
-        losses = (total / self.placed.copies).tolist()
-        seconds = (time.perf_counter() - self._since) / len(losses)
-        router = self._written_router_losses()
-        self.journal.add(
-            *(
-                {**row, "grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
-                | own
-                for row, loss, own in zip(self._unwritten, losses, router, strict=True)
-            )
-        )
-        speed = self.options.batch_size * self.options.context / seconds
+        options, placed = self.options, self.placed
+        rows, self._unwritten = self._unwritten, []
+        total = self.world.total(torch.stack([row["loss"] for row in rows]))
+        losses = (total / placed.copies).tolist()
+        seconds = (time.perf_counter() - self._since) / len(rows)
+        router = [row.pop("router") for row in rows]
+        for row, loss in zip(rows, losses, strict=True):
+            row |= {"grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
+        if options.balance_loss or options.z_loss:
+            means = self.world.total(torch.stack(router)) / placed.token_copies / options.layers
+            for row, (balance, z) in zip(rows, means.tolist(), strict=True):
+                row |= {"balance_loss": balance, "z_loss": z}
+        self.journal.add(*rows)
+        speed = options.batch_size * options.context / seconds
         text = f"loss {losses[-1]:.4f}  {speed:,.0f} bytes/s"
-        self.display.show(self.step, self.options.steps, text)
-        self._losses, self._unwritten = [], []
-
-    def _written_router_losses(self) -> list[dict[str, float]]:
-        """Both losses of routers by step, means over layers; nothing if none was asked for."""
-        options, unwritten = self.options, self._router_losses
-        self._router_losses = []
-        if not (options.balance_loss or options.z_loss):
-            return [{} for _ in self._losses]
-        stack = self.placed.stack
-        copies = 1 if stack is None else stack.token_copies
-        means = self.world.total(torch.stack(unwritten)) / copies / options.layers
-        return [{"balance_loss": balance, "z_loss": z} for balance, z in means.tolist()]
+        self.display.show(self.step, options.steps, text)
 
     def _save(self) -> None:
         path = self.options.checkpoints / f"step_{self.step:08d}"
@@ -250,7 +228,7 @@ class Trainer:
             "layout": options.placed,
             "ranks": self.world.size,
             "device": str(self.world.device.type),
-            "options": {key: _plain(value) for key, value in asdict(options).items()},
+            "options": asdict(options),
         }
         self.journal.add(event)
         self._tell_mesh()
@@ -323,12 +301,7 @@ def _use_one_result_every_time(options: Options, world: World) -> None:
         torch.backends.cuda.enable_cudnn_sdp(False)
 
 
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else value
-
-
 def run(options: Options) -> int:
-    """The command; gives its exit status."""
     check_folder(options.out)
     with joined(options.device) as world:
         speaks = world.rank == 0

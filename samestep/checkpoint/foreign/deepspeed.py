@@ -9,6 +9,7 @@ as many equal ranges, the last one padded. Universal checkpoints have a folder p
 """
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -72,13 +73,15 @@ def read(path: Path, only: str | None = None) -> Source:
             f"{folder} is of {parallel[0]} above 1: make it a universal checkpoint with "
             "DeepSpeed's ds_to_universal, and convert that"
         )
-    collected = Collected()
+    into, ranks = _Into(only), 1
     if universal:
-        groups, ranks = _universal(folder, facts, _Into(collected, only), whole=not parallel), 1
+        _add_universal(folder, facts, into, whole=not parallel)
     else:
         files = _by_rank(folder, OPTIM)
         states = [safe.load_dict(file, SHELLS)["optimizer_state_dict"] for file in files]
-        stage = _plain(states[0].get("zero_stage", 0))
+        stage = states[0].get("zero_stage", 0)
+        if isinstance(stage, safe.Shell):  # a member of an enum, made with its value
+            stage = next(iter(stage.arguments), None)
         counts = states[0].get("partition_count", len(files))
         ranks = max(counts) if isinstance(counts, list) else counts
         if ranks != len(files):
@@ -88,14 +91,13 @@ def read(path: Path, only: str | None = None) -> Source:
             )
         if stage not in (1, 2, 3):
             raise CheckpointError(f"{files[0]} is of ZeRO stage {stage}, and 1 to 3 are known")
-        merge = _zero3 if stage == 3 else _zero12
-        groups = merge(files, states, facts["param_shapes"], _Into(collected, only))
-    _add_model(models, facts, collected, whole=not parallel)
+        _add_ranges(files, states, facts["param_shapes"], into, stage=stage)
+    _add_model(models, facts, into.collected, whole=not parallel)
     extra = {key: facts[key] for key in KEPT if isinstance(facts.get(key), int | str)}
     done = (*KEPT, *READ, *SAID, "checkpoint_parallel_dimensions")
     left = [key for key, value in facts.items() if key not in done and value not in (None, {}, [])]
-    return collected.source(
-        groups=groups.facts(), world_size=ranks, extra={"deepspeed": extra}, left_out=left
+    return into.collected.source(
+        groups=into.groups.facts(), world_size=ranks, extra={"deepspeed": extra}, left_out=left
     )
 
 
@@ -104,10 +106,6 @@ def _by_rank(folder: Path, pattern: str) -> list[Path]:
     return sorted(
         folder.glob(pattern), key=lambda file: [int(n) for n in re.findall(r"\d+", file.name)]
     )
-
-
-def _plain(value: Any) -> Any:
-    return value.value() if isinstance(value, safe.Shell) else value
 
 
 def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, whole: bool) -> None:
@@ -147,8 +145,8 @@ def _add_model(models: Sequence[Path], facts: State, collected: Collected, *, wh
 class _Into:
     """Where ranges of a parameter go: state under our keys, main parameters, steps, options."""
 
-    def __init__(self, collected: Collected, only: str | None) -> None:
-        self.collected, self.groups, self._only = collected, Groups(), only
+    def __init__(self, only: str | None) -> None:
+        self.collected, self.groups, self._only = Collected(), Groups(), only
         self._meanings: dict[str, Meaning] = {}
 
     def options(self, place: int, name: str, keys: Sequence[str], group: State) -> Meaning:
@@ -167,58 +165,57 @@ class _Into:
             self.collected.add(key, step_tensor(value), origin)
 
 
-def _zero12(
-    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into
-) -> Groups:
-    done: dict[str, int] = {}
-    for file, own in zip(files, states, strict=True):
-        entries, groups = _entries(own["base_optimizer_state"], own)
-        mains = own["single_partition_of_fp32_groups"]
-        places = own.get("param_slice_mappings")
-        if places is None:
-            raise CheckpointError(
-                f"{file} does not say where parameters are in it (param_slice_mappings): it is of "
-                "an old version; load and save it with a later one"
-            )
-        for number, (entry, of_group, main) in enumerate(zip(entries, places, mains, strict=True)):
-            for raw, fragment in of_group.items():
-                name, shape = without_wrappers(raw), torch.Size(shapes[number][raw])
-                start, numel = fragment.start, fragment.numel
-                at = done.get(name, 0)
-                done[name] = at + numel
-                _add_range(
-                    into, number, name, shape, at, (start, numel), entry, groups[number], main,
-                    f"{file.name}: group {number}",
-                )  # fmt: skip
-    return into.groups
-
-
-def _zero3(
-    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into
-) -> Groups:
-    ranks = len(files)
+def _add_ranges(
+    files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into, stage: int
+) -> None:
+    """What each rank has of every parameter."""
+    base, main = "base_optimizer_state", "single_partition_of_fp32_groups"
+    if stage == 3:
+        base, main = "optimizer_state_dict", "fp32_flat_groups"
+    done: dict[str, int] = defaultdict(int)  # elements of a parameter that ranks so far have
     for rank, (file, own) in enumerate(zip(files, states, strict=True)):
-        entries, groups = _entries(own["optimizer_state_dict"], own)
-        if len(entries) != len(shapes):
+        entries, groups = _entries(own[base], own)
+        if stage == 3 and len(entries) != len(shapes):
             raise CheckpointError(
                 f"{file} has state of {len(entries)} groups and {MODEL} shapes of {len(shapes)}: "
                 "are these files of one checkpoint?"
             )
         group_of = {number: group for group in groups for number in group["params"]}
-        mains = own["fp32_flat_groups"]
-        for number, (entry, of_group, main) in enumerate(zip(entries, shapes, mains, strict=True)):
-            start = 0
-            for raw, sizes in of_group.items():
-                name, shape = without_wrappers(raw), torch.Size(sizes)
-                share = -(-prod(shape) // ranks)
-                numel = max(0, min(share, prod(shape) - rank * share))
+        for number, (entry, flat) in enumerate(zip(entries, own[main], strict=True)):
+            if stage == 3:
                 group = group_of.get(number, groups[min(number, len(groups) - 1)])
+                where = _equal_ranges(shapes[number], rank, len(files))
+            else:
+                group = groups[number]
+                where = _told_ranges(file, own, number)
+            for raw, (start, numel) in where.items():
+                name, shape = without_wrappers(raw), torch.Size(shapes[number][raw])
                 _add_range(
-                    into, number, name, shape, rank * share, (start, numel), entry, group, main,
+                    into, number, name, shape, done[name], (start, numel), entry, group, flat,
                     f"{file.name}: group {number}",
                 )  # fmt: skip
-                start += share
-    return into.groups
+                done[name] += numel
+
+
+def _equal_ranges(shapes: State, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
+    """Where parameters are in a rank's flat group of ZeRO 3: start and elements."""
+    found, start = {}, 0
+    for name, sizes in shapes.items():
+        share = -(-prod(sizes) // ranks)
+        found[name] = start, max(0, min(share, prod(sizes) - rank * share))
+        start += share
+    return found
+
+
+def _told_ranges(file: Path, own: State, number: int) -> dict[str, tuple[int, int]]:
+    """The same in ZeRO 1 and 2, where the file says it."""
+    places = own.get("param_slice_mappings")
+    if places is None:
+        raise CheckpointError(
+            f"{file} does not say where parameters are in it (param_slice_mappings): it is of "
+            "an old version; load and save it with a later one"
+        )
+    return {name: (fragment.start, fragment.numel) for name, fragment in places[number].items()}
 
 
 def _entries(base: Any, own: State) -> tuple[list[State], list[dict[str, Any]]]:
@@ -252,7 +249,7 @@ def _add_range(
     into.collected.add_range(state_key(name, MASTER), shape, at, values, f"{origin} {FP32}")
 
 
-def _universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> Groups:
+def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> None:
     """zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt, and the options in zero/optimizer_state.pt.
 
     Shapes are those of the model's files, if these are of whole parameters.
@@ -283,7 +280,6 @@ def _universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> Group
             into.collected.add(state_key(name, ours), value, origin)
         if found.rule == "adamw" and "step" not in found.keys:
             into.step(name, {}, group, "zero/optimizer_state.pt: step")
-    return into.groups
 
 
 def _universal_options(folder: Path) -> list[dict[str, Any]]:

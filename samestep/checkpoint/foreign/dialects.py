@@ -4,7 +4,6 @@ Which rule a parameter had is told by the keys of its state, and of whom it is b
 group. Where the same state would mean another update here, it is refused.
 """
 
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from samestep.presets import preset_options
 from samestep.rules import RULES
 
 Group = Mapping[str, Any]
-MOMENTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "step": "step"}
-LARGEST = {"max_exp_avg_sq": "max_exp_avg_sq"}
+MOMENTS = {key: key for key in ("exp_avg", "exp_avg_sq", "step", "max_exp_avg_sq")}
 MOONLIGHT = {"moment1": "exp_avg", "moment2": "exp_avg_sq", "step": "step"}
 OF_DION = {"momentum": "exp_avg", "variance": "exp_avg_sq", "step_dev": "step"}
 NUMBERS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "maximize", "nesterov")
@@ -49,8 +47,7 @@ def meaning(name: str, keys: Collection[str], group: Group) -> Meaning:
     if "algorithm" in group:
         return _of_dion(name, keys, group)
     if {"exp_avg", "exp_avg_sq"} <= set(keys):
-        found = {**MOMENTS, **LARGEST} if "max_exp_avg_sq" in keys else MOMENTS
-        return Meaning("adamw", _there(found, keys), _adamw(name, group), "torch.optim")
+        return Meaning("adamw", _there(MOMENTS, keys), _adamw(name, group), "torch.optim")
     if {"moment1", "moment2"} <= set(keys):
         options = preset_options("moonlight", "adamw") | _of_moonlight(group)
         return Meaning("adamw", _there(MOONLIGHT, keys), _known("adamw", options), "moonlight")
@@ -187,19 +184,16 @@ class Groups:
     """Options of parameters, gathered into groups of those that have the same."""
 
     def __init__(self) -> None:
-        self._names: dict[str, list[str]] = defaultdict(list)
-        self._options: dict[str, dict[str, Any]] = {}
+        self._found: dict[str, GroupFacts] = {}
 
     def add(self, place: Any, name: str, options: Mapping[str, Any]) -> None:
         """`place` is that of their group: two of the same options stay two."""
         key = f"{place} {sorted(options.items(), key=str)}"
-        self._options.setdefault(key, plain_options(options))
-        self._names[key].append(name)
+        new: GroupFacts = {"params": [], "options": plain_options(options)}
+        self._found.setdefault(key, new)["params"].append(name)
 
     def facts(self) -> list[GroupFacts]:
-        return [
-            {"params": names, "options": self._options[key]} for key, names in self._names.items()
-        ]
+        return list(self._found.values())
 
 
 def groups_in_our_words(

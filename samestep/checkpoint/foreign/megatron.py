@@ -118,9 +118,14 @@ def read(
     entries, objects = _entries(folder, metadata)
     opened.callback(_chunk.cache_clear)
     left = [key for key in objects if not OBJECT.fullmatch(key)]
-    common = _common(folder, metadata, objects)
+    common: dict[str, Any] = {
+        key: load_entry(folder, metadata, MetadataIndex(key))
+        for key in objects
+        if OBJECT.fullmatch(key)
+    }
     try:
-        common |= _options_file(folder)
+        if (folder / COMMON).is_file():
+            common |= safe.load_dict(folder / COMMON, SHELLS)
     except CheckpointError as error:
         if strict and only != "model":
             raise CheckpointError(
@@ -142,10 +147,10 @@ def read(
             params[key] = entry
     if only == "model":
         state, buckets = {}, []
-    shapes: dict[str, torch.Size] = {}
+    shapes, dtypes = dict[str, torch.Size](), dict[str, torch.dtype]()
     for key, entry in params.items():
         for name, one in _layers(entry):
-            shapes[name] = one.shape
+            shapes[name], dtypes[name] = one.shape, one.dtype
             collected.add_later(model_name(name), one.shape, one.dtype, one.chunks, key)
     for raw, of_keys in state.items():
         if raw not in params:
@@ -161,23 +166,16 @@ def read(
             _add_options(collected, groups, name, shapes[name], of_keys, options, left)
     if buckets:
         order = names_of(model) if model is not None else _order(folder, names)
-        dtypes = {name: entry.dtype for e in params.values() for name, entry in _layers(e)}
         for name, keys in _from_buckets(folder, buckets, order, shapes, dtypes, collected).items():
             _check_main(folder, name, collected)
             _add_options(collected, groups, name, shapes[name], keys, options, left)
-    for name in shapes:
+    for name, dtype in dtypes.items():
         main = state_key(name, MASTER)
-        if main in collected and _dtype_of(params, name).itemsize >= 4:
+        if main in collected and dtype.itemsize >= 4:
             collected.drop(main)
     iteration = common.get("iteration")
     extra = {"megatron": {"iteration": iteration}} if isinstance(iteration, int) else None
     return collected.source(groups=groups.facts(), extra=extra, left_out=sorted(set(left)))
-
-
-def _dtype_of(params: Mapping[str, _Entry], name: str) -> torch.dtype:
-    """The dtype of a parameter, of a layer too."""
-    stacked = re.sub(r"(\blayers)\.\d+\.", r"\1.", name)
-    return (params.get(name) or params[stacked]).dtype
 
 
 @lru_cache(maxsize=8)
@@ -256,20 +254,6 @@ def _range(read: Callable[[], Tensor], start: int, sizes: tuple[int, ...]) -> Te
 
 
 # --- options ---------------------------------------------------------------------------------
-
-
-def _common(folder: Path, metadata: Metadata, objects: Sequence[str]) -> dict[str, Any]:
-    """Options that are among the tensors."""
-    return {
-        key: load_entry(folder, metadata, MetadataIndex(key))
-        for key in objects
-        if OBJECT.fullmatch(key)
-    }
-
-
-def _options_file(folder: Path) -> dict[str, Any]:
-    path = folder / COMMON
-    return dict(safe.load_dict(path, SHELLS)) if path.is_file() else {}
 
 
 def _param_groups(content: Any, count: Any = None) -> Iterator[dict[str, Any]]:

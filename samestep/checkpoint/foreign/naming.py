@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,12 @@ Shapes = Mapping[Any, torch.Size | None]
 def names_in(path: Path) -> list[list[str]]:
     """The names in a JSON file, as lists; a single list is one list."""
     found = read_json(path)
-    if isinstance(found, list) and found and all(isinstance(name, str) for name in found):
-        return [found]
-    right = isinstance(found, list) and all(
-        isinstance(group, list) and all(isinstance(name, str) for name in group) for group in found
-    )
-    if not right:
+    lists = [found] if isinstance(found, list) and found and isinstance(found[0], str) else found
+    if not isinstance(lists, list) or not all(
+        isinstance(own, list) and all(isinstance(name, str) for name in own) for own in lists
+    ):
         raise CheckpointError(f"{path} is no JSON list of names, nor a list of lists of names")
-    return [list(group) for group in found]
+    return lists
 
 
 def as_lists(names: Names) -> list[list[str]]:
@@ -124,27 +123,20 @@ def renamed(source: Source, rules: Sequence[tuple[str, str]]) -> Source:
                 f"--rename makes {name!r} of both {seen[name]!r} and {old!r}: make the patterns "
                 "narrower"
             )
-    back: dict[str, str] = {}
-    moved = Source(
-        lambda box: source.read(MetadataIndex(back[box.fqn], box.offset)),
-        extra=source.extra,
-        world_size=source.world_size,
-        left_out=source.left_out,
-        by=source.by,
+    back = {_with_name(tensor, new[parameter_of(tensor)]): tensor for tensor in source.tensors}
+    return replace(
+        source,
+        read=lambda box: source.read(MetadataIndex(back[box.fqn], box.offset)),
+        tensors={there: source.tensors[tensor] for there, tensor in back.items()},
+        origins={there: source.origins.get(tensor, tensor) for there, tensor in back.items()},
+        groups=[
+            {
+                "params": [new.get(name, name) for name in group["params"]],
+                "options": _cuts_renamed(group["options"], new),
+            }
+            for group in source.groups
+        ],
     )
-    for tensor, pieces in source.tensors.items():
-        there = _with_name(tensor, new[parameter_of(tensor)])
-        back[there] = tensor
-        moved.tensors[there] = pieces
-        moved.origins[there] = source.origins.get(tensor, tensor)
-    moved.groups = [
-        {
-            "params": [new.get(name, name) for name in group["params"]],
-            "options": _cuts_renamed(group["options"], new),
-        }
-        for group in source.groups
-    ]
-    return moved
 
 
 def _cuts_renamed(options: dict[str, Any], new: Mapping[str, str]) -> dict[str, Any]:

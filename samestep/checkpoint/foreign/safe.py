@@ -31,10 +31,6 @@ class Shell:
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
-    def value(self) -> Any:
-        """What an enum's member is made with."""
-        return self.arguments[0] if self.arguments else None
-
 
 def load(path: Path, shells: Iterable[str] = ()) -> Any:
     """What a file of torch.save has; mapped, not read. `shells` are full names of classes."""

@@ -58,10 +58,10 @@ def read_files(
     if any(map(nanochat.is_nanochat, found)):
         return nanochat.read_nanochat(where, values, names)
     collected = Collected()
-    source = add_optimizers(collected, where, found, names, values, model)
+    facts = add_optimizers(collected, where, found, names, values, model)
     for name, tensor in values.items():
         collected.add(model_name(name), tensor, f"{path.name}: {name}")
-    whole = collected.source(groups=source.groups, left_out=source.left_out, by=source.by)
+    whole = collected.source(**facts)
     if isinstance(content, Mapping) and not is_optimizer(content) and not _all_tensors(content):
         whole.left_out += [str(key) for key in content if key not in (*MODELS, *OPTIMIZERS)]
     return whole
@@ -74,20 +74,18 @@ def add_optimizers(
     names: Names | None,
     values: Values,
     model: Values | None,
-) -> Source:
-    """State dicts of optimizers beside each other; gives their groups and what was left out."""
+) -> dict[str, Any]:
+    """State dicts of optimizers beside each other; gives what `Collected.source` takes of them."""
     opt = _together(opts)
-    source = Source(lambda _: torch.empty(0))
     if opt is None:
-        return source
+        return {}
     named = _named(where, opt, names, values, model)
     groups = [
         {**g, "params": [named[number] for number in g["params"]]} for g in opt["param_groups"]
     ]
     of_name = {named[number]: state for number, state in opt["state"].items()}
     keys_of = {name: list(state) for name, state in of_name.items()}
-    source.groups, meanings = groups_in_our_words(groups, keys_of)
-    source.by = {own.by for own in meanings.values()}
+    facts, meanings = groups_in_our_words(groups, keys_of)
     group_of = {name: group for group in groups for name in group["params"]}
     for name, own in meanings.items():
         for theirs, ours in own.keys.items():
@@ -100,10 +98,14 @@ def add_optimizers(
         if own.rule == "adamw" and "step" not in own.keys.values() and count is not None:
             origin = f"{where.name}: step of its group"
             collected.add(state_key(name, "step"), step_tensor(count), origin)
-        for key in set(keys_of[name]) - set(own.keys):
-            if f"state {key}" not in source.left_out:
-                source.left_out.append(f"state {key}")
-    return source
+    left_out = dict.fromkeys(
+        f"state {key}"
+        for name, own in meanings.items()
+        for key in keys_of[name]
+        if key not in own.keys
+    )
+    by = {own.by for own in meanings.values()}
+    return {"groups": facts, "left_out": list(left_out), "by": by}
 
 
 def model_in(content: Any) -> Values:

@@ -43,7 +43,7 @@ def read(
         model = _built(path) if model is None else model
         names = _order(path, opt, model)
     collected = Collected()
-    found = add_optimizers(collected, path / OPTIMIZER, [opt], names, values, None)
+    facts = add_optimizers(collected, path / OPTIMIZER, [opt], names, values, None)
     for name, tensor in values.items():
         collected.add(model_name(name), tensor, name)
     for name, same in _tied(model).items():
@@ -52,8 +52,8 @@ def read(
     state = safe.read_json(path / STATE) if (path / STATE).is_file() else {}
     extra = {key: state[key] for key in KEPT if key in state}
     others = ("scheduler.pt", "scaler.pt", "rng_state.pth")
-    found.left_out += [name for name in others if (path / name).exists()]
-    return collected.source(groups=found.groups, left_out=found.left_out, extra={"trainer": extra})
+    left = facts["left_out"] + [name for name in others if (path / name).exists()]
+    return collected.source(groups=facts["groups"], left_out=left, extra={"trainer": extra})
 
 
 def _weights(path: Path) -> dict[str, Tensor]:

@@ -200,7 +200,6 @@ class FlightRecorder:
         device: torch.device,
         call: Callable[[], dist.Work | None],
     ) -> Flight:
-        """Launch a collective and keep a record of it."""
         record = self._enter(transfer, group)
         try:
             flight = _RecordedFlight(self, record, group, device, call)
@@ -231,9 +230,7 @@ class FlightRecorder:
             self._hash.update(line)
             self._ring.append(record)
             self._in_flight[record.number] = record
-            totals = self.totals.get(kind)
-            if totals is None:
-                totals = self.totals[kind] = Totals()
+            totals = self.totals.setdefault(kind, Totals())
             totals.calls += 1
             totals.elements += elements
             totals.sent += record.sent

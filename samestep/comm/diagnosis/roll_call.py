@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeVar
@@ -27,25 +28,19 @@ class Background(Generic[T]):
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._ended = threading.Event()
-        self._value: T | None = None
+        self.value: T | None = None  # what the call gave; None if it raised or has not ended
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         try:
-            self._value = self._call()
-        except Exception:  # of a store whose host is gone: it gives no value
-            self._value = None
+            with suppress(Exception):  # of a store whose host is gone
+                self.value = self._call()
         finally:
             self._ended.set()
 
     def ended(self, patience: float) -> bool:
         """Whether it ends within that many seconds."""
         return self._ended.wait(patience)
-
-    @property
-    def value(self) -> T | None:
-        """What the call gave; None if it raised or has not ended."""
-        return self._value
 
 
 def this_process() -> str | None:

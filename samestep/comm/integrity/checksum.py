@@ -17,7 +17,6 @@ def text_checksum(text: str) -> int:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The checksum of one tensor. ()."""
     return checksums([tensor])[0]
 
 

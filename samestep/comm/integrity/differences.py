@@ -19,18 +19,12 @@ AT_ONCE = 1 << 24  # elements that are compared at a time, to bound memory
 
 @dataclass(frozen=True)
 class Difference:
-    """How ranks differ from the first of their group in one tensor or text.
+    """How ranks differ from the first of their group in one tensor or text."""
 
-    ranks: the global ranks that do.
-    max_abs_diff: the largest over all of them; inf where no number tells how far it is.
-    count: elements that differ, on the rank with most of them; of a text lines.
-    index, first, other: the first element that differs on ranks[0], and both values.
-    """
-
-    ranks: tuple[int, ...]
-    max_abs_diff: float
-    count: int
-    index: tuple[int, ...]
+    ranks: tuple[int, ...]  # the global ranks that do
+    max_abs_diff: float  # the largest over all of them; inf where no number tells how far it is
+    count: int  # elements that differ, on the rank with most of them; of a text lines
+    index: tuple[int, ...]  # of the first element that differs on ranks[0], and both values
     first: Value
     other: Value
 

@@ -2,10 +2,11 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 import samestep
 from samestep.models.gpt import GPTConfig
 from samestep.tooling.output import write_files
+from samestep.tooling.request import BadRequestError
 
 if TYPE_CHECKING:
     from rich.table import Table  # which not every script needs
@@ -70,6 +72,17 @@ def heading(script: str, options: Any) -> dict[str, Any]:
         "versions": VERSIONS,
         "machine": platform.machine(),
     }
+
+
+def run_script(main: Callable[[Any], int], options: type) -> NoReturn:
+    """As flags ask; what cannot be done is told in one line."""
+    import tyro
+
+    try:
+        sys.exit(main(tyro.cli(options)))
+    except BadRequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, object], indent: int = 2) -> None:

@@ -13,23 +13,19 @@ import json
 import math
 import os
 import platform
-import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import tyro
 
-from benchmarks.namespaces import cut_the_link, refused, torchrun, two_hosts
+from benchmarks import run_script, write_json
+from benchmarks.namespaces import cut_the_link, end, require_hosts, torchrun, two_hosts
 from samestep.tooling.output import check_folder, write_files
-from samestep.tooling.request import BadRequestError
 
 Told = dict[str, Any]
 
@@ -64,23 +60,15 @@ class Ended(NamedTuple):
     cut: float = math.inf  # when the link was, if so
 
 
-def start(options: Options, hosts: int, marks: Path) -> list[subprocess.Popen[bytes]]:
-    """One torchrun per host; with one host it has all ranks."""
-    ranks = 2 * options.ranks_per_host // hosts
-    numbers = map(str, (options.layers, options.steps, options.timeout))
-    words = ["-m", "benchmarks.two_hosts_rank", *numbers, str(marks)]
-    return [
-        torchrun(words, number, hosts, ranks, marks / f"host{number}.log")
-        for number in range(hosts)
-    ]
-
-
 def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
-    """Train on so many hosts."""
-    since = time.time()
+    """Train with one torchrun per host; with one host it has all ranks."""
+    since, ranks = time.time(), 2 * options.ranks_per_host // hosts
+    numbers = map(str, (options.layers, options.steps, options.timeout))
     with two_hosts(), tempfile.TemporaryDirectory(prefix="two_hosts_") as folder:
         marks = Path(folder)
-        agents = start(options, hosts, marks)
+        words = ["-m", "benchmarks.two_hosts_rank", *numbers, folder]
+        logs = [marks / f"host{number}.log" for number in range(hosts)]
+        agents = [torchrun(words, number, hosts, ranks, log) for number, log in enumerate(logs)]
         when, deadline = math.inf, since + options.limit
         try:
             if cut:
@@ -88,12 +76,9 @@ def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
                 cut_the_link()
                 when = time.time()
                 deadline = when + options.timeout + options.grace
-            output = _outputs(agents, marks, deadline)
+            output = _outputs(agents, logs, deadline)
         finally:
-            for agent in agents:
-                with suppress(ProcessLookupError):
-                    os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
+            end(agents)
     lines = (line.partition("TOLD ")[2] for text in output for line in text.splitlines())
     all_told = [json.loads(line) for line in lines if line]
     told = {each["rank"]: each for each in all_told if "rank" in each}
@@ -114,16 +99,18 @@ def _wait_for_step(
         time.sleep(0.1)
 
 
-def _outputs(agents: Sequence[subprocess.Popen[bytes]], marks: Path, deadline: float) -> list[str]:
+def _outputs(
+    agents: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float
+) -> list[str]:
     """What they wrote until their end, or until the deadline."""
     found = []
-    for number, agent in enumerate(agents):
+    for agent, log in zip(agents, logs, strict=True):
         ending = ""
         try:
             agent.wait(max(0.1, deadline - time.time()))
         except subprocess.TimeoutExpired:
             ending = "\nKILLED at the deadline\n"
-        found.append((marks / f"host{number}.log").read_text(errors="replace") + ending)
+        found.append(log.read_text(errors="replace") + ending)
     return found
 
 
@@ -160,9 +147,7 @@ def clear_end(options: Options, ended: Ended, when: float) -> list[str]:
 
 def main(options: Options) -> int:
     """Run both; 0 if all is as it should be, 1 if not, 2 if hosts cannot be made."""
-    reason = refused()
-    if reason is not None:
-        raise BadRequestError(f"two hosts cannot be made here: {reason}")
+    require_hosts()
     check_folder(options.out)
     ranks = 2 * options.ranks_per_host
     one = run(options, 1)
@@ -199,7 +184,7 @@ def main(options: Options) -> int:
         },
         "problems": problems,
     }
-    write_files(options.out, {"receipt.json": json.dumps(receipt, indent=1).encode() + b"\n"})
+    write_json(options.out, "receipt.json", receipt, indent=1)
     if problems:
         logs: Mapping[str, list[str]] = {"one": one.output, "two": two.output, "cut": cut.output}
         texts = {f"{k}_{n}.log": t.encode() for k, v in logs.items() for n, t in enumerate(v)}
@@ -208,8 +193,4 @@ def main(options: Options) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Options)))
-    except BadRequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_script(main, Options)

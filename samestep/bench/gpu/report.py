@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -68,16 +68,13 @@ class Screen:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(columns), *map(list, rows)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-    texts = []
-    for line in lines:
-        cells = [
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        texts.append("  ".join(cells).rstrip())
-    return "\n".join([title, *texts])
+    lines = [columns, *rows]
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    texts = [title]
+    for name, *cells in lines:
+        shown = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
+        texts.append("  ".join([name.ljust(first), *shown]).rstrip())
+    return "\n".join(texts)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -178,7 +175,7 @@ def heading(
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "triton": _installed("triton"),
+            "triton": version("triton") if find_spec("triton") else None,
         },
         "device": describe(device),
         "kernels_missing": missing_products(device),
@@ -220,10 +217,3 @@ def leave(folder: Path, name: str, content: dict[str, Any], picture: bytes | Non
         files[f"{name}.png"] = picture
     write_files(folder, files)
     return list(files)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

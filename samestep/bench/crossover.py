@@ -40,12 +40,12 @@ from samestep.launch import TorchrunRank, run_forked, torchrun_rank
 from samestep.plan.transfers import prefers_exchange
 from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
+from samestep.stress.receipt import versions
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
 from samestep.tooling.ranks import nccl_devices, number_of_ranks
 from samestep.tooling.request import BadRequestError
 from samestep.update.plain import Operand, StepScalars, update_elementwise
-from samestep.version import __version__
 
 
 class Way:
@@ -343,9 +343,5 @@ def _ran(options: Options, ranks: int, job: Job, measured: Measured) -> dict[str
         "threads_per_rank": measured.threads,
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
-        "versions": {
-            "samestep": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }

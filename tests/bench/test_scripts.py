@@ -24,7 +24,7 @@ from benchmarks import (
     plan_time,
     presence,
     survival,
-    two_hosts_rank,
+    two_hosts,
     two_ranks,
 )
 from samestep.train.corpus import Corpus
@@ -169,11 +169,11 @@ def test_survival(tmp_path, capsys):
 
 def of_two_hosts(rank):
     told = {"losses": []}
-    two_hosts_rank.train(1, 1, told, None)
+    two_hosts.train(1, 1, told, None)
     return told
 
 
-def test_two_hosts_rank():
+def test_a_rank_of_two_hosts():
     told = run_forked(4, of_two_hosts)
     assert [len(each["losses"]) for each in told] == [1] * 4
     assert all(each["checksum"] for each in told)

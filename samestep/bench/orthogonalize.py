@@ -272,11 +272,8 @@ def lines(leads: Sequence[Lead], shapes: int) -> list[str]:
 
 def run(options: Options) -> int:
     screen = Screen()
-    device, ceilings, content = begin("samestep orthogonalize", options)
-    screen.progress(f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product")
+    device, ceilings, content = begin("samestep orthogonalize", options, screen)
     contestants = [c for c in CONTESTANTS if c.name in options.variants]
-    if content["kernels_missing"] is not None:
-        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
     content["shapes"] = []
     panels: list[Panel] = []
     leads: list[Lead] = []

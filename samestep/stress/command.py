@@ -122,7 +122,11 @@ def results_table(cases: Sequence[Entry]) -> Table:
     for scenario, row in by_scenario.items():
         steps = str(max(case["steps"] for case in row))
         seconds = f"{sum(case['seconds'] for case in row):.0f}"
-        table.add_row(scenario, steps, _summary(row), *_from_reference(row), seconds)
+        found = list(distances(row, to_reference))
+        adam = [each.distance for each in found if each.family == "adam"]
+        muon = [each.distance for each in found if each.family in ("mu_a", "mu_b")]
+        away = [f"{max(each):.1e}" if each else "" for each in (adam, muon)]
+        table.add_row(scenario, steps, _summary(row), *away, seconds)
     return table
 
 
@@ -154,13 +158,6 @@ def left_out(cases: Sequence[Entry]) -> list[str]:
         where = "" if len(of) == len(scenarios) > 1 else f" in {', '.join(of)}"
         lines.append(f"[dim]does not apply to {layouts}{where}: {reason}[/]")
     return lines
-
-
-def _from_reference(cases: Sequence[Entry]) -> tuple[str, str]:
-    found = list(distances(cases, to_reference))
-    adam = [each.distance for each in found if each.family == "adam"]
-    muon = [each.distance for each in found if each.family in ("mu_a", "mu_b")]
-    return f"{max(adam):.1e}" if adam else "", f"{max(muon):.1e}" if muon else ""
 
 
 def findings_lines(result: CaseResult) -> Iterator[str]:
@@ -458,16 +455,12 @@ class Session:
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 
-    def _mode(self) -> str:
-        if self.device == "xla":
-            return "spmd"
-        return "forked" if self.torchrun is None else "torchrun"
-
     def _ran(self) -> dict[str, Any]:
+        mode = "forked" if self.torchrun is None else "torchrun"
         return {
             "requested_backend": self.options.backend,
             "actual_backend": self.backend,
-            "runtime_mode": self._mode(),
+            "runtime_mode": "spmd" if self.device == "xla" else mode,
             "fallback_reason": self.fallback_reason,
             "world_size": self.world,
             "device": self.device,

@@ -45,7 +45,7 @@ def run_client(
     """
     corpus = options.corpus()
     screen = Screen(progress_to=sys.stderr)
-    device, _, content = begin(f"samestep client {client.name}", options)
+    device, _, content = begin(f"samestep client {client.name}", options, screen)
     taking_part = [each for each in contestants if each.name in options.variants]
     content |= settings(client, options, len(corpus.train), corpus.sha256)
     seeds: Seeds = {}

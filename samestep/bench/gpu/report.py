@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from samestep.bench.gpu.measure import Ceilings, Shown, measure_ceilings
+from samestep.bench.gpu.measure import HOT, Ceilings, Shown, measure_ceilings
 from samestep.bench.gpu.options import SharedOptions, device_of, make_importable, revisions
 from samestep.kernels.choice import missing_products
 from samestep.tooling.output import check_folder, write_files
@@ -188,13 +188,23 @@ def heading(
     }
 
 
-def begin(kind: str, options: SharedOptions) -> tuple[torch.device, Ceilings, dict[str, Any]]:
+def begin(
+    kind: str, options: SharedOptions, screen: Screen
+) -> tuple[torch.device, Ceilings, dict[str, Any]]:
     """The device that was asked for, what it reaches, and how the receipt begins."""
     check_folder(options.out)
     make_importable(options.peer_path)
     device = device_of(options.device)
     ceilings = measure_ceilings(device)
-    return device, ceilings, heading(kind, options.command, device, ceilings, options.peer_path)
+    screen.progress(
+        f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
+        f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
+        f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
+    )
+    content = heading(kind, options.command, device, ceilings, options.peer_path)
+    if content["kernels_missing"] is not None:
+        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
+    return device, ceilings, content
 
 
 def describe(device: torch.device) -> dict[str, Any]:

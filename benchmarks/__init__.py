@@ -1,11 +1,14 @@
 """Measurements of this repository: what its documentation says of speed and memory."""
 
 import json
+import os
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from torch import Tensor
 import samestep
 from samestep.models.gpt import GPTConfig
 from samestep.tooling.output import write_files
+from samestep.tooling.request import BadRequestError
 
 if TYPE_CHECKING:
     from rich.table import Table  # which not every script needs
@@ -39,6 +43,14 @@ def gpt_config(width: int, layers: int, **more: Any) -> GPTConfig:
     return GPTConfig(width=width, layers=layers, heads=heads, kv_heads=heads, **more)
 
 
+def timed(call: Callable[[], object]) -> float:
+    """Seconds from a barrier to the end of a call on this rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
 def batch(shape: Any, number: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets of an iteration, (sequences, tokens); of every rank its own."""
     generator = torch.Generator().manual_seed(dist.get_world_size() * number + dist.get_rank())
@@ -62,14 +74,39 @@ def number_table(
     return table
 
 
-def heading(script: str, options: Any) -> dict[str, Any]:
-    """How a receipt begins: what was asked, of what, and where."""
-    return {
+def heading(script: str, options: Any, load_before: float | None = None) -> dict[str, Any]:
+    """How a receipt begins: what was asked, of what, and where; with the load, what else matters.
+
+    load_before: that of the machine when the benchmark began.
+    """
+    found: dict[str, Any] = {
         "command": f"python -m benchmarks.{script}",
         "options": {**asdict(options), "out": str(options.out)},
         "versions": VERSIONS,
         "machine": platform.machine(),
     }
+    if load_before is not None:
+        load = [load_before, os.getloadavg()[0]]
+        found |= {"python": platform.python_version(), "cpus": os.cpu_count(), "load": load}
+    return found
+
+
+def load_line(receipt: Mapping[str, Any]) -> str:
+    before, after = receipt["load"]
+    return (
+        f"Load of this machine before and after: {before:.1f}, {after:.1f}; {os.cpu_count()} CPUs."
+    )
+
+
+def run_script(main: Callable[[Any], int], options: type) -> NoReturn:
+    """As flags ask; what cannot be done is told in one line."""
+    import tyro
+
+    try:
+        sys.exit(main(tyro.cli(options)))
+    except BadRequestError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, object], indent: int = 2) -> None:

@@ -6,7 +6,6 @@ every hundredth step takes less than 1% of the time.
 
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +13,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import tyro
 from rich.console import Console
-from torch import Tensor
 
 import samestep
-from benchmarks import batch, gpt_config, heading, number_table, write_json
+from benchmarks import batch, gpt_config, heading, load_line, number_table, timed, write_json
 from examples.gpt import GPT
 from samestep.launch import run_forked
 from samestep.stress import check
@@ -64,18 +61,6 @@ class Times(NamedTuple):
     locate: list[float]  # a check that finds one differing element in the largest parameter
 
 
-def timed(call: Callable[[], Any]) -> float:
-    """Seconds from a barrier to the end."""
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
-
-
-def backward(model: GPT, tokens: Tensor, targets: Tensor) -> None:
-    model.loss(tokens, targets).backward()  # type: ignore[no-untyped-call]
-
-
 def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
     """Train, check in turns, and check once more with a difference; gives the parameter count."""
     torch.manual_seed(0)
@@ -85,9 +70,9 @@ def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
     optimizer = OPTIMIZERS[name](model)
     times = Times([], [], [], [])
     for number in range(options.steps + 1):
-        tokens, targets = batch(options, number)
+        loss: Any = partial(model.loss, *batch(options, number))
         moments = Times(
-            [timed(partial(backward, model, tokens, targets))],
+            [timed(lambda loss=loss: loss().backward())],  # type: ignore[misc]
             [timed(optimizer.step)],
             [
                 timed(lambda: check(model, optimizer))
@@ -109,7 +94,7 @@ def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
 def main(options: Options) -> None:
     check_folder(options.out)
     console, results = Console(highlight=False), {}
-    load = [os.getloadavg()[0]]
+    load = os.getloadavg()[0]
     title = f"one check on {options.ranks} ranks: seconds, medians of the slower rank"
     columns = ("", "gradients", "step", "check", "% of all", "% of steps", "locate")
     table = number_table(title, columns, texts=1)
@@ -134,7 +119,7 @@ def main(options: Options) -> None:
             "percent_of_steps": share,
             "percent_of_optimizer_steps": share_of_optimizer,
         }
-    load.append(os.getloadavg()[0])
+    receipt = heading("check", options, load) | {"parameters": parameters, "results": results}
     console.print(table)
     worst = max(result["percent_of_steps"] for result in results.values())
     met = "met" if worst < BAR else "MISSED"
@@ -142,15 +127,8 @@ def main(options: Options) -> None:
         f"gradients: forward and backward. %: of {STEPS_PER_CHECK} times both, and of "
         f"{STEPS_PER_CHECK} optimizer steps. locate: a check that finds a difference.\n"
         f"{parameters / 1e6:.1f} million parameters. The bar of {BAR:g}% is {met}: at most "
-        f"{worst:.4f}%. Load before and after: {load[0]:.1f}, {load[1]:.1f}; {os.cpu_count()} CPUs."
+        f"{worst:.4f}%. {load_line(receipt)}"
     )
-    receipt = {
-        **heading("check", options),
-        "cpus": os.cpu_count(),
-        "load": load,
-        "parameters": parameters,
-        "results": results,
-    }
     write_json(options.out, "check.json", receipt)
 
 

@@ -44,9 +44,10 @@ def timed_checks(spent: Counter[str]) -> Iterator[None]:
             for part in classes:
                 owner = getattr(owner, part)
             plain = getattr(owner, last)
-            timed = _timed(plain, check, spent)
-            for place in [owner] if classes else _modules_with(last, plain):
-                patches.enter_context(patch.object(place, last, timed))
+            modules = [module for key, module in sys.modules.items() if key.startswith("samestep")]
+            places = [each for each in modules if getattr(each, last, None) is plain]
+            for place in [owner] if classes else places:
+                patches.enter_context(patch.object(place, last, _timed(plain, check, spent)))
         yield
 
 
@@ -59,11 +60,6 @@ def _timed(function: Callable[..., Any], name: str, spent: Counter[str]) -> Call
             spent[name] += time.perf_counter_ns() - start
 
     return timed
-
-
-def _modules_with(name: str, function: object) -> list[Any]:
-    modules = [m for key, m in sys.modules.items() if key.startswith("samestep")]
-    return [module for module in modules if getattr(module, name, None) is function]
 
 
 def parameters(device: torch.device) -> tuple[list[nn.Parameter], list[nn.Parameter]]:

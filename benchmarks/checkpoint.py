@@ -9,7 +9,6 @@ and disk.
 import shutil
 import statistics
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,7 +24,7 @@ from rich.table import Table
 from torch import nn
 
 import samestep
-from benchmarks import write_json
+from benchmarks import timed, write_json
 from benchmarks.cpu_step import gpt_parameters
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
@@ -63,14 +62,6 @@ def slowest(seconds: float) -> float:
     return longest.item()
 
 
-def timed(act: Callable[[], object]) -> float:
-    """Seconds until the slowest rank has done something."""
-    dist.barrier()
-    start = time.perf_counter()
-    act()
-    return slowest(time.perf_counter() - start)
-
-
 def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
     torch.manual_seed(0)
     model = gpt(options.parameters)
@@ -106,7 +97,7 @@ def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
             if way == "ours" and number:
                 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
             before = memory("VmRSS")
-            seconds.setdefault(way, []).append(timed(partial(act, target)))
+            seconds.setdefault(way, []).append(slowest(timed(partial(act, target))))
             if way == "ours" and number:
                 extra = max(extra, memory("VmHWM") - before)
             dist.barrier()

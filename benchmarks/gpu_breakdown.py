@@ -24,17 +24,18 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 import samestep
+from benchmarks import gpt_config
 from samestep.bench.gpu.measure import measure_ceilings, settle
 from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU
+from samestep.models.gpt import GPT
 from samestep.plan.links import LEAST_ELEMENTS
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize_flops
@@ -164,19 +165,6 @@ def blocks(width: int) -> list[tuple[int, int]]:
     return [*[(width, width)] * 4, (4 * width, width), (width, 4 * width)]
 
 
-class Model(nn.Module):
-    """A GPT that is never called."""
-
-    def __init__(self, width: int, layers: int, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList(
-            nn.Sequential(*(nn.Linear(cols, rows, bias=False) for rows, cols in blocks(width)))
-            for _ in range(layers)
-        )
-        self.head = nn.Linear(width, vocabulary, bias=False)
-
-
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1280)
@@ -229,9 +217,10 @@ def measured(
 ) -> tuple[dict[str, Any], int]:
     """What the receipt has of this rank's steps, and the checksum of its parameters."""
     torch.manual_seed(0)
-    model = Model(options.width, options.layers, options.vocabulary).to(device)
+    config = gpt_config(options.width, options.layers, vocab_size=options.vocabulary)
+    model = GPT(config).to(device)
     mesh = init_device_mesh(device.type, (case.ranks,))
-    for layer in model.layers:
+    for layer in model.blocks:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = samestep.MuonAdamW(

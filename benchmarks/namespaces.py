@@ -8,11 +8,14 @@ Needs Linux and root (`ip netns`, `unshare`; `tc` for cards).
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from samestep.tooling.request import BadRequestError
 
 HOSTS = ("samestep-north", "samestep-south")
 LINKS = ("ss-north", "ss-south")
@@ -38,11 +41,16 @@ def refused() -> str | None:
     return None
 
 
+def require_hosts() -> None:
+    reason = refused()
+    if reason is not None:
+        raise BadRequestError(f"two hosts cannot be made here: {reason}")
+
+
 @contextmanager
 def two_hosts() -> Iterator[None]:
     """Two namespaces with a link between them; gone afterwards."""
-    for host in HOSTS:
-        subprocess.run(["ip", "netns", "del", host], capture_output=True)
+    _forget(HOSTS)
     try:
         _run("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
         for host, link, address in zip(HOSTS, LINKS, ADDRESSES, strict=True):
@@ -53,8 +61,7 @@ def two_hosts() -> Iterator[None]:
                 _run("ip", "-n", host, "link", "set", each, "up")
         yield
     finally:
-        for host in HOSTS:
-            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+        _forget(HOSTS)
         subprocess.run(["ip", "link", "del", LINKS[0]], capture_output=True)
 
 
@@ -73,19 +80,7 @@ def torchrun(
         "--master-addr", ADDRESSES[0], "--master-port", str(PORT), *words,
     ]  # fmt: skip
     named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[number]}; exec "$@"', "sh"]
-    usual: Mapping[str, str] = {
-        **os.environ,
-        "GLOO_SOCKET_IFNAME": LINKS[number],
-        "OMP_NUM_THREADS": "1",
-        "ONEDNN_JIT_PROFILE": "0",
-    }
-    return subprocess.Popen(
-        ["ip", "netns", "exec", HOSTS[number], *named, *command],
-        env={**usual, **environment},
-        stdout=log.open("w"),  # a pipe may fill up
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    return _start(HOSTS[number], [*named, *command], LINKS[number], log, environment)
 
 
 @contextmanager
@@ -128,25 +123,37 @@ def start_on_card(
     words: Sequence[str], rank: int, hosts: int, per_host: int, log: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
     """Start `python words` as a rank of gloo, in a session of its own."""
-    usual: Mapping[str, str] = {
-        **os.environ,
+    usual = {
         "RANK": str(rank),
         "WORLD_SIZE": str(hosts * per_host),
         "LOCAL_RANK": str(rank % per_host),
         "LOCAL_WORLD_SIZE": str(per_host),
         "MASTER_ADDR": card_address(0, per_host),
         "MASTER_PORT": str(PORT),
-        "GLOO_SOCKET_IFNAME": CARD,
-        "OMP_NUM_THREADS": "1",
-        "ONEDNN_JIT_PROFILE": "0",
     }
+    command = [sys.executable, *words]
+    return _start(f"card_{rank}", command, CARD, log, {**usual, **environment})
+
+
+def _start(
+    namespace: str, words: Sequence[str], card: str, log: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    usual = {"GLOO_SOCKET_IFNAME": card, "OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
     return subprocess.Popen(
-        ["ip", "netns", "exec", f"card_{rank}", sys.executable, *words],
-        env={**usual, **environment},
-        stdout=log.open("w"),
+        ["ip", "netns", "exec", namespace, *words],
+        env={**os.environ, **usual, **environment},
+        stdout=log.open("w"),  # a pipe may fill up
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def end(started: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Them and all that they have started."""
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def bytes_to_other_hosts() -> int:

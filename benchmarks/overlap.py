@@ -8,7 +8,6 @@ configuration on a link that costs nothing; both are run in turns.
 
 import json
 import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from benchmarks import Shape, batch, gpt_config, heading, number_table
+from benchmarks import Shape, batch, gpt_config, heading, load_line, number_table
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
@@ -83,9 +82,7 @@ class Sample(NamedTuple):
     """One step of one rank, in seconds."""
 
     whole: float  # to the start of the next step
-    forward: float
     backward: float
-    update: float
     link: float  # that the modelled link is busy with it
     waited: float  # that the host was held up by transfers, whatever for
     skips: bool  # one rank left out a layer
@@ -138,17 +135,14 @@ class Training:
         self._link.set_speed(0.0, float("inf"))
         samples = []
         for step in range(1, steps + 1):
-            phases = marks[3 * step : 3 * step + 3]
-            begin = phases[0][1]
+            (_, begin, _), (_, *backward), _ = marks[3 * step : 3 * step + 3]
             end = marks[3 * step + 3][1] if step < steps else ended
             own = transfers[firsts[step] : firsts[step + 1] if step < steps else None]
             waits = [wait for transfer in transfers for wait in transfer.waits]
-            forward, backward, update = (stop - start for _, start, stop in phases)
             busy = sum(transfer.seconds for transfer in own)
             waited = sum(stop - start for start, stop in waits if begin <= start < end)
-            samples.append(
-                Sample(end - begin, forward, backward, update, busy, waited, step == skip_at)
-            )
+            passed = backward[1] - backward[0]
+            samples.append(Sample(end - begin, passed, busy, waited, step == skip_at))
         return samples, Trace(marks, transfers)
 
 
@@ -171,28 +165,25 @@ KINDS = {
 }
 
 
-def kind(transfer: Transfer) -> str:
-    return next((k for k in ("reduction", "gather") if transfer.name.startswith(k)), "presence")
-
-
 def picture(title: str, shown: Mapping[str, Sequence[Trace]]) -> bytes:
     """One configuration above the other on one scale: a whole step and the start of the next."""
     panels = []
     for name, traces in shown.items():
         begin = min(trace.marks[3 * DRAWN][1] for trace in traces)
         end = max(trace.marks[3 * DRAWN + 3][1] for trace in traces)
-        waited = statistics.mean(_waited(trace, begin, end) for trace in traces)
-        about = f"{1e3 * (end - begin):.0f} ms per step, {1e3 * waited:.0f} of them waiting"
+        waits = [wait for trace in traces for each in trace.transfers for wait in each.waits]
+        waited = sum(max(min(stop, end) - max(start, begin), 0.0) for start, stop in waits)
+        mean = 1e3 * waited / len(traces)
+        about = f"{1e3 * (end - begin):.0f} ms per step, {mean:.0f} of them waiting"
         panels.append(Panel(f"{name}: {about}", traces, begin, end))
-    look = Look(KINDS, lambda name: (name, name), lambda transfer: (kind(transfer), ""))
+
+    def of_transfer(transfer: Transfer) -> tuple[str, str]:
+        names = (kind for kind in ("reduction", "gather") if transfer.name.startswith(kind))
+        return next(names, "presence"), ""
+
+    look = Look(KINDS, lambda name: (name, name), of_transfer)
     longest = 1.12 * max(panel.end - panel.begin for panel in panels)
     return draw(title, panels, look, longest=longest, rank_height=1.1)
-
-
-def _waited(trace: Trace, begin: float, end: float) -> float:
-    """Seconds between two times that the host was held up."""
-    waits = [wait for transfer in trace.transfers for wait in transfer.waits]
-    return sum(max(min(stop, end) - max(start, begin), 0.0) for start, stop in waits)
 
 
 # Rows of the receipt; tables and sentences from them
@@ -319,12 +310,9 @@ def cases(options: Options) -> dict[Case, tuple[str, ...]]:
     ways = [(False, False), (True, False), (False, True), (True, True)]
     found = {Case(sharding, *way): every for sharding in SHARDINGS for way in ways}
     if not options.only_main:
-        for overlap in (False, True):
-            for parts in (4, 64):
-                for sharding in SHARDINGS:
-                    found[Case(sharding, overlap, overlap, parts)] = two
-            for parts in (16, 64):
-                found[Case("zero2", overlap, overlap, parts, "AdamW")] = two
+        for on in (False, True):
+            found |= {Case(s, on, on, parts): two for parts in (4, 64) for s in SHARDINGS}
+            found |= {Case("zero2", on, on, parts, "AdamW"): two for parts in (16, 64)}
     return found
 
 
@@ -389,7 +377,7 @@ def typical(results: list[RankResult], case: Case) -> list[Trace]:
 def main(options: Options) -> None:
     console = Console(highlight=False)
     check_folder(options.out)
-    load_before = os.getloadavg()[0]
+    load = os.getloadavg()[0]
     link = ModelledLink(RANKS, options.clock)
     with progress_bar(console, "block") as show, from_other_processes(show) as report:
         ranks: list[RankResult] = run_forked(
@@ -424,29 +412,23 @@ def main(options: Options) -> None:
         for title, found in ("bucket sizes", of_sizes), ("AdamW alone: equal segments", of_adamw):
             found.sort(key=lambda r: (r["sharding"], r["parts"]))
             console.print(table(title, found))
-    load = [load_before, os.getloadavg()[0]]
-    console.print(
-        "ms: medians of steps as long as the slower rank's. free: on a link that costs nothing. "
-        "busy: the link.\nexposed: step minus free. wait: the same by time inside waits. skip: "
-        "exposed in steps in which one rank\nleaves out a layer. less: by how much overlap makes "
-        "exposed fall.\n"
-        f"Load of this machine before and after: {load[0]:.1f}, {load[1]:.1f}; "
-        f"{os.cpu_count()} CPUs."
-    )
-    shown = {
-        "no overlap": typical(ranks, Case("zero2", False, False)),
-        "overlap_grad_reduce, overlap_param_gather": typical(ranks, Case("zero2", True, True)),
-    }
     receipt = {
-        **heading("overlap", options),
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "load": load,
+        **heading("overlap", options, load),
         "ranks": RANKS,
         "threads_per_rank": 1,
         "parameters": first.parameters,
         "links": {n: s._asdict() for n, s in first.speeds.items() if n != FREE},
         "rows": rows,
+    }
+    console.print(
+        "ms: medians of steps as long as the slower rank's. free: on a link that costs nothing. "
+        "busy: the link.\nexposed: step minus free. wait: the same by time inside waits. skip: "
+        "exposed in steps in which one rank\nleaves out a layer. less: by how much overlap makes "
+        f"exposed fall.\n{load_line(receipt)}"
+    )
+    shown = {
+        "no overlap": typical(ranks, Case("zero2", False, False)),
+        "overlap_grad_reduce, overlap_param_gather": typical(ranks, Case("zero2", True, True)),
     }
     files = {
         "overlap.json": json.dumps(receipt, indent=2).encode() + b"\n",

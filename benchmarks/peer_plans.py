@@ -108,12 +108,8 @@ def params_of(plan: Blueprint, model: Model, training: Training) -> list[Param]:
     """Of the model on a grid of data and expert ranks, in order of use; norms left out."""
     grid = plan.grid
     dense, experts = grid.peers("data", "expert"), grid.peers("data")
-    matrices = {
-        name
-        for group in plan.groups
-        if rule_of(group).kind != "elementwise"
-        for name in group["param_names"]
-    }
+    of_muon = [group for group in plan.groups if rule_of(group).kind != "elementwise"]
+    matrices = {name for group in of_muon for name in group["param_names"]}
     found = []
     for name, param in model.module.named_parameters():
         if param.ndim < 2:
@@ -133,17 +129,14 @@ def params_of(plan: Blueprint, model: Model, training: Training) -> list[Param]:
 def nanochat(params: Sequence[Param]) -> list[Share]:
     """Others first, one by one; then matrices, shape by shape."""
     shares = []
-    for param in params:
-        if not param.matrix:
-            ranks = param.peers.size
-            rows = ceil(param.shape[0] / ranks)
-            padded = rows * ranks * param.elements // param.shape[0]
-            owned = _slices(param, ranks)
-            shares.append(Share(param.peers, owned, (param,), padded))
     alike: dict[tuple[Shape, Peers], list[Param]] = defaultdict(list)
     for param in params:
         if param.matrix:
             alike[param.shape, param.peers].append(param)
+        else:
+            ranks = param.peers.size
+            padded = ceil(param.shape[0] / ranks) * ranks * param.elements // param.shape[0]
+            shares.append(Share(param.peers, _slices(param, ranks), (param,), padded))
     for (_, peers), stack in alike.items():
         chunk = ceil(len(stack) / peers.size)
         owned = tuple((p, number // chunk, p.elements) for number, p in enumerate(stack))
@@ -227,16 +220,73 @@ def _in_turns(params: Sequence[Param], ranks: int) -> list[int]:
 
 
 class _Clocks:
-    """Hosts and links of all ranks, as in `estimate.timeline`."""
+    """Hosts and links of all ranks, as in `estimate.timeline`, while shares are iterated over.
 
-    def __init__(self, grid: Grid, hardware: Hardware) -> None:
-        self._grid, self._hardware = grid, hardware
+    overlaps: reductions with backward and gathers with the next forward, where there is a training;
+        gradients and parameters then lie in buffers, and nothing is put together.
+    """
+
+    def __init__(
+        self, shares: Sequence[Share], grid: Grid, hardware: Hardware, overlaps: bool, clips: bool
+    ) -> None:
+        self._shares, self._grid, self._hardware = shares, grid, hardware
+        self._overlaps, self._clips = overlaps, clips
         self.now, self._link, self.exposed = (grid.zeros() for _ in range(3))
+        self._sends = [share.transfers() or (None, None) for share in shares]
+        self._updates = [grid.spread(share.work(hardware)[0], share.peers) for share in shares]
+        # Bytes of putting together what travels, or of putting it back.
+        moved = [0 if overlaps else 2 * share.padded * DTYPE.itemsize for share in shares]
+        self._copies = [size / hardware.bytes_rate for size in moved]
+        self.gathers: dict[int, tuple[Tensor, Tensor]] = {}  # on their way
 
-    def spend(self, seconds: float | Tensor) -> None:
-        self.now = self.now + seconds
+    def iterate(self, training: Training | None) -> None:
+        order = range(len(self._shares))
+        reductions: list[tuple[Tensor, Tensor]] = []
 
-    def send(self, each: Collective | None) -> tuple[Tensor, Tensor]:
+        def reduce(number: int) -> None:
+            self.now = self.now + self._copies[number]
+            reductions.append(self._send(self._sends[number][0]))
+
+        def gather(number: int) -> None:
+            self.gathers[number] = self._send(self._sends[number][1])
+
+        if training is not None:
+            for number in reversed(order):
+                self.wait_for_gather(number)
+                self._compute(number, training, "F")
+            self._layers(training, "forward")
+            for number in order:
+                self._compute(number, training, "B")
+                if self._overlaps:
+                    reduce(number)
+            self._layers(training, "backward")
+        for number in order[len(reductions) :]:
+            reduce(number)
+        if self._clips:
+            for times in reductions:
+                self._wait(times)
+            everyone = self._grid.peers(*self._grid.sizes)
+            if everyone.size > 1:
+                norm = Transfer(Traffic.ALL_REDUCE, "norm", torch.float64, 1)
+                self._wait(self._send(Collective((norm,), everyone)))
+        for number in order:
+            self._wait(reductions[number])
+            self.now = self.now + self._updates[number]
+            if not self._overlaps:
+                gather(number)
+        if self._overlaps:
+            for number in reversed(order):  # what forward needs first
+                gather(number)
+            return
+        for number in order:
+            self.wait_for_gather(number)
+            self.now = self.now + self._copies[number]
+
+    def wait_for_gather(self, number: int) -> None:
+        if number in self.gathers:
+            self._wait(self.gathers.pop(number))
+
+    def _send(self, each: Collective | None) -> tuple[Tensor, Tensor]:
         """When it may begin, and when it is over."""
         if each is None:
             return self.now, self.now
@@ -245,21 +295,24 @@ class _Clocks:
         self._link = start + seconds_of(each, self._grid, self._hardware)
         return ready, self._link
 
-    def wait(self, times: tuple[Tensor, Tensor]) -> None:
+    def _wait(self, times: tuple[Tensor, Tensor]) -> None:
         ready, end = times
         until = torch.maximum(self.now, end)
         others = torch.minimum(torch.maximum(self.now, ready), until)
         self.exposed = self.exposed + (until - others)
         self.now = until
 
+    def _compute(self, number: int, training: Training, kind: str) -> None:
+        met = sum(param.elements * param.tokens for param in self._shares[number].params)
+        work = met * training.flops[kind] * training.tokens
+        self.now = self.now + work / self._hardware.model_rate
 
-class _Timed(NamedTuple):
-    """A share, with what it sends and computes."""
-
-    share: Share
-    sends: tuple[Collective, Collective] | None
-    update: Tensor  # seconds, the shape of the grid
-    copies: float  # seconds of putting together what travels, or of putting it back
+    def _layers(self, training: Training, way: str) -> None:
+        """What layers send each other under expert parallel."""
+        for busy in training.stages.values():
+            for each, count in getattr(busy, way):
+                seconds = float(count * seconds_of(each, self._grid, self._hardware).max())
+                self.now, self.exposed = self.now + seconds, self.exposed + seconds
 
 
 def seconds_of_peer(
@@ -271,97 +324,16 @@ def seconds_of_peer(
     overlaps: bool,
     clips: bool,
 ) -> tuple[float, float]:
-    """Of a step, or of the second of two iterations; and how much of it is exposed, on average.
-
-    overlaps: reductions with backward and gathers with the next forward, where there is a training;
-        gradients and parameters then lie in buffers, and nothing is put together.
-    """
-    timed = []
-    for share in shares:
-        moved = 0 if overlaps else 2 * share.padded * DTYPE.itemsize
-        update = grid.spread(share.work(hardware)[0], share.peers)
-        timed.append(_Timed(share, share.transfers(), update, moved / hardware.bytes_rate))
-    clocks = _Clocks(grid, hardware)
-    gathers: dict[int, tuple[Tensor, Tensor]] = {}
+    """Of a step, or of the second of two iterations; and how much of it is exposed, on average."""
+    clocks = _Clocks(shares, grid, hardware, overlaps, clips)
+    if training is not None:
+        clocks.iterate(training)
     begun, exposed = clocks.now, clocks.exposed
-    for _ in range(1 if training is None else 2):
-        begun, exposed = clocks.now, clocks.exposed
-        gathers = _iterate(timed, clocks, grid, hardware, training, gathers, overlaps, clips)
-    if training is None:
-        for times in gathers.values():
-            clocks.wait(times)
+    clocks.iterate(training)
+    for number in [*clocks.gathers] if training is None else ():
+        clocks.wait_for_gather(number)
     seconds = float(clocks.now.max()) - float(begun.min())
     return seconds, float((clocks.exposed - exposed).mean())
-
-
-def _iterate(
-    timed: Sequence[_Timed],
-    clocks: _Clocks,
-    grid: Grid,
-    hardware: Hardware,
-    training: Training | None,
-    gathers: dict[int, tuple[Tensor, Tensor]],
-    overlaps: bool,
-    clips: bool,
-) -> dict[int, tuple[Tensor, Tensor]]:
-    reductions: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def reduce(number: int) -> None:
-        clocks.spend(timed[number].copies)
-        sends = timed[number].sends
-        reductions[number] = clocks.send(sends[0] if sends else None)
-
-    if training is not None:
-        for number in reversed(range(len(timed))):
-            if number in gathers:
-                clocks.wait(gathers.pop(number))
-            clocks.spend(_computes(timed[number], training, "F", hardware))
-        _layers(clocks, training, "forward", grid, hardware)
-        for number in range(len(timed)):
-            clocks.spend(_computes(timed[number], training, "B", hardware))
-            if overlaps:
-                reduce(number)
-        _layers(clocks, training, "backward", grid, hardware)
-    for number in range(len(timed)):
-        if number not in reductions:
-            reduce(number)
-    if clips:
-        for number in range(len(timed)):
-            clocks.wait(reductions[number])
-        everyone = grid.peers(*grid.sizes)
-        if everyone.size > 1:
-            norm = Transfer(Traffic.ALL_REDUCE, "norm", torch.float64, 1)
-            clocks.wait(clocks.send(Collective((norm,), everyone)))
-    order = range(len(timed))
-    for number in order:
-        clocks.wait(reductions[number])
-        clocks.spend(timed[number].update)
-        if not overlaps:
-            sends = timed[number].sends
-            gathers[number] = clocks.send(sends[1] if sends else None)
-    if overlaps:  # what forward needs first
-        for number in reversed(order):
-            sends = timed[number].sends
-            gathers[number] = clocks.send(sends[1] if sends else None)
-        return gathers
-    for number in order:
-        clocks.wait(gathers.pop(number))
-        clocks.spend(timed[number].copies)
-    return gathers
-
-
-def _computes(timed: _Timed, training: Training, kind: str, hardware: Hardware) -> float:
-    met = sum(param.elements * param.tokens for param in timed.share.params)
-    return met * training.flops[kind] * training.tokens / hardware.model_rate
-
-
-def _layers(clocks: _Clocks, training: Training, way: str, grid: Grid, hardware: Hardware) -> None:
-    """What layers send each other under expert parallel."""
-    for busy in training.stages.values():
-        for each, count in getattr(busy, way):
-            seconds = float(count * seconds_of(each, grid, hardware).max())
-            clocks.spend(seconds)
-            clocks.exposed = clocks.exposed + seconds
 
 
 def peer_point(
@@ -371,7 +343,6 @@ def peer_point(
     trainings: tuple[Training, Training],
     *,
     overlaps: bool,
-    clips: bool,
     beside: int,
 ) -> Point:
     """beside: bytes per rank of parameters and whole gradients, and of what is gathered apart."""
@@ -383,7 +354,7 @@ def peer_point(
         flops += grid.spread(of_products, share.peers)
         state += grid.spread(of_state, share.peers)
     step, same, less = (
-        seconds_of_peer(shares, grid, hardware, training, overlaps=overlaps, clips=clips)
+        seconds_of_peer(shares, grid, hardware, training, overlaps=overlaps, clips=overlaps)
         for training in (None, *trainings)
     )
     return Point(
@@ -398,17 +369,16 @@ def all_peers(
 ) -> dict[str, Point]:
     params = params_of(plan, model, trainings[0])
     whole = DTYPE.itemsize * sum(param.elements for param in params)
+    plans = {
+        "nanochat": nanochat(params),
+        "layer-wise": layer_wise(params, padded=True),
+        "layer-wise, all-reduce": layer_wise(params, padded=False),
+    }
     found = {}
-    stacked = nanochat(params)
-    stacks = DTYPE.itemsize * sum(share.padded for share in stacked)
-    found["nanochat"] = peer_point(
-        stacked, plan.grid, hardware, trainings, overlaps=False, clips=False,
-        beside=2 * whole + stacks,
-    )  # fmt: skip
-    for name, padded in (("layer-wise", True), ("layer-wise, all-reduce", False)):
-        shares = layer_wise(params, padded=padded)
-        buffers = 2 * DTYPE.itemsize * sum(share.padded for share in shares)
+    for name, shares in plans.items():
+        overlaps, buffers = name != "nanochat", DTYPE.itemsize * sum(s.padded for s in shares)
+        beside = 2 * buffers if overlaps else 2 * whole + buffers
         found[name] = peer_point(
-            shares, plan.grid, hardware, trainings, overlaps=True, clips=True, beside=buffers
+            shares, plan.grid, hardware, trainings, overlaps=overlaps, beside=beside
         )
     return found

@@ -80,15 +80,11 @@ class Found(NamedTuple):
     seconds: dict[str, list[float]]
 
 
-def layouts(hosts: int) -> dict[str, dict[str, Any]]:
-    return LAYOUTS if hosts == 1 else LEVELS
-
-
 def optimizer_of(model: torch.nn.Module, layout: str, ranks: int, hosts: int) -> samestep.MuonAdamW:
-    keywords = layouts(hosts)[layout]
-    if hosts > 1:
-        keywords = {**keywords, "ranks_per_host": ranks // hosts, "bucket_size": BUCKETS}
-    return samestep.MuonAdamW(model, **keywords)
+    if hosts == 1:
+        return samestep.MuonAdamW(model, **LAYOUTS[layout])
+    per_host = ranks // hosts
+    return samestep.MuonAdamW(model, ranks_per_host=per_host, bucket_size=BUCKETS, **LEVELS[layout])
 
 
 def speeds(machine: Hardware, per_host: int) -> Speeds:
@@ -113,7 +109,7 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None, hosts: int) -> Fo
     measured = (ranks,) if link is None else ()
     trainings = {}
     for name, config in MODELS.items():
-        for layout in layouts(hosts):
+        for layout in LAYOUTS if hosts == 1 else LEVELS:
             torch.manual_seed(0)
             model = Decoder(config)
             trainings[f"{name}, {layout}"] = model, optimizer_of(model, layout, ranks, hosts)
@@ -154,25 +150,23 @@ def on_hosts(machine: Hardware, ranks: int, hosts: int) -> Hardware:
 
 def mean_of(found: Found, ranks: int) -> Hardware:
     """The rates between both calibrations."""
-    one, other = found.before, found.after
-
-    def rate(*values: float) -> float:
-        return statistics.harmonic_mean(values)
-
-    modelled = {kind: {ranks: Link(LATENCY, BANDWIDTH)} for kind in KINDS}
-    links = {} if one.links else modelled
-    for kind in one.links:
-        first, second = one.links[kind][ranks], other.links[kind][ranks]
-        latency = statistics.mean((first.latency, second.latency))
-        links[kind] = {ranks: Link(latency, rate(first.bandwidth, second.bandwidth))}
+    both = found.before, found.after
+    rate, mean = statistics.harmonic_mean, statistics.mean
+    links = {kind: {ranks: Link(LATENCY, BANDWIDTH)} for kind in KINDS}
+    if found.before.links:
+        links = {}
+        for kind in found.before.links:
+            pair = [each.links[kind][ranks] for each in both]
+            bandwidth = rate([link.bandwidth for link in pair])
+            links[kind] = {ranks: Link(mean(link.latency for link in pair), bandwidth)}
     between = Measured(
         product_rates={
-            side: rate(one.product_rates[side], other.product_rates[side])
-            for side in one.product_rates
+            side: rate([each.product_rates[side] for each in both])
+            for side in found.before.product_rates
         },
-        bytes_rate=rate(one.bytes_rate, other.bytes_rate),
-        call=statistics.mean((one.call, other.call)),
-        model_rate=rate(one.model_rate, other.model_rate),
+        bytes_rate=rate([each.bytes_rate for each in both]),
+        call=mean(each.call for each in both),
+        model_rate=rate([each.model_rate for each in both]),
         links=links,
     )
     return hardware(between, ranks)
@@ -204,9 +198,8 @@ def main(options: Options) -> None:
         )
         for key, times in found[0].seconds.items():
             name, layout = key.split(", ")
-            config = MODELS[name]
             with torch.device("meta"):
-                model = Decoder(config)
+                model = Decoder(MODELS[name])
             optimizer = optimizer_of(model, layout, ranks, hosts)
             on_links = machine if hosts > 1 else None
             plan = blueprint(optimizer, one_axis(ranks), hardware=on_links)

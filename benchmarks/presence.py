@@ -1,16 +1,15 @@
 """What it costs to find out which gradients exist: one small all-reduce per step, on gloo ranks."""
 
 import statistics
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import tyro
 from rich.console import Console
 
-from benchmarks import heading, number_table, write_json
+from benchmarks import heading, number_table, timed, write_json
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
 from samestep.launch import run_forked
@@ -35,10 +34,7 @@ def measure(rank: int, options: Options) -> list[float]:
     times = []
     for step in range(options.rounds):
         here = [(number + rank + step) % 3 > 0 for number in range(options.parameters)]
-        dist.barrier()
-        start = time.perf_counter()
-        presence.agree(here, None)
-        times.append(1e3 * (time.perf_counter() - start))
+        times.append(1e3 * timed(partial(presence.agree, here, None)))
     return times
 
 

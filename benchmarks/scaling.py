@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 import tyro
@@ -42,19 +41,12 @@ MOST_BEFORE = 1024  # ranks: by then it takes minutes
 COLUMNS = "| plan | ranks | step | exposed | iteration | exposed | sent | busiest | owners | peak |"
 
 
-class Case(NamedTuple):
-    """A model, the axes beside data, and on how many ranks; none: all powers of two."""
-
-    model: str
-    degrees: Degrees
-    ranks: tuple[int, ...] = ()
-
-
-CASES = {
-    "nanochat-d20": Case("nanochat-d20", Degrees(8)),
-    "llama-7b": Case("llama-7b", Degrees(8)),
-    "llama-70b": Case("llama-70b", Degrees(8), (8, 64, 512, 1024, 4096)),
-    "deepseek-v3": Case("deepseek-v3", Degrees(64, ep=64), (64, 512, 4096)),
+# Of each model the axes beside data, and on how many ranks.
+CASES: dict[str, tuple[Degrees, Sequence[int]]] = {
+    "nanochat-d20": (Degrees(8), RANKS),
+    "llama-7b": (Degrees(8), RANKS),
+    "llama-70b": (Degrees(8), (8, 64, 512, 1024, 4096)),
+    "deepseek-v3": (Degrees(64, ep=64), (64, 512, 4096)),
 }
 
 
@@ -138,36 +130,35 @@ def rows(curves: Mapping[str, Sequence[Point]], shown: Sequence[int]) -> Iterato
 def main(options: Options) -> None:
     hardware = PRESETS[options.hardware]
     files: dict[str, bytes] = {}
-    content: dict[str, object] = {
+    models: dict[str, object] = {}
+    for name in options.models:
+        (axes, wanted), curves = CASES[name], dict[str, list[Point]]()
+        model = load_model(name, torch.bfloat16)
+        numbers = [ranks for ranks in numbers_of_ranks(axes, wanted) if ranks <= options.most]
+        begun = time.process_time()
+        for ranks in numbers:
+            degrees = replace(axes, world=ranks)
+            for label, found in points(model, degrees, numbers[0], hardware):
+                curves.setdefault(label, []).append(found)
+        spent = time.process_time() - begun
+        title = f"{name}, ep={axes.ep}" if axes.ep > 1 else name
+        print(f"\n## {title} ({spent:.0f} s of CPU)\n", flush=True)
+        for line in rows(curves, [n for n in (8, 64, 512, 1024, 4096) if n in numbers]):
+            print(line, flush=True)
+        title += f", zero2, {hardware.name}, {TOKENS:,} tokens per rank"
+        files[f"scaling_{name}.png"] = scaling_picture(curves, title)
+        models[name] = {
+            "mesh": {"ep": axes.ep},
+            "cpu_seconds": spent,
+            "plans": {label: as_json(curve) for label, curve in curves.items()},
+        }
+    content = {
         "kind": "samestep scaling",
         "format": 1,
         "hardware": hardware_as_json(hardware),
         "tokens": TOKENS,
+        "models": models,
     }
-    models: dict[str, object] = {}
-    for name in options.models:
-        case, curves = CASES[name], dict[str, list[Point]]()
-        model = load_model(case.model, torch.bfloat16)
-        numbers = numbers_of_ranks(case.degrees, case.ranks or RANKS)
-        numbers = [ranks for ranks in numbers if ranks <= options.most]
-        begun = time.process_time()
-        for ranks in numbers:
-            degrees = replace(case.degrees, world=ranks)
-            for label, found in points(model, degrees, numbers[0], hardware):
-                curves.setdefault(label, []).append(found)
-        spent = time.process_time() - begun
-        axes = f", ep={case.degrees.ep}" if case.degrees.ep > 1 else ""
-        print(f"\n## {name}{axes} ({spent:.0f} s of CPU)\n", flush=True)
-        for line in rows(curves, [n for n in (8, 64, 512, 1024, 4096) if n in numbers]):
-            print(line, flush=True)
-        title = f"{name}{axes}, zero2, {hardware.name}, {TOKENS:,} tokens per rank"
-        files[f"scaling_{name}.png"] = scaling_picture(curves, title)
-        models[name] = {
-            "mesh": {"ep": case.degrees.ep},
-            "cpu_seconds": spent,
-            "plans": {label: as_json(curve) for label, curve in curves.items()},
-        }
-    content["models"] = models
     files["scaling.json"] = json.dumps(content, indent=1).encode() + b"\n"
     write_files(options.out, files)
 

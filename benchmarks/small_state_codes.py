@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_training import library_bytes
 from samestep.models.gpt import GPT, GPTConfig
+from samestep.train.corpus import load_corpus
 
 BLOCK = 256
 EPS = 1e-8
@@ -124,7 +124,7 @@ def main(given: Sequence[str] | None = None) -> None:
     options = arguments(given)
     torch.manual_seed(0)
     betas = options.betas[0], options.betas[1]
-    text, length = library_bytes(), options.context + 1
+    text, length = load_corpus().train, options.context + 1
     config = GPTConfig(width=options.width, layers=options.layers, context=options.context)
     model = GPT(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=betas)

@@ -14,10 +14,10 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -258,7 +258,10 @@ def tried(combination: Combination, options: argparse.Namespace, seed: int) -> R
     result, run = Result(combination.name), runner(combination, device)
     arguments = (result, run, combination.polynomial)
     end = start + options.seconds
-    with _no_graphs(device):  # every batch has another shape
+    graphs: Any = nullcontext()
+    if device.type == "cuda":  # small ones are not recorded as graphs: every batch has a new shape
+        graphs = patch("samestep.kernels.orthogonalize.SMALL", 0.0)
+    with graphs:
         survey(*arguments, SHAPES, options.blocks, start + 0.6 * options.seconds, device, seed)
         if options.large:
             now = time.perf_counter()
@@ -267,18 +270,6 @@ def tried(combination: Combination, options: argparse.Namespace, seed: int) -> R
     climb(*arguments, CLIMBED, end, device, seed + 900_000)
     result.seconds = round(time.perf_counter() - start, 1)
     return result
-
-
-@contextmanager
-def _no_graphs(device: torch.device) -> Iterator[None]:
-    """Inside, small orthogonalizations are not recorded as CUDA graphs."""
-    if device.type != "cuda":
-        yield
-        return
-    from samestep.kernels import orthogonalize
-
-    with patch.object(orthogonalize, "SMALL", 0.0):
-        yield
 
 
 def line_of(result: Result) -> str:

@@ -13,25 +13,34 @@ import json
 import math
 import os
 import platform
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-import tyro
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
-from benchmarks.namespaces import cut_the_link, refused, torchrun, two_hosts
+from benchmarks import run_script, write_json
+from benchmarks.namespaces import cut_the_link, end, require_hosts, torchrun, two_hosts
+from samestep.comm.groups import registry
+from samestep.comm.integrity.checksum import checksums
+from samestep.mesh import build
+from samestep.models.gpt import GPTConfig, mean_loss
+from samestep.parallel.replicas import check_replicas
+from samestep.parallel.stack import Stack
+from samestep.stress.scenarios.hybrid import HybridGPT
 from samestep.tooling.output import check_folder, write_files
-from samestep.tooling.request import BadRequestError
 
 Told = dict[str, Any]
+ASKED = "SAMESTEP_TWO_HOSTS"  # what ranks are to do, for their environment
 
 
 @dataclass(frozen=True)
@@ -64,23 +73,18 @@ class Ended(NamedTuple):
     cut: float = math.inf  # when the link was, if so
 
 
-def start(options: Options, hosts: int, marks: Path) -> list[subprocess.Popen[bytes]]:
-    """One torchrun per host; with one host it has all ranks."""
-    ranks = 2 * options.ranks_per_host // hosts
-    numbers = map(str, (options.layers, options.steps, options.timeout))
-    words = ["-m", "benchmarks.two_hosts_rank", *numbers, str(marks)]
-    return [
-        torchrun(words, number, hosts, ranks, marks / f"host{number}.log")
-        for number in range(hosts)
-    ]
-
-
 def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
-    """Train on so many hosts."""
-    since = time.time()
+    """Train with one torchrun per host; with one host it has all ranks."""
+    since, ranks = time.time(), 2 * options.ranks_per_host // hosts
     with two_hosts(), tempfile.TemporaryDirectory(prefix="two_hosts_") as folder:
         marks = Path(folder)
-        agents = start(options, hosts, marks)
+        asked = json.dumps([options.layers, options.steps, options.timeout, folder])
+        words = ["-m", "benchmarks.two_hosts"]
+        logs = [marks / f"host{number}.log" for number in range(hosts)]
+        agents = [
+            torchrun(words, number, hosts, ranks, log, **{ASKED: asked})
+            for number, log in enumerate(logs)
+        ]
         when, deadline = math.inf, since + options.limit
         try:
             if cut:
@@ -88,12 +92,9 @@ def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
                 cut_the_link()
                 when = time.time()
                 deadline = when + options.timeout + options.grace
-            output = _outputs(agents, marks, deadline)
+            output = _outputs(agents, logs, deadline)
         finally:
-            for agent in agents:
-                with suppress(ProcessLookupError):
-                    os.killpg(agent.pid, signal.SIGKILL)
-                agent.wait()
+            end(agents)
     lines = (line.partition("TOLD ")[2] for text in output for line in text.splitlines())
     all_told = [json.loads(line) for line in lines if line]
     told = {each["rank"]: each for each in all_told if "rank" in each}
@@ -114,16 +115,18 @@ def _wait_for_step(
         time.sleep(0.1)
 
 
-def _outputs(agents: Sequence[subprocess.Popen[bytes]], marks: Path, deadline: float) -> list[str]:
+def _outputs(
+    agents: Sequence[subprocess.Popen[bytes]], logs: Sequence[Path], deadline: float
+) -> list[str]:
     """What they wrote until their end, or until the deadline."""
     found = []
-    for number, agent in enumerate(agents):
+    for agent, log in zip(agents, logs, strict=True):
         ending = ""
         try:
             agent.wait(max(0.1, deadline - time.time()))
         except subprocess.TimeoutExpired:
             ending = "\nKILLED at the deadline\n"
-        found.append((marks / f"host{number}.log").read_text(errors="replace") + ending)
+        found.append(log.read_text(errors="replace") + ending)
     return found
 
 
@@ -160,9 +163,7 @@ def clear_end(options: Options, ended: Ended, when: float) -> list[str]:
 
 def main(options: Options) -> int:
     """Run both; 0 if all is as it should be, 1 if not, 2 if hosts cannot be made."""
-    reason = refused()
-    if reason is not None:
-        raise BadRequestError(f"two hosts cannot be made here: {reason}")
+    require_hosts()
     check_folder(options.out)
     ranks = 2 * options.ranks_per_host
     one = run(options, 1)
@@ -199,7 +200,7 @@ def main(options: Options) -> int:
         },
         "problems": problems,
     }
-    write_files(options.out, {"receipt.json": json.dumps(receipt, indent=1).encode() + b"\n"})
+    write_json(options.out, "receipt.json", receipt, indent=1)
     if problems:
         logs: Mapping[str, list[str]] = {"one": one.output, "two": two.output, "cut": cut.output}
         texts = {f"{k}_{n}.log": t.encode() for k, v in logs.items() for n, t in enumerate(v)}
@@ -207,9 +208,69 @@ def main(options: Options) -> int:
     return 1 if problems else 0
 
 
-if __name__ == "__main__":
+# One rank of it
+
+
+def lane(layers: int) -> HybridGPT:
+    """Width 128, heads of 32, 2 KV heads, 128 tokens, 8 experts of 64, a sequence per rank."""
+
+    class Lane(HybridGPT):
+        config = GPTConfig(
+            context=128, width=128, layers=layers, heads=4, kv_heads=2, experts=8, expert_size=64
+        )
+        sequences = 1
+
+    return Lane(0, dist.get_world_size())
+
+
+def train(layers: int, steps: int, told: Told, marks: Path | None) -> None:
+    """Fill `told` as it goes; a file in `marks` says that a step was taken."""
+    scenario = lane(layers)
+    mesh = build(tp=2, sequence_parallel=True, ep=2)  # FSDP2 has the rest
+    model = scenario.model_to_cut()
+    stack = Stack(model, scenario.plans()[0], mesh, loss=mean_loss, ordered=True)
+    optimizer = stack.optimizer(reduction="ordered", **scenario.options())
+    told["hosts"] = list(mesh.hosts)
+    told["trace"] = stack.trace(tell=lambda line: None)["ranks"][mesh.rank]
+    told["groups"] = [str(creation) for creation in registry.creations if creation.mine]
+    share = mesh.degrees.world // mesh.degrees.batch_ranks
+    mine = range(share * stack.batch_place, share * (stack.batch_place + 1))
+    for step in range(steps):
+        tokens = torch.cat([scenario.tokens(step, rank) for rank in mine])
+        loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        optimizer.step()
+        optimizer.zero_grad()
+        told["losses"].append(loss.item())
+        if marks is not None:
+            (marks / f"rank{mesh.rank}_step{step}").touch()
+    told["copies"] = check_replicas(model)
+    held = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    told["checksum"] = checksums(held).tolist()
+
+
+def rank_main(asked: str) -> NoReturn:
+    """Train as torchrun says; the last line of output is JSON, also if that fails."""
+    layers, steps, timeout, marks = json.loads(asked)
+    torch.set_num_threads(1)
+    told: Told = {"host": socket.gethostname(), "losses": []}
+    status = 0
+    last = time.time()
     try:
-        sys.exit(main(tyro.cli(Options)))
-    except BadRequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        told["rank"] = dist.get_rank()
+        train(layers, steps, told, Path(marks))
+    except Exception as error:
+        status = 1
+        told["error"] = f"{type(error).__name__}: {error}".split("\n")[0]
+    told["ended"] = time.time()
+    told["seconds"] = told["ended"] - last
+    print(f"\nTOLD {json.dumps(told)}", flush=True)
+    # Groups of a host that is cut off cannot be taken down in an orderly way.
+    sys.stdout.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    if ASKED in os.environ:
+        rank_main(os.environ[ASKED])
+    run_script(main, Options)

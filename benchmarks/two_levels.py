@@ -14,10 +14,8 @@ Needs Linux and root (`ip netns`, `unshare`, `tc`).
 import json
 import os
 import platform
-import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -28,12 +26,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from rich.console import Console
 
 import samestep
-from benchmarks import number_table
-from benchmarks.namespaces import bytes_to_other_hosts, cards, refused, start_on_card
+from benchmarks import number_table, run_script, write_json
+from benchmarks.namespaces import bytes_to_other_hosts, cards, end, require_hosts, start_on_card
 from benchmarks.plan_time import MODELS, SIDES
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import registry
@@ -44,8 +41,7 @@ from samestep.estimate.hardware import Hardware
 from samestep.estimate.model import Decoder
 from samestep.estimate.timeline import simulate
 from samestep.plan.links import CPU_LINKS, Link
-from samestep.tooling.output import check_folder, write_files
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.output import check_folder
 
 MODEL = MODELS["large"]
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -133,15 +129,9 @@ def pace_between(per_host: int) -> float:
     return 4 * PROBE / float(slowest)
 
 
-def predicted_seconds(
-    machine: Hardware, pace: float, per_host: int, levels: int, layout: str
-) -> float:
-    """By the simulator, with the rates that ranks have measured."""
-    between = Link(CPU_LINKS[1].latency, pace)
-    machine = replace(
-        machine, ranks_per_host=per_host, inside=CPU_LINKS[0], between=between, measured={}
-    )
-    keywords = {**LAYOUTS[layout], "two_levels": levels == 2}
+def predicted_seconds(machine: Hardware, levels: int, layout: str) -> float:
+    """By the simulator."""
+    per_host, keywords = machine.ranks_per_host, {**LAYOUTS[layout], "two_levels": levels == 2}
     with torch.device("meta"):
         optimizer = optimizer_of(Decoder(MODEL), per_host, **keywords)
     plan = blueprint(optimizer, one_axis(HOSTS * per_host), hardware=machine)
@@ -170,10 +160,7 @@ def run(options: Options) -> list[dict[str, Any]]:
                     said = log.read_text()[-3000:]
                     raise RuntimeError(f"rank {rank} ended with {process.returncode}: {said}")
         finally:
-            for process in started:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end(started)
         return [json.loads(log.with_suffix(".json").read_text()) for log in logs]
 
 
@@ -191,9 +178,7 @@ def problems_of(told: list[list[dict[str, Any]]]) -> list[str]:
 
 def main(options: Options) -> int:
     """0: ranks and levels have the same bits; 1: they do not."""
-    reason = refused()
-    if reason is not None:
-        raise BadRequestError(f"two hosts cannot be made here: {reason}")
+    require_hosts()
     check_folder(options.out)
     load = os.getloadavg()[0]
     told = run(options)
@@ -204,17 +189,21 @@ def main(options: Options) -> int:
         row["crossed_bytes"] = sum(of_ranks)
         row["busiest_over_mean"] = max(of_ranks) / statistics.mean(of_ranks)
     found["product_rates"] = {int(side): rate for side, rate in found["product_rates"].items()}
-    machine = hardware(Measured(**found), HOSTS * options.ranks_per_host)
+    # The rates that ranks have measured, on links as they are here.
+    machine = replace(
+        hardware(Measured(**found), HOSTS * options.ranks_per_host),
+        ranks_per_host=options.ranks_per_host,
+        inside=CPU_LINKS[0],
+        between=Link(CPU_LINKS[1].latency, pace),
+        measured={},
+    )
     table = number_table(
         f"{HOSTS} hosts of {options.ranks_per_host} ranks, {options.pace / 1e6:g} MB/s each; "
         f"load {load:.1f} -> {os.getloadavg()[0]:.1f}",
         ("layout", "levels", "crossed, MB", "over least", "predicted ms", "measured ms", "error"),
     )
     for row in rows:
-        seconds = predicted_seconds(
-            machine, pace, options.ranks_per_host, row["levels"], row["layout"]
-        )
-        row["predicted_ms"] = 1e3 * seconds
+        row["predicted_ms"] = 1e3 * predicted_seconds(machine, row["levels"], row["layout"])
         row["over_least"] = row["crossed_bytes"] / row["least_bytes"]
         row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
         table.add_row(
@@ -236,7 +225,7 @@ def main(options: Options) -> int:
         "load_average": {"before": load, "after": os.getloadavg()[0], "cpus": os.cpu_count()},
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-    write_files(options.out, {"receipt.json": json.dumps(receipt, indent=1).encode() + b"\n"})
+    write_json(options.out, "receipt.json", receipt, indent=1)
     return 1 if problems else 0
 
 
@@ -259,9 +248,5 @@ def rank_main(asked: str) -> None:
 if __name__ == "__main__":
     if ASKED in os.environ:
         rank_main(os.environ[ASKED])
-        sys.exit(0)
-    try:
-        sys.exit(main(tyro.cli(Options)))
-    except BadRequestError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    else:
+        run_script(main, Options)

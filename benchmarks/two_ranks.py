@@ -6,13 +6,13 @@ take three steps on the same data and must end with the same parameters.
 """
 
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from benchmarks import batch, gpt_config, heading, number_table, write_json
+from benchmarks import batch, gpt_config, heading, load_line, number_table, write_json
 from benchmarks.cpu_step import Twin
 from examples.gpt import GPT
 from samestep.launch import run_forked
@@ -64,12 +64,6 @@ class Training(NamedTuple):
         self.zero_grad()
         end = time.perf_counter()
         return Moments(end - start, end - forward, time.process_time() - cpu)
-
-
-def forward_and_backward(model: GPT) -> Training:
-    """The floor: no communication, no optimizer."""
-    plain = deepcopy(model)
-    return Training(plain, plain, lambda: None, plain.zero_grad)
 
 
 def samestep_muon(model: GPT, **options: Any) -> Training:
@@ -229,7 +223,8 @@ def run_contest(contest: Contest, options: Options, report: Callable[[], None]) 
             training.iterate(*batch(options, number))
             report()
     difference = require_same_work(contest, field, model)
-    field = {FLOOR: forward_and_backward(model), **field}
+    # The floor has no communication and no optimizer.
+    field = {FLOOR: Training(model, model, lambda: None, model.zero_grad), **field}
     times = torch.zeros(len(field), contest.rounds, 3, dtype=torch.float64)
     for number in range(-1, contest.rounds):  # the one below 0 warms up
         entrants = list(enumerate(field.values()))
@@ -270,7 +265,13 @@ def summary(
         both = zip(milliseconds[best_peer]["iteration"], samples["iteration"], strict=True)
         rounds = [theirs / mine for theirs, mine in both]
         contestants[name] = {
-            "bytes_per_step_and_rank": bytes_sent(name, parameters),
+            # In fp32: a reduction and a gather, or an all-reduce, are 2 P (N-1)/N; and
+            # ZeroRedundancyOptimizer gathers after an all-reduce.
+            "bytes_per_step_and_rank": (0 if name == FLOOR else 3 if "ZeRO" in name else 2)
+            * 4
+            * parameters
+            * (RANKS - 1)
+            // RANKS,
             "times_faster_than_best_peer": (
                 medians[best_peer]["iteration"] / medians[name]["iteration"]
             ),
@@ -288,17 +289,6 @@ def summary(
         "met": first["times_faster_than_best_peer"] >= contest.bar,
         "contestants": contestants,
     }
-
-
-def bytes_sent(name: str, parameters: int) -> int:
-    """Per rank and step, in fp32: a reduction and a gather, or an all-reduce, are 2 P (N-1)/N.
-
-    ZeroRedundancyOptimizer gathers after an all-reduce.
-    """
-    if name == FLOOR:
-        return 0
-    passes = 3 if "ZeRO" in name else 2
-    return passes * 4 * parameters * (RANKS - 1) // RANKS
 
 
 def closing_table(result: Summary, width: int) -> Table:
@@ -340,24 +330,19 @@ def bar_line(result: Summary, contest: Contest) -> str:
 # The command
 
 
-def iterations(contest: Contest) -> int:
-    contestants = len(contest.peers) + len(contest.ours)
-    return contestants * CHECKED_STEPS + (contestants + 1) * (1 + contest.rounds)
-
-
 def measure(options: Options, console: Console) -> list[Summary]:
-    total = sum(map(iterations, contests(options)))
+    total = 0  # iterations
+    for contest in contests(options):
+        contestants = len(contest.peers) + len(contest.ours)
+        total += contestants * CHECKED_STEPS + (contestants + 1) * (1 + contest.rounds)
 
     def on_rank(rank: int) -> list[Summary]:
-        done = 0
-
-        def count() -> None:
-            nonlocal done
-            done += 1
-            if rank == 0:
-                report(done, total)
-
-        return [run_contest(contest, options, count) for contest in contests(options)]
+        done = count(1)
+        tell = report if rank == 0 else lambda done, total: None
+        return [
+            run_contest(contest, options, lambda: tell(next(done), total))
+            for contest in contests(options)
+        ]
 
     with progress_bar(console, "iteration") as show, from_other_processes(show) as report:
         values: list[list[Summary]] = run_forked(
@@ -369,27 +354,18 @@ def measure(options: Options, console: Console) -> list[Summary]:
 def main(options: Options) -> None:
     console = Console(highlight=False)
     check_folder(options.out)
-    load_before = os.getloadavg()[0]
+    load = os.getloadavg()[0]
     results = measure(options, console)
     for result, contest in zip(results, contests(options), strict=True):
         console.print(closing_table(result, options.width))
         console.print(bar_line(result, contest))
-    load = [load_before, os.getloadavg()[0]]
+    ran = {"ranks": RANKS, "threads_per_rank": 1, "contests": results}
+    receipt = {**heading("two_ranks", options, load), **ran}
     console.print(
         "ms: median of whole iterations, each as long as the slower rank's. floor: the share of "
         "forward and backward alone. MB: sent per rank and step, by arithmetic.\n"
-        f"Load of this machine before and after: {load[0]:.1f}, {load[1]:.1f}; "
-        f"{os.cpu_count()} CPUs."
+        + load_line(receipt)
     )
-    receipt = {
-        **heading("two_ranks", options),
-        "python": platform.python_version(),
-        "cpus": os.cpu_count(),
-        "load": load,
-        "ranks": RANKS,
-        "threads_per_rank": 1,
-        "contests": results,
-    }
     write_json(options.out, "two_ranks.json", receipt)
 
 

@@ -62,7 +62,7 @@ COMMANDS = {
     ),
     "bench crossover": Command(
         "from which size on is sharding a parameter faster than an all-reduce?",
-        "samestep.bench.crossover.command",
+        "samestep.bench.crossover",
     ),
     "bench step": Command(
         "how long does an optimizer step take on this GPU, against peers and the floor?",

@@ -15,7 +15,7 @@ import pytest
 
 import samestep
 from samestep import cli
-from samestep.bench.crossover import command
+from samestep.bench import crossover as command
 from tests.limits import HANG
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
@@ -142,7 +142,7 @@ for name in ("AdamW", "FlightRecorder", "GradScaler", "Muon", "MuonAdamW", "Rule
 new = sorted(name for name in set(sys.modules) - before if not name.startswith("samestep"))
 assert not new, f"importing takes longer than torch by {new}"
 assert "torch._dynamo" not in sys.modules, "importing takes twice as long"
-import samestep.launch.forked, samestep.bench.crossover
+import samestep.launch.forked, samestep.bench.gpu.measure
 sys.argv[1:] = ["--help"]
 runpy.run_module("samestep", run_name="__main__")
 """

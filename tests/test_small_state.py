@@ -42,7 +42,7 @@ LAYOUTS = {
 
 
 class Model(nn.Module):
-    """Bare parameters in bfloat16; `cut`: DTensors, cut by "rows", or "columns" where blocks fit."""
+    """Bare parameters in bfloat16; `cut`: DTensors, by "rows", or "columns" where blocks fit."""
 
     def __init__(self, cut=None, mesh=None):
         super().__init__()

@@ -259,16 +259,12 @@ def lines(leads: Sequence[Lead], shapes: int) -> list[str]:
     mean = geometric_mean(leads)
     if mean is None or len(leads) < shapes:
         return [f"not measured  the lead on {shapes - len(leads)} of {shapes} shapes"]
-    least = min(leads, key=lambda each: each.ratio)
+    least, states = min(leads, key=lambda each: each.ratio), ("NOT MET", "met")
     return [
-        f"{_state(least.ratio >= EVERY_SHAPE):12} at least as fast as the best peer on every "
+        f"{states[least.ratio >= EVERY_SHAPE]:12} at least as fast as the best peer on every "
         f"shape: least {least.ratio:.2f} x {least.best_peer} on {name_of(least.shape)}",
-        f"{_state(mean >= MEAN):12} geometric mean: {mean:.2f}, bar >= {MEAN:g}",
+        f"{states[mean >= MEAN]:12} geometric mean: {mean:.2f}, bar >= {MEAN:g}",
     ]
-
-
-def _state(met: bool) -> str:
-    return "met" if met else "NOT MET"
 
 
 # The command
@@ -276,11 +272,8 @@ def _state(met: bool) -> str:
 
 def run(options: Options) -> int:
     screen = Screen()
-    device, ceilings, content = begin("samestep orthogonalize", options)
-    screen.progress(f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product")
+    device, ceilings, content = begin("samestep orthogonalize", options, screen)
     contestants = [c for c in CONTESTANTS if c.name in options.variants]
-    if content["kernels_missing"] is not None:
-        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
     content["shapes"] = []
     panels: list[Panel] = []
     leads: list[Lead] = []

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from samestep.bench.gpu.measure import (
-    HOT,
     Ceilings,
     Contest,
     Shown,
@@ -213,14 +212,7 @@ ACCURACY = ("", "Gaussian", "distance", "power law", "distance")
 
 def run(options: Options) -> int:
     screen = Screen()
-    device, ceilings, content = begin("samestep step", options)
-    screen.progress(
-        f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
-        f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
-        f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
-    )
-    if content["kernels_missing"] is not None:
-        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
+    device, ceilings, content = begin("samestep step", options, screen)
     content["sets"] = []
     panels: list[Panel] = []
     for name in options.sets:

@@ -1,15 +1,31 @@
-"""Running cases one after the other: reference, ranks, verdict. And mutants, each a case."""
+"""Running cases one after the other: reference, ranks, verdict. Mutants, each a case. And lanes.
 
+Lanes run scenarios side by side: each is a process that has ranks of its own. Ranks of one case
+wait for each other most of the time, so that two lanes on two cores are faster than one, and
+sixteen cores want more.
+"""
+
+import multiprocessing
+import os
+import signal
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
-from samestep.stress.expected import Expected, due_steps, expected_run
-from samestep.stress.judge import Finding, Judge, SampleVerdict
+import torch
+
+from samestep.launch.forked import end_with
+from samestep.stress.judge import Expected, Finding, Judge, SampleVerdict, due_steps, expected_run
 from samestep.stress.layouts import layout_named
 from samestep.stress.mutants import Mutant
 from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
@@ -17,6 +33,7 @@ from samestep.stress.ranks import ForkedRanks, Ranks
 from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import scenario_named
 from samestep.stress.xla_devices import XlaDevices
+from samestep.tooling.signals import SIGNALS
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
 Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
@@ -279,3 +296,112 @@ class MutantRunner:
         result = campaign.run(case, patch=mutant.patch)
         seconds = time.monotonic() - start
         return MutantResult(mutant, self._healthy[case], tuple(result.findings), seconds)
+
+
+Hearers = dict[str, Callable[..., Any]]
+PATIENCE = 10.0  # seconds that a lane has to end its ranks
+
+
+class LaneDiedError(RuntimeError):
+    """A lane ended without saying why."""
+
+
+class Lanes:
+    """Gives every free lane the next scenario, and hears of results in the order they come."""
+
+    def __init__(self, count: int, campaign: Callable[[], Campaign]) -> None:
+        self.count = count
+        self._campaign = campaign
+        self.interrupted: list[CaseResult] = []  # what was known of cases at Ctrl-C
+
+    def run(self, scenarios: CasesByScenario, on_result: OnResult, progress: Progress) -> None:
+        """Run the cases of all scenarios; Ctrl-C ends every lane and comes through."""
+        left = iter(range(len(scenarios)))
+        # As with ranks: the child of a thread that has used OpenMP may hang in it, so a new one
+        # forks. It outlives the lanes, since its end would count as the parent's death.
+        forker = ThreadPoolExecutor(1)
+        count = min(self.count, len(scenarios))
+        lanes = dict(forker.submit(self._start, scenarios).result() for _ in range(count))
+        hear: Hearers = {"result": on_result, "step": progress}
+        try:
+            for pipe in lanes.values():
+                pipe.send(next(left, None))
+            self._listen(list(lanes.values()), hear, lambda: next(left, None))
+        except BaseException as reason:
+            for process in lanes:
+                process.terminate()
+            if isinstance(reason, KeyboardInterrupt):
+                del hear["step"]
+                hear["interrupted"] = self.interrupted.append
+                with suppress(LaneDiedError):
+                    self._listen(list(lanes.values()), hear, lambda: None)
+            raise
+        finally:
+            for process in lanes:
+                process.join(PATIENCE)
+                process.kill()
+                process.join()
+            forker.shutdown()
+
+    @staticmethod
+    def _listen(pipes: list[Connection], hear: Hearers, next_one: Callable[[], Any]) -> None:
+        """Until every lane has said that it ends."""
+        while pipes:
+            for pipe in connection.wait(pipes):
+                assert isinstance(pipe, Connection)
+                try:
+                    kind, content = pipe.recv()
+                except EOFError:
+                    why = "a lane of the harness died; is there memory left?"
+                    raise LaneDiedError(why) from None
+                if kind == "raised":
+                    raise LaneDiedError(f"a lane of the harness failed:\n{content}")
+                if kind == "ends":
+                    pipes.remove(pipe)
+                elif kind == "free":
+                    with suppress(BrokenPipeError):  # it is being ended
+                        pipe.send(next_one())
+                elif kind in hear:
+                    hear[kind](*content)
+
+    def _start(self, scenarios: CasesByScenario) -> tuple[ForkProcess, Connection]:
+        fork = multiprocessing.get_context("fork")
+        mine, theirs = fork.Pipe()
+        process = fork.Process(target=self._run_lane, args=(theirs, scenarios, os.getpid()))
+        process.start()
+        theirs.close()
+        return process, mine
+
+    def _run_lane(self, pipe: Connection, scenarios: CasesByScenario, parent: int) -> NoReturn:
+        """Be a lane: run what the parent names until it has no more; runs no exit handlers."""
+        try:
+            end_with(parent)  # Ctrl-C is for the parent, which then ends its lanes
+            torch.set_num_threads(1)
+            campaign = self._campaign()
+
+            def on_result(result: CaseResult) -> None:
+                _send(pipe, "result", result, campaign.presence.get(result.case.scenario, {}))
+
+            try:
+                while (place := pipe.recv()) is not None:
+                    report = partial(_send, pipe, "step")
+                    campaign.run_all(scenarios[place], on_result, report)
+                    _send(pipe, "free")
+            except KeyboardInterrupt:
+                if campaign.interrupted is not None:
+                    _send(pipe, "interrupted", campaign.interrupted)
+            _send(pipe, "ends")
+            os._exit(0)
+        except Exception:
+            pipe.send(("raised", traceback.format_exc()))
+        finally:
+            os._exit(1)
+
+
+def _send(pipe: Connection, kind: str, *content: object) -> None:
+    """Whole, even if a signal wants this process to end meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        pipe.send((kind, content))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

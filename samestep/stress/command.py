@@ -2,47 +2,228 @@
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
 from itertools import groupby
 from typing import Any
 
+from rich import box
+from rich import progress as bars
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
 
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.stress.campaign import (
     Campaign,
     Case,
     CaseResult,
+    Lanes,
     MutantResult,
     MutantRunner,
     OnResult,
     Presence,
 )
 from samestep.stress.compare import changes_table, compare, read_receipt
-from samestep.stress.display import (
-    Display,
-    closing_sentence,
-    findings_lines,
-    known_table,
-    left_out,
-    mutants_table,
-    results_table,
-)
-from samestep.stress.lanes import Lanes
-from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS
+from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Progress, go_on, key
 from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
 from samestep.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
 from samestep.stress.report import render
-from samestep.stress.scenarios import SCENARIOS, scenario_named
+from samestep.stress.report.numbers import (
+    between_replicas,
+    distances,
+    to_first_layout,
+    to_reference,
+    worst,
+)
+from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
 from samestep.stress.xla_devices import XlaDevices
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.ranks import number_of_ranks
 from samestep.tooling.request import BadRequestError
 from samestep.tooling.signals import Stopped, stopped_once
+
+# --- what it shows: progress while it runs, tables at its end ------------------------------------
+
+MARKS = {"failed": "[bold red]FAILED[/]", "interrupted": "[dim]stopped[/]"}
+LINE_EVERY = 10.0  # seconds between lines in a log
+
+
+class Display(bars.Progress):
+    """Two lines while cases run: how many are done, and how far the present one is.
+
+    Where the output is no terminal but a log, a line of it now and then.
+    """
+
+    def __init__(self, console: Console, total: int, what: str) -> None:
+        columns = (
+            bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=24),
+            bars.MofNCompleteColumn(), bars.TimeElapsedColumn(),
+        )  # fmt: skip
+        super().__init__(*columns, console=console, transient=True, refresh_per_second=4)
+        self._all = self.add_task(what, total=total)
+        self._one = self.add_task("")
+        self._what, self._begun, self._told = what, 0.0, 0.0
+
+    def start(self) -> None:
+        super().start()
+        self._begun = self._told = time.monotonic()
+        if not self.console.is_terminal:
+            self.console.print(f"{self._what} ...", soft_wrap=True)
+
+    def step(self, case: Case, step: int, worst: float) -> None:
+        text = f"{case.scenario} · {case.layout} · largest difference {worst:.3g}"
+        self.update(self._one, description=text, completed=step, total=case.steps)
+        self._log(f"{case.scenario} · {case.layout} · step {step}")
+
+    def begin(self, text: str) -> None:
+        """Something without steps."""
+        self.update(self._one, description=text, completed=0, total=None)
+        self._log(text)
+
+    def done(self, count: int = 1) -> None:
+        self.advance(self._all, count)
+
+    def _log(self, text: str) -> None:
+        """A line, if it is time for one; also of ranks that show nothing: they never start."""
+        now = time.monotonic()
+        if self.console.is_terminal or not self._begun or now - self._told < LINE_EVERY:
+            return
+        self._told = now
+        whole = self.tasks[0]
+        done = f"{whole.completed:.0f} of {whole.total:.0f} after {now - self._begun:.0f} s"
+        self.console.print(f"{done} · {escape(text)}", soft_wrap=True)
+
+
+def results_table(cases: Sequence[Entry]) -> Table:
+    """Per scenario: the differences that should be 0, and the distance to the reference.
+
+    Has room on 80 columns; what does not apply stands below it (`left_out`).
+    """
+    table = Table(
+        Column("scenario", no_wrap=True),
+        Column("steps", justify="right"),
+        Column("between ranks\nand layouts", min_width=15),
+        Column("reference\nadam", justify="right"),
+        Column("\nmuon", justify="right"),
+        Column("s", justify="right"),
+        title="largest differences, over all samples",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        show_edge=False,
+    )
+    by_scenario: dict[str, list[Entry]] = {}
+    for case in cases:
+        by_scenario.setdefault(case["scenario"], []).append(case)
+    for scenario, row in by_scenario.items():
+        steps = str(max(case["steps"] for case in row))
+        seconds = f"{sum(case['seconds'] for case in row):.0f}"
+        found = list(distances(row, to_reference))
+        adam = [each.distance for each in found if each.family == "adam"]
+        muon = [each.distance for each in found if each.family in ("mu_a", "mu_b")]
+        away = [f"{max(each):.1e}" if each else "" for each in (adam, muon)]
+        table.add_row(scenario, steps, _summary(row), *away, seconds)
+    return table
+
+
+def _summary(cases: Sequence[Entry]) -> str:
+    """How many layouts are exact; the others by name."""
+    exact = sum(case["status"] == "exact" for case in cases)
+    parts = [f"[green]0 in {exact} layout{'s' * (exact != 1)}[/]"] if exact else []
+    for case in cases:
+        if case["status"] == "within_tolerance":
+            found = (worst([case], pick) for pick in (between_replicas, to_first_layout))
+            largest = max(each.distance for each in found if each is not None)
+            parts.append(f"[yellow]{case['layout']} {largest:.1e}[/]")
+        elif case["status"] in MARKS:
+            parts.append(f"{case['layout']} {MARKS[case['status']]}")
+    return ", ".join(parts) or "[dim]does not apply[/]"
+
+
+def left_out(cases: Sequence[Entry]) -> list[str]:
+    """Why cases do not apply: a line for each reason, with the layouts and scenarios it is for."""
+    scenarios = list(dict.fromkeys(case["scenario"] for case in cases))
+    reasons: dict[str, list[Entry]] = {}
+    for case in cases:
+        if case["status"] == "does_not_apply":
+            reasons.setdefault(case["reason"], []).append(case)
+    lines = []
+    for reason, alike in reasons.items():
+        layouts = ", ".join(dict.fromkeys(case["layout"] for case in alike))
+        of = list(dict.fromkeys(case["scenario"] for case in alike))
+        where = "" if len(of) == len(scenarios) > 1 else f" in {', '.join(of)}"
+        lines.append(f"[dim]does not apply to {layouts}{where}: {reason}[/]")
+    return lines
+
+
+def findings_lines(result: CaseResult) -> Iterator[str]:
+    """Every failed check in words, and where each rank was when it hung."""
+    for finding in result.findings:
+        where = f"{result.case.scenario} · {result.case.layout} · step {finding.step}"
+        yield f"[red]{where}[/] {finding.check}: {escape(finding.message)}"
+    for rank, operation in result.positions.items():
+        yield f"    rank {rank} was in: {escape(operation)}"
+
+
+def mutants_table(results: Sequence[MutantResult]) -> Table:
+    columns = ("bug", "expected", "caught by", Column("step", justify="right"))
+    title = "known bugs, and whether they are caught"
+    table = Table(*columns, title=title, box=box.SIMPLE_HEAD)
+    for result in results:
+        step = "" if result.first is None else str(result.first.step)
+        story = f"{result.mutant.name}\n[dim]{result.mutant.story}[/]"
+        table.add_row(story, result.mutant.expected, _caught(result), step)
+    return table
+
+
+def _caught(result: MutantResult) -> str:
+    if result.caught:
+        others = [check for check in result.checks if check != result.mutant.expected]
+        also = f" [dim](also {', '.join(others)})[/]" if others else ""
+        return f"[green]{result.mutant.expected}[/]{also}"
+    if result.unpatched not in ("exact", "within_tolerance"):
+        return "[bold red]fails without it[/]"
+    if result.checks:
+        return f"[bold red]only by accident: {', '.join(result.checks)}[/]"
+    return "[bold red]NOT CAUGHT[/]"
+
+
+def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[MutantResult]) -> str:
+    if verdict == "interrupted":
+        return "[yellow]Stopped before the end; nothing had failed so far.[/]"
+    if mutants:
+        escaped = [result.mutant.name for result in mutants if not result.caught]
+        if escaped:
+            count = f"{len(escaped)} of {len(mutants)}"
+            return f"[bold red]{count} known bugs escape:[/] {', '.join(escaped)}"
+        return f"[green]All {len(mutants)} known bugs are caught, each by the check it should.[/]"
+    cases = [case for case in cases if case["status"] != "does_not_apply"]
+    if not cases:
+        return "[yellow]Nothing was run: no scenario applies to the layout.[/]"
+    failed = sum(case["status"] == "failed" for case in cases)
+    if failed:
+        return f"[bold red]{failed} of {len(cases)} cases failed.[/]"
+    near = sum(case["status"] == "within_tolerance" for case in cases)
+    flag = f", {near} of them not exactly zero" if near else ": every difference is exactly 0"
+    return f"[green]All {len(cases)} cases are clean{flag}.[/]"
+
+
+def known_table() -> Table:
+    table = Table("", "name", "story")
+    for name, scenario in {**SCENARIOS, **SCENARIOS_ON_REQUEST}.items():
+        table.add_row("scenario", name, scenario.story)
+    for name, layout in {**LAYOUTS, **LAYOUTS_ON_REQUEST}.items():
+        table.add_row("layout", name, layout.story)
+    for name, mutant in {**MUTANTS, **XLA_MUTANTS}.items():
+        table.add_row("mutant", name, mutant.story)
+    return table
+
+
+# --- the command ----------------------------------------------------------------------------------
 
 # --other-steps is for all other scenarios, and for other layouts of these.
 LONG_SCENARIOS = ("dist_adamw_muon", "dist_adamw_muon_random")
@@ -274,16 +455,12 @@ class Session:
         )  # fmt: skip
         return {**{k: getattr(self.options, k) for k in keys}, "out": str(self.options.out)}
 
-    def _mode(self) -> str:
-        if self.device == "xla":
-            return "spmd"
-        return "forked" if self.torchrun is None else "torchrun"
-
     def _ran(self) -> dict[str, Any]:
+        mode = "forked" if self.torchrun is None else "torchrun"
         return {
             "requested_backend": self.options.backend,
             "actual_backend": self.backend,
-            "runtime_mode": self._mode(),
+            "runtime_mode": "spmd" if self.device == "xla" else mode,
             "fallback_reason": self.fallback_reason,
             "world_size": self.world,
             "device": self.device,

@@ -29,7 +29,7 @@ from samestep.comm.collectives import total
 from samestep.comm.groups import registry
 from samestep.launch import RanksFailed, run_forked
 from samestep.mesh import Degrees, Mesh, build
-from samestep.mesh.gates import GATES, CompileFacts, Decision, decide
+from samestep.mesh.gates import GATES, CompileFacts, decide
 from samestep.models.gpt import GPT, GPTConfig, balance_experts, mean_loss
 from samestep.models.gpt_plan import gpt_plan
 from samestep.parallel.experts import capacity_errors
@@ -225,8 +225,7 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
         tokens = tokens_of(case, step)[rows * stack.batch_place :][:rows]
         loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
         if step in expected.gradients:
-            gradients = _averaged(optimizer) if case.shares is not None else _combined(model)
-            _compare_gradients(gradients, expected.gradients[step], outcome)
+            _compare_gradients(case, model, optimizer, expected.gradients[step], outcome)
         optimizer.step()
         optimizer.zero_grad()
         optimizer.wait_for_parameters()
@@ -244,46 +243,37 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
             outcome.see("norm", abs(norm - expected.norms[step]))
             outcome.clipped += norm > case.max_grad_norm
         if step == case.steps - 1:
-            _compare_parameters(model, optimizer, expected, outcome)
+            groups = optimizer.param_groups
+            rules = {name: group["rule"] for group in groups for name in group["param_names"]}
+            for name, param in model.named_parameters():
+                away = _distance(param.detach(), expected.parameters[name])
+                outcome.see(rules.get(name, "adamw"), away)  # a frozen one does not move at all
     outcome.seconds = (time.perf_counter() - start) / outcome.steps
     outcome.overflow = capacity_errors(model)
     outcome.copies = check_replicas(model)
     return outcome
 
 
-def _combined(model: nn.Module) -> dict[str, Tensor | None]:
-    """What FSDP2 and tensor parallel leave."""
-    combine_gradients(model.parameters())
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-
-
-def _averaged(optimizer: samestep.MuonAdamW) -> dict[str, Tensor | None]:
-    """What the optimizer has made of copies."""
-    names = [name for group in optimizer.param_groups for name in group["param_names"]]
-    return {name: optimizer.full_gradient(name) for name in names}
-
-
 def _compare_gradients(
-    gradients: Mapping[str, Tensor | None], expected: Mapping[str, Tensor], outcome: Outcome
+    case: Case,
+    model: nn.Module,
+    optimizer: samestep.MuonAdamW,
+    expected: Mapping[str, Tensor],
+    outcome: Outcome,
 ) -> None:
-    for name, grad in gradients.items():
+    """What FSDP2 and tensor parallel leave, or what the optimizer has made of copies."""
+    if case.shares is None:
+        combine_gradients(model.parameters())
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        grad = param.grad if case.shares is None else optimizer.full_gradient(name)
         whole = expected[name]
         before = outcome.gradient
         outcome.see("gradient", math.inf if grad is None else _distance(grad, whole))
         outcome.see("largest_gradient", float(whole.abs().max()))
         if outcome.gradient > before:
             outcome.gradient_of = name
-
-
-def _compare_parameters(
-    model: nn.Module, optimizer: samestep.MuonAdamW, expected: Reference, outcome: Outcome
-) -> None:
-    rules = {
-        name: group["rule"] for group in optimizer.param_groups for name in group["param_names"]
-    }
-    for name, param in model.named_parameters():
-        found = _distance(param.detach(), expected.parameters[name])
-        outcome.see(rules.get(name, "adamw"), found)  # a frozen one does not move at all
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -416,6 +406,11 @@ def run(options: Options) -> int:
 
 
 def _run(case: Case, timeout: float) -> dict[str, Any]:
+    # What the gates say of compiling: rows that are compiled open all of them.
+    facts = CompileFacts(bool(case.model.experts), bool(case.model.capacity))
+    gates = [gate.name for gate in GATES]
+    degrees = Degrees(case.ranks, **case.mesh)
+    decision = decide(bool(case.compile), degrees, facts, open_gates=gates, environment={})
     asked = {
         "ranks": case.ranks,
         "mesh": dict(case.mesh),
@@ -423,7 +418,7 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
         "sequences": case.sequences,
         "lora": case.lora,
         "recompute": case.recompute,
-        "compile": _decision(case).receipt(),
+        "compile": decision.receipt(),
     }
     try:
         # Stages compile one after the other, and the others wait in a collective.
@@ -440,14 +435,6 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
     if found.clipped < case.steps:
         why.append(f"gradients were clipped in {found.clipped} of {case.steps} steps")
     return {**asked, "verdict": "fail" if why else "pass", "why": why, **asdict(found)}
-
-
-def _decision(case: Case) -> Decision:
-    """What the gates say: rows that are compiled open all of them."""
-    degrees = Degrees(case.ranks, **case.mesh)
-    facts = CompileFacts(bool(case.model.experts), bool(case.model.capacity))
-    gates = [gate.name for gate in GATES]
-    return decide(bool(case.compile), degrees, facts, open_gates=gates, environment={})
 
 
 def _receipt(rows: Mapping[str, Any]) -> bytes:

@@ -47,16 +47,9 @@ def tiny() -> nn.Module:
 
     Sizes divide no world size, so that shards are uneven.
     """
-    return Matrices(
-        {
-            "adam": (23, 9),
-            "mu_a_0": (16, 12),
-            "mu_a_1": (16, 12),
-            "mu_a_2": (16, 12),
-            "mu_b_0": (8, 20),
-            "mu_b_1": (8, 20),
-        }
-    )
+    mu_a = {f"mu_a_{number}": (16, 12) for number in range(3)}
+    mu_b = {f"mu_b_{number}": (8, 20) for number in range(2)}
+    return Matrices({"adam": (23, 9), **mu_a, **mu_b})
 
 
 TINY_GROUPS = [

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from samestep.stress.campaign import Case, Presence
 from samestep.stress.compare import read_receipt
@@ -36,15 +36,7 @@ RAN = ("world_size", "actual_backend", "device", "runtime_mode", "machine", "cod
 Entry = Mapping[str, Any]  # a case as the receipt tells it
 
 
-class Key(NamedTuple):
-    """Names a case of a run."""
-
-    scenario: str
-    layout: str
-
-    @classmethod
-    def of(cls, entry: Entry) -> "Key":
-        return cls(entry["scenario"], entry["layout"])
+Key = tuple[str, str]  # scenario and layout: they name a case of a run
 
 
 @dataclass
@@ -89,7 +81,7 @@ class Progress:
 
     def add(self, entry: Entry, presence: Presence, seconds: float) -> None:
         """A case has ended, so many seconds after its stretch began."""
-        before = self.entries.get(Key.of(entry))
+        before = self.entries.get(key(entry))
         if before is not None and entry["samples"] == before["samples"]:
             return
         if before is not None:
@@ -146,15 +138,16 @@ class Progress:
             ) from error
 
     def _take(self, entry: Entry, presence: Presence, seconds: float) -> None:
-        self.stretches[-1]["cases"] += Key.of(entry) not in self.entries
-        self.entries[Key.of(entry)] = entry
+        self.stretches[-1]["cases"] += key(entry) not in self.entries
+        self.entries[key(entry)] = entry
         if presence:
             self.presence[entry["scenario"]] = presence
         self.stretches[-1]["seconds"] = seconds
 
 
-def key(case: Case) -> Key:
-    return Key(case.scenario, case.layout)
+def key(case: Case | Entry) -> Key:
+    told = case if isinstance(case, Mapping) else vars(case)
+    return told["scenario"], told["layout"]
 
 
 def go_on(now: Progress, say: Callable[[str], None]) -> Progress:
@@ -218,7 +211,7 @@ def _read(path: Path) -> Progress:
     if (first["kind"], first["format"]) != (KIND, FORMAT):
         raise ValueError(f"it is no {KIND} of format {FORMAT}")
     found = Progress(path.parent, first["asked"], first["ran"])
-    found.entries = {Key.of(entry): entry for entry in first["cases"]}
+    found.entries = {key(entry): entry for entry in first["cases"]}
     found.presence, found.stretches = first["presence"], first["stretches"]
     for record in records:
         if "case" in record:
@@ -231,7 +224,7 @@ def _read(path: Path) -> Progress:
 def _of_receipt(folder: Path, receipt: Mapping[str, Any]) -> Progress:
     ran = receipt["ran"]
     ended = [entry for entry in receipt["cases"] if entry["status"] != "interrupted"]
-    entries = {Key.of(entry): entry for entry in ended}
+    entries = {key(entry): entry for entry in ended}
     presence: dict[str, Presence] = {}
     for name, scenario in receipt["scenarios"].items():
         shown = scenario["presence"]

@@ -203,10 +203,11 @@ def run_rank(
                     send(take_sample(step, training, recorder))
         except Exception as caught:
             error = caught
+        other = None if error is None else "error"
         ending = Ending(
             step,
             None if error is None else _described(error),
-            None if error is None else _kind(error),
+            next((check for of, check in CHECKS_BY_ERROR.items() if isinstance(error, of)), other),
             getattr(error, "positions", {}),
             recorder.dump(),
             {kind: asdict(total) for kind, total in recorder.totals.items()},
@@ -217,11 +218,6 @@ def run_rank(
     send(ending)
     if error is not None:
         raise error  # so that ranks which hang elsewhere are not waited for
-
-
-def _kind(error: Exception) -> str:
-    known = CHECKS_BY_ERROR.items()
-    return next((check for of, check in known if isinstance(error, of)), "error")
 
 
 def _described(error: Exception) -> str:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from itertools import groupby
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,16 +31,6 @@ POLL = 0.05
 # or writes where it should not.
 CRASHED = ("died of SIGABRT", "died of SIGSEGV")
 WITHOUT_ENDING = ("had not finished", "was still running", *CRASHED)
-
-
-class Ranks(Protocol):
-    """Something that runs cases on all ranks, and tells how each rank ended in each."""
-
-    def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
-        """Run one after the other; the functions are called in that order, in this process."""
-
-    def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:
-        """What one process computes beside the ranks, given the device of these."""
 
 
 # --- forked here -----------------------------------------------------------------------------
@@ -145,12 +135,17 @@ class Mailbox:
 
 
 class ForkedRanks:
-    """Processes of this machine. They do all they are given, unless a case fails: then new ones."""
+    """Processes of this machine. They do all they are given, unless a case fails: then new ones.
+
+    As those of torchrun they run cases one after the other, and tell how each rank ended in each;
+    `aside` is what one process computes beside them, given their device.
+    """
 
     def __init__(self, world: int, watchdog: float, device: str = "cpu") -> None:
         self.world = world
         self.watchdog = watchdog
         self.least_limit = 120.0  # seconds that a case has
+        self.processes: int | None = None  # that are forked; None: one for each rank
         self._on_gpu = device == "cuda"
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
@@ -167,10 +162,6 @@ class ForkedRanks:
             return compute(None)
         found: Result = run_forked(1, lambda _: compute(torch.device("cuda", 0)), timeout=600.0)[0]
         return found
-
-    def _processes(self, world: int) -> int:
-        """How many are forked for so many ranks."""
-        return world
 
     def _take_part(self, rank: int, works: Sequence[Work], mailbox: Mailbox) -> None:
         """Be a rank in all cases, one after the other."""
@@ -200,7 +191,7 @@ class ForkedRanks:
             reports: dict[int, str] = {}
             try:
                 limits: dict[str, Any] = {"timeout": limit, "collective_timeout": self.watchdog}
-                run_forked(self._processes(world), fn, **limits)
+                run_forked(self.processes or world, fn, **limits)
             except RanksFailed as failed:
                 reports = failed.reports
         if mailbox.ended == len(works):
@@ -310,6 +301,9 @@ class TorchrunRanks:
                 endings.update(enumerate(gathered))
 
         return send
+
+
+Ranks = ForkedRanks | TorchrunRanks
 
 
 class Pulse:

@@ -71,15 +71,16 @@ def receipt(
     }
 
 
+def versions() -> dict[str, str]:
+    numbers = __version__, torch.__version__, platform.python_version()
+    return dict(zip(("samestep", "torch", "python"), numbers, strict=True))
+
+
 def machine() -> dict[str, Any]:
     relevant = {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)}
+    xla = {"torch_xla": version("torch_xla")} if find_spec("torch_xla") else {}
     return {
-        "versions": {
-            "samestep": __version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **({"torch_xla": version("torch_xla")} if find_spec("torch_xla") else {}),
-        },
+        "versions": versions() | xla,
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "environment": relevant,

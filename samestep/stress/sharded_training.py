@@ -8,7 +8,7 @@ tp_fsdp2, ep_fsdp2  scenarios have no parallel plan: parameters are placed as `f
 hybrid              the model is cut over a mesh as its plan says, and its own forward runs; ranks
                     that share a batch (those of tensor parallel, of a pipeline) read what all of
                     them would read alone, so that every layout has gradients of the same mean
-copies              DTensors whose copies the optimizer averages: see `copies_training`
+copies              DTensors whose copies the optimizer averages: see `dtensor_training`
 fsdp2_alone         begins with a mistake, which has to be refused on every rank; then it goes on as
                     one does it right, and has to end like all others. If nobody refuses the
                     mistake, it goes on with it, and a check has to find what comes of it
@@ -29,7 +29,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import samestep
-from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.comm.groups import registry
 from samestep.comm.messages import gather_everywhere
 from samestep.fsdp import skip, take_part, use_ordered_reduction
@@ -40,13 +39,18 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.parallel.replicas import check_replicas
 from samestep.parallel.stack import Stack
 from samestep.stress.check import check
-from samestep.stress.copies_training import CopiesTraining
+from samestep.stress.dtensor_training import (
+    CopiesTraining,
+    DTensorTraining,
+    GroupLogs,
+    TwinTraining,
+    device_mesh,
+)
 from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
 from samestep.stress.scenarios.hybrid import ConditionalGPT, HybridGPT
 from samestep.stress.training import Training, backward
-from samestep.stress.twin_training import DTensorTraining, GroupLogs, TwinTraining, device_mesh
 from samestep.stress.xla_training import XlaTraining
 
 
@@ -134,9 +138,6 @@ class FSDPAlone(FSDPTraining):
     @property
     def _averages_copies(self) -> bool:
         return not self._alone
-
-    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
-        return self._logs.compared(recorder)
 
     def _new_optimizer(self) -> RuleOptimizer:
         try:
@@ -235,9 +236,6 @@ class HybridTraining(DTensorTraining):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         return self._of_all_stages(super().state())
-
-    def log(self, flights: FlightRecorder) -> tuple[int, str]:
-        return self._logs.compared(flights)
 
     def fingerprint(self) -> str:
         """Of all ranks' plans: optimizers compare each with those who share it."""

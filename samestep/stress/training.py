@@ -156,9 +156,10 @@ class Training:
                 self._resume()
 
     def _train(self, wanted: Mapping[str, bool]) -> None:
-        named = self._named
-        for name, trained in wanted.items():
-            named[name].requires_grad_(trained)
+        """Also the parameters of a twin, where there is one to say which gradients there are."""
+        for model in (self.model, getattr(self, "_twin", self.model)):
+            for name, trained in wanted.items():
+                named_params(model)[name].requires_grad_(trained)
 
     def _edit(self, param: Tensor, value: Tensor) -> None:
         param.copy_(value)
@@ -219,11 +220,6 @@ def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro
 def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tensor, Tensor]:
     """The mean over all ranks, added in rank order in fp32; only what any rank has."""
     by_rank = [rank_gradients(scenario, model, step, rank) for rank in range(scenario.world)]
-    return mean_over_ranks(model, by_rank)
-
-
-def mean_over_ranks(model: nn.Module, by_rank: list[list[Gradients]]) -> dict[Tensor, Tensor]:
-    """The same of what ranks contribute, rank after rank and round after round."""
     sums: dict[Tensor, Tensor] = {}
     params = named_params(model)
     present = {name for rounds in by_rank for grads in rounds for name in grads}

@@ -18,14 +18,11 @@ class XlaDevices(ForkedRanks):
 
     def __init__(self, world: int, watchdog: float) -> None:
         super().__init__(world, watchdog)
-        self.least_limit = COMPILES
+        self.least_limit, self.processes = COMPILES, 1
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         for work in works:
             self._run_batch([work], self.world, on_sample, on_end)
-
-    def _processes(self, world: int) -> int:
-        return 1
 
     def _take_part(self, rank: int, works: Sequence[Work], mailbox: Mailbox) -> None:
         device = runtime.start(self.world)

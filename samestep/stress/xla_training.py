@@ -5,7 +5,6 @@ averages them, and devices hold parameters as the layout says (data: whole, with
 fsdp: in parts; model: as tensor parallel leaves them).
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,12 +121,6 @@ class XlaTraining(Training):
                     whole = Tiling((1,), tuple(ranks))
                     annotate(on_devices, whole.of_first_dim(on_devices.ndim))
                 param.grad = on_devices.sum(0) / len(ranks)
-
-    def _train(self, wanted: Mapping[str, bool]) -> None:
-        super()._train(wanted)
-        twins = named_params(self._twin)
-        for name, trained in wanted.items():
-            twins[name].requires_grad_(trained)
 
     def _apply(self, event: Event) -> None:
         super()._apply(event)

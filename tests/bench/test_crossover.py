@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import samestep
 from samestep import cli
-from samestep.bench.crossover import command, measure
-from samestep.bench.crossover.command import closing_table, verdict_text
-from samestep.bench.crossover.measure import Way
+from samestep.bench import crossover as command
+from samestep.bench import crossover as measure
+from samestep.bench.crossover import Way, closing_table, verdict_text
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, crossover_of, read_crossover
 from samestep.groups.distribution import Distribution

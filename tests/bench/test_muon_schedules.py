@@ -7,13 +7,17 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.modelled_link import ModelledLink, Speed, Transfer
-from benchmarks.muon_exposure import (
+from benchmarks.muon_schedules import (
+    DRAWN,
     EXPOSED,
     IDLE,
+    RESULT,
     Case,
     Results,
+    arguments,
     computed,
     exposed,
+    main,
     measure,
     of_mark,
     of_transfer,
@@ -21,7 +25,6 @@ from benchmarks.muon_exposure import (
     verdicts,
     waits_apart,
 )
-from benchmarks.muon_schedules import DRAWN, RESULT, arguments, main
 from benchmarks.timeline import Trace
 
 PIPELINED = Case("parallel", True, "balanced")

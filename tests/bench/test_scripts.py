@@ -24,9 +24,10 @@ from benchmarks import (
     plan_time,
     presence,
     survival,
-    two_hosts_rank,
+    two_hosts,
     two_ranks,
 )
+from samestep.train.corpus import Corpus
 from tests.ranks import run_forked
 
 FOLDER = Path(benchmarks.__file__).parent
@@ -118,7 +119,7 @@ def test_gpu_breakdown(tmp_path, capsys, monkeypatch):
 
 def test_gpu_training(tmp_path, capsys, monkeypatch):
     text = torch.arange(2000).remainder(7).to(torch.uint8)
-    monkeypatch.setattr(gpu_training, "library_bytes", lambda: text)
+    monkeypatch.setattr(gpu_training, "load_corpus", lambda: Corpus(text, text, (), ()))
     words = ["--device", "cpu", "--width", "16", "--layers", "1", "--steps", "3", "--seeds", "0"]
     words += ["--sequences", "1", "--context", "8", "--out", str(tmp_path)]
     gpu_training.run(gpu_training.arguments(words), "as a test")
@@ -168,11 +169,11 @@ def test_survival(tmp_path, capsys):
 
 def of_two_hosts(rank):
     told = {"losses": []}
-    two_hosts_rank.train(1, 1, told, None)
+    two_hosts.train(1, 1, told, None)
     return told
 
 
-def test_two_hosts_rank():
+def test_a_rank_of_two_hosts():
     told = run_forked(4, of_two_hosts)
     assert [len(each["losses"]) for each in told] == [1] * 4
     assert all(each["checksum"] for each in told)

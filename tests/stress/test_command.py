@@ -21,10 +21,9 @@ from rich.console import Console
 
 import samestep
 from samestep import cli
-from samestep.stress import command, display
+from samestep.stress import command
 from samestep.stress.campaign import Case, CaseResult, MutantResult
-from samestep.stress.command import Session
-from samestep.stress.display import Display, left_out, results_table
+from samestep.stress.command import Display, Session, left_out, results_table
 from samestep.stress.judge import Finding
 from samestep.stress.layouts import LAYOUTS, layout_named
 from samestep.stress.mutants import MUTANTS
@@ -163,7 +162,7 @@ def test_the_table_has_room_on_80_columns_and_tells_reasons_once():
 
 def test_a_log_has_a_line_now_and_then(monkeypatch):
     now = [100.0]
-    monkeypatch.setattr(display, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(command, "time", SimpleNamespace(monotonic=lambda: now[0]))
     case = Case("clipped", "zero1", 2, 20, 10)
     log, screen = StringIO(), StringIO()
     silent = Display(Console(file=log, force_terminal=False), 5, "never begun")

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from samestep.stress.command import Session
-from samestep.stress.copies_training import KINDS, share_out
+from samestep.stress.dtensor_training import KINDS, share_out
 from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, layout_named, table_of_copies
 from samestep.stress.options import Options
 from samestep.stress.scenarios import SCENARIOS, scenario_named

@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.stress.expected import Expected, due_steps, sampled_steps
-from samestep.stress.judge import LIMITS, STATE_LIMIT, Judge, difference
+from samestep.stress.judge import (
+    LIMITS,
+    STATE_LIMIT,
+    Expected,
+    Judge,
+    difference,
+    due_steps,
+    sampled_steps,
+)
 from samestep.stress.rank import Ending, Sample
 from samestep.stress.scenarios import SCENARIOS
 

@@ -10,8 +10,7 @@ import pytest
 
 from samestep import cli
 from samestep.stress import command, options
-from samestep.stress.campaign import Campaign, Case, CaseResult
-from samestep.stress.lanes import LaneDiedError, Lanes
+from samestep.stress.campaign import Campaign, Case, CaseResult, LaneDiedError, Lanes
 from tests.limits import eventually
 from tests.stress.forked_command import running
 

@@ -17,7 +17,7 @@ from samestep.stress import command, options, progress
 from samestep.stress.campaign import Campaign, Case, CaseResult
 from samestep.stress.judge import Distance, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
-from samestep.stress.progress import Key, Progress
+from samestep.stress.progress import Progress
 from samestep.stress.rank import Ending
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import code_digest, commit
@@ -51,7 +51,7 @@ class FakeCampaign(Campaign):
             if len(self.ran) == self.stop_after:
                 self.interrupted = CaseResult(case, "interrupted", [], [])
                 raise Stopped(signal.SIGINT)
-            self.ran.append(Key(case.scenario, case.layout))
+            self.ran.append((case.scenario, case.layout))
             self.presence[case.scenario] = {"p": [2, 0, 1, 2]}
             near = Distance(adam=self.away)
             samples = [SampleVerdict(step, Distance(), near, None, 0, True) for step in (2, 4)]
@@ -284,7 +284,7 @@ def test_a_full_disk_costs_the_case_that_did_not_fit(begun, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_bytes() == before
-    assert Key("s", "zero1") not in begun.entries
+    assert ("s", "zero1") not in begun.entries
 
 
 def test_ranks_are_ended_when_nobody_can_take_their_results(tmp_path):

@@ -11,8 +11,7 @@ from samestep.stress.receipt import check_receipt
 from samestep.stress.report import plot as plots
 from samestep.stress.report import render
 from samestep.stress.report.numbers import count, duration, enumeration, moment, ranks, short, size
-from samestep.stress.report.page import summary
-from samestep.stress.report.parts import (
+from samestep.stress.report.page import (
     CELL,
     cell,
     cells,
@@ -20,6 +19,7 @@ from samestep.stress.report.parts import (
     level,
     parting,
     positions,
+    summary,
     traffic,
 )
 from samestep.stress.report.plot import HEIGHT, WIDTH, Scale, alike, plot

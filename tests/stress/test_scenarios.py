@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samestep.stress.expected import expected_run
+from samestep.stress.judge import expected_run
 from samestep.stress.scenario import AddGroup, Recorded
 from samestep.stress.scenarios import SCENARIOS
 from samestep.stress.scenarios.patterns import PATTERNS

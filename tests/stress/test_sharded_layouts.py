@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from samestep.stress.campaign import Campaign, Case
-from samestep.stress.display import closing_sentence, left_out, results_table
+from samestep.stress.command import closing_sentence, left_out, results_table
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import case_entry

@@ -5,11 +5,13 @@ Nothing of nanochat is here: model, groups and optimizer are imported from the c
 step is written out below.
 """
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from math import cos, pi
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.bench.client.report import run_client
 from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
-from samestep.bench.gpu.measure import environment, reason
+from samestep.bench.gpu.measure import reason
 from samestep.bench.gpu.options import Contestant, device_of, make_importable, peer
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
@@ -113,7 +115,8 @@ def load(options: Options) -> Any:
     make_importable(options.peer_path)
     try:
         # There it looks for the dtype of its passes when it is imported.
-        with environment("NANOCHAT_DTYPE", options.dtype), redirect_stdout(sys.stderr):
+        told = mock.patch.dict(os.environ, {"NANOCHAT_DTYPE": options.dtype})
+        with told, redirect_stdout(sys.stderr):
             gpt, common = peer("nanochat.gpt"), peer("nanochat.common")
     except ImportError as error:
         raise BadRequestError(f"nanochat cannot be imported: {reason(error)}") from error

@@ -45,7 +45,7 @@ def run_client(
     """
     corpus = options.corpus()
     screen = Screen(progress_to=sys.stderr)
-    device, _, content = begin(f"samestep client {client.name}", options)
+    device, _, content = begin(f"samestep client {client.name}", options, screen)
     taking_part = [each for each in contestants if each.name in options.variants]
     content |= settings(client, options, len(corpus.train), corpus.sha256)
     seeds: Seeds = {}
@@ -87,9 +87,6 @@ def settings(client: Client, options: ClientOptions, size: int, sha256: str) -> 
             "sha256": sha256,
         },
     }
-
-
-# Numbers
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -143,8 +140,8 @@ def _rival(
     return next((each for each in everybody if each[0].contestant.name == contestant.rival), None)
 
 
-def _ratio(ours: Sequence[Training], rival: Sequence[Training], which: str) -> float | None:
-    times, others = median_of(ours, which), median_of(rival, which)
+def _ratio(ours: Sequence[Training], rival: Sequence[Training] | None, which: str) -> float | None:
+    times, others = median_of(ours, which), median_of(rival or (), which)
     return None if times is None or others is None else times.median / others.median
 
 
@@ -187,11 +184,13 @@ def _losses(trainings: Sequence[Training]) -> str:
 
 
 def outcome(training: Training) -> str:
-    name = training.contestant.name
+    name, lost = training.contestant.name, training.not_finite
     if training.failed is not None:
         return f"{name} is out: {training.failed}"
-    if training.not_finite is not None:
-        return f"{name} is NOT FINITE {_where(training)}"
+    if lost is not None:
+        more = f" and {len(lost.parameters) - 1} more" if len(lost.parameters) > 1 else ""
+        what = f"{lost.parameters[0]}{more}" if lost.parameters else "the loss"
+        return f"{name} is NOT FINITE at step {lost.step}: {what}"
     optimizer, host = (median_of([training], which) for which in MEASURED[:2])
     times = ""
     if optimizer is not None and host is not None:
@@ -199,25 +198,16 @@ def outcome(training: Training) -> str:
     return f"{name} final loss {number(training.final_loss, 4)}{times}"
 
 
-def _where(training: Training) -> str:
-    found = training.not_finite
-    assert found is not None
-    if not found.parameters:
-        return f"at step {found.step}: the loss"
-    more = len(found.parameters) - 1
-    return f"at step {found.step}: {found.parameters[0]}" + (f" and {more} more" if more else "")
-
-
 def show(seeds: Seeds, fastest: float | None, screen: Screen) -> None:
     everybody = of_contestants(seeds)
     longest = max(len(each.losses) for each in chain.from_iterable(everybody))
     steps = sorted({round(part * longest / 10) for part in range(1, 11)} - {0})
-    screen.table(
-        "Training loss, mean over seeds",
-        ["after step", *map(str, steps)],
-        [[each[0].contestant.name, *(number(_mean_at(each, s), 3) for s in steps)]
-         for each in everybody],
-    )  # fmt: skip
+    curves = []
+    for each in everybody:
+        at = [[own.losses[step - 1] for own in each if len(own.losses) >= step] for step in steps]
+        means = [statistics.mean(losses) if len(losses) == len(each) else None for losses in at]
+        curves.append([each[0].contestant.name, *(number(mean, 3) for mean in means)])
+    screen.table("Training loss, mean over seeds", ["after step", *map(str, steps)], curves)
     screen.table("Final loss", LOSSES, [_loss_row(each) for each in everybody])
     rows = [_time_row(each, _rival(each[0].contestant, everybody)) for each in everybody]
     screen.table("Time by the wall clock", TIMES, rows)
@@ -227,11 +217,6 @@ def show(seeds: Seeds, fastest: float | None, screen: Screen) -> None:
                 screen.say(f"seed {seed}: {outcome(training)}")
     for verdict in verdicts(seeds, fastest):
         screen.say(verdict.line())
-
-
-def _mean_at(trainings: Sequence[Training], step: int) -> float | None:
-    values = [each.losses[step - 1] for each in trainings if len(each.losses) >= step]
-    return statistics.mean(values) if len(values) == len(trainings) else None
 
 
 def _loss_row(trainings: Sequence[Training]) -> list[str]:
@@ -249,19 +234,12 @@ def _loss_row(trainings: Sequence[Training]) -> list[str]:
 
 
 def _time_row(trainings: Sequence[Training], rival: Sequence[Training] | None) -> list[str]:
-    optimizer, host, iteration = (median_of(trainings, which) for which in MEASURED)
-    ratios = [
-        None if rival is None else _ratio(trainings, rival, which)
-        for which in ("optimizer_ms", "iteration_ms")
-    ]
-    return [
-        trainings[0].contestant.name,
-        number(None if optimizer is None else optimizer.median),
-        "-" if optimizer is None else f"{optimizer.low:.2f}..{optimizer.high:.2f}",
-        number(None if host is None else host.median),
-        number(None if iteration is None else iteration.median),
-        *("-" if ratio is None else f"x {ratio:.2f}" for ratio in ratios),
-    ]
+    times = [median_of(trainings, which) for which in MEASURED]
+    optimizer, host, iteration = (number(None if t is None else t.median) for t in times)
+    low_to_high = "-" if times[0] is None else f"{times[0].low:.2f}..{times[0].high:.2f}"
+    ratios = [_ratio(trainings, rival, which) for which in ("optimizer_ms", "iteration_ms")]
+    shown = ["-" if ratio is None else f"x {ratio:.2f}" for ratio in ratios]
+    return [trainings[0].contestant.name, optimizer, low_to_high, host, iteration, *shown]
 
 
 # The picture

@@ -201,9 +201,7 @@ class Batches:
     def __init__(
         self, corpus: Corpus, options: ClientOptions, device: torch.device, seed: int
     ) -> None:
-        self._corpus = corpus
-        self._options = options
-        self._device = device
+        self._corpus, self._options, self._device = corpus, options, device
         self._order = Order(len(corpus.train), options.sequence, seed)
 
     def training(self, number: int) -> tuple[Tensor, Tensor]:
@@ -222,15 +220,12 @@ class Batches:
         return inputs.contiguous().to(self._device), targets.contiguous().to(self._device)
 
 
-@dataclass
-class Entry:
+class Entry(NamedTuple):
     """What a contestant trains; `forward` is the model, compiled where that was asked for."""
 
     model: nn.Module
     forward: nn.Module
     optimizer: Any
-    names: list[str]
-    parameters: list[Tensor]
 
 
 class Race:
@@ -245,10 +240,8 @@ class Race:
         batches: Batches,
         seed: int,
     ) -> None:
-        self._client = client
-        self._options = options
-        self._device = device
-        self._batches = batches
+        self._client, self._options = client, options
+        self._device, self._batches = device, batches
         self._entries: dict[str, Entry] = {}
         self.trainings = [Training(each, steps=options.steps) for each in contestants]
         model = client.make_model(seed)
@@ -264,11 +257,11 @@ class Race:
                     if training.running:
                         self._guarded(training, step)
                 done = number + 1
-                if not any(training.running for training in self.trainings):
+                over = not any(training.running for training in self.trainings)
+                if over or done % self._options.every == 0 or done == self._options.steps:
                     report(done)
+                if over:
                     break
-                if done % self._options.every == 0 or done == self._options.steps:
-                    report(done)
         for training in self.trainings:
             if training.running:
                 self._guarded(training, self._validate)
@@ -290,11 +283,9 @@ class Race:
 
     def _build(self, training: Training, model: nn.Module) -> None:
         own = copy.deepcopy(model)
-        names, parameters = zip(*own.named_parameters(), strict=True)
         forward: Any = torch.compile(own, dynamic=False) if self._options.compile else own
-        self._entries[training.contestant.name] = Entry(
-            own, forward, training.contestant.build(own), list(names), list(parameters)
-        )
+        entry = Entry(own, forward, training.contestant.build(own))
+        self._entries[training.contestant.name] = entry
 
     def _step(self, number: int, batch: tuple[Tensor, Tensor], training: Training) -> None:
         entry = self._entries[training.contestant.name]
@@ -327,12 +318,12 @@ class Race:
     @torch.no_grad()
     def _look(self, entry: Entry, number: int, loss: float) -> NotFinite | None:
         """Is everything finite after this step?"""
-        norms = torch.stack([norm.float() for norm in torch._foreach_norm(entry.parameters)])
+        named = dict(entry.model.named_parameters())
+        norms = torch.stack([norm.float() for norm in torch._foreach_norm(list(named.values()))])
         finite = norms.isfinite().tolist()
         if all(finite) and math.isfinite(loss):
             return None
-        lost = [name for name, fine in zip(entry.names, finite, strict=True) if not fine]
-        return NotFinite(number, lost)
+        return NotFinite(number, [n for n, fine in zip(named, finite, strict=True) if not fine])
 
     @torch.no_grad()
     def _validate(self, training: Training) -> None:

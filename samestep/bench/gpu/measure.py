@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -130,26 +131,13 @@ def _median(call: Callable[[], object], device: torch.device) -> float:
 
 
 @contextmanager
-def environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
-@contextmanager
 def kernels(on: bool, device: torch.device) -> Iterator[None]:
     """Inside, kernels run as shipped, or not at all."""
     if on:
         yield
         return
     try:
-        with environment(choice.SWITCH, "0"):
+        with mock.patch.dict(os.environ, {choice.SWITCH: "0"}):
             _decide_again(device)
             yield
     finally:

@@ -7,14 +7,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import torch
 
-from samestep.bench.gpu.measure import Ceilings, Shown, measure_ceilings
+from samestep.bench.gpu.measure import HOT, Ceilings, Shown, measure_ceilings
 from samestep.bench.gpu.options import SharedOptions, device_of, make_importable, revisions
 from samestep.kernels.choice import missing_products
 from samestep.tooling.output import check_folder, write_files
@@ -68,16 +68,13 @@ class Screen:
 
 
 def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [list(columns), *map(list, rows)]
-    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
-    texts = []
-    for line in lines:
-        cells = [
-            cell.rjust(width) if at else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        texts.append("  ".join(cells).rstrip())
-    return "\n".join([title, *texts])
+    lines = [columns, *rows]
+    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
+    texts = [title]
+    for name, *cells in lines:
+        shown = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
+        texts.append("  ".join([name.ljust(first), *shown]).rstrip())
+    return "\n".join(texts)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -178,7 +175,7 @@ def heading(
             "python": platform.python_version(),
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
-            "triton": _installed("triton"),
+            "triton": version("triton") if find_spec("triton") else None,
         },
         "device": describe(device),
         "kernels_missing": missing_products(device),
@@ -191,13 +188,23 @@ def heading(
     }
 
 
-def begin(kind: str, options: SharedOptions) -> tuple[torch.device, Ceilings, dict[str, Any]]:
+def begin(
+    kind: str, options: SharedOptions, screen: Screen
+) -> tuple[torch.device, Ceilings, dict[str, Any]]:
     """The device that was asked for, what it reaches, and how the receipt begins."""
     check_folder(options.out)
     make_importable(options.peer_path)
     device = device_of(options.device)
     ceilings = measure_ceilings(device)
-    return device, ceilings, heading(kind, options.command, device, ceilings, options.peer_path)
+    screen.progress(
+        f"this device: {ceilings.flops / 1e12:.1f} TFLOP/s in a product, "
+        f"{ceilings.hot_flops / 1e12:.1f} after {HOT:.0f} s of them, "
+        f"{ceilings.bytes / 1e12:.2f} TB/s in a copy"
+    )
+    content = heading(kind, options.command, device, ceilings, options.peer_path)
+    if content["kernels_missing"] is not None:
+        screen.say(f"ours runs without kernels: {content['kernels_missing']}")
+    return device, ceilings, content
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -220,10 +227,3 @@ def leave(folder: Path, name: str, content: dict[str, Any], picture: bytes | Non
         files[f"{name}.png"] = picture
     write_files(folder, files)
     return list(files)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -19,28 +19,21 @@ from samestep.update import plain as apply
 
 
 @mutant("promise", "fused_qkv_gqa", replaces=(param_groups, "blocks_of"))
-def fused_as_one_matrix(
-    original: Any, shape: Any, sizes: Any, flatten: bool, transposed: bool
-) -> Any:
+def fused_as_one_matrix(original: Any, shape: Any, sizes: Any, *how: bool) -> Any:
     """fused QKV is orthogonalized as one matrix, which mixes queries, keys and values"""
-    return original(shape, None, flatten, transposed)
+    return original(shape, None, *how)
 
 
 @mutant("promise", "fused_qkv_mqa", replaces=(param_groups, "blocks_of"))
-def proportional_split_sizes(
-    original: Any, shape: Any, sizes: Any, flatten: bool, transposed: bool
-) -> Any:
+def proportional_split_sizes(original: Any, shape: Any, sizes: Any, *how: bool) -> Any:
     """split sizes are rescaled in proportion instead of being cut where Q, K and V are"""
-    thirds = None if sizes is None else (shape[0] // 3,) * 3
-    return original(shape, thirds, flatten, transposed)
+    return original(shape, None if sizes is None else (shape[0] // 3,) * 3, *how)
 
 
 @mutant("promise", "fused_qkv_groups", replaces=(param_groups, "blocks_of"))
-def groups_cut_as_if_row_after_row(
-    original: Any, shape: Any, sizes: Any, flatten: bool, transposed: bool
-) -> Any:
+def groups_cut_as_if_row_after_row(original: Any, shape: Any, sizes: Any, *how: bool) -> Any:
     """rows of every group in turn are cut as if all of a part were together, across heads"""
-    return original(shape, (18, 6, 6) if isinstance(sizes, str) else sizes, flatten, transposed)
+    return original(shape, (18, 6, 6) if isinstance(sizes, str) else sizes, *how)
 
 
 @mutant("promise", "fused_qkv_gqa")
@@ -63,20 +56,16 @@ def scale_of_the_fused_matrix() -> list[Any]:
 
 
 @mutant("reference", "fixed_capacity", replaces=(param_groups, "blocks_of"))
-def experts_flattened(
-    original: Any, shape: Any, sizes: Any, flatten: bool, transposed: bool
-) -> Any:
+def experts_flattened(original: Any, shape: Any, sizes: Any, flatten: bool, *how: bool) -> Any:
     """a stack of experts is flattened into one matrix"""
     # (3, 10, 8) as (3, 80).
-    return original(shape, sizes, True, transposed)
+    return original(shape, sizes, True, *how)
 
 
 @mutant("reference", RANDOM, replaces=(param_groups, "blocks_of"))
-def local_shards_orthogonalized(
-    original: Any, shape: Any, sizes: Any, flatten: bool, transposed: bool
-) -> Any:
+def local_shards_orthogonalized(original: Any, shape: Any, sizes: Any, *how: bool) -> Any:
     """each rank orthogonalizes the rows it would hold of a matrix, instead of the whole"""
-    return original(shape, (shape[0] // 2,) * 2, flatten, transposed)
+    return original(shape, (shape[0] // 2,) * 2, *how)
 
 
 @mutant("reference", "normuon_cautious", replaces=(muon, "reduce_variance"))

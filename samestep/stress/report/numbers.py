@@ -11,12 +11,6 @@ Sample = Mapping[str, Any]
 Pick = Callable[[Sample], Mapping[str, float]]
 
 FAMILIES = ("adam", "mu_a", "mu_b", "state")
-BETWEEN_REPLICAS = {
-    "adam": "max_adam_abs_diff",
-    "mu_a": "max_mu_a_abs_diff",
-    "mu_b": "max_mu_b_abs_diff",
-    "state": "max_abs_state_diff",
-}
 STATUSES = {
     "exact": ("✓", "exact"),
     "within_tolerance": ("≈", "within tolerance"),
@@ -100,7 +94,8 @@ def number(distance: float | str) -> float:
 
 def between_replicas(sample: Sample) -> dict[str, float]:
     """How far ranks are apart, per family that there is."""
-    return _distances({family: sample[key] for family, key in BETWEEN_REPLICAS.items()})
+    found = {family: sample[f"max_{family}_abs_diff"] for family in FAMILIES[:-1]}
+    return _distances({**found, "state": sample["max_abs_state_diff"]})
 
 
 def to_first_layout(sample: Sample) -> dict[str, float]:

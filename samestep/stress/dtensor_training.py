@@ -1,8 +1,10 @@
-"""One rank's training where DTensors have copies on other meshes, which the optimizer averages.
+"""Trainings whose parameters are DTensors, and that a plain twin gives gradients.
 
-As `parallelize_module` leaves a model whose data parallel ranks nobody has told FSDP2 of: each
-mesh of tensor or expert parallel has the parts of some parameters, and the ranks along the data
-axis have copies of these parts. Beside them are plain parameters, which every rank has.
+`TwinTraining` averages them as one process does. In `CopiesTraining` DTensors have copies on other
+meshes, which the optimizer averages, as `parallelize_module` leaves a model whose data parallel
+ranks nobody has told FSDP2 of: each mesh of tensor or expert parallel has the parts of some
+parameters, and the ranks along the data axis have copies of these parts. Beside them are plain
+parameters, which every rank has.
 
 Scenarios say what gradient each rank has, and all layouts must have the same mean, to the bit. So
 a mesh is given sums of the gradients of several ranks: see `share_out`. Backward passes are real,
@@ -11,15 +13,19 @@ summands, in another order on every rank, or not at all.
 """
 
 import copy
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import (
     DTensor,
     Partial,
@@ -30,11 +36,172 @@ from torch.distributed.tensor import (
 )
 
 import samestep
-from samestep.comm.diagnosis.recorder import FlightRecorder
+from samestep.comm.collectives import gather_segments, sum_in_order
+from samestep.comm.diagnosis import recorder
+from samestep.comm.diagnosis.recorder import FlightRecorder, Record
+from samestep.comm.groups import registry
+from samestep.comm.meshes import held, mesh_group, whole_tensor
+from samestep.comm.messages import gather_everywhere
 from samestep.stress.models import named_params
 from samestep.stress.scenario import Gradients, loss_giving
-from samestep.stress.training import backward, rank_gradients
-from samestep.stress.twin_training import DTensorTraining, GroupLogs, device_mesh
+from samestep.stress.training import (
+    Training,
+    backward,
+    mean_gradients,
+    rank_gradients,
+)
+
+
+class DTensorTraining(Training):
+    """Ranks hold parts of the parameters."""
+
+    _logs: "GroupLogs | None" = None  # where ranks are in groups of their own
+
+    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
+        return super().log(recorder) if self._logs is None else self._logs.compared(recorder)
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Those that the optimizer has, whole; collective."""
+        groups = self.optimizer.param_groups
+        named = (pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True))
+        # Master copies are state: what ranks compute with is compared.
+        return {
+            name: self.optimizer.full_parameter(name).cpu()
+            if param.dtype.itemsize > 2 or not isinstance(param, DTensor)
+            else whole_tensor(cast("DTensor", param.detach())).cpu()
+            for name, param in named
+        }
+
+    def _edit(self, param: Tensor, value: Tensor) -> None:
+        assert isinstance(param, DTensor)
+        param.to_local().copy_(self._part(param, value))
+
+    def _part(self, param: DTensor, whole: Tensor) -> Tensor:
+        """What this rank holds of a tensor that is placed as a parameter is."""
+        if param not in self._slices:
+            group = mesh_group(param.device_mesh)
+            self._slices[param] = held(param, group).boxes[group.rank].slices
+        return whole[self._slices[param]]
+
+    def _new_model(self) -> nn.Module:
+        self._slices: dict[Tensor, tuple[slice, ...]] = {}
+        return super()._new_model()
+
+    def _resume(self) -> None:
+        """Through torch's own state dicts, into a new model and a new optimizer."""
+        saved = copy.deepcopy(get_state_dict(self.model, self.optimizer))
+        self._start_anew()
+        set_state_dict(
+            self.model, self.optimizer, model_state_dict=saved[0], optim_state_dict=saved[1]
+        )
+
+
+class TwinTraining(DTensorTraining):
+    """Gradients of a plain twin, averaged as one process does it."""
+
+    def _new_model(self) -> nn.Module:
+        self._twin = super()._new_model()
+        # By rank, once needed: the parts of the twin that it holds, and how long they are.
+        self._held_by: list[tuple[list[Tensor], list[int]]] = []
+        model = super()._new_model()
+        ranks = self.scenario.world
+        inner = 2 if ranks > 2 and ranks % 2 == 0 else ranks
+        mesh = device_mesh(self._device.type, (ranks // inner, inner), ("data", "inner"))
+        for place, (name, param) in enumerate(list(model.named_parameters())):
+            _spread(model, name, param, mesh["inner"], [self._inner_placement(place, param)])
+        fully_shard(model, mesh=mesh["data"])
+        return model
+
+    def _inner_placement(self, place: int, param: Tensor) -> Shard | Replicate:
+        """Stacks by expert; or matrices by rows and columns in turn, vectors in copies."""
+        if self.layout.parameters == "ep_fsdp2":
+            return Shard(0) if param.dim() == 3 else Replicate()
+        return Shard(place % 2) if param.dim() > 1 else Replicate()
+
+    def _make_gradients(self, number: int) -> None:
+        twins, mine = named_params(self._twin), self._named
+        if self.scenario.loop == "closed":
+            self._follow()
+            means = self._mean_over_ranks(number)
+        else:
+            means = mean_gradients(self.scenario, self._twin, number)
+        for name, twin in twins.items():
+            if twin in means:
+                param = mine[name]
+                assert isinstance(param, DTensor)
+                grad = torch.empty_like(param, requires_grad=False)
+                assert isinstance(grad, DTensor)
+                grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
+                param.grad = grad
+
+    def _mean_over_ranks(self, number: int) -> dict[Tensor, Tensor]:
+        """As `mean_gradients`; each rank computes its own, and they travel in one collective."""
+        twins = named_params(self._twin)
+        (mine,) = rank_gradients(self.scenario, self._twin, number, self.rank)  # in one round
+        present = torch.tensor([float(name in mine) for name in twins])
+        values = [mine.get(name, torch.zeros_like(twin)) for name, twin in twins.items()]
+        segment = torch.cat([present.to(values[0]), *(value.reshape(-1) for value in values)])
+        sizes = [len(present), *(value.numel() for value in values)]
+        ranks = [sum(sizes)] * self._group.size
+        of_ranks = gather_segments("gradients of twins", segment, ranks, self._group).wait()
+        flags, *means = torch.split(sum_in_order(of_ranks) / len(ranks), sizes)
+        known = zip(flags.tolist(), twins.values(), means, strict=True)
+        return {twin: mean.view(twin.shape) for flag, twin, mean in known if flag}
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        """Give the twin the values of the parameters, in one collective."""
+        params = [param for param in self._named.values() if isinstance(param, DTensor)]
+        if not self._held_by:
+            self._group = mesh_group(params[0].device_mesh)
+            boxes = [held(param, self._group).boxes for param in params]
+            twins = [twin.detach() for twin in self._twin.parameters()]
+            for of_rank in zip(*boxes, strict=True):
+                parts = [twin[box.slices] for twin, box in zip(twins, of_rank, strict=True)]
+                self._held_by.append((parts, [part.numel() for part in parts]))
+        mine = torch.cat([param.to_local().reshape(-1) for param in params])
+        sizes = [sum(of_parts) for _, of_parts in self._held_by]
+        of_ranks = gather_segments("values for the twin", mine, sizes, self._group).wait()
+        for (parts, of_parts), values in zip(self._held_by, of_ranks, strict=True):
+            for part, value in zip(parts, torch.split(values, of_parts), strict=True):
+                part.copy_(value.view(part.shape))
+
+
+class GroupLogs:
+    """Logs of collectives by group, for ranks that are in different groups."""
+
+    def __init__(self) -> None:
+        self._logs: dict[tuple[int, ...], hashlib._Hash] = {}
+        if recorder.current is not None:
+            recorder.current.on_launch.append(self._note)
+
+    def _note(self, record: Record) -> None:
+        line = f"{record.kind} {record.name} {record.elements} {record.dtype}\n"
+        self._logs.setdefault(record.ranks, hashlib.sha256()).update(line.encode())
+
+    def compared(self, flights: FlightRecorder) -> tuple[int, str]:
+        """The same on all ranks if in every group all members have launched the same."""
+        mine = {members: log.hexdigest() for members, log in self._logs.items()}
+        of_ranks = gather_everywhere((flights.count, mine), registry.of().handle)
+        known = {(members, digest) for _, logs in of_ranks for members, digest in logs.items()}
+        if len(known) > len({members for members, _ in known}):  # members have different logs
+            return flights.count, f"of rank {dist.get_rank()}: {flights.digest}"
+        count = max(count for count, _ in of_ranks)
+        return count, hashlib.sha256(repr(sorted(known)).encode()).hexdigest()
+
+
+_meshes: dict[tuple[Any, ...], DeviceMesh] = {}
+
+
+def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Made once for the present default group: groups of ranks take a while."""
+    key = (dist.group.WORLD, kind, shape, names)
+    if key not in _meshes:
+        for old in [other for other in _meshes if other[0] is not dist.group.WORLD]:
+            del _meshes[old]
+        _meshes[key] = init_device_mesh(kind, shape, mesh_dim_names=names)
+    return _meshes[key]
+
 
 Kind = Literal["rows", "columns", "summands", "plain", "whole"]
 # What parameters are, one after the other. Where only experts are cut, the last three.
@@ -56,11 +223,8 @@ class Cut(NamedTuple):
 class CopiesTraining(DTensorTraining):
     """Gradients of a plain twin, given to DTensors and plain parameters by real backward passes."""
 
-    _logs: GroupLogs | None = None
-
     def _new_model(self) -> nn.Module:
-        if self._logs is None:
-            self._logs = GroupLogs()  # ranks are in groups of their own
+        self._logs = self._logs or GroupLogs()
         self._twin, model = super()._new_model(), super()._new_model()
         self._sizes = self.layout.mesh_sizes(self.scenario.world)
         mesh = device_mesh(self._device.type, tuple(self._sizes.values()), tuple(self._sizes))
@@ -137,20 +301,16 @@ class CopiesTraining(DTensorTraining):
             if cut.axes:
                 given = [grads[name] for grads in by_rank if name in grads]
                 others = [axis for axis in self._sizes if axis not in cut.axes]
-                copies = prod(self._sizes[axis] for axis in others)
-                whole = share_out(given, copies, number + place)[self._place_along(others)]
+                copies, here = prod(self._sizes[axis] for axis in others), 0
+                for axis in others:
+                    here = here * self._sizes[axis] + self._here[axis]
+                whole = share_out(given, copies, number + place)[here]
                 # The mean is over copies, and each stands for as many ranks as its mesh has.
                 size = self.scenario.world // copies
                 mine = None if whole is None else self._held_of(name, whole / size, number + place)
             if mine is not None:
                 found[name] = mine
         return found
-
-    def _place_along(self, axes: Sequence[str]) -> int:
-        place = 0
-        for axis in axes:
-            place = place * self._sizes[axis] + self._here[axis]
-        return place
 
     def _held_of(self, name: str, whole: Tensor, turn: int) -> Tensor | None:
         """A part of a gradient, or a summand; None: other ranks of the mesh have all there is."""
@@ -198,16 +358,6 @@ class CopiesTraining(DTensorTraining):
             if not self._cuts[name].is_cut:
                 found[name] = _local(self._named[name]).cpu().clone()
         return found
-
-    def log(self, recorder: FlightRecorder) -> tuple[int, str]:
-        assert self._logs is not None
-        return self._logs.compared(recorder)
-
-    def _train(self, wanted: Mapping[str, bool]) -> None:
-        super()._train(wanted)
-        twins = named_params(self._twin)
-        for name, trained in wanted.items():
-            twins[name].requires_grad_(trained)
 
     def _edit(self, param: Tensor, value: Tensor) -> None:
         _local(param).copy_(self._part(param, value) if isinstance(param, DTensor) else value)

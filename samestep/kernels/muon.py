@@ -117,12 +117,6 @@ class Rounding:
             self.block = codes_per_scale(states[0], "momentum_buffer")
             self.scales = Table([[state[SCALES] for state in states]])
 
-    def count_(self, writes: Tensor | None, step: Step) -> None:
-        """Count this step."""
-        elementwise.counted[(len(self.origins),)](
-            self.steps.addresses, step.only_if, writes, step_dtype=self.step_dtype, num_warps=1
-        )
-
     def arguments(self) -> dict[str, Any]:
         """Those of `muon_tiles.momentum`."""
         return {
@@ -134,6 +128,18 @@ class Rounding:
             "RANDOM": True,
             "RUNS": self.has_runs,
         }
+
+
+def count_step(steps: Table, writes: Tensor | None, step: Step) -> None:
+    """Count this step in each of the tensors, () each."""
+    (counts,) = steps.tensors
+    elementwise.counted[(len(counts),)](
+        steps.addresses,
+        step.only_if,
+        writes,
+        step_dtype=DTYPES[counts[0].dtype],
+        num_warps=1,
+    )
 
 
 EXACT = {
@@ -268,7 +274,7 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     blocks, options = source[0], step.options
     if isinstance(blocks, MuonBlocks) and blocks.rounding is not None:
         assert source[1] is not None
-        blocks.rounding.count_(source[1].writes, step)
+        count_step(blocks.rounding.steps, source[1].writes, step)
     if options["equilibrate"] and _in_bfloat16(options):
         # Rows of any size: their digits are all there, until they have one norm.
         given = directions.view(torch.bfloat16)

@@ -34,16 +34,16 @@ def direction_of(m, g, mu, EMA: tl.constexpr, NESTEROV: tl.constexpr):
 
 @triton.jit
 def new_momentum(
-    grad, momentum, scale, inside, mu, factor,
+    grad, momentum, scale, inside, scale_inside, mu, factor,
     EMA: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     """The new momentum of the elements that pointers point to, and their direction.
 
-    `scale` points to the scales of 8-bit codes, for each of them; it is None where there are none.
+    `scale` points to the scales of 8-bit codes, of each of them or of rows; None: there are none.
     ema: m + (1 - mu) (g - m).  sum: mu m + g.
     """
     g = seen_gradient(tl.load(grad, inside, 0.0), factor, MAXIMIZE)
-    m = read_state(momentum, inside, scale, inside)
+    m = read_state(momentum, inside, scale, scale_inside)
     mu_ = tl.load(mu)
     if EMA:
         m += (1 - mu_).to(tl.float32) * (g - m)
@@ -193,7 +193,9 @@ def momentum(
         scale = None
         if Q:
             scale = pointer_in(scales, number, tl.float32, False) + row * (cols // Q) + col // Q
-        m, u = new_momentum(grad, state, scale, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
+        m, u = new_momentum(
+            grad, state, scale, inside, inside, mu, factor, EMA, NESTEROV, MAXIMIZE
+        )  # fmt: skip
     u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
     if sums is not None:
         wide = u.to(tl.float64)

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from samestep.kernels.elementwise import is_written, pointer_in
 from samestep.kernels.muon_tiles import new_momentum, read_tile, step_to, tile_of
+from samestep.kernels.small import lower_half, random_bits, write_state
 
 
 @triton.jit
@@ -25,6 +26,7 @@ def _number(table, ALIGNED: tl.constexpr):
 def momentum_of_parts(
     grads,  # (params,) addresses
     parts,  # (parts, 9): see `parts.MomentumOfParts`
+    kept,  # (parts, 7): the same, of momentum that is rounded at random; RANDOM
     programs,  # (programs, 2)
     out,  # where directions go, in the dtype in which they travel
     only_if,
@@ -33,6 +35,9 @@ def momentum_of_parts(
     factor,
     grad_dtype: tl.constexpr,
     state_dtype: tl.constexpr,
+    step_dtype: tl.constexpr,
+    Q: tl.constexpr,  # elements of a block of codes, and columns of a tile; 0: there are no codes
+    RANDOM: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -43,15 +48,25 @@ def momentum_of_parts(
 ):
     """Momentum and direction of one tile of one part."""
     program = tl.program_id(0)
-    own, tile = parts + 9 * tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1)
+    part, tile = tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1)
+    own = parts + 9 * part
     param, rows, cols = tl.load(own), tl.load(own + 1), _number(own + 2, ALIGNED)
-    _, _, row, col = tile_of(tile, cols, ROWS, COLS)
+    _, first_col, row, col = tile_of(tile, cols, ROWS, COLS)
     inside = (row < rows) & (col < cols)
     grad = pointer_in(grads, param, grad_dtype, GRADS_ALIGNED)
     grad += _number(own + 3, ALIGNED) + row * _number(own + 4, ALIGNED) + col
     state = pointer_in(own, 5, state_dtype, ALIGNED) + row * _number(own + 6, ALIGNED) + col
-    m, u = new_momentum(grad, state, None, inside, mu, factor, EMA, NESTEROV, MAXIMIZE)
-    tl.store(state, m.to(state_dtype), inside & is_written(only_if, writes, param))
+    bits, scale, there = None, None, row < rows
+    if Q:
+        scale = pointer_in(kept + 7 * part, 4, tl.float32, False)
+        scale += row * tl.load(kept + 7 * part + 5) + first_col // Q
+    m, u = new_momentum(grad, state, scale, inside, there, mu, factor, EMA, NESTEROV, MAXIMIZE)
+    if RANDOM:
+        # The owner of the block counts later, for all who hold parts of it.
+        step = tl.load(pointer_in(kept + 7 * part, 6, step_dtype, False)) + 1
+        bits = lower_half(random_bits(kept + 7 * part, row * cols, col, step, True))
+    written = is_written(only_if, writes, param)
+    write_state(state, inside & written, scale, there & written, m, bits)
     begin = tl.load(own + 7)
     wanted = inside & (begin >= 0)  # a copy that another rank sends goes nowhere
     begin = tl.maximum(begin, 0)

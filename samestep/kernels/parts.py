@@ -3,15 +3,16 @@
 Tables of them are made once; what changes from step to step is where gradients and buffers begin.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from samestep.kernels import part_tiles
-from samestep.kernels.call import Step, Table, tiled, tiles
+from samestep.kernels import call, part_tiles
+from samestep.kernels.call import Origins, Step, Table, tiled
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
+from samestep.rules.noise import Origin
 
 
 class Rows(NamedTuple):
@@ -37,6 +38,14 @@ class Size(NamedTuple):
     cols: int
 
 
+class Rounded(NamedTuple):
+    """Of a part whose momentum is rounded at random."""
+
+    origin: Origin
+    step: Tensor  # (): the steps of its block before this one
+    scale: Tensor | None  # (rows, cols / q) of 8-bit codes
+
+
 class MomentumPart(NamedTuple):
     """Where momentum of a part comes from and goes to."""
 
@@ -45,6 +54,14 @@ class MomentumPart(NamedTuple):
     grad: Rows  # in the gradient
     momentum: Tensor  # (rows, cols)
     out: Rows | None  # None: its direction goes nowhere
+    rounded: Rounded | None = None
+
+    @property
+    def block(self) -> int:
+        """How many 8-bit codes share a scale; 0: there are none."""
+        if self.rounded is None or self.rounded.scale is None:
+            return 0
+        return self.size.cols // self.rounded.scale.shape[1]
 
 
 class StepPart(NamedTuple):
@@ -75,11 +92,11 @@ class GradientTable(NamedTuple):
 
 
 class MomentumOfParts:
-    """Parts of one group whose dtypes are alike."""
+    """Parts of one group whose dtypes are alike, and in the same way rounded at random or not."""
 
     def __init__(self, parts: Sequence[MomentumPart], grad_dtype: torch.dtype) -> None:
         self.grad_dtype = DTYPES[grad_dtype]
-        self.state_dtype = DTYPES[parts[0].momentum.dtype]
+        self.state_dtype = STORED_DTYPES[parts[0].momentum.dtype]
         device = parts[0].momentum.device
         out = [part.out or Rows(-1, 0) for part in parts]
         self.table = _on_device(
@@ -94,23 +111,45 @@ class MomentumOfParts:
             and _is_aligned(part.momentum)
             for part, to in zip(parts, out, strict=True)
         )
-        self.programs = programs([part.size for part in parts], device)
+        self.block = parts[0].block
+        self.cut = tiled(self.block or None)
+        self.programs = programs([part.size for part in parts], device, self.cut)
+        self.kept, self.step_dtype = None, DTYPES[torch.float32]
+        rounded = [(part.size, part.rounded) for part in parts if part.rounded is not None]
+        if rounded:
+            places = Origins([own.origin for _, own in rounded], [size for size, _ in rounded])
+            self.kept = _on_device(
+                [
+                    (
+                        *row,
+                        *((0, 0) if own.scale is None else _lying(own.scale)),
+                        own.step.data_ptr(),
+                    )
+                    for row, (_, own) in zip(places.rows, rounded, strict=True)
+                ],
+                device,
+            )
+            self.step_dtype = DTYPES[rounded[0][1].step.dtype]
 
     def run_(self, grads: GradientTable, out: Tensor, step: Step) -> None:
         """Update momenta, and write directions into a buffer."""
         part_tiles.momentum_of_parts[(len(self.programs),)](
             grads.addresses,
             self.table,
+            self.kept,
             self.programs,
             out,
             step.only_if,
             grads.writes,
             grad_dtype=self.grad_dtype,
             state_dtype=self.state_dtype,
+            step_dtype=self.step_dtype,
+            Q=self.block,
+            RANDOM=self.kept is not None,
             **step.momentum,
             ALIGNED=self.aligned,
             GRADS_ALIGNED=grads.aligned and self.aligned,
-            **tiled(),
+            **self.cut,
         )
 
 
@@ -209,9 +248,12 @@ class StepOfParts:
         )
 
 
-def programs(sizes: Sequence[Size], device: torch.device) -> Tensor:
+def programs(
+    sizes: Sequence[Size], device: torch.device, cut: Mapping[str, Any] | None = None
+) -> Tensor:
     """(programs, 2) int32: part, and tile of it."""
-    counts = torch.tensor([tiles(size.rows) * tiles(size.cols) for size in sizes])
+    high, wide = (cut["ROWS"], cut["COLS"]) if cut else (call.TILE, call.TILE)
+    counts = torch.tensor([-(-size.rows // high) * -(-size.cols // wide) for size in sizes])
     parts = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     within = torch.arange(len(parts)) - firsts

@@ -229,6 +229,9 @@ STEPS = 2  # the second has momentum
 FEW = ("tall_columns", "wide", "split", "expert_columns", "copies", "groups")  # for long ones
 
 
+ANY = "split"  # a name that is always there
+
+
 @pytest.fixture
 def few_tensors(request, monkeypatch):
     """All of them in the first case, and everywhere when there is time."""
@@ -295,7 +298,7 @@ def trained(place=lambda name, whole: whole, absent=None, dtype=torch.float32, *
                 opt.state[param]["momentum_buffer"] = opt.state[param]["momentum_buffer"].clone()
         opt.step()
     with torch.no_grad():  # or it would be a view
-        last = weakref.ref(local_part(params["split"].grad))
+        last = weakref.ref(local_part(params[ANY].grad))
     for param in params.values():
         param.grad = None
     assert last() is None  # nobody keeps gradients
@@ -366,6 +369,28 @@ def test_parts_have_the_bits_of_whole_blocks(kernels, shape, travel, options, fe
     expected = values(*trained(**own))
     assert not kernels  # whole blocks have other ones
     assert different(on_ranks(kernels, shape, **travel, **options), expected) == []
+
+
+SMALL = {
+    "rows": ((24, 64), 0, {}),
+    "columns": ((8, 96), 1, {}),
+    "stack": ((2, 8, 32), 1, {"rule": "muon"}),
+}
+
+
+@pytest.mark.parametrize("form", ["8bit/32", "bf16_stochastic"][: 1 if QUICK else 2])
+def test_parts_of_small_momentum_have_the_bits_of_whole_blocks(kernels, monkeypatch, form):
+    monkeypatch.setattr(f"{__name__}.TENSORS", SMALL)
+    monkeypatch.setattr(f"{__name__}.ANY", "rows")
+    options = {"state_dtypes": {"momentum_buffer": form}, "absent": "stack"}
+    if not INTERPRETED:  # which cuts digits off, where halves of a number are rounded
+        options |= {"dtype": torch.bfloat16, "master_weights": True}
+        options["state_dtypes"]["master_weight"] = "remainder"
+    expected = values(*trained(**options))
+    assert expected["rows.momentum_buffer"].dtype == (
+        torch.int8 if form == "8bit/32" else torch.bfloat16
+    )
+    assert different(on_ranks(kernels, (3,), **PLAIN, **options), expected) == []
 
 
 def test_copies_and_sizes_where_directions_are_rounded_on_their_way(

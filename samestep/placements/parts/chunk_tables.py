@@ -14,12 +14,13 @@ from torch import Tensor
 
 from samestep.groups.param_groups import rule_of
 from samestep.kernels.choice import padded
-from samestep.kernels.norm import DTYPES
+from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.kernels.parts import (
     MomentumOfParts,
     MomentumPart,
     Move,
     Moves,
+    Rounded,
     Rows,
     Size,
     SourceRows,
@@ -33,6 +34,7 @@ from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.plan.block_exchange import Key, Route
 from samestep.rules.muon import lr_factor
 from samestep.rules.state import MASTER, State, is_small, matrix_states
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, STEP
 
 ROOM = 64  # elements: blocks in a buffer begin at multiples of it
 
@@ -91,6 +93,9 @@ class ChunkTables:
         grad_dtypes: Sequence[torch.dtype],  # there
     ) -> None:
         _require_rectangles(moves.chunk)
+        for route in moves.chunk:  # of all ranks, which must decide alike
+            if route.block.form is not None and is_small(held.specs[route.param].stored):
+                raise NotRowsError  # its matrices may share scales along rows
         self.moves, self._device, self._places = moves, held.device, places
         self.sent = sum(moves.to.outgoing)
         self.batches = self._owned_batches(held)
@@ -188,8 +193,6 @@ class ChunkTables:
         for item in self.moves.to.out:
             sent.setdefault(item.key, []).append(item.start)
         found, copies = [], []
-        if any(is_small(held.specs[part.route.param].stored) for part, _, _ in self.parts):
-            raise NotRowsError
         for part, size, _ in self.parts:
             index, key = part.route.param, part.route.key
             goes_to = [Rows(start, size.cols) for start in sent.get(key, [])]
@@ -205,13 +208,21 @@ class ChunkTables:
                     Rows(int(grad.storage_offset()), grad.stride(0)),
                     _known(part.of(held.state_of(index)["momentum_buffer"]), size),
                     goes_to[0] if goes_to else None,
+                    _rounded(held, part, size),
                 )
             )
         self.copies = Moves(copies, self._device) if copies else None
         groups = [held.specs[part.route.param].group for part, _, _ in self.parts]
         pairs = list(zip(groups, found, strict=True))
         kinds = _by(
-            pairs, lambda pair: (pair[0], grad_dtypes[pair[1].param], pair[1].momentum.dtype)
+            pairs,
+            lambda pair: (
+                pair[0],
+                grad_dtypes[pair[1].param],
+                pair[1].momentum.dtype,
+                pair[1].rounded is None,
+                pair[1].block,
+            ),
         )
         launches = []
         for same in kinds:
@@ -255,8 +266,9 @@ class ChunkTables:
         found = []
         for part, size, source in self.parts:
             route = part.route
-            master = held.state_of(route.param).get(MASTER)
-            if master is not None and master.dtype != torch.float32:
+            state = held.state_of(route.param)
+            master = state.get(MASTER, state.get(REMAINDER_KEY))
+            if master is not None and master.dtype not in (torch.float32, torch.int16):
                 raise NotRowsError
             target = _known(part.of(held.value_of(route.param)), size)
             own = None if master is None else _known(part.of(master), size)
@@ -273,7 +285,14 @@ class ChunkTables:
             )
             first = _first(route, part.in_block, size)
             found += [(group, step) for step in _of_one_rate(whole, route.block, first)]
-        kinds = _by(found, lambda pair: (pair[0], pair[1].target.dtype, pair[1].master is None))
+        kinds = _by(
+            found,
+            lambda pair: (
+                pair[0],
+                pair[1].target.dtype,
+                None if pair[1].master is None else pair[1].master.dtype,
+            ),
+        )
         return [(same[0][0], StepOfParts([p for _, p in same], lr_factor)) for same in kinds]
 
 
@@ -329,9 +348,22 @@ def _matrix(view: Tensor, size: Size) -> Tensor:
 
 def _known(view: Tensor, size: Size) -> Tensor:
     """The same of a dtype that kernels know."""
-    if view.dtype not in DTYPES:
+    if view.dtype not in STORED_DTYPES:
         raise NotRowsError
     return _matrix(view, size)
+
+
+def _rounded(held: HeldParts, part: HeldPart, size: Size) -> Rounded | None:
+    """What kernels need to know of a part whose momentum is rounded at random."""
+    where = held.elements_of(part.route.param)
+    if where is None:
+        return None
+    origin = where.at(_matrix(part.of(where.elements), size)).origin()
+    step = held.whole_state(part.route)[STEP]
+    scale = held.part_of_state(part).get("momentum_buffer" + SCALE_SUFFIX)
+    if scale is not None:
+        scale = _matrix(scale, Size(size.rows, scale.numel() // size.rows))
+    return Rounded(origin, step, scale)
 
 
 def _require_rectangles(chunk: Iterable[Route]) -> None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from samestep.kernels.call import Step, Table
-from samestep.kernels.muon import GivenBlocks, finished, orthogonalized
+from samestep.kernels.muon import GivenBlocks, count_step, finished, orthogonalized
 from samestep.kernels.parts import GradientTable, Size, SourceRows
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.chunk_tables import ChunkTables, Job, NotRowsError
 from samestep.placements.parts.held_parts import HeldPart, HeldParts
 from samestep.rules.state import State
+from samestep.rules.stored import STEP
 from samestep.update.plain import GroupMath, GroupMaths, direction_squares, is_bounded
 from samestep.update.triton import can_run
 
@@ -91,6 +92,8 @@ class KernelStages:
         writes = self._step.grads.writes
         for group, jobs in self._tables.batches:
             _, step = self._step.of_group(group, math)
+            for job in jobs:
+                self._count(job, step)
             if jobs[0].form is not None:
                 for job in jobs:
                     self._directions.append(self._transformed_form(job, group, out, math))
@@ -106,6 +109,14 @@ class KernelStages:
             found = orthogonalized([(given, None) for given in blocks], step)
             for given, directions in zip(blocks, found, strict=True):
                 self._directions.append(self._finished(given, directions, group, math))
+
+    def _count(self, job: Job, step: Step) -> None:
+        """Count the step of blocks whose momentum is rounded at random, for all who hold parts."""
+        if STEP not in job.states[0]:
+            return
+        writes = self._step.grads.writes
+        counts = Table([[state[STEP].view(()) for state in job.states]])
+        count_step(counts, None if writes is None else writes[job.places], step)
 
     def _finished(
         self, given: GivenBlocks, directions: Tensor, group: int, math: GroupMaths

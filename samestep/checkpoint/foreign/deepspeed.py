@@ -169,9 +169,9 @@ def _add_ranges(
     files: Sequence[Path], states: Sequence[State], shapes: Sequence[State], into: _Into, stage: int
 ) -> None:
     """What each rank has of every parameter."""
-    base, main = "base_optimizer_state", "single_partition_of_fp32_groups"
+    base, fp32 = "base_optimizer_state", "single_partition_of_fp32_groups"
     if stage == 3:
-        base, main = "optimizer_state_dict", "fp32_flat_groups"
+        base, fp32 = "optimizer_state_dict", "fp32_flat_groups"
     done: dict[str, int] = defaultdict(int)  # elements of a parameter that ranks so far have
     for rank, (file, own) in enumerate(zip(files, states, strict=True)):
         entries, groups = _entries(own[base], own)
@@ -181,19 +181,32 @@ def _add_ranges(
                 "are these files of one checkpoint?"
             )
         group_of = {number: group for group in groups for number in group["params"]}
-        for number, (entry, flat) in enumerate(zip(entries, own[main], strict=True)):
+        for number, (entry, main) in enumerate(zip(entries, own[fp32], strict=True)):
             if stage == 3:
                 group = group_of.get(number, groups[min(number, len(groups) - 1)])
                 where = _equal_ranges(shapes[number], rank, len(files))
             else:
                 group = groups[number]
                 where = _told_ranges(file, own, number)
+            origin = f"{file.name}: group {number}"
             for raw, (start, numel) in where.items():
                 name, shape = without_wrappers(raw), torch.Size(shapes[number][raw])
-                _add_range(
-                    into, number, name, shape, done[name], (start, numel), entry, group, flat,
-                    f"{file.name}: group {number}",
-                )  # fmt: skip
+                found = into.options(number, name, list(entry), group)
+                flats = {
+                    theirs: entry[theirs] for theirs, ours in found.keys.items() if ours != "step"
+                }
+                for theirs, values in {**flats, FP32: main.detach()}.items():
+                    part = values.reshape(-1)[start : start + numel]
+                    if part.numel() != numel:
+                        raise CheckpointError(
+                            f"{origin} has {values.numel()} elements of {theirs}, and {name!r} "
+                            f"ends at {start + numel}: the file is cut short or of another "
+                            "checkpoint"
+                        )
+                    key = state_key(name, found.keys.get(theirs, MASTER))
+                    into.collected.add_range(key, shape, done[name], part, f"{origin} {theirs}")
+                if found.rule == "adamw":
+                    into.step(name, entry, group, f"{origin} step")
                 done[name] += numel
 
 
@@ -224,29 +237,6 @@ def _entries(base: Any, own: State) -> tuple[list[State], list[dict[str, Any]]]:
         return [base["state"][number] for number in sorted(base["state"])], base["param_groups"]
     step = own.get("base_optimizer_state_step")
     return list(base), [{"step": step, "params": [n]} for n in range(len(base))]
-
-
-def _add_range(
-    into: _Into, place: int, name: str, shape: torch.Size, at: int, where: tuple[int, int],
-    entry: State, group: State, main: Tensor, origin: str,
-) -> None:  # fmt: skip
-    """What a rank's flat group has of a parameter: `where` in the group, `at` in the parameter."""
-    start, numel = where
-    found = into.options(place, name, list(entry), group)
-    for theirs, ours in found.keys.items():
-        if ours != "step":
-            flat = entry[theirs].reshape(-1)[start : start + numel]
-            if flat.numel() != numel:
-                raise CheckpointError(
-                    f"{origin} has {entry[theirs].numel()} elements of {theirs}, and {name!r} ends "
-                    f"at {start + numel}: the file is cut short or of another checkpoint"
-                )
-            key = state_key(name, ours)
-            into.collected.add_range(key, shape, at, flat, f"{origin} {theirs}")
-    if found.rule == "adamw":
-        into.step(name, entry, group, f"{origin} step")
-    values = main.detach().reshape(-1)[start : start + numel]
-    into.collected.add_range(state_key(name, MASTER), shape, at, values, f"{origin} {FP32}")
 
 
 def _add_universal(folder: Path, facts: State, into: _Into, *, whole: bool) -> None:

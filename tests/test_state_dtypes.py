@@ -80,8 +80,9 @@ def test_states_of_another_precision_are_rounded_when_loaded():
     ("choice", "error", "text"),
     [
         ({"step": torch.bfloat16}, ValueError, "'step'; these have a choice"),
-        ({"exp_avg": "bf16"}, ValueError, "'exp_avg'. bf16 is not supported; choose one of"),
-        (torch.bfloat16, TypeError, "or a mapping of moments to these or to dtypes"),
+        ({"exp_avg": torch.int8}, TypeError, r"state_dtypes\['exp_avg'\] must be a floating"),
+        ({"exp_avg": "bf16"}, ValueError, r"state_dtypes\['exp_avg'\] bf16 is not supported"),
+        (torch.bfloat16, TypeError, "a mapping of moments to these or to dtypes"),
     ],
 )
 def test_refused(choice, error, text):

@@ -239,6 +239,8 @@ class Settings:
     overlap_gathers: bool = True  # too, with flat buffers
     muon: bool = True
     master_weights: bool = True
+    state: str = "float32"  # how moments are kept
+    remainders: bool = False  # of main copies
     clip: bool = True
     bucket_size: int | None = None
     muon_schedule: str = "parallel"
@@ -323,6 +325,13 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
         keywords["overlap_param_gather"] = gathers
     if not flat:
         keywords["owners"] = settings.owners
+    kept: dict[str, object] = {}
+    if settings.state != "float32":
+        chosen = torch.bfloat16 if settings.state == "bfloat16" else settings.state
+        kept = dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), chosen)
+    if settings.remainders:
+        kept["master_weight"] = "remainder"
+    keywords["state_dtypes"] = kept or None
     rule = "muon" if settings.muon else "adamw"
     overrides: dict[object, dict[str, object]] = {}
     if not settings.muon:

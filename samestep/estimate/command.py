@@ -180,6 +180,8 @@ def settings_of(options: Options) -> Settings:
         overlap=options.overlap,
         muon=options.rule == "muon",
         master_weights=options.dtype == "bfloat16",
+        state=options.state,
+        remainders=options.remainders,
         bucket_size=options.bucket_size,
         stages_per_rank=options.stages_per_rank,
     )

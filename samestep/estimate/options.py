@@ -47,6 +47,10 @@ class Options:
     """For matrices; the rest is AdamW's."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of parameters and gradients; 16-bit parameters have 32-bit main copies."""
+    state: Literal["float32", "bfloat16", "bf16_stochastic", "8bit"] = "float32"
+    """How moments and momentum are kept."""
+    remainders: bool = False
+    """Of main copies keep only the 16 bits that bfloat16 parameters lack."""
     overlap: bool = True
     """Reduce inside backward, and with flat buffers gather inside the next forward."""
     tokens: int = 0

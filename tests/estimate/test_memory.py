@@ -100,6 +100,28 @@ def test_two_levels_have_the_state_of_their_columns():
     assert len({state for _, state in found}) > 1  # ranks differ: no order is as good as another
 
 
+class Small(Large):
+    """Moments in 8 bits; `norm` stays in 32."""
+
+    def options(self):
+        given = super().options()
+        groups = [{**group, "state_dtypes": "8bit"} for group in given["groups"]]
+        return {**given, "groups": groups}
+
+
+def test_state_in_8_bits_is_foreseen():
+    """What stays; the plain torch of a CPU makes temporaries in 32 bits, whatever is kept."""
+    layouts = [LAYOUTS[name] for name in (*SHARED, "fsdp2_parallel")]
+    ranks = run_forked(2, measured, 2, Small, layouts)
+    for layout in layouts:
+        plan = blueprint_of(layout, Small(3, 2), 2, "fast")
+        kept = [rank_memory(plan, rank) for rank in range(2)]
+        found = [each[layout.name][:2] for each in ranks]
+        assert found == [(memory.parameters, memory.state) for memory in kept], layout.name
+        wide = rank_memory(blueprint_of(layout, Large(3, 2), 2, "fast"), 0)
+        assert 0.2 < kept[0].state / wide.state < 0.4
+
+
 def missed(world, kind, layouts):
     """The largest share by which a peak was missed; what stays is foreseen exactly."""
     ranks = run_forked(world, measured, world, kind, layouts)

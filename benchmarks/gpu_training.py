@@ -11,7 +11,7 @@ import argparse
 import shlex
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ from samestep.bench.client.training import Batches, Client, ClientOptions, Race,
 from samestep.bench.gpu.measure import measure_ceilings
 from samestep.bench.gpu.options import Contestant, device_of
 from samestep.bench.gpu.report import Screen, heading, leave, number
-from samestep.models.gpt import GPT
+from samestep.models.gpt import GPT, GPTConfig
 from samestep.tooling.output import check_folder
-from samestep.train.corpus import load_corpus
+from samestep.train.corpus import Corpus, load_corpus
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,11 +61,22 @@ def summary(trainings: Sequence[Training]) -> dict[str, Any]:
     }
 
 
-def run(options: argparse.Namespace, command: str) -> None:
-    check_folder(options.out)
-    screen, device, corpus = Screen(), device_of(options.device), load_corpus()
-    content = heading("samestep training", command, device, measure_ceilings(device), ())
-    config = gpt_config(options.width, options.layers, context=options.context)
+def config_of(options: argparse.Namespace) -> GPTConfig:
+    return gpt_config(options.width, options.layers, context=options.context)
+
+
+def optimizer_for(options: argparse.Namespace, **more: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0, **more)
+
+
+def train(
+    variants: Sequence[Contestant],
+    options: argparse.Namespace,
+    corpus: Corpus,
+    say: Callable[[str], None],
+) -> dict[str, list[Training]]:
+    """Each variant from every seed, by its name."""
+    device = device_of(options.device)
     asked = ClientOptions(
         steps=options.steps, batch=options.sequences, sequence=options.context, compile=False,
         every=options.steps, warmup=options.steps // 2,
@@ -73,21 +84,14 @@ def run(options: argparse.Namespace, command: str) -> None:
 
     def make_model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        return GPT(config).to(device)
+        return GPT(config_of(options)).to(device)
 
     def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device.type, dtype=torch.bfloat16):
             loss: Tensor = model.loss(inputs, targets)
         return loss
 
-    def optimizer(model: nn.Module) -> samestep.MuonAdamW:
-        return samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0)
-
     client = Client("gpt", make_model, loss_of, lambda opt, n: set_rate(opt, n, options.steps), {})
-    variants = [
-        Contestant(name, "samestep.MuonAdamW", optimizer, kernels=on)
-        for name, on in {"kernels": True, "plain torch": False}.items()
-    ]
     runs: dict[str, list[Training]] = {variant.name: [] for variant in variants}
     for seed in options.seeds:
         race = Race(client, variants, asked, device, Batches(corpus, asked, device, seed), seed)
@@ -96,9 +100,19 @@ def run(options: argparse.Namespace, command: str) -> None:
                 raise RuntimeError(outcome(training))
             name = training.contestant.name
             runs[name].append(training)
-            screen.progress(f"seed {seed}, {name}: final loss {training.final_loss:.4f}")
+            say(f"seed {seed}, {name}: final loss {training.final_loss:.4f}")
+    return runs
+
+
+def run(options: argparse.Namespace, command: str) -> None:
+    check_folder(options.out)
+    screen, device, corpus = Screen(), device_of(options.device), load_corpus()
+    content = heading("samestep training", command, device, measure_ceilings(device), ())
+    what, build = "samestep.MuonAdamW", optimizer_for(options)
+    plain = Contestant("plain torch", what, build, kernels=False)
+    runs = train([Contestant("kernels", what, build), plain], options, corpus, screen.progress)
     with torch.device("meta"):
-        parameters = sum(param.numel() for param in GPT(config).parameters())
+        parameters = sum(param.numel() for param in GPT(config_of(options)).parameters())
     told = {name: summary(of_variant) for name, of_variant in runs.items()}
     content |= {
         "settings": {k: v for k, v in vars(options).items() if k != "out"},

@@ -267,7 +267,7 @@ def test_a_line_that_was_cut_short_counts_for_nothing(begun, tmp_path):
     found.add(entry("zero1"), {}, 1.0)
     found.close()
     found = progress._earlier(tmp_path)
-    assert [key.layout for key in found.entries] == ["none", "zero1"]
+    assert [layout for _, layout in found.entries] == ["none", "zero1"]
     assert [stretch["cases"] for stretch in found.stretches] == [1, 1]
 
 

@@ -151,7 +151,7 @@ def main(given: Sequence[str] | None = None) -> None:
             grad = param.grad[:rows].reshape(-1, BLOCK)
             updates[name] = [own.add(grad, betas) for own in moments[name]]
         optimizer.step()
-    print(f"{options.steps} steps, betas {betas}, loss {float(loss):.3f}, {len(kept)} matrices")
+    print(f"{options.steps} steps, betas {betas}, loss {loss.item():.3f}, {len(kept)} matrices")
     print(f"{'kept':32} {'error of updates':>16} {'their size':>12}")
     exact_updates = torch.cat([found[0].flatten() for found in updates.values()])
     for place, code in enumerate(codes(), start=1):

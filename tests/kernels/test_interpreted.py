@@ -14,7 +14,7 @@ from tests.limits import BATTERY
 
 
 @pytest.mark.timeout(1.1 * BATTERY)
-@pytest.mark.parametrize("cases", ["cases.py", "part_cases.py"])
+@pytest.mark.parametrize("cases", ["cases.py", "part_cases.py", "small_cases.py"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_give_what_plain_torch_gives(cases):
     ran = subprocess.run(

@@ -102,11 +102,12 @@ def encoded(values, bits, SIGNED: tl.constexpr):
         code = tl.sqrt(code)
     code = tl.floor(code * MOST - 0.01)
     code = tl.maximum(tl.where(code < MOST - 1, code, MOST - 1.0), 0.0)  # also for NaN
-    code = tl.where(ratios(code + 1.0, SIGNED) * scale <= size, code + 1.0, code)
-    low = ratios(code, SIGNED) * scale
-    room = ratios(code + 1.0, SIGNED) * scale - low
+    near = ratios(code + 1.0, SIGNED) * scale
+    more = near <= size
+    far = ratios(tl.where(more, code + 2.0, code), SIGNED) * scale
+    code = tl.where(more, code + 1.0, code)
     line = (bits.to(tl.float32) + 0.5) * 1.52587890625e-05  # 2^-16
-    code = tl.where(room * line < size - low, code + 1.0, code)
+    code = tl.where(tl.abs(far - near) * line < size - tl.minimum(near, far), code + 1.0, code)
     if SIGNED:
         code = tl.where(word < 0, -code, code).to(tl.int8)
     else:

@@ -111,9 +111,13 @@ def _codes(blocks: Tensor, scale: Tensor, bits: Tensor | None, *, signed: bool) 
     if not signed:
         code.sqrt_()
     code = code.mul_(most).sub_(0.01).floor_().nan_to_num_(nan=most - 1.0).clamp_(0.0, most - 1.0)
-    code += _ratios(code + 1, signed=signed).mul_(scale).le_(size)  # in place, or masks take long
-    low = _ratios(code.clone(), signed=signed).mul_(scale)
-    room = _ratios(code + 1, signed=signed).mul_(scale).sub_(low)
+    # The value is beside what the next code stands for: above it, or below.
+    near = _ratios(code + 1, signed=signed).mul_(scale)
+    more = torch.le(near, size, out=torch.empty_like(near))  # as numbers, since masks take long
+    far = _ratios(torch.add(code, more, alpha=2), signed=signed).mul_(scale)
+    code += more
+    low = torch.minimum(near, far)
+    room = far.sub_(near).abs_()
     room *= 0.5 if bits is None else bits.view(blocks.shape).float().add_(0.5).mul_(2.0**-16)
     code += room.lt_(size - low)
     if signed:

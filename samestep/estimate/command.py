@@ -182,6 +182,7 @@ def settings_of(options: Options) -> Settings:
         master_weights=options.dtype == "bfloat16",
         bucket_size=options.bucket_size,
         stages_per_rank=options.stages_per_rank,
+        offload=None if options.offload == "none" else options.offload,
     )
 
 

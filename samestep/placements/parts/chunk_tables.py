@@ -203,7 +203,7 @@ class ChunkTables:
                     self._places[index],
                     size,
                     Rows(int(grad.storage_offset()), grad.stride(0)),
-                    _known(part.of(held.state_of(index)["momentum_buffer"]), size),
+                    _known(held.part_of_state(part)["momentum_buffer"], size),
                     goes_to[0] if goes_to else None,
                 )
             )
@@ -255,11 +255,11 @@ class ChunkTables:
         found = []
         for part, size, source in self.parts:
             route = part.route
-            master = held.state_of(route.param).get(MASTER)
+            master = held.part_of_state(part).get(MASTER)
             if master is not None and master.dtype != torch.float32:
                 raise NotRowsError
             target = _known(part.of(held.value_of(route.param)), size)
-            own = None if master is None else _known(part.of(master), size)
+            own = None if master is None else _known(master, size)
             group, whole = (
                 held.specs[route.param].group,
                 StepPart(

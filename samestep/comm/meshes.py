@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -87,14 +88,18 @@ def box_without(tensor: DTensor, axes: Sequence[int]) -> Box:
     return local_box(tuple(tensor.shape), tuple(mesh.shape), cuts, here)
 
 
-def whole_tensor(tensor: DTensor, known: Held | None = None) -> Tensor:
+def whole_tensor(
+    tensor: DTensor, known: Held | None = None, device: torch.device | None = None
+) -> Tensor:
     """All of a DTensor, on every rank of its mesh; `known`: who holds what. Collective.
+
+    `device`: where ranks can send it, if it stays elsewhere.
 
     Also of what torch's own `full_tensor` puts together wrongly: uneven strided shards.
     """
     group = mesh_group(tensor.device_mesh)
     boxes = (known or held(tensor, group)).boxes
-    local = tensor.to_local().contiguous().view(-1)
+    local = tensor.to_local().to(device or tensor.device).contiguous().view(-1)
     sizes = [box.numel for box in boxes]
     parts = gather_segments("gather of a DTensor", local, sizes, group).wait()
     whole = local.new_empty(tensor.shape)

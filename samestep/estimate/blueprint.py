@@ -9,7 +9,7 @@ is part of a plan.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -22,12 +22,19 @@ from samestep.estimate.grid import Peers as Peers
 from samestep.estimate.grid import one_axis as one_axis
 from samestep.estimate.grid import per_peer as per_peer
 from samestep.estimate.hardware import Hardware
+from samestep.estimate.host_windows import (
+    BucketWindows,
+    HostUnit,
+    bucket_windows,
+    windows_of,
+    with_windows,
+)
 from samestep.estimate.placed import CopiedParts, GradientSum, Placed, Sharing, Spreading, Summands
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.placements.local import LocalParameters
+from samestep.placements.local import KnownGroup, LocalParameters
 from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.whole.buffers import gradient_dtype
@@ -125,7 +132,7 @@ class Blueprint:
         """Of one rank; None: of the first, with as many chunks of blocks as any has."""
         shapes = [self._shape(placement, rank) for placement in self.placements]
         if not self.shared and (self.everyone.size == 1 or not shapes):
-            shapes.append(LocalParameters.shape)  # as the optimizer does, also if it is empty
+            shapes.append(self._shape_of_local())  # as the optimizer does, also if it is empty
         return _schedule(
             tuple(shapes),
             waves=self.distribution.waves,
@@ -134,16 +141,49 @@ class Blueprint:
             chunks_ahead=self.distribution.chunks_ahead,
         )
 
+    def _shape_of_local(self) -> PlacementShape:
+        if self.distribution.offload is None or self.placements:
+            return LocalParameters.shape
+        return LocalParameters.shape._replace(windows=(self.local_windows.sizes,))
+
+    @cached_property
+    def local_windows(self) -> BucketWindows:
+        """Of one process: the windows of state that stays on the host."""
+        units = []
+        for index, group in enumerate(self.groups):
+            known = KnownGroup(group, index, self.optimizer.state, self.optimizer.holdings.blocks)
+            for unit in known.units(index):
+                held = unit.about
+                matrices = None if held.block is None else held.block.matrices
+                units.append(HostUnit(unit.size, index, held.param, matrices))
+        return bucket_windows(units)
+
     def _shape(self, placement: Placed, rank: int | None) -> PlacementShape:
-        if isinstance(placement, Sharing):
-            return placement.shape
+        mesh_place = 0
         place = self.grid.place(rank or 0, placement.peers)
-        if isinstance(placement, Spreading):
-            return placement.shape(place)
-        if rank is None:
-            chunks = [len(each.transfers) for each in placement.by_place]
-            place = chunks.index(max(chunks))
-        return placement.shape(self.grid.place(rank or 0, placement.mesh), place)
+        if isinstance(placement, Sharing):
+            shape, place = placement.shape, placement.place(place)
+        elif isinstance(placement, Spreading):
+            shape = placement.shape(place)
+        else:
+            if rank is None:
+                chunks = [len(each.transfers) for each in placement.by_place]
+                place = chunks.index(max(chunks))
+            mesh_place = self.grid.place(rank or 0, placement.mesh)
+            shape = placement.shape(mesh_place, place)
+        if self.distribution.offload is None:
+            return shape
+        return with_windows(shape, placement, place, mesh_place, self.groups)
+
+    def windows_of(self, number: int, rank: int) -> list[BucketWindows]:
+        """Of every bucket of a placement: the windows of its state that stays on the host."""
+        placement, mesh_place = self.placements[number], 0
+        place = self.grid.place(rank, placement.peers)
+        if isinstance(placement, Sharing):
+            place = placement.place(place)
+        elif isinstance(placement, CopiedParts):
+            mesh_place = self.grid.place(rank, placement.mesh)
+        return windows_of(placement, place, mesh_place, self.groups)
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)

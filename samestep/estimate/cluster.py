@@ -247,6 +247,7 @@ class Settings:
     owners: str = "balanced"
     reduction: str = "fast"
     stages_per_rank: int = 1
+    offload: str | None = None
 
 
 def stage_blueprint(
@@ -346,6 +347,7 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
             master_weights=settings.master_weights,
             max_grad_norm=1.0 if settings.clip else None,
             bucket_size=settings.bucket_size,
+            offload=settings.offload,
             **keywords,  # type: ignore[arg-type]
         )
 

@@ -184,6 +184,7 @@ def settings_of(options: Options) -> Settings:
         remainders=options.remainders,
         bucket_size=options.bucket_size,
         stages_per_rank=options.stages_per_rank,
+        offload=None if options.offload == "none" else options.offload,
     )
 
 

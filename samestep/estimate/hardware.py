@@ -29,6 +29,8 @@ class Hardware:
     bytes_rate: bytes per second that updates read and write.
     call: seconds that the host or device needs per piece, whatever its size.
     model_rate: FLOP/s of forward and backward.
+    host_rate: bytes per second between a device and pinned memory of its host, each way at once;
+        assumed, as PCIe 5 with 16 lanes usually has it.
     measured: by kind of collective and number of ranks, where `--calibrate` has measured them.
     """
 
@@ -43,6 +45,7 @@ class Hardware:
     inside: Link
     between: Link
     on_cpu: bool = False
+    host_rate: float = 5.5e10
     measured: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
 
     def product_rate(self, side: int) -> float:
@@ -142,6 +145,7 @@ _PRESETS = (
         bytes_rate=1.7e12,
         call=1.3e-5,
         model_rate=1.4e14,
+        host_rate=2.5e10,  # PCIe 4
         inside=Link(2e-5, 2.4e11, 1e-6),
         between=Link(3e-5, 2.0e10, 1e-6),
     ),
@@ -158,6 +162,7 @@ _PRESETS = (
         bytes_rate=1.1e12,
         call=5e-6,
         model_rate=6.0e13,
+        host_rate=2.5e10,  # PCIe 4
         inside=Link(3e-5, 5.0e10, 2e-6),
         between=Link(5e-5, 1.0e10, 2e-6),
     ),
@@ -192,12 +197,14 @@ def read_hardware(path: Path) -> Hardware:
             "inside": inside, "between": between, "measured": measured, "product_rates": rates
         }  # fmt: skip
         plain = (own.name for own in fields(Hardware) if own.name not in read)
-        found = Hardware(**read, **{key: content[key] for key in plain})
+        given = {key: content[key] for key in plain if key in content or key != "host_rate"}
+        found = Hardware(**read, **given)
     except KeyError as error:
         raise HardwareError(f"{str(path)!r} lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise HardwareError(f"{str(path)!r}: {error}") from error
     numbers = [found.bytes_rate, found.model_rate, found.ranks_per_host, found.device_memory]
+    numbers.append(found.host_rate)
     if not rates or not all(number > 0 for number in (*numbers, *rates.values())):
         raise HardwareError(f"{str(path)!r}: rates and sizes must be above 0")
     return found

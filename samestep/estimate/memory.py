@@ -7,12 +7,14 @@ written into a ledger, and taken out where the optimizer lets go of it.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from samestep.estimate.blueprint import Blueprint
+from samestep.estimate.host_windows import BucketWindows
 from samestep.estimate.placed import CopiedParts, Sharing, Spreading
 from samestep.estimate.temporaries import RulePeaks, kernel_peak
 from samestep.estimate.walks import (
@@ -28,7 +30,8 @@ from samestep.estimate.walks import (
 from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
-from samestep.plan.schedule import OfBucket, Update
+from samestep.plan.schedule import OfBucket, Update, staging_bytes
+from samestep.plan.windows import Window
 from samestep.rules.state import (
     MASTERS,
     math_dtype,
@@ -43,6 +46,7 @@ class RankMemory(NamedTuple):
 
     gradients: when backward is over.
     buffers, temporaries: beside gradients when most is alive; `gradients_then` are those.
+    staging: buffers for state that stays on the host, which has `on_host` of it.
     """
 
     parameters: int
@@ -52,11 +56,13 @@ class RankMemory(NamedTuple):
     gradients_then: int
     buffers: int
     temporaries: int
+    staging: int = 0
+    on_host: int = 0
 
     @property
     def stays(self) -> int:
         """Between steps, gradients apart."""
-        return self.parameters + self.main_parameters + self.state
+        return self.parameters + self.main_parameters + self.state + self.staging
 
     @property
     def in_flight(self) -> int:
@@ -89,7 +95,10 @@ class Kept(NamedTuple):
 def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
     parameters, main_parameters, state = kept_memory(blueprint, rank)
     gradients, then = passing_memory(blueprint, rank)
-    return RankMemory(parameters, gradients, main_parameters, state, *then)
+    if blueprint.distribution.offload is None:
+        return RankMemory(parameters, gradients, main_parameters, state, *then)
+    staging = sum(staging_bytes(blueprint.schedule(rank)))
+    return RankMemory(parameters, gradients, 0, 0, *then, staging, main_parameters + state)
 
 
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
@@ -183,14 +192,20 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
     if not walks:
         return _alone(blueprint, ledger)
     gradients = ledger.now[GRADIENTS]
+    windows_of = cache(partial(blueprint.windows_of, rank=rank))
     for walk in walks:
         walk.begin()
     for operation in blueprint.schedule(rank):
         if isinstance(operation, Update):
             wave = [(walks[p], number) for p, number in operation.buckets if p < len(walks)]
-            operands = [operand for walk, number in wave for operand in walk.operands(number)]
+            if operation.window is None:
+                operands = [operand for walk, number in wave for operand in walk.operands(number)]
+            else:
+                (walked, number), _, window = operation.window
+                of_bucket = windows_of(walked)[number]
+                operands = _operands_of(of_bucket, of_bucket.cut[window])
             _run_rules(blueprint, operands, ledger)
-            for walk, number in wave:
+            for walk, number in wave if operation.is_last else ():
                 walk.updated(number)
         elif isinstance(operation, OfBucket) and operation.bucket.placement < len(walks):
             walk = walks[operation.bucket.placement]
@@ -209,8 +224,18 @@ def _alone(blueprint: Blueprint, ledger: Ledger) -> tuple[int, Then]:
             if blocks is not None:
                 shapes = [shape for block in blocks for shape in block.matrices]
             operands += [Operand(index, param, shape) for shape in shapes]
-    _run_rules(blueprint, operands, ledger)
+    if blueprint.distribution.offload is None:
+        _run_rules(blueprint, operands, ledger)
+    else:
+        for window in blueprint.local_windows.cut:
+            _run_rules(blueprint, _operands_of(blueprint.local_windows, window), ledger)
     return ledger.now[GRADIENTS], ledger.most
+
+
+def _operands_of(bucket: BucketWindows, window: Window) -> list[Operand]:
+    """What is updated with one window of state."""
+    units = [(bucket.units[cut.unit], cut) for cut in window]
+    return [Operand(u.group, u.param, shape) for u, cut in units for shape in u.shapes(cut)]
 
 
 def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger) -> None:

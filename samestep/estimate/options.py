@@ -41,6 +41,8 @@ class Options:
     """zero3 is FSDP2; the others hold whole parameters."""
     buffers: Literal["per_parameter", "flat"] = "per_parameter"
     """How gradients and parameters lie."""
+    offload: Literal["none", "state"] = "none"
+    """What stays in the host's memory between steps: state comes to the device in windows."""
     hardware: str = "h200x8"
     """A preset, or a file that --calibrate wrote."""
     rule: Literal["muon", "adamw"] = "muon"

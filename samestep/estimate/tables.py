@@ -11,6 +11,7 @@ from rich.table import Table as ScreenTable
 from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Stage
 from samestep.estimate.figures import StageFigures, StageNeeds
+from samestep.estimate.memory import RankMemory
 from samestep.stress.report.numbers import duration, size
 
 
@@ -49,12 +50,18 @@ class Table:
 
 
 def memory_table(stages: list[StageFigures], ranks: int) -> Table:
+    memories = [each.memory for each in stages]
+
+    def offloaded(memory: RankMemory) -> list[int]:
+        """Where any rank has state on its host."""
+        return [memory.staging, memory.on_host] if any(m.on_host for m in memories) else []
+
     rows = []
     for each in stages:
         memory = each.memory
         cells = [
             memory.parameters, memory.gradients, memory.main_parameters, memory.state,
-            memory.buffers, memory.temporaries, memory.peak,
+            memory.buffers, memory.temporaries, *offloaded(memory), memory.peak,
         ]  # fmt: skip
         rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
     return Table(
@@ -63,7 +70,17 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
         "that FSDP2 has gathered) and temporaries when most is alive. Between steps ranks keep "
         + ", ".join(f"{size(s.least_kept)} to {size(s.most_kept)}" for s in stages[:1])
         + " (first stage).",
-        ["stage: rank", "params", "grads", "main", "state", "buffers", "temps", "peak"],
+        [
+            "stage: rank",
+            "params",
+            "grads",
+            "main",
+            "state",
+            "buffers",
+            "temps",
+            *(["staging", "on host"] if any(map(offloaded, memories)) else []),
+            "peak",
+        ],
         rows,
     )
 

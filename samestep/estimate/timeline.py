@@ -10,6 +10,9 @@ In two levels the second leg of a transfer follows the first, over another link,
 GPUs. CPUs launch it when the next transfer of its kind is launched, or when somebody waits, and
 wait for the first leg then, as `comm.collectives.Chained` does.
 
+State that stays on the host comes and goes on links of its own, one each way; the step is over when
+all of it is back.
+
 A rank that waits either waits for peers that have not launched yet (idle), or for the link
 (exposed communication). While a model runs, layers wait for what they send each other, and stages
 of a pipeline for their neighbours. FSDP2 gathers the next unit as one computes, in forward and in
@@ -19,7 +22,7 @@ it begins; in a pipeline units stay whole from the first backward pass on.
 
 import gzip
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -52,18 +55,23 @@ from samestep.plan.schedule import (
     BucketId,
     Clip,
     Collect,
+    Fetch,
     Gather,
     GiveBack,
     Measure,
+    OfWindow,
     Operation,
     Place,
     Reduce,
+    Return,
     Transform,
     Update,
+    WindowId,
     line_of,
 )
 from samestep.plan.transfers import Traffic, Transfer
 
+TO_DEVICE, TO_HOST = "to the device", "to the host"
 Flight = tuple[str, object]  # what kind of transfer, and of what: a bucket, a unit
 
 ROWS = {"operations": 0, "waits": 1, "transfers": 2}  # of a trace
@@ -133,6 +141,9 @@ class _Simulator:
         self._flying: dict[Flight, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._second: dict[Flight, Leg] = {}  # legs to be launched when the first ones are over
         self._launched: set[BucketId] = set()
+        self._host_links = {link: self._grid.zeros() for link in (TO_DEVICE, TO_HOST)}
+        self._fetched: dict[WindowId, Tensor] = {}  # when each window is there
+        self._returned: dict[int, Tensor] = {}  # by staging buffer: when its window is back
         self._gathered: set[str] = set()  # units that a pipeline keeps whole
         self._show = list(show)
         self._expert_tokens = 1.0
@@ -314,8 +325,16 @@ class _Simulator:
         spent = self._now - before
         if bool(spent.any()):
             self._by_operation["Begin"] += spent
-        for operation in self._blueprint.schedule():
+        schedule = self._blueprint.schedule()
+        self._nbytes = {op.window: op.nbytes for op in schedule if isinstance(op, Fetch)}
+        self._bucket_bytes = Counter[BucketId]()
+        for window, nbytes in self._nbytes.items():
+            self._bucket_bytes[window.bucket] += nbytes if window.stage == "update" else 0
+        for operation in schedule:
             self._run(operation)
+        for over in self._returned.values():  # the step ends when all state is back
+            self._await_host(over)
+        self._returned.clear()
         for number, _ in self._blueprint.reduced():
             self._advance("gather", number)
         self._launched.clear()
@@ -344,8 +363,15 @@ class _Simulator:
                 self._add_up(bucket)
                 self._launch("outer", bucket, operation)
                 self._wait("outer", bucket)
-            case Update(buckets):
-                self._update(buckets)
+            case Fetch(window, slot, nbytes):
+                after = self._returned.get(slot, 0.0)
+                self._fetched[window] = self._copy(operation, TO_DEVICE, nbytes, after)
+            case Return(window, slot, nbytes):
+                self._returned[slot] = self._copy(operation, TO_HOST, nbytes, 0.0)
+            case Update(buckets, window):
+                if window is not None:
+                    self._await_host(self._fetched.pop(window))
+                self._update(buckets, self._share_of(window))
             case Gather(bucket, transfer):
                 self._copies(bucket, transfer)
                 self._advance("gather", bucket.placement)
@@ -356,6 +382,9 @@ class _Simulator:
                 if sharing is not None and sharing.distribution.buffers != "flat":
                     self._copy_pieces(bucket, sharing.shape.transfers[bucket.bucket].gather)
             case Collect(chunk):
+                come = self._fetched.pop(WindowId(chunk, "chunk"), None)
+                if come is not None:
+                    self._await_host(come)
                 self._elementwise(chunk, 16 + 4)
                 self._launch("collect", chunk, operation)
             case Transform(chunk):
@@ -406,19 +435,45 @@ class _Simulator:
         own = _to_update(sharing, bucket.bucket)
         self._bytes(own * 4 * (3 * (summands - 1) + 2), sharing.peers)
 
-    def _update(self, buckets: Sequence[BucketId]) -> None:
+    # --- state on the host: windows are as large as the first rank's -------------------------
+
+    def _copy(self, operation: OfWindow, link: str, nbytes: int, after: float | Tensor) -> Tensor:
+        """Start a copy on a link of its own, once something else is over; when it is over."""
+        ready = torch.maximum(self._now, self._grid.zeros() + after)
+        start = torch.maximum(ready, self._host_links[link])
+        end = start + nbytes / self._hardware.host_rate
+        self._host_links[link] = end
+        for shown, times in self._drawn(start, end, self._now):
+            shown.transfers.append(Span(line_of(operation), *times))
+        return end
+
+    def _await_host(self, until: Tensor) -> None:
+        before = self._now
+        self._now = torch.maximum(before, until)
+        self._exposed += self._now - before
+        for shown, (start, stop) in self._drawn(before, self._now):
+            if stop > start:
+                shown.waits.append(Span("host", start, stop))
+
+    def _share_of(self, window: WindowId | None) -> float:
+        """How much of its bucket a window is."""
+        if window is None:
+            return 1.0
+        return self._nbytes[window] / max(1, self._bucket_bytes[window.bucket])
+
+    def _update(self, buckets: Sequence[BucketId], share: float) -> None:
         if not self._blueprint.placements:
             work = local_work(self._blueprint, self._hardware)
-            self._spend(float(work.seconds(self._hardware)))
+            self._spend(share * float(work.seconds(self._hardware)))
             return
         for bucket in buckets:
             sharing = self._blueprint.shared_by(bucket)
             if sharing is not None:
-                self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers)
+                self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers, share)
             elif bucket.placement < len(self._blueprint.placements):
                 spreading = self._blueprint.placements[bucket.placement]
                 assert isinstance(spreading, Spreading)
-                self._do(elementwise_work(spreading, self._hardware), spreading.peers)
+                self._do(elementwise_work(spreading, self._hardware), spreading.peers, share)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """Of what this rank has updated, to be sent."""
@@ -448,8 +503,8 @@ class _Simulator:
         self._now = self._now + seconds
         self._computing += seconds
 
-    def _do(self, work: Work, peers: Peers) -> None:
-        self._spend(self._grid.spread(work.seconds(self._hardware), peers))
+    def _do(self, work: Work, peers: Peers, share: float = 1.0) -> None:
+        self._spend(share * self._grid.spread(work.seconds(self._hardware), peers))
 
     def _bytes(self, per_peer: Tensor, peers: Peers) -> None:
         """Read or written."""

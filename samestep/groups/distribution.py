@@ -1,4 +1,4 @@
-"""How an optimizer spreads its work over ranks: what the user asked for, as one value."""
+"""Which ranks do what, and where state stays: what the user asked for, as one value."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
@@ -16,13 +16,14 @@ Grads = Literal["local", "reduced"]
 Buffers = Literal["per_parameter", "flat"]
 MuonSchedule = Literal["parallel", "gather"]
 StateDictForm = Literal["whole", "part"]
+Offload = Literal["state"]
 
 FILLS_A_GPU = 1 << 26  # elements: ten blocks of 1280 x 5120, forty of 1280 x 1280
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The keywords of an optimizer that concern ranks.
+    """The keywords of an optimizer that concern ranks, and where state stays.
 
     sharding: "zero2" and "zero1" give each rank a part of the state and of the update; zero2
         frees a full gradient once it is reduced. "none" keeps all on every rank. "auto" is
@@ -80,6 +81,8 @@ class Distribution:
         optimizer was built, as trainers do. Until then `state_dict()` has no state, as torch's
         before a first step.
     strict: replicas that differ at construction are an error instead of being mended.
+    offload: "state" keeps moments, momenta and master weights in the host's memory, and brings them
+        to the GPU in the step, a window at a time. The bits are the same. None: beside parameters.
     """
 
     sharding: Sharding = "auto"
@@ -109,6 +112,7 @@ class Distribution:
     state_dict_form: StateDictForm = "whole"
     deferred: bool = False
     strict: bool = False
+    offload: Offload | None = None
 
     def __post_init__(self) -> None:
         for key, allowed in (
@@ -123,6 +127,11 @@ class Distribution:
             value = getattr(self, key)
             if value not in allowed:
                 raise ValueError(f"{key} {value!r} is not supported; choose one of {list(allowed)}")
+        if self.offload not in (None, *get_args(Offload)):
+            raise ValueError(
+                f"offload {self.offload!r} is not supported; choose one of "
+                f"{list(get_args(Offload))}, or leave it out"
+            )
         for key, least in ("crossover", 1), ("waves", 1), ("chunks_ahead", 0):
             value = getattr(self, key)
             if type(value) is not int or value < least:

@@ -199,8 +199,7 @@ class Holdings:
         here = has_state(state)
         if self.ranks is None:
             return here
-        tensors = (tensor for own in state.values() for tensor in own.values())
-        device = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        device = next((param.device for param in state), torch.device("cpu"))
         flag = torch.tensor([here], dtype=torch.int64, device=device)
         return bool(maximum("state to bring over", flag, self.ranks).wait())
 
@@ -277,4 +276,4 @@ def groups_before(swapped: Mapping[Tensor, Tensor], groups: Sequence[Group]) -> 
 def has_state(state: Mapping[Tensor, State]) -> bool:
     """Whether any state here is not as it was made."""
     tensors = (t for own in state.values() for key, t in own.items() if key != MASTER)
-    return any(bool(tensor.any()) for tensor in tensors)
+    return any(bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors)

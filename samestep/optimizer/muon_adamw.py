@@ -81,6 +81,7 @@ class CommonOptions(TypedDict, total=False):
     state_dict_form: str
     deferred: bool
     strict: bool
+    offload: str | None
     foreach: bool | None  # torch's; see `samestep.groups.group_keys.WAYS_OF_TORCH`
     capturable: bool
     differentiable: bool
@@ -178,8 +179,8 @@ class MuonAdamW(RuleOptimizer):
             {"exp_avg": torch.bfloat16, "master_weight": torch.float64, ...}.
         master_weights, max_grad_norm, update_rms, compile, cuda_graph, batch_elements: how a step
             is taken; `samestep.groups.step_options.StepOptions` tells of each.
-        sharding, buffers, reduction, overlap_grad_reduce, process_group, ...: what ranks share;
-            `samestep.groups.distribution.Distribution` tells of each.
+        sharding, buffers, reduction, overlap_grad_reduce, process_group, offload, ...: what ranks
+            share, and where state stays; `samestep.groups.distribution.Distribution` tells of each.
     """
 
     def __init__(

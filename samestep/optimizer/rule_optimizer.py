@@ -89,6 +89,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         order_of_use: Iterable[Tensor] = (),
     ) -> None:
+        _refuse_offload(steps, distribution)
         self._steps = steps
         self._constructed = False
         self._consolidated: Consolidated | None = None
@@ -781,3 +782,13 @@ class RuleOptimizer(torch.optim.Optimizer):
             )
             self._runner = self._new_runner()
         self._plan_blocks_anew()
+
+
+def _refuse_offload(steps: StepOptions, distribution: Distribution) -> None:
+    """Raise for what does not go with state that comes and goes in a step."""
+    for keyword in ("cuda_graph", "compile"):
+        if distribution.offload is not None and getattr(steps, keyword):
+            raise ValueError(
+                f"offload={distribution.offload!r} and {keyword} exclude each other (state comes "
+                "and goes in the step): leave one of them out"
+            )

@@ -26,17 +26,21 @@ from samestep.plan.schedule import (
     Average,
     Clip,
     Collect,
+    Fetch,
     Gather,
     GiveBack,
     Measure,
     OfBucket,
+    OfWindow,
     Operation,
     Place,
     Reduce,
+    Return,
     Schedule,
     Transform,
     Update,
     line_of,
+    staging_bytes,
     step_schedule,
 )
 from samestep.rules.rule import Rule
@@ -50,6 +54,7 @@ from samestep.update.metrics import (
     present_counts,
     square_sum,
 )
+from samestep.update.offload import Staging
 from samestep.update.plain import (
     GroupMath,
     GroupMaths,
@@ -69,6 +74,7 @@ if TYPE_CHECKING:
     from samestep.update.triton import KernelPlan
 
 _step_schedule = lru_cache(maxsize=64)(step_schedule)  # the same in every step
+_staging_bytes = lru_cache(maxsize=64)(staging_bytes)
 Handlers = Mapping[type[Operation], Callable[[Any], None]]
 
 
@@ -109,6 +115,7 @@ class StepRunner:
         self._placements: Sequence[Placement] = ()
         self.grad_norm: Tensor | None = None
         self._sizes: UpdateSizes | None = None
+        self.staging: Staging | None = None  # of state that stays on the host
 
     def forget_plans(self) -> None:
         """Parameters or their state were replaced."""
@@ -140,7 +147,9 @@ class StepRunner:
         self._inverse_scale = inverse_scale
         self._verdict = Verdict()
         self._sizes = UpdateSizes(len(groups)) if self._options.update_rms else None
+        self._have_staging()
         for placement in placements:
+            placement.staging = self.staging
             placement.begin_step(state, problem)
         try:
             self._problem = self._heard_from_stages(problem)
@@ -151,9 +160,17 @@ class StepRunner:
         except BaseException:
             for placement in placements:
                 placement.abandon_step()
+            if self.staging is not None:
+                self.staging.finish()
             raise
         for placement in placements:
             placement.finish_step()
+        if self.staging is not None:  # whoever reads state from now on finds it
+            self.staging.finish()
+
+    def _have_staging(self) -> None:
+        if self._distribution.offload is not None and self.staging is None:
+            self.staging = Staging(self._device)
 
     def _recording(self) -> "RecordedStep | None":
         """What records steps and replays them: asked for, or where it is legal and pays."""
@@ -161,6 +178,7 @@ class StepRunner:
         if (
             self._recorded is None
             and self._options.cuda_graph is None
+            and self.staging is None
             and alone
             and isinstance(self._placements[0], LocalParameters)
             and self._run is run_rule
@@ -171,9 +189,14 @@ class StepRunner:
 
     def _execute(self) -> None:
         """The operations of a step, one after the other."""
+        schedule = self._schedule()
+        if self.staging is not None:
+            self.staging.make_room(_staging_bytes(schedule))
         execute(
-            self._schedule(),
+            schedule,
             {
+                Fetch: self._of_window,
+                Return: self._of_window,
                 Agree: self._agree,
                 Reduce: self._of_bucket,
                 Average: self._of_bucket,
@@ -324,11 +347,16 @@ class StepRunner:
     def _update(self, operation: Update) -> None:
         """Run the rules on a wave, group by group."""
         by_group: dict[int, list[Operand]] = {}
+        skip = self._verdict.skip
         for placement, bucket in operation.buckets:
-            for index, operand in self._placements[placement].operands(bucket):
-                by_group.setdefault(index, []).append(operand)
-            self._placements[placement].drop_gradients(bucket)
-        if not self._verdict.skip:
+            # What stays on the host has not come for a step that is skipped.
+            if not (skip and operation.window is not None):
+                found = self._placements[placement].operands(bucket, operation.window)
+                for index, operand in found:
+                    by_group.setdefault(index, []).append(operand)
+            if operation.is_last:
+                self._placements[placement].drop_gradients(bucket)
+        if not skip:
             # Elementwise groups first: few launches, during which the host prepares the others.
             for index in sorted(by_group, key=lambda i: rule_of(self._groups[i]).kind):
                 self._update_group(index, by_group[index])
@@ -388,6 +416,11 @@ class StepRunner:
             known = tuple(key for key in rule.defaults if key not in changing)
             self._known_keys[rule.name] = known
         return known
+
+    def _of_window(self, operation: OfWindow) -> None:
+        """State does not travel for a step that is skipped, once that is known."""
+        if not self._verdict.skip:
+            self._placements[operation.window.bucket.placement].travel(operation)
 
     def _of_bucket(self, operation: OfBucket) -> None:
         """What the placement does that has the bucket or chunk."""

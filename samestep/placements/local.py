@@ -2,7 +2,8 @@
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -11,11 +12,16 @@ from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
-from samestep.plan.schedule import PlacementShape
+from samestep.placements.windows import Part, Unit, Windows
+from samestep.plan.schedule import PlacementShape, WindowId
+from samestep.rules.home import home_of
 from samestep.rules.state import (
+    MASTER,
     MASTERS,
     MatrixView,
     State,
+    StoredTensors,
+    Whereabouts,
     block_states,
     initial_state,
     matrix_views,
@@ -36,10 +42,16 @@ class LocalParameters(Placement):
     shape = PlacementShape(bucket_sizes=(1,), agrees=False, reduces=False)
 
     def __init__(
-        self, known: Sequence["KnownGroup"], lying: "Mapping[Tensor, Lying] | None" = None
+        self,
+        known: Sequence["KnownGroup"],
+        lying: "Mapping[Tensor, Lying] | None" = None,
+        windows: Windows | None = None,
     ) -> None:
         self.known = known
         self._lying = lying or {}  # on XLA: where parameters and their state have to stay
+        self.windows = windows
+        if windows is not None:
+            self.shape = self.shape._replace(windows=windows.sizes(1))
 
     def finish_step(self) -> None:
         """What was written lies where it did."""
@@ -53,13 +65,35 @@ class LocalParameters(Placement):
 
     # Lists, not generators: these take a good part of a short step's time.
 
-    def operands(self, number: int) -> list[tuple[int, Operand]]:
+    def operands(self, number: int, window: WindowId | None = None) -> list[tuple[int, Operand]]:
         """Every parameter with a gradient, cut into its blocks, with the index of its group."""
+        if window is not None:
+            return self._operands_of(window)
         return [
             (index, operand)
             for index, group in enumerate(self.known)
             for operand in group.operands()
         ]
+
+    def may_be_present(self, about: "_Held") -> bool:
+        return about.param.grad is not None
+
+    def _operands_of(self, window: WindowId) -> list[tuple[int, Operand]]:
+        """The same of one window of state, which has come to the device."""
+        assert self.windows is not None
+        found = []
+        for place, (part, state) in enumerate(self.arrived(window)):
+            held: _Held = part.unit.about
+            grad = held.param.grad
+            if grad is not None:
+                make = partial(held.views, part, state)
+                views = self.windows.made(window, place, (state,), make)
+                for own, (value, of_matrix, rows, origin) in zip(
+                    held.cut(part, grad), views, strict=True
+                ):
+                    operand = Operand(value, own, of_matrix, rows=rows, origin=origin)
+                    found.append((held.number, operand))
+        return found
 
     def gradients(self) -> list[Tensor]:
         """Whole ones: no sum over them needs their blocks."""
@@ -105,6 +139,7 @@ class LocalGroups:
         self._master_weights = master_weights
         self._distribution = distribution
         self._known: list[KnownGroup] = []
+        self._windows: Windows | None = None
         self._lying: dict[Tensor, Lying] = {}
 
     def look_at(self, groups: Sequence[Group], state: MutableMapping[Tensor, State]) -> None:
@@ -116,6 +151,7 @@ class LocalGroups:
                 self.make_state(group, state)
                 known_group = KnownGroup(group, index, state, self._blocks)
                 self._known[index : index + 1] = [known_group]
+                self._windows = None
 
     def make_state(self, group: Group, state: MutableMapping[Tensor, State]) -> None:
         """There is state for every plain parameter of a group, where it belongs."""
@@ -134,12 +170,19 @@ class LocalGroups:
         """State follows a parameter to its device; cleared state starts afresh."""
         for param in params:
             own, masters = state[param], self._master_weights
+            home = home_of(param.device, self._distribution.offload)
             if not own or (needs_master(param, masters) and not own.keys() & set(MASTERS)):
-                fresh = initial_state(rule_of(group), param, self._blocks[param], group, masters)
+                # Without values first: state that stays on the host may have no room elsewhere.
+                like = param if home.device == param.device else param.detach().to("meta")
+                fresh = initial_state(rule_of(group), like, self._blocks[param], group, masters)
+                if like is not param:
+                    fresh = {k: home.zeros(t.shape, t.dtype) for k, t in fresh.items()}
+                    if MASTER in fresh:
+                        fresh[MASTER].copy_(param.detach())
                 own = state[param] = {**fresh, **own}
             for key, tensor in own.items():
-                if tensor.device != param.device:
-                    own[key] = tensor.to(param.device)
+                if not home.has(tensor):
+                    own[key] = home.copy_of(tensor)
             if param.device.type == "xla":
                 self._lying[param] = self._laid(param, own)
 
@@ -152,7 +195,16 @@ class LocalGroups:
 
     def placement(self) -> LocalParameters:
         """What a step is about."""
-        return LocalParameters(list(self._known), self._lying)
+        if self._distribution.offload and self._windows is None:
+            units = [unit for n, known in enumerate(self._known) for unit in known.units(n)]
+            devices = sorted({str(unit.about.param.device) for unit in units})
+            if len(devices) > 1:
+                raise ValueError(
+                    f"offload={self._distribution.offload!r} brings state to one device, and "
+                    f"parameters are on {' and '.join(devices)}: build an optimizer for each"
+                )
+            self._windows = Windows({("update", 0): units})
+        return LocalParameters(list(self._known), self._lying, self._windows)
 
 
 class KnownGroup:
@@ -170,6 +222,7 @@ class KnownGroup:
         blocks: Mapping[Tensor, list[Block] | None],
     ) -> None:
         self._all = list(group["params"])
+        self._group = group
         self.params = plain(group)
         self._states = [state[param] for param in self.params]
         self._all_states = list(state.values())
@@ -178,8 +231,9 @@ class KnownGroup:
         self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
         names = dict(zip(map(id, self._all), parameter_names(group, index), strict=True))
+        self._names = [names[id(param)] for param in self.params]
         of_params = zip(
-            [names[id(param)] for param in self.params],
+            self._names,
             self.params,
             self._states,
             self.blocks,
@@ -199,6 +253,24 @@ class KnownGroup:
             and _are_the_same([t for entry in self._states for t in entry.values()], self._tensors)
             and [param.data_ptr() for param in self.params] == self._addresses
         )
+
+    def units(self, number: int) -> list[Unit]:
+        """State block by block, or of all of a parameter; `number`: of the group."""
+        found, group = [], self._group
+        for name, param, state, blocks in zip(
+            self._names, self.params, self._states, self.blocks, strict=True
+        ):
+            stored, where = _stored(name, param, state, blocks, group)
+            whole = _Held(number, group, param, None, True, stored, where)
+            if blocks is None:
+                own = _made_views(name, param, state, None, group)[0].state
+                found.append(Unit(whole, own, param.numel(), param.is_contiguous()))
+                continue
+            states = block_states(rule_of(group), state, blocks, group, stored)
+            for block, own in zip(blocks, states, strict=True):
+                held = whole._replace(block=block, is_whole=_is_whole(blocks))
+                found.append(Unit(held, own, block.rows * block.cols))
+        return found
 
     def operands(self) -> list[Operand]:
         """The blocks of every parameter with a gradient, or the whole of it."""
@@ -221,6 +293,41 @@ class KnownGroup:
         return found
 
 
+class _Held(NamedTuple):
+    """What a unit of state belongs to: a parameter, or a block of one."""
+
+    number: int  # of the group
+    options: Group
+    param: Tensor
+    block: Block | None
+    is_whole: bool  # the block is all of the parameter
+    stored: StoredTensors
+    where: Whereabouts | None  # of the parameter, if some of its state is rounded at random
+
+    def views(self, part: Part, state: State) -> list[MatrixView]:
+        """The matrices of a block, or elements of a parameter, with state that has come."""
+        param, where = self.param.detach(), self.where
+        if self.block is not None:
+            return _block_views(self.block, param, state, self.options, self.stored, where)
+        if part.is_whole:
+            value = param if param.ndim else param.view(1)
+            if where is not None:
+                where = where.at(where.elements.view(value.shape))
+        else:
+            value = param.view(-1)[part.start : part.stop]
+            where = None if where is None else where.stretch(part.start, part.stop)
+        return [MatrixView(value, state, None, None if where is None else where.origin())]
+
+    def cut(self, part: Part, grad: Tensor) -> Sequence[Tensor]:
+        """The gradient likewise."""
+        if self.block is None:
+            if part.is_whole:
+                return [grad if grad.ndim else grad.view(1)]
+            return [grad.reshape(-1)[part.start : part.stop]]
+        own = grad if self.is_whole else self.block.view(grad)
+        return [own] if self.block.form is None else self.block.form.views(own)
+
+
 def _are_the_same(found: Sequence[object], known: Sequence[object]) -> bool:
     return len(found) == len(known) and all(map(operator.is_, found, known))
 
@@ -234,10 +341,7 @@ def _made_views(
     name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group
 ) -> list[MatrixView]:
     rule, param = rule_of(group), param.detach()
-    stored = stored_tensors(
-        rule, param, blocks, group, master_weights=bool(state.keys() & set(MASTERS))
-    )
-    where = whereabouts(name, tuple(param.shape), stored)
+    stored, where = _stored(name, param, state, blocks, group)
     if blocks is None:
         if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
             shapes = state_shapes(rule, (1,), group, stored)
@@ -249,16 +353,30 @@ def _made_views(
     return [
         view
         for block, own in zip(blocks, states, strict=True)
-        for view in matrix_views(
-            rule,
-            block,
-            block.view(param),
-            own,
-            group,
-            stored,
-            None if where is None else where.at(block.view(where.elements).view(block.shape)),
-        )
+        for view in _block_views(block, param, own, group, stored, where)
     ]
+
+
+def _block_views(
+    block: Block,
+    param: Tensor,
+    state: State,
+    group: Group,
+    stored: StoredTensors,
+    where: Whereabouts | None,
+) -> list[MatrixView]:
+    if where is not None:
+        where = where.at(block.view(where.elements).view(block.shape))
+    return matrix_views(rule_of(group), block, block.view(param), state, group, stored, where)
+
+
+def _stored(
+    name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group
+) -> tuple[StoredTensors, Whereabouts | None]:
+    """How the state of a parameter is kept, and which elements rounding at random is about."""
+    masters = bool(state.keys() & set(MASTERS))
+    stored = stored_tensors(rule_of(group), param, blocks, group, master_weights=masters)
+    return stored, whereabouts(name, tuple(param.shape), stored)
 
 
 def plain(group: Group) -> list[Tensor]:

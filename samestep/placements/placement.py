@@ -1,7 +1,8 @@
 """Where parameters live: what the step asks of every placement."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,11 +11,15 @@ from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import HeldState, whole_box
-from samestep.plan.schedule import OfBucket, PlacementShape
+from samestep.placements.windows import Part, Unit, Windows
+from samestep.plan.schedule import Fetch, OfBucket, OfWindow, PlacementShape, Stage, WindowId
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.state import MASTER, State
 from samestep.rules.stored import REMAINDER_KEY
+from samestep.update.offload import Staging
 from samestep.update.plain import GroupMaths, Operand, scale
+
+Arrived = Callable[[WindowId], list[tuple[Part, State]]]
 
 
 class PlanMembers(NamedTuple):
@@ -45,6 +50,9 @@ class Placement:
         None  # where sums of it are taken; None: over the optimizer's ranks
     )
     problem: Problem | None = None  # what keeps this rank from taking the step
+    windows: Windows | None = None  # of state that stays on the host
+    staging: Staging | None = None  # where it comes to, in a step
+    _windows_of: Sequence[Tensor] = ()
 
     def activate(self) -> None:
         """All plans are agreed on, and there is state: from now on it takes part."""
@@ -60,12 +68,55 @@ class Placement:
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Do an operation of the schedule that is about a bucket or chunk of this placement."""
 
+    def travel(self, operation: OfWindow) -> None:
+        """Start copying a window of state to the device, or back."""
+        assert self.windows is not None
+        assert self.staging is not None
+        if isinstance(operation, Fetch):
+            self.windows.fetch(operation, self.staging, self.may_be_present)
+        else:
+            self.windows.give_back(operation, self.staging)
+
+    def may_be_present(self, about: Any) -> bool:
+        """Whether what a unit of state is about has a gradient, as far as the host knows."""
+        return True
+
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
 
-    def operands(self, number: int) -> Iterable[tuple[int, Operand]]:
-        """What this rank updates in a bucket, with the index of its group."""
+    def operands(
+        self, number: int, window: WindowId | None = None
+    ) -> Iterable[tuple[int, Operand]]:
+        """What this rank updates in a bucket, or in one window of it, with the index of its group.
+
+        Of state that stays on the host only those of a window can be updated.
+        """
         raise NotImplementedError
+
+    def _keep_windows(
+        self, state: Iterable[State], make: Callable[[], Mapping[tuple[Stage, int], list[Unit]]]
+    ) -> None:
+        """Have windows of state that stays on the host; made anew if a tensor was replaced."""
+        tensors = [tensor for own in state for tensor in own.values()]
+        known = self._windows_of
+        if self.windows and len(known) == len(tensors) and all(map(operator.is_, known, tensors)):
+            return
+        self._windows_of, self.windows = tensors, Windows(make())
+        self.shape = self.shape._replace(
+            windows=self.windows.sizes(len(self.shape.bucket_sizes)),
+            chunk_windows=self.windows.chunk_sizes(self.shape.chunks),
+        )
+
+    def chunk_arrived(self, operation: OfBucket) -> Arrived | None:
+        """What waits for the state of a chunk; None: it has none that stays on the host."""
+        sizes = self.shape.chunk_windows
+        return self.arrived if sizes and sizes[operation.bucket.bucket] else None
+
+    def arrived(self, window: WindowId) -> list[tuple[Part, State]]:
+        """Wait for a window of state."""
+        assert self.windows is not None
+        assert self.staging is not None
+        return self.windows.arrived(window, self.staging)
 
     def gradients(self) -> Iterable[Tensor]:
         """The averaged gradients that this rank answers for in sums over ranks."""

@@ -13,11 +13,17 @@ Blocks of DTensors come together in chunks, after the waves:
 
 Where ranks average copies of DTensors themselves, a block comes together from averaged parts, and
 is gathered when it was applied.
+
+State that stays on the host comes in windows, each into a staging buffer of the device: the next
+one comes while one is updated and the one before returns:
+
+    Fetch 0   Fetch 1 Update 0 Return 0   Fetch 2 Update 1 Return 1 ...
 """
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from samestep.plan.block_exchange import ChunkTransfers
 from samestep.plan.transfers import BucketTransfers, Transfer
@@ -28,6 +34,39 @@ class BucketId(NamedTuple):
 
     placement: int
     bucket: int
+
+
+Stage = Literal["update", "chunk"]
+
+
+class WindowId(NamedTuple):
+    """State on the host that travels together: some of a bucket's, or what a chunk needs.
+
+    stage: what it is needed for: to update a bucket, or for a chunk from when it is collected
+        until it is applied.
+    """
+
+    bucket: BucketId
+    stage: Stage
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Start copying a window of state from the host into a staging buffer."""
+
+    window: WindowId
+    slot: int  # the staging buffer
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Return:
+    """Start copying a window back to the host."""
+
+    window: WindowId
+    slot: int
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -65,9 +104,11 @@ class Clip:
 
 @dataclass(frozen=True)
 class Update:
-    """Run the rules on what this rank owns in some buckets: one wave."""
+    """Run the rules on what this rank owns in some buckets: one wave, or one window of a bucket."""
 
     buckets: tuple[BucketId, ...]
+    window: WindowId | None = None
+    is_last: bool = True  # window of its bucket
 
 
 @dataclass(frozen=True)
@@ -121,15 +162,21 @@ class Measure:
 
 
 OfBucket = Reduce | Average | Gather | Place | Collect | Transform | GiveBack | Apply
-Operation = OfBucket | Agree | Clip | Update | Measure
+OfWindow = Fetch | Return
+Operation = OfBucket | OfWindow | Agree | Clip | Update | Measure
 Schedule = tuple[Operation, ...]
 
 
 def line_of(operation: Operation) -> str:
     """An operation as text: "Reduce 0.3" is about bucket 3 of placement 0."""
+    of_window = ""
     match operation:
-        case Update(buckets):
+        case Update(buckets, window):
             about = [*buckets]
+            of_window = "" if window is None else f" window {window.number}"
+        case Fetch(window) | Return(window):
+            about = [window.bucket]
+            of_window = f" window {window.number}" if window.stage == "update" else " chunk"
         case Agree(placement):
             return f"Agree {placement}"
         case Clip() | Measure():
@@ -137,7 +184,7 @@ def line_of(operation: Operation) -> str:
         case _:
             about = [operation.bucket]
     places = [f"{bucket.placement}.{bucket.bucket}" for bucket in about]
-    return " ".join([type(operation).__name__, *places])
+    return " ".join([type(operation).__name__, *places]) + of_window
 
 
 class PlacementShape(NamedTuple):
@@ -156,6 +203,10 @@ class PlacementShape(NamedTuple):
     places: tuple[int, ...] = ()  # how late forward uses each bucket
     transfers: tuple[BucketTransfers, ...] = ()
     chunk_transfers: tuple[ChunkTransfers, ...] = ()
+    # Of state that stays on the host, in bytes; (): it lies on the device. A rank may have other
+    # windows than its peers: nobody else takes part in what they do.
+    windows: tuple[tuple[int, ...], ...] = ()  # of each bucket
+    chunk_windows: tuple[int, ...] = ()  # of each chunk
 
     def reduce(self, bucket: BucketId) -> Reduce:
         """The operations about a bucket or a chunk, with what they send."""
@@ -217,6 +268,7 @@ def step_schedule(
     # reductions that other ranks have launched already.
     late = any(placement.overlaps for placement in placements)
     operations = reduce + agree if late else agree + reduce
+    begun = len(operations)
     if clip:  # the norm needs every gradient
         operations += [placements[bucket.placement].average(bucket) for bucket in buckets]
         operations.append(Clip())
@@ -232,7 +284,7 @@ def step_schedule(
     for wave in _waves(placements, buckets, waves):
         alone = [bucket for bucket in wave if bucket not in with_blocks]
         operations += [placements[b.placement].average(b) for b in alone if not clip]
-        operations.append(Update(wave))
+        operations += _updates(placements, wave)
         shared = tuple(bucket for bucket in alone if placements[bucket.placement].agrees)
         operations += [placements[bucket.placement].gather(bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
@@ -245,7 +297,8 @@ def step_schedule(
         before = () if placements[bucket.placement].defers else (bucket,)
     if measure:
         operations.append(Measure())
-    return (*operations, *(Place(bucket) for bucket in before))
+    operations += [Place(bucket) for bucket in before]
+    return (*operations[:begun], *_with_travel(placements, operations[begun:]))
 
 
 def _pipelines(placements: Sequence[PlacementShape]) -> list[list[BucketId]]:
@@ -296,3 +349,91 @@ def _waves(
         runs[min(waves - 1, int(waves * middle / max(total, 1)))].append(bucket)
         done += size
     return [tuple(run) for run in runs if run]
+
+
+# --- state that stays on the host ---------------------------------------------------------------
+
+
+def staging_bytes(schedule: Schedule) -> tuple[int, ...]:
+    """The size of every staging buffer that a schedule needs."""
+    sizes: dict[int, int] = defaultdict(int)
+    for operation in schedule:
+        if isinstance(operation, Fetch):
+            sizes[operation.slot] = max(sizes[operation.slot], operation.nbytes)
+    return tuple(sizes[slot] for slot in range(len(sizes)))
+
+
+def _updates(placements: Sequence[PlacementShape], wave: Sequence[BucketId]) -> list[Operation]:
+    """A wave at once; what has windows, window by window."""
+    found: list[Operation] = []
+    resident: list[BucketId] = []
+    for bucket in wave:
+        windows = placements[bucket.placement].windows
+        sizes = windows[bucket.bucket] if windows else ()
+        if not sizes:
+            resident.append(bucket)
+        for number in range(len(sizes)):
+            is_last = number == len(sizes) - 1
+            found.append(Update((bucket,), WindowId(bucket, "update", number), is_last))
+    return [Update(tuple(resident)), *found] if resident else found
+
+
+def _with_travel(
+    placements: Sequence[PlacementShape], operations: Sequence[Operation]
+) -> Iterator[Operation]:
+    """Operations with the windows that they need: each is fetched while the one before is used.
+
+    A staging buffer is filled again when another one has been returned since it was: then its own
+    return is over, or all links are busy anyway. So three are enough where windows follow each
+    other.
+    """
+    wanted = [window for operation in operations for window in _needs(placements, operation)]
+    slots: dict[WindowId, int] = {}
+    resting: list[int] = []  # buffers in the order in which they were returned
+    sizes = {window: _size(placements, window) for window in wanted}
+    used = 0
+
+    def fetches(until: int) -> Iterator[Operation]:
+        for window in wanted[len(slots) : until]:
+            slot = resting.pop(0) if len(resting) > 1 else len(set(slots.values()))
+            slots[window] = slot
+            yield Fetch(window, slot, sizes[window])
+
+    yield from fetches(1)
+    for operation in operations:
+        needed = len(_needs(placements, operation))
+        if needed:
+            used += needed
+            yield from fetches(used + 1)
+        yield operation
+        for window in _releases(placements, operation):
+            resting.append(slots[window])
+            yield Return(window, slots[window], sizes[window])
+
+
+def _size(placements: Sequence[PlacementShape], window: WindowId) -> int:
+    (placement, bucket), stage, number = window
+    shape = placements[placement]
+    return shape.windows[bucket][number] if stage == "update" else shape.chunk_windows[bucket]
+
+
+def _needs(placements: Sequence[PlacementShape], operation: Operation) -> list[WindowId]:
+    """The windows that have to be there for an operation, and were not needed before."""
+    match operation:
+        case Update(_, window) if window is not None:
+            return [window]
+        case Collect(chunk):
+            return _of_chunk(placements, chunk)
+    return []
+
+
+def _releases(placements: Sequence[PlacementShape], operation: Operation) -> list[WindowId]:
+    """The windows that nobody needs after an operation."""
+    if isinstance(operation, Apply):
+        return _of_chunk(placements, operation.bucket)
+    return [] if isinstance(operation, Collect) else _needs(placements, operation)
+
+
+def _of_chunk(placements: Sequence[PlacementShape], chunk: BucketId) -> list[WindowId]:
+    sizes = placements[chunk.placement].chunk_windows
+    return [WindowId(chunk, "chunk")] if sizes and sizes[chunk.bucket] else []

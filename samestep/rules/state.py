@@ -326,7 +326,7 @@ class Whereabouts(NamedTuple):
         """Elements start..stop-1 of these in order."""
         if self.elements.is_contiguous():
             return self.at(self.elements.view(-1)[start:stop])
-        return self._replace(start=start)
+        return self._replace(start=(self.start or 0) + start)
 
     def origin(self) -> Origin:
         offset, strides = self.first + int(self.elements.storage_offset()), self.elements.stride()

@@ -163,6 +163,21 @@ for _layout in (
 ):
     register(_layout, on_request=True)
 
+# State in the host's memory, that comes to the device in windows.
+_OFFLOAD = {"offload": "state"}
+for _layout in (
+    Layout("one_process_offload", "one_process, state on the host", _OFFLOAD, one_process=True),
+    Layout("none_offload", "none, state on the host", {"sharding": "none", **_OFFLOAD}),
+    Layout("zero2_offload", "zero2_overlap, state on the host", {**_ZERO2, **_OVERLAP, **_OFFLOAD}),
+    Layout(
+        "flat_offload",
+        "flat_zero2_overlap, state on the host",
+        {**_FLAT, **_ZERO2, **_OVERLAP, **_OFFLOAD},
+    ),
+    Layout("fsdp2_offload", "fsdp2_parallel, state on the host", _OFFLOAD, parameters="fsdp2"),
+):
+    register(_layout, on_request=True)
+
 # DTensors of which other meshes hold copies, that the optimizer averages.
 _TENSOR, _EXPERT = {"model": 2}, {"expert": 2}
 _PLAIN_TP = "tensor parallel, in copies along a data axis"

@@ -145,6 +145,7 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
     keywords = {key: getattr(options, key) for key in same}
     keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
+    keywords["offload"] = None if options.offload == "none" else options.offload
     by_fsdp = options.placed in ("fsdp2", "hsdp")
     if not by_fsdp and not options.meshed:
         router_losses.place(model, registry.of(), world.size)

@@ -46,6 +46,9 @@ class Options:
     ] = "1f1b"
     compile: Annotated[bool, "compile blocks, where no gate is closed"] = False
     recompute: Annotated[bool, "blocks compute again in backward what they would have kept"] = False
+    offload: Annotated[
+        Literal["none", "state"], "state: moments and momenta stay in the host's memory"
+    ] = "none"
     reduction: Annotated[
         Literal["ordered", "fast"],
         "ordered: the same bits every time; fast: whatever the backend does",

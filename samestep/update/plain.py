@@ -369,7 +369,9 @@ def scale(param: Tensor, state: State, factor: Tensor) -> None:
     if not any(key in state for key in MASTERS):
         param.mul_(factor)
         return
-    value = exact_value(param, state).mul_(factor)
+    # A master copy may stay on the host.
+    own = {key: state[key].to(param.device) for key in MASTERS if key in state}
+    value = exact_value(param, own).mul_(factor)
     for old, new in parameter_pairs(param, state, value):
         old.copy_(new)
 

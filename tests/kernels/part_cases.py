@@ -356,17 +356,23 @@ ROWS |= {"update_scale": 0.5, "adjust_lr": "unit_rms_norm", "norm_factor": 1.02}
     ("shape", "travel", "options"),
     [
         ((3,), PLAIN, {"absent": "tall", "bucket_size": 1000}),
-        ((2,), WIDE, {**NANOCHAT, **ROWS, "cautious": True, "absent": "tall_columns"}),
+        (
+            (2,),
+            WIDE,
+            {**NANOCHAT, **ROWS, "cautious": True, "absent": "tall_columns", "offload": "state"},
+        ),
         ((2,), PLAIN, {"muon_schedule": "gather", "dtype": torch.float16, "master_weights": True}),
     ][: 2 if QUICK else 3],
     ids=["default", "nanochat", "gather"][: 2 if QUICK else 3],
 )
 def test_parts_have_the_bits_of_whole_blocks(kernels, shape, travel, options, few_tensors):
-    of_ranks = {"muon_schedule", "bucket_size"}
+    of_ranks = {"muon_schedule", "bucket_size", "offload"}
     own = {key: value for key, value in options.items() if key not in of_ranks}
     if "compute_dtype" in travel:
         own["compute_dtype"] = travel["compute_dtype"]
     expected = values(*trained(**own))
+    if "offload" in options:
+        assert different(values(*trained(**own, offload=options["offload"])), expected) == []
     assert not kernels  # whole blocks have other ones
     assert different(on_ranks(kernels, shape, **travel, **options), expected) == []
 

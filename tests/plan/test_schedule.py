@@ -15,15 +15,20 @@ from samestep.plan.schedule import (
     BucketId,
     Clip,
     Collect,
+    Fetch,
     Gather,
     GiveBack,
     Measure,
     Place,
     PlacementShape,
     Reduce,
+    Return,
     Transform,
     Update,
+    WindowId,
     launch_order,
+    line_of,
+    staging_bytes,
     step_schedule,
 )
 
@@ -41,6 +46,8 @@ shapes = st.builds(
     places=st.just(()),
     transfers=st.just(()),
     chunk_transfers=st.just(()),
+    windows=st.just(()),
+    chunk_windows=st.just(()),
 )
 schedules = st.tuples(
     st.lists(shapes, min_size=1, max_size=4), st.integers(1, 6), st.booleans(), st.booleans()
@@ -213,3 +220,60 @@ def test_reductions_of_several_plans_are_in_the_one_order():
     schedule = step_schedule(shapes, waves=1, clip=False, measure=False)
     reduced = [op.bucket for op in schedule if isinstance(op, Reduce)]
     assert reduced == [(1, 0), (0, 0), (0, 1), (1, 1)]
+
+
+@given(schedules, st.integers(0, 2), st.randoms(use_true_random=False))
+def test_windows_are_there_when_they_are_needed_and_buffers_have_one_at_a_time(case, ahead, random):
+    placements, waves, clip, measure = case
+    own = [
+        p._replace(
+            windows=tuple(tuple(random.choices(range(1, 9), k=3)[: random.randrange(4)])
+                          for _ in p.bucket_sizes),
+            chunk_windows=tuple(random.randrange(3) for _ in range(p.chunks)),
+        )
+        for p in placements
+    ]  # fmt: skip
+    options = {"waves": waves, "clip": clip, "measure": measure, "chunks_ahead": ahead}
+    schedule = step_schedule(own, **options)
+    sizes, inside, seen = staging_bytes(schedule), {}, set()
+    for operation in schedule:
+        if isinstance(operation, Fetch):
+            assert operation.slot not in inside
+            assert operation.nbytes <= sizes[operation.slot]
+            inside[operation.slot] = operation.window
+        elif isinstance(operation, Return):
+            seen.add(inside.pop(operation.slot))
+        for window in needed_by(own, operation):
+            assert window in inside.values()
+    assert not inside
+    of_buckets = sum(len(sizes) for p in own for sizes in p.windows)
+    assert len(seen) == of_buckets + sum(size > 0 for p in own for size in p.chunk_windows)
+    # What stays on the device goes the same way as without windows.
+    kept = [op for op in schedule if not isinstance(op, Fetch | Return | Update)]
+    plain = step_schedule(placements, **options)
+    assert kept == [op for op in plain if not isinstance(op, Update)]
+
+
+def needed_by(placements, operation):
+    match operation:
+        case Update(_, window) if window is not None:
+            yield window
+        case Collect(chunk) | Transform(chunk) | GiveBack(chunk) | Apply(chunk):
+            if placements[chunk.placement].chunk_windows[chunk.bucket]:
+                yield WindowId(chunk, "chunk")
+
+
+def test_the_next_window_comes_while_one_is_updated_and_three_buffers_are_enough():
+    shape = PlacementShape((1,), agrees=False, reduces=False, windows=((5, 7, 9, 3, 8),))
+    schedule = step_schedule([shape], waves=4, clip=False, measure=False)
+    assert [line_of(operation) for operation in schedule[:8]] == [
+        "Fetch 0.0 window 0",
+        "Average 0.0",
+        "Fetch 0.0 window 1",
+        "Update 0.0 window 0",
+        "Return 0.0 window 0",
+        "Fetch 0.0 window 2",
+        "Update 0.0 window 1",
+        "Return 0.0 window 1",
+    ]
+    assert staging_bytes(schedule) == (5, 8, 9)

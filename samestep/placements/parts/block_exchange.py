@@ -15,22 +15,36 @@ from samestep.groups.distribution import Distribution
 from samestep.kernels.choice import missing
 from samestep.placements.parts.block_moves import BlockMoves
 from samestep.placements.parts.block_stages import PlainStages
-from samestep.placements.parts.held_parts import HeldParts
+from samestep.placements.parts.held_parts import BlockState, HeldParts
+from samestep.placements.placement import Arrived
+from samestep.placements.windows import Unit
 from samestep.plan.block_exchange import (
     ChunkTransfers,
     ExchangePlan,
+    Key,
     ShardedSpec,
     chunk_transfers,
     plan_exchange,
     plan_gather,
 )
-from samestep.plan.schedule import Apply, Collect, GiveBack, OfBucket, PlacementShape, Transform
+from samestep.plan.schedule import (
+    Apply,
+    Collect,
+    GiveBack,
+    OfBucket,
+    PlacementShape,
+    Transform,
+    WindowId,
+)
 from samestep.plan.sharding import ParamSpec
-from samestep.rules.state import math_dtype
+from samestep.rules.state import State, math_dtype
 from samestep.update.plain import GroupMaths
 
 if TYPE_CHECKING:
     from samestep.placements.parts.kernel_stages import SpreadBlocks
+
+
+NOTHING: State = {}
 
 
 class Stages(Protocol):
@@ -70,6 +84,7 @@ class BlockExchange:
         self._stages: list[PlainStages] = []
         self._kernels: SpreadBlocks | None = None
         self._running: dict[int, Stages] = {}  # chunks that are on their way
+        self._brought: dict[int, dict[Key, BlockState]] = {}  # by chunk, in the last step
 
     def lines(self, specs: Sequence[ParamSpec]) -> list[str]:
         """Who owns which block, as text."""
@@ -101,11 +116,44 @@ class BlockExchange:
         if self._kernels is not None:
             self._kernels.begin_step(self._held)
 
-    def run(self, operation: OfBucket, math: GroupMaths) -> None:
-        """One stage of one chunk; other operations are not about blocks."""
+    def units(self) -> list[list[Unit]]:
+        """What every chunk needs of state that stays on the host: of parts, and of whole blocks."""
+        held = self._held
+        found = []
+        for chunk in self.plan.chunks:
+            parts = {part.route.key: held.kept_of_part(part) for part in held.held_parts(chunk)}
+            wholes = {route.key: held.kept_of_whole(route) for route in chunk}
+            units = [Unit(("part", key), own, elements=1) for key, own in parts.items()]
+            units += [Unit(("whole", key), own, elements=1) for key, own in wholes.items()]
+            found.append([unit for unit in units if unit.state])
+        return found
+
+    def _bring(self, window: WindowId, arrived: Arrived) -> None:
+        """Wait for the state of a chunk that stays on the host."""
+        states: dict[Key, BlockState] = {}
+        for part, state in arrived(window):
+            kind, key = part.unit.about
+            of_part, of_whole = states.get(key, BlockState(NOTHING, NOTHING))
+            states[key] = BlockState(
+                state if kind == "part" else of_part, state if kind == "whole" else of_whole
+            )
+        number = window.bucket.bucket
+        known = self._brought.get(number, {})
+        if self._kernels is not None and not _are_the_same(known, states):
+            self._kernels.forget(number)
+        self._brought[number] = states
+        self._held.come(states)
+
+    def run(self, operation: OfBucket, math: GroupMaths, arrived: Arrived | None = None) -> None:
+        """One stage of one chunk; other operations are not about blocks.
+
+        `arrived`: waits for a window, where the chunk has state that stays on the host.
+        """
         number, held = operation.bucket.bucket, self._held
         match operation:
             case Collect():
+                if arrived is not None:
+                    self._bring(WindowId(operation.bucket, "chunk"), arrived)
                 stages: Stages | None = None
                 if self._kernels is not None:
                     stages = self._kernels.stages(held, number, math)
@@ -121,8 +169,16 @@ class BlockExchange:
     def end_step(self) -> None:
         """Everything was taken and placed, or the step has failed."""
         self._running = {}
+        self._held.end_step()
         if self._kernels is not None:
             self._kernels.end_step()
+
+
+def _are_the_same(known: dict[Key, BlockState], found: dict[Key, BlockState]) -> bool:
+    return known.keys() == found.keys() and all(
+        own.of_part is found[key].of_part and own.of_whole is found[key].of_whole
+        for key, own in known.items()
+    )
 
 
 def planned(

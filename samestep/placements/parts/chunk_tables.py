@@ -206,7 +206,7 @@ class ChunkTables:
                     self._places[index],
                     size,
                     Rows(int(grad.storage_offset()), grad.stride(0)),
-                    _known(part.of(held.state_of(index)["momentum_buffer"]), size),
+                    _known(held.part_of_state(part)["momentum_buffer"], size),
                     goes_to[0] if goes_to else None,
                     _rounded(held, part, size),
                 )
@@ -266,12 +266,12 @@ class ChunkTables:
         found = []
         for part, size, source in self.parts:
             route = part.route
-            state = held.state_of(route.param)
+            state = held.part_of_state(part)
             master = state.get(MASTER, state.get(REMAINDER_KEY))
             if master is not None and master.dtype not in (torch.float32, torch.int16):
                 raise NotRowsError
             target = _known(part.of(held.value_of(route.param)), size)
-            own = None if master is None else _known(part.of(master), size)
+            own = None if master is None else _known(master, size)
             group, whole = (
                 held.specs[route.param].group,
                 StepPart(

@@ -1,12 +1,13 @@
 """What a rank holds of DTensors and their blocks in a step: all that stages of blocks ask for."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import gcd
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import Held
@@ -32,6 +33,13 @@ class HeldPart(NamedTuple):
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor that is placed as the parameter is."""
         return local_part(tensor)[self.here]
+
+
+class BlockState(NamedTuple):
+    """State of a block on the device, if it stays elsewhere: of the part held here, and of all."""
+
+    of_part: State
+    of_whole: State
 
 
 class HeldParts:
@@ -61,6 +69,7 @@ class HeldParts:
         self.share = share
         self.device = device
         self.present: list[bool | Tensor] = []
+        self._come: dict[Key, BlockState] = {}
 
     def value_of(self, index: int) -> Tensor:
         """What this rank holds of a parameter, to write into."""
@@ -91,16 +100,6 @@ class HeldParts:
         """Whether state belongs to whole blocks, such as their variance."""
         return self.specs[index].stored[key].per is None
 
-    def part_of_state(self, part: HeldPart) -> State:
-        """Of a part: what has an element for each of its, or for some neighbours."""
-        index = part.route.param
-        stored = self.specs[index].stored
-        return {
-            key: local_part(tensor)[divided(part.here, stored[key].per or 1)]
-            for key, tensor in self.state_of(index).items()
-            if not self.is_of_whole(index, key)
-        }
-
     def held_parts(self, chunk: Sequence[Route]) -> list[HeldPart]:
         """Every block of a chunk of which this rank holds a part, once."""
         rank, blocks, found = self.group.rank, dict[Key, Route](), []
@@ -122,8 +121,38 @@ class HeldParts:
         """Whether this rank's copy is the one that counts in sums over ranks."""
         return self.boxes[index].replicas[self.group.rank] == 0
 
+    def part_of_state(self, part: HeldPart) -> State:
+        """Of a part: what has an element for each of its, or for some neighbours."""
+        if part.route.key in self._come:
+            return self._come[part.route.key].of_part
+        return self.kept_of_part(part)
+
     def whole_state(self, route: Route) -> State:
         """Views of the state that belongs to a whole block, such as its variance."""
+        if route.key in self._come:
+            return self._come[route.key].of_whole
+        return self.kept_of_whole(route)
+
+    def come(self, states: Mapping[Key, "BlockState"]) -> None:
+        """State that stays on the host is on the device, for some blocks, until the step ends."""
+        self._come.update(states)
+
+    def end_step(self) -> None:
+        """It is gone again."""
+        self._come = {}
+
+    def kept_of_part(self, part: HeldPart) -> State:
+        """`part_of_state` where it stays."""
+        index = part.route.param
+        stored = self.specs[index].stored
+        return {
+            key: local_part(tensor)[divided(part.here, stored[key].per or 1)]
+            for key, tensor in self.state_of(index).items()
+            if not self.is_of_whole(index, key)
+        }
+
+    def kept_of_whole(self, route: Route) -> State:
+        """`whole_state` where it stays."""
         spec = self.specs[route.param]
         group = self.groups[spec.group]
         state = self.state_of(route.param)
@@ -199,22 +228,22 @@ def refuse_cut_scales(spec: ParamSpec, held: Held) -> None:
 
 
 def placed_beside(param: DTensor, local: Tensor, per: int = 1) -> DTensor:
-    """A DTensor with other values, placed as a parameter is.
+    """A DTensor with other values, placed as a parameter is; `local` may be on another device.
 
     `per`: of so many elements of the parameter, along its last dim, it has one.
+
+    torch's `from_local` would move it to the device of the mesh, so FSDP2 makes parameters that it
+    offloads as it is done here.
     """
     shape, stride = param.shape, param.stride()
     if per > 1:
         like = torch.empty((*shape[:-1], shape[-1] // per), device="meta")
         shape, stride = like.shape, like.stride()
-    return DTensor.from_local(
-        local,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
+    meta = TensorMeta(torch.Size(shape), stride, local.dtype)
+    spec = DTensorSpec(param.device_mesh, tuple(param.placements), tensor_meta=meta)
+    make: Any = DTensor
+    found: DTensor = make(local, spec, requires_grad=False)
+    return found
 
 
 def local_part(tensor: Tensor) -> Tensor:

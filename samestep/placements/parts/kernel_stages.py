@@ -242,6 +242,10 @@ class SpreadBlocks:
         tables = self._tables[number]
         return None if tables is None else KernelStages(tables, self._step)
 
+    def forget(self, number: int) -> None:
+        """The state of a chunk has come to another place."""
+        self._tables.pop(number, None)
+
     def end_step(self) -> None:
         self._step = None
 

@@ -35,7 +35,9 @@ from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.plan.schedule import OfBucket
+from samestep.placements.windows import Part, Unit
+from samestep.plan.schedule import OfBucket, Stage, WindowId
+from samestep.rules.home import Home, home_of
 from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Stored, whole_shapes
@@ -63,6 +65,7 @@ class ShardedParameters(Placement):
         self.mesh = mesh
         self.group = self.held_by = self.sums_over = mesh_group(mesh)
         self.device = self.params[0].to_local().device
+        self._distribution = distribution
         self._held = []
         for param, spec in zip(self.params, self.specs, strict=True):
             try:
@@ -121,6 +124,7 @@ class ShardedParameters(Placement):
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the parameter's shape is sharded as it is; all other is on every rank."""
         self.parts.groups = groups
+        home = home_of(self.device, self._distribution.offload)
         made: dict[Tensor, State] = {}
         for param, spec in zip(self.params, self.specs, strict=True):
             group = groups[spec.group]
@@ -132,20 +136,17 @@ class ShardedParameters(Placement):
                 )
             shapes = whole_shapes(rule, tuple(param.shape), spec.blocks, group, spec.stored)
             made[param] = {
-                key: self._zeros(param, shapes[key], how) for key, how in spec.stored.items()
+                key: self._zeros(param, shapes[key], how, home) for key, how in spec.stored.items()
             }
         self.refresh_masters(made)
         self.exchange.prepare()
         return made
 
-    def _zeros(self, param: DTensor, shape: Shape, how: Stored) -> Tensor:
+    def _zeros(self, param: DTensor, shape: Shape, how: Stored, home: Home) -> Tensor:
         if how.per is None:
-            return torch.zeros(shape, dtype=how.dtype, device=self.device)
-        local = param.to_local()
-        if how.per == 1:
-            return placed_beside(param, torch.zeros_like(local, dtype=how.dtype))
-        zeros = torch.zeros(how.shape(tuple(local.shape)), dtype=how.dtype, device=self.device)
-        return placed_beside(param, zeros, how.per)
+            return home.zeros(shape, how.dtype)
+        local = home.zeros(how.shape(tuple(param.to_local().shape)), how.dtype)
+        return placed_beside(param, local, how.per)
 
     def gather_state(
         self,
@@ -248,8 +249,8 @@ class ShardedParameters(Placement):
     def _whole(self, index: int, tensor: Tensor, per: int = 1) -> Tensor:
         """All of a tensor that is sharded as a parameter is; collective."""
         if not isinstance(tensor, DTensor):
-            return tensor.clone()
-        return whole_tensor(tensor, self._held[index].divided(per))
+            return tensor.to(self.device, copy=True)
+        return whole_tensor(tensor, self._held[index].divided(per), self.device)
 
     # --- the step ------------------------------------------------------------------------
 
@@ -258,10 +259,30 @@ class ShardedParameters(Placement):
         self.problem = problem or self._parameter_problem() or self._gradient_problem()
         self.parts.state = state
         self.exchange.begin_step()
+        if self._distribution.offload is not None:
+            self._keep_windows((state[param] for param in self.params), self._units)
+
+    def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
+        """State of elementwise parameters, of which any range may be updated; that of blocks."""
+        found: dict[tuple[Stage, int], list[Unit]] = {("update", 0): []}
+        for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+            if spec.blocks is None:
+                own, local = self._local_state(param), param.to_local()
+                found["update", 0].append(Unit(index, own, local.numel(), local.is_contiguous()))
+        for number, units in enumerate(self.exchange.units()):
+            found["chunk", number] = units
+        return found
+
+    def _local_state(self, param: Tensor) -> State:
+        return {key: local_part(tensor) for key, tensor in self._state[param].items()}
+
+    def may_be_present(self, about: Any) -> bool:
+        """Blocks that come together do so with those that are absent."""
+        return not isinstance(about, int) or self.parts.present[about] is not False
 
     def run(self, operation: OfBucket, maths: GroupMaths) -> None:
         """Blocks travel; gradients come reduced, and what is updated in place is nobody else's."""
-        self.exchange.run(operation, maths)
+        self.exchange.run(operation, maths, self.chunk_arrived(operation))
 
     def finish_step(self) -> None:
         self.parts.sums = {}
@@ -315,27 +336,40 @@ class ShardedParameters(Placement):
         flags = self.parts.present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.specs, flags, strict=True)]
 
-    def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
+    def operands(
+        self, number: int, window: WindowId | None = None
+    ) -> Iterator[tuple[int, Operand]]:
         """The local parts of elementwise parameters."""
-        for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
-            present = self.parts.present[index]
-            if spec.blocks is None and present is not False:
-                state = {key: local_part(tensor) for key, tensor in self._state[param].items()}
-                flag = present if isinstance(present, Tensor) else None
-                operand = Operand(
-                    param.to_local(),
-                    self.parts.gradient_of(index),
-                    state,
-                    flag,
-                    self.parts.answers_for(index),
-                    self.parts.share,
-                    origin=self._origin(index),
-                )
-                yield spec.group, operand
+        if window is None:
+            for index, (param, spec) in enumerate(zip(self.params, self.specs, strict=True)):
+                if spec.blocks is None and self.parts.present[index] is not False:
+                    value, grad = param.to_local(), self.parts.gradient_of(index)
+                    origin = self._origin(index)
+                    yield self._operand(index, value, grad, self._local_state(param), origin)
+            return
+        for part, state in self.arrived(window):
+            index = part.unit.about
+            if self.parts.present[index] is not False:
+                value, grad = self.params[index].to_local(), self.parts.gradient_of(index)
+                if not part.is_whole:
+                    value = value.view(-1)[part.start : part.stop]
+                    grad = grad.reshape(-1)[part.start : part.stop]
+                yield self._operand(index, value, grad, state, self._origin(index, part))
 
-    def _origin(self, index: int) -> Origin | None:
-        """Where the local part of an elementwise parameter lies."""
+    def _operand(
+        self, index: int, value: Tensor, grad: Tensor, state: State, origin: Origin | None
+    ) -> tuple[int, Operand]:
+        present = self.parts.present[index]
+        flag = present if isinstance(present, Tensor) else None
+        counted, share = self.parts.answers_for(index), self.parts.share
+        operand = Operand(value, grad, state, flag, counted, share, origin=origin)
+        return self.specs[index].group, operand
+
+    def _origin(self, index: int, part: Part | None = None) -> Origin | None:
+        """Where the local part of an elementwise parameter lies, or a range of it."""
         where = self.parts.elements_of(index)
+        if where is not None and part is not None and not part.is_whole:
+            where = where.stretch(part.start, part.stop)
         return None if where is None else where.origin()
 
     def gradients(self) -> Iterator[Tensor]:

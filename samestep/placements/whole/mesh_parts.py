@@ -171,7 +171,8 @@ class MeshParts:
 
     def whole(self, index: int, local: Tensor, per: int = 1) -> Tensor:
         """All of a tensor that is placed as a parameter is; collective."""
-        return whole_tensor(self.beside(index, local, per), self._held[index].divided(per))
+        device = self._params[index].to_local().device
+        return whole_tensor(self.beside(index, local, per), self._held[index].divided(per), device)
 
     def beside(self, index: int, local: Tensor, per: int = 1) -> DTensor:
         """A DTensor with other values, placed as a parameter is."""
@@ -249,7 +250,7 @@ class AnsweredBlocks(HeldParts):
     def answers_for(self, index: int) -> bool:
         return self.items[index].block.counted and super().answers_for(index)
 
-    def whole_state(self, route: Any) -> State:
+    def kept_of_whole(self, route: Any) -> State:
         state = self.state_of(route.param)
         return {key: state[key] for key in state if self.is_of_whole(route.param, key)}
 

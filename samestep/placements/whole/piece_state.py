@@ -153,12 +153,13 @@ def gather_whole(
     groups: Sequence[Group],
     group: RankGroup,
     wanted: Iterable[int],
+    device: torch.device,
 ) -> Callable[[], dict[Tensor, State]]:
     """Start gathering the state of the wanted parameters' pieces, in one gather per dtype.
 
-    What it gives waits for that, and gives new tensors as one process would have them, local ones
-    in the shape of what this rank holds. What every rank has does not travel: that is this rank's
-    own.
+    What it gives waits for that, and gives new tensors on `device`, which may be another one than
+    where state stays, as one process would have them, local ones in the shape of what this rank
+    holds. What every rank has does not travel: that is this rank's own.
     """
     owners, indices = _owners(plan), list(wanted)
     keys = [list(state[param]) for param in params]
@@ -171,7 +172,7 @@ def gather_whole(
                 travels.setdefault(dtype, []).append((index, key))
     gathers = {}
     for dtype, entries in travels.items():
-        mine = torch.cat([state[params[index]][key] for index, key in entries])
+        mine = torch.cat([state[params[index]][key].to(device) for index, key in entries])
         sizes = [sum(layout.sizes[index][key] for index, key in entries) for layout in layouts]
         gathers[dtype] = gather_segments("gather of the state", mine, sizes, group)
 
@@ -180,7 +181,11 @@ def gather_whole(
         for rank, layout in enumerate(layouts):
             theirs: dict[int, State] = {}
             if rank == group.rank:
-                theirs = {i: state[params[i]] for i in indices if not owners[i]}
+                theirs = {
+                    i: {key: tensor.to(device) for key, tensor in state[params[i]].items()}
+                    for i in indices
+                    if not owners[i]
+                }
             for dtype, entries in travels.items():
                 sizes = [layout.sizes[index][key] for index, key in entries]
                 parts = torch.split(arrived[dtype][rank], sizes)
@@ -192,7 +197,7 @@ def gather_whole(
                     views = {key: layout.view(piece, key, own[key]) for key in own}
                     yield _Held(group.members[rank], piece, views)
 
-    return lambda: _put_together(params, plan.params, keys, groups, indices, held())
+    return lambda: _put_together(params, plan.params, keys, groups, indices, held(), device)
 
 
 def held_pieces(
@@ -284,14 +289,15 @@ def _put_together(
     groups: Sequence[Group],
     wanted: Sequence[int],
     pieces: Iterable[_Held],
+    device: torch.device,
 ) -> dict[Tensor, State]:
     """The state of whole parameters; raises if numbers that each piece has are not the same."""
     whole: dict[int, State] = {}
     block_views: dict[tuple[int, Block], State] = {}
     for index in wanted:
-        param, spec = params[index], specs[index]
+        spec = specs[index]
         group = groups[spec.group]
-        state = _empty(param, spec, group, keys[index])
+        state = _empty(spec, group, keys[index], device)
         whole[index] = state
         blocks = spec.blocks or ()
         if spec.whole is None:
@@ -326,7 +332,7 @@ def _process_shapes(spec: ParamSpec, group: Group, stored: StoredTensors) -> dic
     return whole_shapes(rule_of(group), spec.shape, spec.blocks, group, stored)
 
 
-def _empty(param: Tensor, spec: ParamSpec, group: Group, keys: Iterable[str]) -> State:
+def _empty(spec: ParamSpec, group: Group, keys: Iterable[str], device: torch.device) -> State:
     """What one process has, with zeros; local state in the shape of what this rank holds."""
     stored = spec.stored
     shapes = _process_shapes(spec.whole or spec, group, stored)
@@ -334,7 +340,7 @@ def _empty(param: Tensor, spec: ParamSpec, group: Group, keys: Iterable[str]) ->
         key: torch.zeros(
             stored[key].shape(spec.shape) if is_local(key, spec) else shapes[key],
             dtype=stored[key].dtype,
-            device=param.device,
+            device=device,
         )
         for key in keys
     }

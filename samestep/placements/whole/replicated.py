@@ -8,7 +8,7 @@ have and whatever they own.
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,15 +40,16 @@ from samestep.placements.whole.piece_state import (
 )
 from samestep.placements.whole.planned import levels_of, planned, shape_of
 from samestep.placements.whole.reduction import GradientReducer
+from samestep.placements.windows import Unit
 from samestep.plan.links import Fabric
 from samestep.plan.narrowed import narrowed
-from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce
+from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import (
     Bucket,
     Piece,
     Segment,
 )
-from samestep.rules.noise import Origin
+from samestep.rules.home import home_of
 from samestep.rules.state import (
     MASTERS,
     MatrixView,
@@ -268,13 +269,13 @@ class ReplicatedParameters(Placement):
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
         self._layout = StateLayout(self.plan, self.places.rank, groups)
         self._param_groups = groups
+        home = home_of(self.device, self.distribution.offload)
         state: dict[Tensor, State] = {}
         for param, spec, sizes in zip(
             self.params, self.plan.params, self._layout.sizes, strict=True
         ):
             state[param] = {
-                key: torch.zeros(size, dtype=spec.stored[key].dtype, device=self.device)
-                for key, size in sizes.items()
+                key: home.zeros((size,), spec.stored[key].dtype) for key, size in sizes.items()
             }
         self.refresh_masters(state)
         if self.mesh is not None:
@@ -293,7 +294,9 @@ class ReplicatedParameters(Placement):
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
         wanted = range(len(self.params)) if only is None else [self._index(param) for param in only]
-        gather = gather_whole(self.plan, self.params, state, groups, self.places, wanted)
+        gather = gather_whole(
+            self.plan, self.params, state, groups, self.places, wanted, self.device
+        )
         mesh = self.mesh
         if mesh is None:
             return gather
@@ -303,9 +306,10 @@ class ReplicatedParameters(Placement):
         self, state: Mapping[Tensor, State], groups: Sequence[Group]
     ) -> dict[Tensor, State]:
         """All state, where every rank keeps all: that of DTensors placed as they are."""
-        assert self.keeps_all
+        assert self.keeps_all  # so nothing travels, and it comes together where it stays
+        home, all_of_them = home_of(self.device, self.distribution.offload), range(len(self.params))
         gather = gather_whole(
-            self.plan, self.params, state, groups, self.places, range(len(self.params))
+            self.plan, self.params, state, groups, self.places, all_of_them, home.device
         )
         return gather() if self.mesh is None else self._placed(gather(), self.mesh.beside)
 
@@ -421,7 +425,9 @@ class ReplicatedParameters(Placement):
         own = {key: tensor for key, tensor in state[param].items() if key in MASTERS}
         if own:
             masters = {p: own if p is param else {} for p in self.params}
-            gather = gather_whole(self.plan, self.params, masters, groups, self.places, [index])
+            gather = gather_whole(
+                self.plan, self.params, masters, groups, self.places, [index], self.device
+            )
             local = gather()[param]
         scale(self.held.value(index), local, factor)
         for key in local:
@@ -453,8 +459,28 @@ class ReplicatedParameters(Placement):
         self.problem = self.reducer.problem
         if self.mesh is not None:
             blocks = self.mesh.blocks
-            blocks.look_at({item.piece: self._views(item.piece)[:2] for item in blocks.items})
+            blocks.look_at({item.piece: self._views(item.piece) for item in blocks.items})
             self.mesh.exchange.begin_step()
+        if self.distribution.offload is not None:
+            self._keep_windows((state[param] for param in self.params), self._units)
+
+    def _units(self) -> dict[tuple[Stage, int], list[Unit]]:
+        """State by bucket, piece by piece; of blocks of which there are parts here, by chunk."""
+        found: dict[tuple[Stage, int], list[Unit]] = {}
+        for number, bucket in enumerate(self.plan.buckets):
+            found["update", number] = [
+                Unit(piece, self._views(piece)[1], piece.size, piece.block is None)
+                for piece in self._owned(bucket).pieces
+                if piece.block is None or self.mesh is None
+            ]
+        if self.mesh is not None:
+            for number, units in enumerate(self.mesh.exchange.units()):
+                found["chunk", number] = units
+        return found
+
+    def may_be_present(self, about: Any) -> bool:
+        """Blocks that come together do so with those that are absent."""
+        return not isinstance(about, Piece) or self._present[about.param] is not False
 
     def expect_edits(self) -> None:
         """Somebody is known to write into gradients after backward."""
@@ -517,7 +543,7 @@ class ReplicatedParameters(Placement):
                 self.place(number)
             case _:
                 assert self.mesh is not None
-                self.mesh.exchange.run(operation, maths)
+                self.mesh.exchange.run(operation, maths, self.chunk_arrived(operation))
 
     def reduce(self, number: int) -> None:
         """Start a reduction, unless backward has."""
@@ -559,25 +585,44 @@ class ReplicatedParameters(Placement):
             part = grad.reshape(-1)[piece.start : piece.stop]
             self._grads[number].append((piece, part))
 
-    def operands(self, number: int) -> Iterator[tuple[int, Operand]]:
+    def operands(
+        self, number: int, window: WindowId | None = None
+    ) -> Iterator[tuple[int, Operand]]:
         """What this rank updates in a bucket, with the index of its group."""
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
-        for piece, grad in self._grads[number]:
+        for piece, grad, views in self._lying(number) if window is None else self._come(window):
             counted = of_copies and (self.mesh is None or self.mesh.answers_for(piece.param))
             present = self._present[piece.param]
             if present is False:
                 continue
             index = self.plan.params[piece.param].group
-            value, views, origin = self._views(piece)
             flag = present if isinstance(present, Tensor) else None
-            grad = grad.view(value.shape)
-            if piece.block is None or piece.block.form is None:
-                yield index, Operand(value, grad, views, flag, counted, origin=origin)
-                continue
-            of_matrices = zip(piece.block.form.views(grad), self._matrices(piece), strict=True)
-            for own, (part, state, rows, at) in of_matrices:
-                yield index, Operand(part, own, state, flag, counted, rows=rows, origin=at)
+            grads = [grad]
+            if piece.block is not None:
+                grad = grad.view(piece.block.shape)
+                grads = [grad] if piece.block.form is None else piece.block.form.views(grad)
+            for own, (part, state, rows, origin) in zip(grads, views, strict=True):
+                yield index, Operand(part, own, state, flag, counted, rows=rows, origin=origin)
+
+    def _lying(self, number: int) -> Iterator[tuple[Piece, Tensor, list[MatrixView]]]:
+        """The pieces of a bucket with the state that lies beside them."""
+        for piece, grad in self._grads[number]:
+            yield piece, grad, self._matrices(piece)
+
+    def _come(self, window: WindowId) -> Iterator[tuple[Piece, Tensor, list[MatrixView]]]:
+        """The pieces of a window of state, or ranges of them, with the state that has come."""
+        assert self.windows is not None
+        grads = dict(self._grads[window.bucket.bucket])
+        for place, (part, state) in enumerate(self.arrived(window)):
+            piece: Piece = part.unit.about
+            (whole, _), grad = self._views(piece), grads[piece]
+            value, where = whole, self._known_views[piece].where
+            if not part.is_whole:
+                value, grad = whole[part.start : part.stop], grad[part.start : part.stop]
+                where = None if where is None else where.stretch(part.start, part.stop)
+            make = partial(self._made_matrices, piece, value, state, where)
+            yield piece, grad, self.windows.made(window, place, (state, whole), make)
 
     def gradients(self) -> Iterator[Tensor]:
         yield from super().gradients()
@@ -646,7 +691,7 @@ class ReplicatedParameters(Placement):
     def _owned(self, bucket: Bucket) -> Segment:
         return bucket.segments[0 if bucket.replicated else self.places.rank]
 
-    def _views(self, piece: Piece) -> tuple[Tensor, State, Origin | None]:
+    def _views(self, piece: Piece) -> tuple[Tensor, State]:
         """The piece in its parameter, and its state; made once, unless either was replaced."""
         address = self.held.address(piece.param)
         state = self._state[self.params[piece.param]]
@@ -656,18 +701,16 @@ class ReplicatedParameters(Placement):
             or known.address != address
             or not all(map(operator.is_, known.of, state.values()))
         ):
-            where = self._whereabouts(piece)
             known = _PieceViews(
                 address,
                 tuple(state.values()),
                 self._view(piece),
                 self._layout.views(piece, state),
-                where,
-                None if where is None else where.origin(),
+                self._whereabouts(piece),
                 [],
             )
             self._known_views[piece] = known
-        return known.value, known.state, known.origin
+        return known.value, known.state
 
     def _whereabouts(self, piece: Piece) -> Whereabouts | None:
         """Of a piece in its whole parameter, if any of its state is rounded at random.
@@ -685,25 +728,21 @@ class ReplicatedParameters(Placement):
         return where.at(held).stretch(piece.start, piece.stop)
 
     def _matrices(self, piece: Piece) -> list[MatrixView]:
-        """The matrices of a piece that is a block of several; made once, as its views are."""
+        """Those of a piece that is a block, or all of its elements; made once, as its views are."""
         self._views(piece)
         known = self._known_views[piece]
         if not known.matrices:
-            assert piece.block is not None
-            spec = self.plan.params[piece.param]
-            group = self._param_groups[spec.group]
-            known.matrices.extend(
-                matrix_views(
-                    rule_of(group),
-                    piece.block,
-                    known.value,
-                    known.state,
-                    group,
-                    spec.stored,
-                    known.where,
-                )
-            )
+            known.matrices.extend(self._made_matrices(piece, known.value, known.state, known.where))
         return known.matrices
+
+    def _made_matrices(
+        self, piece: Piece, value: Tensor, state: State, where: Whereabouts | None
+    ) -> list[MatrixView]:
+        if piece.block is None:
+            return [MatrixView(value, state, None, None if where is None else where.origin())]
+        spec = self.plan.params[piece.param]
+        group = self._param_groups[spec.group]
+        return matrix_views(rule_of(group), piece.block, value, state, group, spec.stored, where)
 
     def _view(self, piece: Piece) -> Tensor:
         """The piece in its parameter: (size,), or (rows, cols) for a block."""
@@ -723,5 +762,4 @@ class _PieceViews(NamedTuple):
     value: Tensor
     state: State
     where: Whereabouts | None
-    origin: Origin | None
-    matrices: list[MatrixView]  # of a block of several, once somebody has asked
+    matrices: list[MatrixView]  # once somebody has asked

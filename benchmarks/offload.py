@@ -1,0 +1,243 @@
+"""State in the host's memory: a step with and without it, and torchao's, on the same parameters.
+
+Every way has a training of its own: a backward pass that gives each parameter a gradient, then the
+step. A plain copy of pinned memory, both ways at once, tells how fast the link is, and with that
+how long the bytes of a step take at least. Memory is what torch says, beside what `samestep plan`
+says. On a CPU it shows only that it runs.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import samestep
+from benchmarks import heading, write_json
+from samestep.estimate.blueprint import blueprint, one_axis
+from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.models.parameter_sets import SETS
+
+TINY = "tiny"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    parameters: str = TINY
+    rule: str = "both"
+    dtype: str = "bfloat16"
+    rounds: int = 5
+    device: str = "cuda" if torch.cuda.is_available() else "cpu"
+    out: Path = Path("out/bench/offload")
+
+
+class Measured(NamedTuple):
+    """Of one way to keep state, in seconds and bytes."""
+
+    name: str
+    step: float  # median of backward and step, less that of backward alone
+    moved: int  # to the device, and as much back; or what torchao sends
+    least: float  # seconds of these bytes on the link
+    memory: int  # of the device at most, in a step
+    planned: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the step and what the link allows; None: nothing is moved."""
+        return self.step / self.least if self.least else None
+
+
+def shapes_of(options: Options) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Of matrices, and of the rest."""
+    if options.parameters == TINY:
+        return [(64, 64), (256, 64), (64, 256)] * 2, [(512, 64), (64,)]
+    found = SETS[options.parameters]
+    return list(found.matrices), list(found.others)
+
+
+def model_of(options: Options, device: str) -> nn.Module:
+    matrices, others = shapes_of(options)
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    generator = torch.Generator(device="cpu" if device == "meta" else device).manual_seed(0)
+    model = nn.Module()
+    for number, shape in enumerate([*matrices, *others]):
+        value = torch.empty(shape, dtype=dtype, device=device)
+        if device != "meta":
+            value.normal_(std=0.02, generator=generator)
+        model.register_parameter(f"p{number}", nn.Parameter(value))
+    return model
+
+
+def ours(options: Options, rule: str, offload: str | None, model: nn.Module) -> samestep.MuonAdamW:
+    matrices, _ = shapes_of(options)
+    params = list(model.named_parameters())
+    first, rest = params[: len(matrices)], params[len(matrices) :]
+    groups = [
+        {"params": [name for name, _ in first], "rule": rule},
+        {"params": [name for name, _ in rest], "rule": "adamw"},
+    ]
+    masters = options.dtype != "float32"
+    return samestep.MuonAdamW(
+        model, lr=1e-3, groups=groups, master_weights=masters, offload=offload
+    )
+
+
+def planned(options: Options, rule: str, offload: str | None) -> RankMemory:
+    optimizer = ours(options, rule, offload, model_of(options, "meta"))
+    return rank_memory(blueprint(optimizer, one_axis(1), device=torch.device(options.device)), 0)
+
+
+def synchronize(options: Options) -> None:
+    if options.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def seconds(options: Options, run: Callable[[], object]) -> float:
+    synchronize(options)
+    begin = time.perf_counter()
+    run()
+    synchronize(options)
+    return time.perf_counter() - begin
+
+
+def link_rate(options: Options) -> float:
+    """Bytes per second of a copy of pinned memory, each way while the other goes on."""
+    size = 1 << (29 if options.device == "cuda" else 20)
+    on_gpu = options.device == "cuda"
+    here = [torch.empty(size, dtype=torch.uint8, device=options.device) for _ in range(2)]
+    host = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+    make: Any = torch.cuda.Stream
+    streams = [make() for _ in range(2)] if on_gpu else []
+
+    def both_ways() -> None:
+        pairs = [(here[0], host[0]), (host[1], here[1])]
+        for number, (into, source) in enumerate(pairs):
+            if streams:
+                with torch.cuda.stream(streams[number]):
+                    into.copy_(source, non_blocking=True)
+            else:
+                into.copy_(source)
+
+    seconds(options, both_ways)
+    return size / min(seconds(options, both_ways) for _ in range(5))
+
+
+def backward(params: Sequence[Tensor], number: int) -> None:
+    """Every parameter gets a gradient of its own, as hooks on parameters see it."""
+    for place, param in enumerate(params):
+        loss = (param * (1e-3 * (1 + number + 0.01 * place))).sum()
+        torch.autograd.backward(loss)
+
+
+def timed(
+    options: Options, params: Sequence[Tensor], step: Callable[[], object] | None
+) -> tuple[float, int]:
+    """Median of backward and step, and the most memory of the device in a step."""
+    times = []
+    for number in range(options.rounds + 2):
+
+        def once(number: int = number) -> None:
+            backward(params, number)
+            if step is not None:
+                step()
+
+        times.append(seconds(options, once))
+        for param in params:
+            param.grad = None
+    memory = 0
+    if step is not None and options.device == "cuda":
+        backward(params, -1)
+        synchronize(options)
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        memory = torch.cuda.max_memory_allocated()
+        for param in params:
+            param.grad = None
+    return statistics.median(times[2:]), memory
+
+
+def measured(options: Options, rule: str, rate: float) -> Iterator[Measured]:
+    """Each way by itself: what one keeps is no other's."""
+    model = model_of(options, options.device)
+    alone, _ = timed(options, list(model.parameters()), None)
+    del model
+    for offload in (None, "state"):
+        gc.collect()
+        model = model_of(options, options.device)
+        optimizer = ours(options, rule, offload, model)
+        iteration, memory = timed(options, list(model.parameters()), optimizer.step)
+        state = [t for own in optimizer.state.values() for t in own.values()]
+        moved = sum(t.nbytes for t in state) if offload else 0
+        plan = planned(options, rule, offload)
+        name = f"samestep {rule}, {'state on the host' if offload else 'on the device'}"
+        yield Measured(name, iteration - alone, moved, moved / rate, memory, plan.peak)
+        del model, optimizer, state
+    if rule == "adamw" and options.device == "cuda":
+        yield from torchao(options, rate, alone)
+
+
+def torchao(options: Options, rate: float, alone: float) -> Iterator[Measured]:
+    """Its AdamW on the CPU: gradients go there in backward, parameters come back."""
+    try:
+        make: Any = resolve_name("torchao.optim:CPUOffloadOptimizer")
+    except ImportError as error:
+        print(f"torchao is not there: {error}")
+        return
+    gc.collect()
+    model = model_of(options, "cuda")
+    params = list(model.parameters())
+    optimizer = make(params, torch.optim.AdamW, lr=1e-3, fused=True)
+    iteration, memory = timed(options, params, optimizer.step)
+    moved = sum(param.nbytes for param in params)
+    name = "torchao CPUOffloadOptimizer, AdamW without master weights"
+    yield Measured(name, iteration - alone, moved, moved / rate, memory, None)
+
+
+def line(found: Measured) -> str:
+    ratio = "-" if found.ratio is None else f"{found.ratio:.2f}"
+    plan = "-" if found.planned is None else f"{found.planned / 1e9:.3f}"
+    return (
+        f"{found.name:58} {1e3 * found.step:10.2f} {found.moved / 1e9:9.3f} "
+        f"{1e3 * found.least:9.2f} {ratio:>6} {found.memory / 1e9:9.3f} {plan:>9}"
+    )
+
+
+def main(options: Options) -> None:
+    rate = link_rate(options)
+    print(f"link: {rate / 1e9:.1f} GB/s each way at once, {options.device}, {options.dtype}")
+    head = ("step ms", "GB/way", "least ms", "ratio", "GB there", "GB plan")
+    print(f"{'':58} {head[0]:>10} {head[1]:>9} {head[2]:>9} {head[3]:>6} {head[4]:>9} {head[5]:>9}")
+    found = []
+    for rule in ("adamw", "muon") if options.rule == "both" else (options.rule,):
+        for each in measured(options, rule, rate):
+            print(line(each))
+            found.append({**each._asdict(), "ratio": each.ratio})
+    device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
+    content = {**heading("offload", options), "device": device, "link": rate, "found": found}
+    write_json(options.out, "offload.json", content)
+
+
+def read() -> Options:
+    """From the command line, with what comes with Python: GPU machines may have nothing else."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    usual = asdict(Options())
+    parser.add_argument("--parameters", choices=[TINY, *SETS], default=usual["parameters"])
+    parser.add_argument("--rule", choices=["both", "adamw", "muon"], default=usual["rule"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=usual["dtype"])
+    parser.add_argument("--rounds", type=int, default=usual["rounds"])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default=usual["device"])
+    parser.add_argument("--out", type=Path, default=usual["out"])
+    return Options(**vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main(read())

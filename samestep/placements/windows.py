@@ -1,0 +1,119 @@
+"""State of a placement that stays on the host, in the windows in which it comes to the device."""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from samestep.plan.schedule import Fetch, Return, Stage, WindowId
+from samestep.plan.windows import Cut, TensorSize, UnitSize, window_bytes, windows
+from samestep.rules.state import State
+from samestep.update.offload import Staging
+
+T = TypeVar("T")
+NO_LIMIT = 1 << 62
+
+
+class Unit(NamedTuple):
+    """State that an update needs at once, or a range of it if it may be cut.
+
+    about: what the placement knows it by.
+    state: on the host, contiguous, with the keys and shapes that the rule declares.
+    """
+
+    about: Any
+    state: State
+    elements: int
+    may_be_cut: bool = False
+
+    @property
+    def size(self) -> UnitSize:
+        """What a plan needs of it."""
+        tensors = tuple(TensorSize(t.numel(), t.element_size()) for t in self.state.values())
+        return UnitSize(self.elements, tensors, self.may_be_cut)
+
+
+class Part(NamedTuple):
+    """A unit in a window, or a range of it: what comes, and what goes back to the host."""
+
+    unit: Unit
+    start: int
+    stop: int
+    comes: State
+    goes_back: State
+
+    @property
+    def is_whole(self) -> bool:
+        return self.stop - self.start == self.unit.elements
+
+
+class Windows:
+    """The windows of a placement, by what they are needed for; those of chunks are never cut."""
+
+    def __init__(self, units: Mapping[tuple[Stage, int], Sequence[Unit]]) -> None:
+        self._parts: dict[tuple[Stage, int, int], list[Part]] = {}
+        self._sizes: dict[tuple[Stage, int], tuple[int, ...]] = {}
+        self._made: dict[tuple[WindowId, int], tuple[tuple[object, ...], Any]] = {}
+        for (stage, bucket), own in units.items():
+            sizes = [unit.size for unit in own]
+            cut = windows(sizes, None if stage == "update" else NO_LIMIT)
+            self._sizes[stage, bucket] = tuple(window_bytes(window, sizes) for window in cut)
+            for number, window in enumerate(cut):
+                self._parts[stage, bucket, number] = [_part(own[c.unit], c) for c in window]
+
+    def sizes(self, buckets: int) -> tuple[tuple[int, ...], ...]:
+        """Bytes of the windows of each bucket."""
+        return tuple(self._sizes.get(("update", bucket), ()) for bucket in range(buckets))
+
+    def chunk_sizes(self, chunks: int) -> tuple[int, ...]:
+        """Bytes that each chunk needs, in one window."""
+        return tuple(sum(self._sizes.get(("chunk", chunk), ())) for chunk in range(chunks))
+
+    def fetch(self, operation: Fetch, staging: Staging, is_present: Callable[[Any], bool]) -> None:
+        """Start bringing a window: what the host knows to be absent does not travel."""
+        parts = self._of(operation.window)
+        wanted = [is_present(part.unit.about) for part in parts]
+        home = [part.comes for part in parts]
+        staging.fetch(operation.window, operation.slot, home, wanted)
+
+    def give_back(self, operation: Return, staging: Staging) -> None:
+        """Start copying a window to where it stays."""
+        staging.give_back(operation.window, [part.goes_back for part in self._of(operation.window)])
+
+    def arrived(self, window: WindowId, staging: Staging) -> list[tuple[Part, State]]:
+        """Wait for a window: its parts, each with its state on the device."""
+        return list(zip(self._of(window), staging.arrived(window), strict=True))
+
+    def made(
+        self, window: WindowId, place: int, of: tuple[object, ...], make: Callable[[], T]
+    ) -> T:
+        """What was made of a part of a window, again only if it would be of other objects."""
+        known = self._made.get((window, place))
+        if known is None or not all(map(operator.is_, known[0], of)):
+            known = self._made[window, place] = of, make()
+        found: T = known[1]
+        return found
+
+    def _of(self, window: WindowId) -> list[Part]:
+        return self._parts[window.stage, window.bucket.bucket, window.number]
+
+
+def _part(unit: Unit, cut: Cut) -> Part:
+    """A number that a unit has, such as its count of steps, goes back with its last range alone.
+
+    Those before would change it for those after: each range begins with the number of last time.
+    """
+    _, start, stop, is_last = cut
+    if stop - start == unit.elements:
+        return Part(unit, start, stop, unit.state, unit.state)
+    comes: State = {}
+    goes_back: State = {}
+    for key, tensor in unit.state.items():
+        is_cut = TensorSize(tensor.numel(), tensor.element_size()).is_cut_with(unit.elements)
+        if is_cut:
+            per_element = unit.elements // tensor.numel()
+            comes[key] = tensor.view(-1)[start // per_element : -(-stop // per_element)]
+        else:
+            comes[key] = tensor
+        if is_cut or is_last:
+            goes_back[key] = comes[key]
+    return Part(unit, start, stop, comes, goes_back)

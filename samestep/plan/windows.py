@@ -1,0 +1,95 @@
+"""Windows: state that stays on the host comes to the device in runs of bounded size.
+
+A window is a run of units (the state of a parameter, of a piece, or of a block). What elementwise
+rules need may be cut anywhere, so a unit that is larger than a window spans several.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+WINDOW_BYTES = 1 << 28  # of state: 5 ms over PCIe at 55 GB/s, and 64M elements of momentum
+GRAIN = 4096  # elements: units are cut at multiples of it
+ALIGNMENT = 512  # bytes: where tensors begin in a staging buffer, as torch's allocator has it
+
+
+class TensorSize(NamedTuple):
+    """A state tensor of a unit."""
+
+    numel: int
+    width: int  # bytes of an element
+
+    def of_range(self, elements: int, unit: int) -> int:
+        """Elements of it that belong to so many of the unit's; all, if it is not cut with it."""
+        return self.numel * elements // unit if self.is_cut_with(unit) else self.numel
+
+    def is_cut_with(self, unit: int) -> bool:
+        """Whether it has an element for one of the unit's, or for a few neighbours.
+
+        Else it is a number that the unit has, such as its count of steps.
+        """
+        if not 1 < self.numel <= unit or unit % self.numel:
+            return False
+        return GRAIN % (unit // self.numel) == 0
+
+
+class UnitSize(NamedTuple):
+    """What travels of a parameter, a piece or a block: its elements, and its state."""
+
+    elements: int
+    tensors: tuple[TensorSize, ...]
+    may_be_cut: bool
+
+    def nbytes(self, elements: int) -> int:
+        """Room for the state of so many of its elements."""
+        return sum(
+            aligned(tensor.of_range(elements, self.elements) * tensor.width)
+            for tensor in self.tensors
+        )
+
+
+class Cut(NamedTuple):
+    """Elements [start, stop) of a unit; `is_last`: the range with which the unit ends."""
+
+    unit: int
+    start: int
+    stop: int
+    is_last: bool
+
+
+Window = tuple[Cut, ...]
+
+
+def aligned(nbytes: int) -> int:
+    """Bytes that a tensor takes up in a staging buffer."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def windows(units: Sequence[UnitSize], most: int | None = None) -> list[Window]:
+    """Units in order, in runs of at most `most` bytes, or of a unit that cannot be cut."""
+    most = most or WINDOW_BYTES
+    found: list[list[Cut]] = []
+    room = 0
+    for cut in _cuts(units, most):
+        size = units[cut.unit].nbytes(cut.stop - cut.start)
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(cut)
+        room -= size
+    return [tuple(window) for window in found]
+
+
+def window_bytes(window: Iterable[Cut], units: Sequence[UnitSize]) -> int:
+    """Room that a window takes up in a staging buffer."""
+    return sum(units[cut.unit].nbytes(cut.stop - cut.start) for cut in window)
+
+
+def _cuts(units: Sequence[UnitSize], most: int) -> Iterable[Cut]:
+    for number, unit in enumerate(units):
+        step = unit.elements
+        if unit.may_be_cut and unit.nbytes(unit.elements) > most:
+            count = -(-unit.nbytes(unit.elements) // most)
+            step = max(GRAIN, unit.elements // count // GRAIN * GRAIN)
+        for start in range(0, max(unit.elements, 1), max(step, 1)):
+            stop = min(start + step, unit.elements)
+            yield Cut(number, start, stop, stop == unit.elements)

@@ -1,0 +1,234 @@
+"""State that stays on the host: staging buffers of the device, and the copies into and out of them.
+
+Windows come in on one stream and go back on another, beside the computation. Three waits keep this
+right: the computation waits for a window that it needs; a window goes back after what was computed
+so far; and a buffer is filled again when the window that it had is back.
+
+On CPU there are no streams. There a stand-in puts copies off until somebody waits for them, so that
+a missing wait gives wrong numbers also where there is no GPU.
+"""
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from samestep.plan.windows import aligned
+from samestep.rules.state import State
+
+Copies = Sequence[tuple[Tensor, Tensor]]  # into, from
+
+
+class Streams(Protocol):
+    """Copies beside the computation; an event is over when all that came before it is."""
+
+    def bring(self, copies: Copies, after: Any) -> Any:
+        """Start copies to the device once an event is over (None: at once); give their event."""
+        ...
+
+    def take_back(self, copies: Copies) -> Any:
+        """Start copies to the host, after all that was computed so far; give their event."""
+        ...
+
+    def wait(self, event: Any) -> None:
+        """What is computed from now on comes after an event."""
+        ...
+
+    def finish(self) -> None:
+        """Return when all copies are over."""
+        ...
+
+
+class CudaStreams:
+    """Two streams of a GPU: one into it, one out of it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        make: Any = torch.cuda.Stream  # without types of its own
+        self._into, self._out = make(device), make(device)
+
+    def bring(self, copies: Copies, after: Any) -> Any:
+        """See `Streams`."""
+        if after is not None:
+            self._into.wait_event(after)
+        return self._copied(self._into, copies)
+
+    def take_back(self, copies: Copies) -> Any:
+        """See `Streams`."""
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        return self._copied(self._out, copies)
+
+    def _copied(self, stream: Any, copies: Copies) -> Any:
+        with torch.cuda.stream(stream):
+            for into, source in copies:
+                into.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait(self, event: Any) -> None:
+        """See `Streams`."""
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+    def finish(self) -> None:
+        """See `Streams`."""
+        self._into.synchronize()
+        self._out.synchronize()
+
+
+class LateCopies:
+    """The stand-in: both streams in order, each copy only when somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._into: deque[Callable[[], None]] = deque()
+        self._out: deque[Callable[[], None]] = deque()
+
+    def bring(self, copies: Copies, after: Any) -> Any:
+        """See `Streams`."""
+        if after is not None:
+            self._into.append(after)
+        return self._put_off(self._into, copies)
+
+    def take_back(self, copies: Copies) -> Any:
+        """See `Streams`; what was computed is there already."""
+        return self._put_off(self._out, copies)
+
+    def _put_off(self, stream: deque[Callable[[], None]], copies: Copies) -> Callable[[], None]:
+        over = False
+
+        def run() -> None:
+            nonlocal over
+            for into, source in copies:
+                into.copy_(source)
+            over = True
+
+        def event() -> None:
+            while not over:
+                stream.popleft()()
+
+        stream.append(run)
+        return event
+
+    def wait(self, event: Any) -> None:
+        """See `Streams`."""
+        event()
+
+    def finish(self) -> None:
+        """See `Streams`."""
+        for stream in (self._into, self._out):
+            while stream:
+                stream.popleft()()
+
+
+class _Staged(NamedTuple):
+    """A window in its buffer: views of that, beside what they are copies of."""
+
+    home: tuple[State, ...]
+    here: list[State]
+
+
+class _There(NamedTuple):
+    """A window that is on its way, or there."""
+
+    slot: int
+    here: list[State]
+    wanted: Sequence[bool]
+    event: Any
+
+
+class Staging:
+    """The staging buffers of an optimizer, and which windows are in them.
+
+    Views of a window are the same tensors in every step, as long as its state is: kernels keep
+    tables of their addresses.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self._device = device
+        if streams is None:
+            streams = CudaStreams(device) if device.type == "cuda" else LateCopies()
+        self._streams = streams
+        self._buffers: list[Tensor] = []
+        self._returned: dict[int, Any] = {}  # by buffer: when what it had is back
+        self._known: dict[tuple[Hashable, int], _Staged] = {}
+        self._there: dict[Hashable, _There] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def make_room(self, sizes: Sequence[int]) -> None:
+        """Have buffers of at least these sizes, in bytes."""
+        if [buffer.nbytes for buffer in self._buffers] == list(sizes):
+            return
+        self._buffers, self._known = [], {}  # first let go of those that were there
+        self._buffers = [
+            torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes
+        ]
+        if self._device.type == "cuda":  # others may still work on the memory that these are in
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def fetch(
+        self, window: Hashable, slot: int, home: Sequence[State], wanted: Sequence[bool]
+    ) -> None:
+        """Start bringing the wanted states of a window into a buffer, once that is free."""
+        here = self._views(window, slot, home)
+        copies = [
+            (own[key], tensor)
+            for own, state, travels in zip(here, home, wanted, strict=True)
+            for key, tensor in state.items()
+            if travels
+        ]
+        event = self._streams.bring(copies, self._returned.pop(slot, None))
+        self._there[window] = _There(slot, here, wanted, event)
+
+    def _views(self, window: Hashable, slot: int, home: Sequence[State]) -> list[State]:
+        known = self._known.get((window, slot))
+        if known is None or not _are_the_same(known.home, home):
+            known = _Staged(tuple(map(dict, home)), _carved(self._buffers[slot], home))
+            self._known[window, slot] = known
+        return known.here
+
+    def arrived(self, window: Hashable) -> list[State]:
+        """Wait for a window, and give its states on the device; those not wanted hold anything."""
+        there = self._there[window]
+        self._streams.wait(there.event)
+        return there.here
+
+    def give_back(self, window: Hashable, home: Sequence[State]) -> None:
+        """Start copying a window to the host; keys that `home` lacks have changed nothing there."""
+        there = self._there.pop(window)
+        copies = [
+            (tensor, own[key])
+            for own, state, travels in zip(there.here, home, there.wanted, strict=True)
+            for key, tensor in state.items()
+            if travels
+        ]
+        self._returned[there.slot] = self._streams.take_back(copies)
+
+    def finish(self) -> None:
+        """All state is back on the host: others may read it."""
+        self._streams.finish()
+        self._there, self._returned = {}, {}
+
+
+def _are_the_same(known: Sequence[State], found: Sequence[State]) -> bool:
+    return len(known) == len(found) and all(
+        own.keys() == other.keys() and all(own[key] is other[key] for key in own)
+        for own, other in zip(known, found, strict=True)
+    )
+
+
+def _carved(buffer: Tensor, home: Sequence[State]) -> list[State]:
+    """Room for state in a buffer: contiguous tensors of the same shapes and dtypes."""
+    found: list[State] = []
+    start = 0
+    for state in home:
+        own: State = {}
+        for key, tensor in state.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            own[key] = buffer[start : start + nbytes].view(tensor.dtype).view(tensor.shape)
+            start += aligned(nbytes)
+        found.append(own)
+    return found

@@ -1,0 +1,265 @@
+"""State that stays on the host: the same bits as beside the parameters, in every layout."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import samestep
+from samestep.plan import windows
+from samestep.plan.windows import GRAIN, TensorSize, UnitSize
+from samestep.rules.home import home_of
+from samestep.update.offload import LateCopies
+from tests.ranks import run_cases
+
+WINDOW = 1 << 14  # bytes: several of the large parameters, and several parameters in one
+OPTIONS = {
+    "lr": 1e-2,
+    "variance_beta2": 0.9,
+    "master_weights": True,
+    "max_grad_norm": 0.7,
+    "overrides": {
+        "fused.weight": {"split_sizes": (16, 16, 16)},
+        "woven.weight": {"split_sizes": "interleaved:2x8"},
+        "experts": {"rule": "muon"},
+    },
+}
+
+
+class Net(nn.Module):
+    """What goes to AdamW: a vocabulary of several windows, a vector, a number. The rest to Muon."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.embedding = nn.Embedding(700, 32)
+        self.fused = nn.Linear(32, 48)
+        self.woven = nn.Linear(48, 32, bias=False)
+        self.experts = nn.Parameter(torch.zeros(3, 64, 96))
+        self.unused = nn.Linear(32, 32, bias=False)
+        self.scale = nn.Parameter(torch.ones(()))
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.normal_(std=0.3, generator=generator)
+        self.to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def _small_windows(monkeypatch):
+    monkeypatch.setattr(windows, "WINDOW_BYTES", WINDOW)
+
+
+def gradients(model, rank, step):
+    """Others on every rank; some absent for a step, and one step that is skipped."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    for place, (name, param) in enumerate(model.named_parameters()):
+        grad = torch.randn(param.shape, generator=generator)
+        if step == 2 and place == 1:
+            grad.fill_(float("nan"))
+        param.grad = None
+        if name.startswith("unused") or not (place + step) % 4:
+            continue
+        grad = grad.to(param.dtype)
+        if isinstance(param, DTensor):  # FSDP2 leaves the same mean on all ranks: here rank 0's
+            grad = distribute_tensor(grad, param.device_mesh, param.placements)
+        param.grad = grad
+
+
+def build(offload, dtype=torch.float32, fsdp=False, **options):
+    model = Net(dtype)
+    if fsdp:
+        ignored = {model.scale}  # FSDP2 takes no numbers: a plain parameter beside DTensors
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)), ignored_params=ignored)
+    return model, samestep.MuonAdamW(model, offload=offload, **{**OPTIONS, **options})
+
+
+def train(model, opt, rank, steps=range(5)):
+    for step in steps:
+        gradients(model, rank, step)
+        opt.step()
+        opt.wait_for_parameters()
+    return model, opt
+
+
+def assert_same(first, second):
+    (model, opt), (other, own) = first, second
+    pairs = zip(model.named_parameters(), other.parameters(), strict=True)
+    for (name, param), twin in pairs:
+        local, twin = (getattr(p, "_local_tensor", p) for p in (param, twin))
+        assert torch.equal(local, twin), name
+    state, found = opt.whole_state(), own.whole_state()
+    for name, entries in state.items():
+        for key, tensor in entries.items():
+            assert torch.equal(tensor, found[name][key]), (name, key)
+
+
+SMALL = {"state_dtypes": "8bit"}  # scales beside codes, and random bits that know their place
+REST = {"state_dtypes": {"momentum_buffer": "bf16_stochastic", "exp_avg": "bf16_stochastic"}}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [(torch.float32, {}), (torch.bfloat16, {}), (torch.float32, SMALL), (torch.bfloat16, REST)],
+    ids=["32 bits", "16 bits", "8-bit state", "random state"],
+)
+def test_one_process(dtype, options):
+    plain = train(*build(None, dtype, **options), 0)
+    model, opt = train(*build("state", dtype, **options), 0)
+    assert_same(plain, (model, opt))
+    lines = [line for line in opt.schedule_lines() if line.startswith("Fetch")]
+    assert len(lines) > 4
+
+
+LAYOUTS = {
+    "none": {"sharding": "none"},
+    "zero1": {"sharding": "zero1", "crossover": 16},
+    "zero2": {"sharding": "zero2", "crossover": 16, "dtype": torch.bfloat16},
+    "flat": {"buffers": "flat", "overlap_param_gather": True},
+    "fsdp": {"fsdp": True, "chunk_size": 1000},
+    "fsdp in 16 bits": {"fsdp": True, "chunk_size": 1000, "dtype": torch.bfloat16},
+    "zero2, 8-bit state": {"sharding": "zero2", "crossover": 16, **SMALL},
+    "fsdp, random state": {"fsdp": True, "chunk_size": 1000, **REST},
+}
+
+
+def test_two_ranks():
+    def job(rank, layout):
+        options = LAYOUTS[layout]
+        plain = train(*build(None, **options), rank)
+        model, opt = train(*build("state", **options), rank)
+        assert_same(plain, (model, opt))
+        return len([line for line in opt.schedule_lines() if line.startswith("Fetch")])
+
+    for layout, found in run_cases(2, LAYOUTS, job):
+        assert min(found) > 3, layout
+
+
+def test_a_missing_wait_shows(monkeypatch):
+    """The stand-in for streams copies late: whoever does not wait computes with something else."""
+
+    def missed(name, stub):
+        with monkeypatch.context() as patch:
+            patch.setattr(LateCopies, name, stub)
+            with pytest.raises(AssertionError):
+                assert_same(plain, train(*build("state"), 0))
+
+    plain = train(*build(None), 0)
+    assert_same(plain, train(*build("state"), 0))
+    bring = LateCopies.bring
+    missed("wait", lambda self, event: None)
+    missed("bring", lambda self, copies, after: bring(self, copies, None))
+    missed("finish", lambda self: None)
+
+
+def test_a_window_comes_once_and_returns_once(monkeypatch):
+    """What is absent does not travel; of a range, numbers such as the count of steps wait."""
+    moved = []
+    for name in ("bring", "take_back"):
+        copied = getattr(LateCopies, name)
+
+        def counted(self, copies, *rest, name=name, copied=copied):
+            moved.append((name, sum(into.nbytes for into, _ in copies)))
+            return copied(self, copies, *rest)
+
+        monkeypatch.setattr(LateCopies, name, counted)
+    model, opt = build("state")
+    model.embedding.weight.grad = torch.randn(model.embedding.weight.shape)
+    opt.step()
+    state = opt.state[model.embedding.weight]
+    found = {name: sum(n for each, n in moved if each == name) for name, _ in moved}
+    ranges = len([line for line in opt.schedule_lines() if line.startswith("Fetch")])
+    step = state["step"].nbytes
+    assert found["take_back"] == sum(tensor.nbytes for tensor in state.values())
+    assert found["take_back"] < found["bring"] < found["take_back"] + ranges * step
+    assert float(state["step"]) == 1.0
+
+
+@pytest.mark.parametrize("offload", ["state", None])
+def test_state_loads_with_and_without_offload(offload, tmp_path):
+    """A state dict, and a checkpoint, go both ways; training goes on with the same bits."""
+    other = None if offload else "state"
+    model, opt = train(*build(offload, torch.bfloat16), 0, range(3))
+    samestep.save(tmp_path / "checkpoint", model, opt)
+    twin, loaded = build(other, torch.bfloat16)
+    twin.load_state_dict(model.state_dict())
+    loaded.load_state_dict(opt.state_dict())
+    third, restored = build(other, torch.bfloat16)
+    samestep.load(tmp_path / "checkpoint", third, restored)
+    train(model, opt, 0, range(3, 6))
+    assert_same((model, opt), train(twin, loaded, 0, range(3, 6)))
+    assert_same((model, opt), train(third, restored, 0, range(3, 6)))
+
+
+def test_whole_values_on_two_ranks():
+    """What is set, scaled, refreshed and gathered is the same; state stays where it was."""
+
+    def job(rank, layout):
+        found = []
+        for offload in (None, "state"):
+            model, opt = train(*build(offload, **LAYOUTS[layout]), rank, range(2))
+            addresses = [t.data_ptr() for s in opt.state.values() for t in map(local, s.values())]
+            opt.scale_parameters({"fused.weight": torch.linspace(0.5, 1.5, 48)[:, None]})
+            opt.set_full_parameter("experts", torch.full((3, 64, 96), 0.3))
+            opt.set_full_state("embedding.weight", "exp_avg", torch.ones(700, 32))
+            with torch.no_grad():
+                local(model.woven.weight).mul_(1.25)
+            opt.refresh_master_weights()
+            opt.consolidate_state_dict(None)
+            opt.load_state_dict(opt.state_dict())
+            assert addresses == [
+                t.data_ptr() for s in opt.state.values() for t in map(local, s.values())
+            ]
+            found.append(train(model, opt, rank, range(2, 4)))
+        assert_same(*found)
+
+    run_cases(2, ["zero2", "fsdp in 16 bits", "none"], job)
+
+
+def local(tensor):
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def test_cut_units_cover_every_element_once():
+    moments = TensorSize(10 * GRAIN + 5, 4)
+    unit = UnitSize(10 * GRAIN + 5, (moments, moments, TensorSize(1, 4)), may_be_cut=True)
+    small = UnitSize(7, (TensorSize(7, 4),), may_be_cut=True)
+    block = UnitSize(8 * GRAIN, (TensorSize(8 * GRAIN, 4),), may_be_cut=False)
+    units = [small, unit, block, small]
+    most = 1 << 16
+    cut = windows.windows(units, most)
+    assert windows.window_bytes(cut[-1], units) <= most
+    for number, own in enumerate(units):
+        cuts = [c for window in cut for c in window if c.unit == number]
+        assert [c.start for c in cuts] == [0, *(c.stop for c in cuts[:-1])]
+        assert cuts[-1].stop == own.elements
+        assert [c.is_last for c in cuts] == [False] * (len(cuts) - 1) + [True]
+        assert all(c.start % GRAIN == 0 for c in cuts)
+    assert all(windows.window_bytes(window, units) <= most for window in cut if window[0].unit != 2)
+    scaled = UnitSize(2 * GRAIN, (TensorSize(2 * GRAIN, 1), TensorSize(2 * GRAIN // 256, 4)), True)
+    assert scaled.nbytes(GRAIN) == GRAIN + windows.ALIGNMENT  # 16 scales
+
+
+def test_what_cannot_run_is_refused():
+    param = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="offload 'all' is not supported"):
+        samestep.AdamW([param], offload="all")
+    with pytest.raises(ValueError, match=r"offload='state' and compile exclude each other"):
+        samestep.AdamW([param], offload="state", compile=True)
+    with pytest.raises(ValueError, match=r"offload='state' and cuda_graph exclude each other"):
+        samestep.AdamW([param], offload="state", cuda_graph=True)
+    with pytest.raises(
+        ValueError, match="is for parameters on a CUDA GPU, and there is one on xla"
+    ):
+        home_of(torch.device("xla"), "state")
+
+
+def test_a_copy_of_an_optimizer_goes_on_alone():
+    plain, (model, opt) = train(*build(None), 0), train(*build("state"), 0)
+    twins = copy.deepcopy((model, opt))
+    assert_same(train(*plain, 0, range(5, 7)), train(*twins, 0, range(5, 7)))

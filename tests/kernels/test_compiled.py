@@ -32,7 +32,7 @@ TYPES = {
 }
 TILE = {"ROWS": 64, "COLS": 64}
 ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM", "RUNS"], False), "Q": 0}
-ON |= dict.fromkeys(["scales", "steps", "origins"])
+ON |= dict.fromkeys(["scales", "steps", "origins", "kept"])
 DTYPES = {
     "grad_dtype": tl.float32,
     "state_dtype": tl.float32,

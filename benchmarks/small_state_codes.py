@@ -6,8 +6,8 @@ One training in 32 bits gives the gradients. Beside it moments of some rows of e
 in each code, from the same gradients, so that errors add up as they do in a training. At the end
 the updates m / (sqrt(v) + eps) are compared with those in 32 bits.
 
-`power p`: a (c / 127)^p or a (c / 255)^p, rounded at random or to the nearest. `dynamic`: the
-map of bitsandbytes by its formula (Dettmers et al., arXiv 2110.02861): leading zeros are a decimal
+`power p`: a (c / 127)^p or a (c / 255)^p, rounded at random or to the nearest. `dynamic`: that of
+bitsandbytes by its formula (Dettmers et al., arXiv 2110.02861): leading zeros are a decimal
 exponent, and the bits that are left a linear fraction; to the nearest.
 """
 

@@ -14,7 +14,7 @@ class Shapes(NamedTuple):
     others: tuple[Shape, ...]
 
 
-def _gpt(width: int, layers: int, vocabulary: int) -> Shapes:
+def gpt(width: int, layers: int, vocabulary: int) -> Shapes:
     """Blocks with separate projections; embedding and head."""
     layer = ((width, width),) * 4 + ((4 * width, width), (width, 4 * width))
     return Shapes(layer * layers, ((vocabulary, width),) * 2)
@@ -35,11 +35,11 @@ def _mixture(layers: int, experts: int, width: int, hidden: int) -> Shapes:
 
 
 SETS = {
-    "gpt-1280": _gpt(1280, 20, 32768),
-    "gpt-2048": _gpt(2048, 24, 32768),
+    "gpt-1280": gpt(1280, 20, 32768),
+    "gpt-2048": gpt(2048, 24, 32768),
     "llama-8b-slice": _llama_8b(4),
     "moe-64": _mixture(4, 64, 1024, 512),
-    "tiny": Shapes((*_gpt(16, 1, 8).matrices, (2, 8, 16)), ((8, 16), (16,))),
+    "tiny": Shapes((*gpt(16, 1, 8).matrices, (2, 8, 16)), ((8, 16), (16,))),
 }
 
 

@@ -23,6 +23,8 @@ from benchmarks import (
     plan_tables,
     plan_time,
     presence,
+    small_state,
+    small_state_codes,
     survival,
     two_hosts,
     two_ranks,
@@ -125,6 +127,33 @@ def test_gpu_training(tmp_path, capsys, monkeypatch):
     gpu_training.run(gpu_training.arguments(words), "as a test")
     content = written(tmp_path, "training_gpu.json")
     assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
+
+
+def test_small_state(tmp_path, capsys, monkeypatch):
+    text = torch.arange(2000).remainder(7).to(torch.uint8)
+    monkeypatch.setattr(small_state, "load_corpus", lambda: Corpus(text, text, (), ()))
+    words = ["--device", "cpu", "--width", "32", "--layers", "1", "--out", str(tmp_path)]
+    small_state.main(["step", *words, "--rounds", "1", "--warmup", "1"])
+    rows = written(tmp_path, "step.json")["rows"]
+    found = {(row["rule"], row["name"]): row["bytes_per_parameter"] for row in rows}
+    wide, small = found["adamw", "samestep 32 bits"], found["adamw", "samestep 8bit"]
+    assert 7.9 < wide < 8.1
+    assert 2.2 < small < 2.3  # two codes, and two scales for 32 of them
+    words += ["--steps", "3", "--seeds", "0", "1", "--sequences", "1", "--context", "8"]
+    small_state.main(["train", *words, "--formats", "32 bits", "8bit"])
+    told = written(tmp_path, "train.json")["formats"]
+    wide, small = (told[form]["final_losses"] for form in ("32 bits", "8bit"))
+    assert len(wide) == 2
+    assert wide != small
+    assert wide == pytest.approx(small, rel=0.01)
+
+
+def test_small_state_codes(capsys, monkeypatch):
+    text = torch.arange(2000).remainder(7).to(torch.uint8)
+    monkeypatch.setattr(small_state_codes, "load_corpus", lambda: Corpus(text, text, (), ()))
+    small_state_codes.main(["--steps", "2", "--layers", "1", "--context", "8", "--rows", "1"])
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert len(lines) == len(small_state_codes.codes())
 
 
 def test_overlap(tmp_path, capsys, monkeypatch):

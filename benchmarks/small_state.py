@@ -1,0 +1,215 @@
+"""State in fewer bits: bytes per parameter, time of a step, and the loss that is left.
+
+python -m benchmarks.small_state step --out DIR     # beside bitsandbytes and torchao, if there
+python -m benchmarks.small_state train --out DIR    # needs one GPU; --device cpu: a small model
+
+`step`: one optimizer step on the parameters of a GPT, with random gradients, in turns. `train`: the
+GPT of `gpu_training`, in each format from the same seeds: a difference between formats counts if it
+is larger than that between seeds.
+"""
+
+import argparse
+import importlib
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import samestep
+from benchmarks import gpu_training, write_json
+from samestep.bench.gpu.measure import settle, take_turn, times_of
+from samestep.bench.gpu.options import Contestant, device_of
+from samestep.models.gpt import GPT
+from samestep.models.parameter_sets import SETS, Shapes, count, gpt
+from samestep.tooling.output import check_folder
+from samestep.train.corpus import load_corpus
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+FORMATS: dict[str, Any] = {
+    "32 bits": torch.float32,
+    "bf16": torch.bfloat16,
+    "bf16_stochastic": "bf16_stochastic",
+    "8bit": "8bit",
+}
+
+
+def state_dtypes(form: str, *more: str) -> dict[str, Any]:
+    """What the optimizer is asked for; `more`: keys beside moments of a remainder."""
+    chosen = {key: FORMATS[form] for key in MOMENTS if form != "32 bits"}
+    return {**chosen, **dict.fromkeys(more, "remainder")}
+
+
+# --- a step -----------------------------------------------------------------------------------
+
+
+class Entry(NamedTuple):
+    """An optimizer of some parameters."""
+
+    name: str
+    rule: str  # what updates the matrices
+    dtype: torch.dtype
+    make: Callable[[list[Tensor]], torch.optim.Optimizer]
+
+
+def ours(rule: str, form: str, master: str | None = None) -> Entry:
+    """`master`: of bfloat16 parameters, "32 bits" or "remainder"."""
+    asked = state_dtypes(form, *(["master_weight"] if master == "remainder" else []))
+
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        options: Any = {"master_weights": master is not None, "state_dtypes": asked}
+        if rule == "adamw":
+            named = [(f"p{place}", param) for place, param in enumerate(params)]
+            asked.pop("momentum_buffer", None)
+            return samestep.AdamW(named, **options)
+        model = torch.nn.Module()
+        for place, param in enumerate(params):
+            setattr(model, f"p{place}", param)
+        return samestep.MuonAdamW(model, **options)
+
+    kept = form if master is None else f"{form}, master {master}"
+    return Entry(f"samestep {kept}", rule, torch.bfloat16 if master else torch.float32, make)
+
+
+def peers() -> Iterator[Entry]:
+    """AdamW in 8 bits of others, where they are installed."""
+    for module, name in (("bitsandbytes.optim", "AdamW8bit"), ("torchao.optim", "AdamW8bit")):
+        try:
+            kind = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, RuntimeError) as error:
+            print(f"without {module}: {error}")
+            continue
+        yield Entry(f"{module}.{name}", "adamw", torch.float32, kind)
+
+
+def entries() -> list[Entry]:
+    found = [ours(rule, form) for rule in ("adamw", "muon") for form in FORMATS]
+    found += [
+        ours(rule, form, master)
+        for rule in ("adamw", "muon")
+        for form, master in (("32 bits", "32 bits"), ("8bit", "remainder"))
+    ]
+    return [*found, *peers()]
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """Also of tensors that are made of others, as torchao's are."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        return sum(bytes_of(getattr(tensor, name)) for name in flatten()[0])
+    return tensor.numel() * tensor.element_size()
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return sum(bytes_of(t) for state in states for t in state.values() if isinstance(t, Tensor))
+
+
+def make_parameters(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    torch.manual_seed(0)
+    params: list[Tensor] = []
+    for shape in (*shapes.matrices, *shapes.others):
+        param = torch.nn.Parameter((0.02 * torch.randn(shape, device=device)).to(dtype))
+        param.grad = (1e-3 * torch.randn(shape, device=device)).to(dtype)
+        params.append(param)
+    return params
+
+
+def run_step(options: argparse.Namespace, command: str) -> None:
+    device = device_of(options.device)
+    shapes = SETS[options.set] if options.set else gpt(options.width, options.layers, 256)
+    total = count(shapes.matrices) + count(shapes.others)
+    times: dict[Entry, list[float]] = {}
+    sizes: dict[Entry, int] = {}
+    for one in entries():
+        # Alone on the device, so that large ones fit; rounds of all would need all their state.
+        optimizer = one.make(make_parameters(shapes, one.dtype, device))
+        for _ in range(options.warmup):
+            optimizer.step()
+        settle(device)
+        times[one] = [take_turn(optimizer.step, device).ms for _ in range(options.rounds)]
+        sizes[one] = state_bytes(optimizer)
+        del optimizer
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    print(f"{total / 1e6:.1f}M parameters on {device}")
+    print(f"{'rule':6} {'state':44} {'bytes/parameter':>15} {'ms':>9} {'spread':>8}")
+    rows = []
+    for one, found in times.items():
+        own = times_of(found)
+        per = sizes[one] / total
+        print(f"{one.rule:6} {one.name:44} {per:15.2f} {own.median:9.3f} {own.middle_half:8.3f}")
+        row = {"rule": one.rule, "name": one.name, "dtype": str(one.dtype)}
+        rows.append({**row, "bytes_per_parameter": per, "ms": own._asdict()})
+    content = {"command": command, "parameters": total, **where(device), "rows": rows}
+    write_json(options.out, "step.json", content)
+
+
+# --- a training -------------------------------------------------------------------------------
+
+
+def run_train(options: argparse.Namespace, command: str) -> None:
+    variants = [
+        Contestant(
+            form,
+            "samestep.MuonAdamW",
+            gpu_training.optimizer_for(options, state_dtypes=state_dtypes(form) or None),
+        )
+        for form in options.formats
+    ]
+    runs = gpu_training.train(variants, options, load_corpus(), print)
+    told = {form: gpu_training.summary(trainings) for form, trainings in runs.items()}
+    print(f"{'state':20} {'mean':>9} {'spread of seeds':>16} {'from the first':>16}")
+    first = told[options.formats[0]]["mean"]
+    for form, own in told.items():
+        spread, mean = own["standard_deviation"], own["mean"]
+        print(f"{form:20} {mean:9.4f} {spread:16.4f} {mean - first:+16.4f}")
+    with torch.device("meta"):
+        model = GPT(gpu_training.config_of(options))
+    content = {
+        "command": command,
+        "parameters": sum(param.numel() for param in model.parameters()),
+        **where(device_of(options.device)),
+        "seeds": options.seeds,
+        "formats": told,
+    }
+    write_json(options.out, "train.json", content)
+
+
+def where(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return {"device": name, "torch": torch.__version__, "samestep": samestep.__version__}
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("mode", choices=("step", "train"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--set", choices=SETS, help="step: these parameters, not width and layers")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--context", type=int, default=512)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--out", type=Path, default=Path("out/small-state"))
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    options = arguments(given)
+    check_folder(options.out)
+    words = sys.argv[1:] if given is None else given
+    command = shlex.join(["python", "-m", "benchmarks.small_state", *words])
+    {"step": run_step, "train": run_train}[options.mode](options, command)
+
+
+if __name__ == "__main__":
+    main()

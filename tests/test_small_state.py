@@ -150,19 +150,19 @@ def test_layouts_have_the_bits_of_one_process(one_thread):
 def copies_job(rank):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))["model"]
     found = {}
-    for cut in ("rows", "columns"):
-        model, opt = built("8bit", LAYOUTS["zero2"], cut, mesh)
+    for kind, cut in (("8bit", "rows"), ("8bit", "columns"), ("bf16", "columns")):
+        model, opt = built(kind, LAYOUTS["zero2"], cut, mesh)
         for number in range(2):
             step(model, opt, number, rank // 2)
-        found[cut] = everything(model, opt)
+        found[kind, cut] = everything(model, opt)
     return found
 
 
 def test_copies_of_parts_have_the_bits_of_one_process(one_thread):
-    expected = everything(*one_process("8bit", 2))
+    expected = {kind: everything(*one_process(kind, 2)) for kind in ("8bit", "bf16")}
     for found in run_forked(4, copies_job):
-        for cut, values in found.items():
-            assert unequal(values, expected) == [], cut
+        for (kind, cut), values in found.items():
+            assert unequal(values, expected[kind]) == [], (kind, cut)
 
 
 # --- checkpoints -----------------------------------------------------------------------------
@@ -267,6 +267,49 @@ def test_consolidated_state_is_that_of_one_process(one_thread):
         model.load_state_dict(of_model)
         opt.load_state_dict(of_opt)
         assert unequal(everything(model, opt), expected) == []
+
+
+def dtensors_job(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    model, opt = built("8bit", {}, "rows", mesh)
+    step(model, opt, 0)
+    found = []
+    source = model, opt
+    for kind in ("32 bits", "8bit"):  # there and back
+        other, into = built(kind, {}, "rows", mesh)
+        other.load_state_dict(source[0].state_dict())
+        into.load_state_dict(source[1].state_dict())
+        found.append(all(torch.equal(wide(into)[pair], wide(opt)[pair]) for pair in KEYS))
+        source = other, into
+    model, opt = built("8bit", LAYOUTS["zero2"])
+    step(model, opt, 0, rank)
+    before = everything(model, opt)
+    for name, param in list(model.named_parameters()):  # sharded after the optimizer was built
+        sharded = distribute_tensor(param.detach().clone(), mesh, [Shard(0)])
+        model.register_parameter(name, nn.Parameter(sharded))
+    opt.adopt(model)
+    return found, unequal(everything(model, opt), before)
+
+
+def test_dtensors_change_formats_and_take_over_state():
+    assert run_forked(2, dtensors_job) == [([True, True], [])] * 2
+
+
+def test_parts_of_a_fused_weight_have_the_bits_of_the_whole():
+    value, grad = torch.randn(96, 64), torch.randn(96, 64)
+    whole = nn.Parameter(value.clone())
+    parts = {f"w[{a}:{b}]": nn.Parameter(value[a:b].clone()) for a, b in ((0, 32), (32, 96))}
+    whole.grad = grad
+    for name, param in parts.items():
+        param.grad = grad[0:32] if name == "w[0:32]" else grad[32:96]
+    one = samestep.AdamW([("w", whole)], state_dtypes="8bit")
+    other = samestep.AdamW(list(parts.items()), state_dtypes="8bit")
+    for _ in range(2):
+        one.step()
+        other.step()
+    for key in ("exp_avg", "exp_avg_scale", "exp_avg_sq"):
+        joined = torch.cat([other.state[param][key] for param in parts.values()])
+        assert torch.equal(joined, one.state[whole][key])
 
 
 # --- values ----------------------------------------------------------------------------------

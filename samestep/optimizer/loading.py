@@ -163,11 +163,12 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
 def _whole(saved: Mapping[str, Any], state: State, device: torch.device) -> State:
     """The tensors of a saved entry that are not laid out as our state is: DTensors in DTensors."""
     whole = {key: torch.as_tensor(value).to(device) for key, value in saved.items()}
-    return {
-        key: tensor
-        for key, tensor in whole.items()
-        if mesh_of(tensor) is None or key not in state or mesh_of(state[key]) is None
-    }
+
+    def lies_alike(key: str, tensor: Tensor) -> bool:
+        own = state.get(key, state.get(other_master(key) or ""))
+        return own is not None and mesh_of(tensor) is not None and mesh_of(own) is not None
+
+    return {key: tensor for key, tensor in whole.items() if not lies_alike(key, tensor)}
 
 
 @torch.no_grad()

@@ -146,7 +146,8 @@ def test_a_missing_wait_shows(monkeypatch):
     def missed(name, stub):
         with monkeypatch.context() as patch:
             patch.setattr(LateCopies, name, stub)
-            with pytest.raises(AssertionError):
+            # What lies in a buffer that was not filled may not even be a number that counts.
+            with pytest.raises((AssertionError, ArithmeticError, ValueError)):
                 assert_same(plain, train(*build("state"), 0))
 
     plain = train(*build(None), 0)

@@ -100,7 +100,8 @@ def assert_same(first, second):
 
 
 SMALL = {"state_dtypes": "8bit"}  # scales beside codes, and random bits that know their place
-REST = {"state_dtypes": {"momentum_buffer": "bf16_stochastic", "exp_avg": "bf16_stochastic"}}
+RANDOM = {"momentum_buffer": "bf16_stochastic", "exp_avg": "bf16_stochastic"}
+REST = {"state_dtypes": {**RANDOM, "master_weight": "remainder"}}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ LAYOUTS = {
     "fsdp": {"fsdp": True, "chunk_size": 1000},
     "fsdp in 16 bits": {"fsdp": True, "chunk_size": 1000, "dtype": torch.bfloat16},
     "zero2, 8-bit state": {"sharding": "zero2", "crossover": 16, **SMALL},
-    "fsdp, random state": {"fsdp": True, "chunk_size": 1000, **REST},
+    "fsdp, random state": {"fsdp": True, "chunk_size": 1000, "dtype": torch.bfloat16, **REST},
 }
 
 

@@ -151,6 +151,7 @@ def _zeroed(counts: Pieces) -> Callable[[], None]:
 
 def _rest(remainder: Remainder) -> Callable[[], None]:
     def write() -> None:
-        remainder.rest.copy_(remainder_of(remainder.param, remainder.master))
+        param = remainder.param.to(remainder.master.device)  # state may stay on the host
+        remainder.rest.copy_(remainder_of(param, remainder.master))
 
     return write

@@ -161,7 +161,7 @@ def _joined_master(part: HeldState) -> list[Remainder]:
     found = []
     for box, rest in part.boxes:
         own = outer.tensor[box.within(outer.box).slices].reshape(rest.shape)
-        found.append(Remainder(join_remainder(own, rest), own, rest))
+        found.append(Remainder(join_remainder(own.to(rest.device), rest), own, rest))
     return found
 
 

@@ -49,7 +49,8 @@ class FullValues:
         param = self.param(name)
         if key == MASTER and REMAINDER_KEY in self._state[param]:
             rest = self.state(name, REMAINDER_KEY)[REMAINDER_KEY]
-            return join_remainder(self.holder(param).whole_value(param), rest)
+            whole = self.holder(param).whole_value(param)
+            return join_remainder(whole, rest.to(whole.device))  # which may stay on the host
         return value_of(key, self.state(name, key))
 
     def state(self, name: str, key: str) -> State:
@@ -91,7 +92,7 @@ class FullValues:
     def parameter(self, name: str) -> Tensor:
         param = self.param(name)
         if self._state[param].keys() & set(MASTERS):
-            return self.value(name, MASTER).to(math_dtype(param))
+            return self.value(name, MASTER).to(param.device, math_dtype(param))
         return self.holder(param).whole_value(param).to(math_dtype(param), copy=True)
 
     def set_parameter(self, name: str, value: Tensor) -> None:

@@ -180,8 +180,8 @@ def _fill(param: Tensor, state: State, saved: Mapping[str, Any]) -> None:
             tensor.copy_(torch.as_tensor(saved[key]))
         elif other is not None and other in saved:
             local = local_of(tensor)
-            values = local_of(param), local_of(torch.as_tensor(saved[other])).to(local.device)
-            local.copy_(from_other_master(key, *values))
+            values = param, torch.as_tensor(saved[other])
+            local.copy_(from_other_master(key, *(local_of(v).to(local.device) for v in values)))
         elif key == MASTER and tensor.shape == param.shape:
             tensor.copy_(param)
         else:

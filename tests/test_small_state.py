@@ -124,10 +124,10 @@ def one_process(kind, steps):
 def layouts_job(rank, kinds):
     found = {}
     mesh = init_device_mesh("cpu", (2,))
+    places = [(name, layout, None) for name, layout in LAYOUTS.items()]
+    places += [(cut, {}, cut) for cut in ("columns", "rows")]
     for kind in kinds:
-        places = [(name, layout, None) for name, layout in LAYOUTS.items()]
-        places += [(cut, {}, cut) for cut in ("rows", "columns")]
-        for name, layout, cut in places:
+        for name, layout, cut in places if kind == "8bit" else places[1:3]:
             model, opt = built(kind, layout, cut, mesh if cut is not None else None)
             for number in range(3):
                 step(model, opt, number, rank if cut is None else None)
@@ -184,8 +184,9 @@ def wide(opt):
 def loads_job(rank, path):
     found = {}
     mesh = init_device_mesh("cpu", (2,))
-    for kind in FORMATS:
-        for name, layout, cut in (("flat", LAYOUTS["flat"], None), ("rows", {}, "rows")):
+    places = [("flat", LAYOUTS["flat"], None), ("rows", {}, "rows")]
+    for kind, wanted in (("8bit", places), ("32 bits", places[:1]), ("bf16", places[1:])):
+        for name, layout, cut in wanted:
             model, opt = built(kind, layout, cut, None if cut is None else mesh)
             with torch.no_grad():
                 for param in model.parameters():

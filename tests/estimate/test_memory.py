@@ -111,7 +111,7 @@ class Small(Large):
 
 def test_state_in_8_bits_is_foreseen():
     """What stays; the plain torch of a CPU makes temporaries in 32 bits, whatever is kept."""
-    layouts = [LAYOUTS[name] for name in (*SHARED, "fsdp2_parallel")]
+    layouts = [LAYOUTS[name] for name in ("flat_zero1", "fsdp2_parallel")]
     ranks = run_forked(2, measured, 2, Small, layouts)
     for layout in layouts:
         plan = blueprint_of(layout, Small(3, 2), 2, "fast")

@@ -19,6 +19,7 @@ from benchmarks import (
     cpu_step,
     gpu_breakdown,
     gpu_training,
+    offload,
     overlap,
     plan_tables,
     plan_time,
@@ -127,6 +128,14 @@ def test_gpu_training(tmp_path, capsys, monkeypatch):
     gpu_training.run(gpu_training.arguments(words), "as a test")
     content = written(tmp_path, "training_gpu.json")
     assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
+
+
+def test_offload(tmp_path, capsys):
+    offload.main(offload.Options(rule="adamw", rounds=1, device="cpu", out=tmp_path))
+    there, on_host = written(tmp_path, "offload.json")["found"]
+    assert there["moved"] == 0
+    assert on_host["moved"] > 0
+    assert on_host["planned"] > there["planned"]  # on a CPU staging buffers come on top
 
 
 def test_small_state(tmp_path, capsys, monkeypatch):

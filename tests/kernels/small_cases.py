@@ -115,6 +115,7 @@ def hard_values(rows, q):
     value[7] = torch.randn(q).clamp(-1, 1).to(DEVICE) * 3.4e38
     value[8, ::3] = -0.0
     value[9] = torch.linspace(-1, 1, q).to(DEVICE)
+    value[10, 1:] = 1e-30  # far below the smallest step
     return value
 
 

@@ -190,6 +190,20 @@ def test_adamw_with_small_state_compiles(name):
     assert "ld.global.b8" not in ptx  # codes are read many at once
 
 
+def test_small_momentum_compiles():
+    """Of parts and of tall blocks, in tiles as wide as a block of codes; and the sums before."""
+    given = {
+        **dict.fromkeys(["EMA", "NESTEROV", "RANDOM", "RUNS", "ALIGNED", "TALL"], True),
+        **dict.fromkeys(["MAXIMIZE", "GIVEN"], False), "state_dtype": tl.int8, "Q": 256,
+    }  # fmt: skip
+    types = dict.fromkeys(["scales", "steps", "origins", "kept"], "*i64")
+    wide = {**given, "ROWS": 16, "COLS": 256}
+    operations(compiled(part_tiles.momentum_of_parts, types, GRADS_ALIGNED=True, **wide))
+    if SOAK:
+        operations(compiled(muon_tiles.momentum, types, ONLY_SUMS=False, sums=None, **wide))
+        operations(compiled(muon_tiles.momentum, types, ONLY_SUMS=True, powers=None, **given))
+
+
 @pytest.mark.parametrize("given", ["residue", "left_residue"])
 @pytest.mark.parametrize("way", TILINGS if SOAK else ["small"])
 def test_symmetric_products_compile(way, given):

@@ -101,7 +101,9 @@ def test_matrices_in_the_gaps_of_others_are_left():
     assert _fits(plain)
     state["momentum_buffer_scale"] = scale
     assert not _fits(Operand(view, view, state, rows=4, origin=origin))
-    narrow_state = {"step": torch.zeros(()), "momentum_buffer": view.bfloat16()}
+    lies_alike = torch.zeros(64, 8, dtype=torch.bfloat16)[:, ::2].mT
+    narrow_state = {"step": torch.zeros(()), "momentum_buffer": lies_alike}
+    assert _fits(Operand(view, view, narrow_state, rows=4))
     assert not _fits(Operand(view, view, narrow_state, rows=4, origin=origin))
 
 
@@ -115,3 +117,13 @@ def test_only_what_is_rounded_alike_is_launched_together():
         operand(codes("exp_avg", 64)),
     ]
     assert sorted(_by_kind(operands, range(6))) == [[0, 4], [1], [2], [3, 5]]
+
+
+def test_rows_in_the_gaps_of_others_are_left():
+    """Kernels would take places in memory for places in the whole tensor."""
+    view = torch.zeros(8, 64)[::2]
+    narrow_view = torch.zeros(8, 64, dtype=torch.bfloat16)[::2]
+    state = {"step": torch.zeros(()), "momentum_buffer": narrow_view}
+    origin = Origin(0, (128, 1), {"momentum_buffer": 7})
+    assert _fits(Operand(view, view, state, rows=4))
+    assert not _fits(Operand(view, view, state, rows=4, origin=origin))

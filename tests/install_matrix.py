@@ -48,7 +48,10 @@ class Matrix:
 
     def __init__(self, folder: Path, uv: str) -> None:
         self.folder, self.uv = folder, uv
-        self.environment = os.environ | {"UV_CACHE_DIR": str(folder / "cache")}
+        self.environment = os.environ | {
+            "UV_CACHE_DIR": str(folder / "cache"),
+            "UV_HTTP_TIMEOUT": "300",  # seconds: the wheels are large, and 30 were too few
+        }
         for name in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"):
             self.environment.pop(name, None)
         self.index = ["--index-url", CPU_INDEX] if _reached(CPU_INDEX) else []

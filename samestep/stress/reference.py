@@ -209,7 +209,7 @@ def initial_state(name: str, param: Tensor, group: Options) -> State:
         return {**state, "second_moment": zeros(param.numel())}
     count = sum(variance_counts(blocks_of(name, param, group), group))
     if group["variance_beta2"] is not None:
-        state["variance"] = zeros(*param.shape) if count == param.numel() else zeros(count)
+        state["variance"] = zeros(count)
     return state
 
 

@@ -301,7 +301,7 @@ def test_any_options(
         ((3, 5), {"transposed": True}),
         ((2, 3, 8), {"transposed": True, "split_sizes": "interleaved:2x4"}),
         ((4, 7), {"transposed": True, "split_sizes": (4, 3)}),
-        # The variance has as many numbers as the parameter: samestep keeps it in its shape.
+        # The variance has as many numbers as the parameter, and is in a row as always.
         ((3, 1), {}),
         ((1, 3), {}),
         ((4, 1, 1), {"flatten": True}),

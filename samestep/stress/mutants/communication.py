@@ -52,14 +52,16 @@ def zeros_are_absent(original: Any, self: GradientReducer, problem: Any) -> None
 
 
 @mutant("state", RANDOM, replaces=(ReplicatedParameters, "operands"))
-def step_counted_for_absent(original: Any, self: ReplicatedParameters, number: int) -> Any:
+def step_counted_for_absent(
+    original: Any, self: ReplicatedParameters, number: int, *window: Any
+) -> Any:
     """the step count of a parameter goes on while it has no gradient on any rank"""
     # Bias correction then is that of another step.
     for piece in self._owned(self.plan.buckets[number]).pieces:
         state = self._state[self.params[piece.param]]
         if self._present[piece.param] is False and "step" in state:
             self._layout.views(piece, state)["step"] += 1
-    return original(self, number)
+    return original(self, number, *window)
 
 
 @mutant("state", RANDOM)

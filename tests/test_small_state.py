@@ -412,6 +412,10 @@ def test_refused():
         samestep.AdamW([("a", half)], master_weights=True, **remainder)
     with pytest.raises(ValueError, match=r"no master copies of 'a': .* master_weights=True"):
         samestep.AdamW([("a", narrow)], master_weights=False, **remainder)
+    with pytest.raises(ValueError, match=r"no master copies of 'a': .* master_weights=True"):
+        samestep.AdamW([("a", nn.Parameter(torch.zeros(4, 4)))], **remainder)
+    with pytest.raises(ValueError, match=r"give \{\"master_weight\": \"remainder\"\}"):
+        samestep.AdamW([("a", narrow)], master_weights=True, state_dtypes="remainder")
     with pytest.raises(ValueError, match="remainder is not supported"):
         samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
     with pytest.raises(ValueError, match="4bit is not supported"):

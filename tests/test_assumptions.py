@@ -75,6 +75,10 @@ FUSED = {"0.weight": {"split_sizes": (16, 16, 16)}}
 RUNS = {
     "overlap": (net, {"overlap_grad_reduce": True, "max_grad_norm": 1.0}),
     "float16": (lambda: net(torch.float16), {"sharding": "none", "max_grad_norm": math.inf}),
+    "remainders": (
+        lambda: net(torch.bfloat16),
+        {"master_weights": True, "state_dtypes": {"master_weight": "remainder"}},
+    ),
     "reduced": (net, {"grads": "reduced"}),
     "flat": (net, {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}),
     "tensor parallel": (tensor_parallel, {"overrides": FUSED}),
@@ -175,6 +179,7 @@ def test_what_nobody_checks_comes_last_and_is_called_so(ranks):
         assert "  Checked " not in unchecked
     assert "projections in one weight" in texts["tensor parallel"]
     assert "Here: 0.weight." in texts["tensor parallel"]
+    assert "4 parameters whose 32-bit copy is kept" in texts["remainders"]
     assert "pass max_grad_norm= (math.inf checks" in " ".join(texts["reduced"].split())
     for name in ("reduced", ALONE, "flat"):  # the check is of gradients that are averaged here
         assert ("check_gradients=True" in texts[name]) == (name == "flat")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -486,6 +488,18 @@ def test_recomputed_layers_tell_the_same_and_a_failed_forward_leaves_nothing_beh
         clip.step()
 
 
+def test_a_copy_of_the_model_tells_nothing():
+    """As an average of the weights, or a teacher, which may run in training mode."""
+    model, _, clip = build(tau=1e9)
+    model(tokens_of(0, 0))
+    expected = torch.cat(list(clip.step().values()))
+    model(tokens_of(0, 0))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        other.embedding.weight.data.mul_(100)
+        other(tokens_of(0, 0))
+    assert torch.equal(torch.cat(list(clip.step().values())), expected)
+
+
 @pytest.mark.skipif(not SOAK, reason="the compiler takes seconds to import")
 def test_compiled_layers_are_not_seen_and_say_so():
     model, _, clip = build("gqa", torch.float32, tau=1e9)
@@ -507,7 +521,7 @@ def test_mistakes_say_what_to_do():
     model = Net("gqa")
     opt = samestep.MuonAdamW(model)
     right = heads_of("gqa")
-    with pytest.raises(ValueError, match="no module of the model is called 'blocks"):
+    with pytest.raises(ValueError, match=r"is called 'blocks\.\*'; there are embedding, "):
         QKClip(opt, model, {"blocks.*": right})
     with pytest.raises(ValueError, match=r"q.weight has 24 rows, and by its heads .* of 48"):
         QKClip(opt, model, {LAYERS: QKHeads.separate(8, 6, 2, q="q.weight", k="k.weight")})
@@ -519,12 +533,16 @@ def test_mistakes_say_what_to_do():
         QKClip(opt, model)
     with pytest.raises(ValueError, match="tau must be above 0"):
         QKClip(opt, model, {LAYERS: right}, tau=0.0)
+    with pytest.raises(TypeError, match="tau must be a number, got '100'"):
+        QKClip(opt, model, {LAYERS: right}, tau="100")
+    with pytest.raises(TypeError, match=r"an optimizer of samestep .*, got torch.optim.*AdamW"):
+        QKClip(torch.optim.AdamW(model.parameters()), model, {LAYERS: right})
     with pytest.raises(ValueError, match="gamma_of must be one of"):
         QKClip(opt, model, {LAYERS: right}, gamma_of="heads")
     clip = QKClip(opt, model, {LAYERS: right})
     with pytest.raises(KeyError, match=r"'layers.7.attention' is no layer"):
         clip.observe("layers.7.attention", torch.zeros(4))
-    with pytest.raises(ValueError, match=r"told the logits of 2 heads, and has 4"):
+    with pytest.raises(ValueError, match=r"told the logits of 2 heads, and has 4: give"):
         clip.observe(model.layers[0].attention, torch.zeros(2))
     model.layers[1].attention.k.weight.requires_grad_(False)
     with pytest.raises(ValueError, match=r"layers.1.attention.k.weight is not a parameter of the"):

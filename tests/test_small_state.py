@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import samestep
+from samestep.comm.integrity.agreement import RanksDisagreeError
 from samestep.plan.flat import plan_flat
 from samestep.plan.sharding import ParamSpec, plan_sharding
 from samestep.rules.converted import remainder_of
@@ -399,6 +400,9 @@ def cut_job(rank):
     with pytest.raises(ValueError, match=re.escape("is cut at 192")) as error:
         samestep.AdamW([("wide", param)], state_dtypes="8bit")
     samestep.AdamW([("wide", param)], state_dtypes="8bit/64")
+    own = {"state_dtypes": "8bit"} if rank == 0 else {}
+    with pytest.raises(RanksDisagreeError, match=r"rank 0 has '.*: state_dtypes = 8bit'"):
+        samestep.AdamW([("uneven", nn.Parameter(torch.zeros(51, 64)))], sharding="zero2", **own)
     return str(error.value)
 
 
@@ -412,6 +416,10 @@ def test_refused():
         samestep.AdamW([("a", half)], master_weights=True, **remainder)
     with pytest.raises(ValueError, match=r"no master copies of 'a': .* master_weights=True"):
         samestep.AdamW([("a", narrow)], master_weights=False, **remainder)
+    with pytest.raises(ValueError, match=r"no master copies of 'a': .* master_weights=True"):
+        samestep.AdamW([("a", nn.Parameter(torch.zeros(4, 4)))], **remainder)
+    with pytest.raises(ValueError, match=r"give \{\"master_weight\": \"remainder\"\}"):
+        samestep.AdamW([("a", narrow)], master_weights=True, state_dtypes="remainder")
     with pytest.raises(ValueError, match="remainder is not supported"):
         samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
     with pytest.raises(ValueError, match="4bit is not supported"):

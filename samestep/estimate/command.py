@@ -73,6 +73,11 @@ def _plan(options: Options) -> None:
         raise BadRequestError("say which MODEL: `samestep plan --help` lists what it may be")
     if options.reserve is not None and not 0 <= options.reserve < 1:
         raise BadRequestError(f"--reserve must be from 0 to below 1, got {options.reserve}")
+    if options.remainders and options.dtype != "bfloat16":
+        raise BadRequestError(
+            f"--remainders are of bfloat16 parameters, and --dtype {options.dtype} has no main "
+            "copies: leave one of them out"
+        )
     hardware = find_hardware(options.hardware)
     degrees = read_mesh(options.mesh, options.ranks, sequence_parallel=options.sequence_parallel)
     batch = read_batch(options, degrees)

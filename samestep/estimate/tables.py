@@ -11,7 +11,6 @@ from rich.table import Table as ScreenTable
 from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Stage
 from samestep.estimate.figures import StageFigures, StageNeeds
-from samestep.estimate.memory import RankMemory
 from samestep.stress.report.numbers import duration, size
 
 
@@ -50,18 +49,15 @@ class Table:
 
 
 def memory_table(stages: list[StageFigures], ranks: int) -> Table:
-    memories = [each.memory for each in stages]
-
-    def offloaded(memory: RankMemory) -> list[int]:
-        """Where any rank has state on its host."""
-        return [memory.staging, memory.on_host] if any(m.on_host for m in memories) else []
-
+    offloaded = any(each.memory.on_host for each in stages)
     rows = []
     for each in stages:
         memory = each.memory
+        kept = [memory.main_parameters, memory.state]
         cells = [
-            memory.parameters, memory.gradients, memory.main_parameters, memory.state,
-            memory.buffers, memory.temporaries, *offloaded(memory), memory.peak,
+            memory.parameters, memory.gradients,
+            *([memory.on_host, memory.staging] if offloaded else kept),
+            memory.buffers, memory.temporaries, memory.peak,
         ]  # fmt: skip
         rows.append([f"{each.stage}: {each.worst_rank} of {ranks}", *map(size, cells)])
     return Table(
@@ -74,11 +70,9 @@ def memory_table(stages: list[StageFigures], ranks: int) -> Table:
             "stage: rank",
             "params",
             "grads",
-            "main",
-            "state",
+            *(["on host", "staging"] if offloaded else ["main", "state"]),
             "buffers",
             "temps",
-            *(["staging", "on host"] if any(map(offloaded, memories)) else []),
             "peak",
         ],
         rows,

@@ -271,17 +271,17 @@ def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> 
             f"state_dtypes {chosen} is not for {name!r}, which is on XLA: give dtypes, or leave it "
             "out"
         )
-    if REMAINDER not in words or param.dtype.itemsize > 2:
+    if REMAINDER not in words:
         return
-    if param.dtype != torch.bfloat16:
-        raise ValueError(
-            f'state_dtypes["master_weight"] is "{REMAINDER}", which is what a master copy has '
-            f"beyond bfloat16, and {name!r} has dtype {param.dtype}: give it torch.float32"
-        )
     if not masters:
         raise ValueError(
             f'state_dtypes["master_weight"] is "{REMAINDER}", and there are no master copies of '
             f"{name!r}: build the optimizer with master_weights=True"
+        )
+    if param.dtype.itemsize <= 2 and param.dtype != torch.bfloat16:
+        raise ValueError(
+            f'state_dtypes["master_weight"] is "{REMAINDER}", which is what a master copy has '
+            f"beyond bfloat16, and {name!r} has dtype {param.dtype}: give it torch.float32"
         )
 
 

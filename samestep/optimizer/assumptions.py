@@ -12,13 +12,14 @@ from importlib import import_module
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torch import Tensor, float16
+from torch import Tensor, bfloat16, float16
 
 from samestep.comm.groups import RankGroup, ranks_text
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import parameter_names
 from samestep.layout.fused_rows import rows_in
 from samestep.placements.whole.buffers import gradient_dtype
+from samestep.rules.stored import REMAINDER
 
 if TYPE_CHECKING:
     from samestep.placements.parts.sharded import ShardedParameters
@@ -307,6 +308,23 @@ def _narrow(facts: Facts) -> str | None:
     return f"{len(narrow)} of {_many(len(params), 'parameter')} are narrower" if narrow else None
 
 
+def _remainders(facts: Facts) -> str | None:
+    """Parameters that are the upper halves of their own master copies."""
+    kept = [
+        param
+        for group in facts.groups
+        if isinstance(chosen := group.get("state_dtypes"), Mapping)
+        and chosen.get("master_weight") == REMAINDER
+        for param in group["params"]
+        if param.dtype == bfloat16
+    ]
+    return (
+        f"{_many(len(kept), 'parameter')} whose 32-bit copy is kept as a remainder"
+        if kept
+        else None
+    )
+
+
 def _local(facts: Facts) -> str | None:
     if not _averages_here(facts):
         return None
@@ -555,6 +573,15 @@ REGISTER: tuple[Assumption, ...] = (
         "never",
         "poison_early_reads=True shows reads that come too early",
         _on_their_way,
+    ),
+    Assumption(
+        "edits that are told",
+        "Whoever edits parameters outside of step() calls refresh_master_weights() afterwards, or "
+        "uses set_full_parameter and scale_parameters: what a remainder belongs to is gone.",
+        None,
+        "never",
+        "a weight and a remainder do not tell that they do not belong together",
+        _remainders,
     ),
     Assumption(
         "projections in one weight",

@@ -156,7 +156,8 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
         )
     raise ValueError(
         "the loaded state was saved with another plan of who owns what: build the optimizer with "
-        "the same model, sharding, bucket_size, crossover and owners as when it was saved"
+        "the same model, sharding, bucket_size, crossover, owners and state_dtypes as when it was "
+        "saved"
     )
 
 

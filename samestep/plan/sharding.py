@@ -192,10 +192,13 @@ class ShardingPlan(NamedTuple):
     ranks: int
     buckets: tuple[Bucket, ...]
 
+    def parameter_lines(self) -> list[str]:
+        """What was planned for, as text."""
+        return [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
+
     def lines(self) -> list[str]:
         """The plan as text, for comparing it between ranks."""
-        lines = [f"{self.ranks} ranks"]
-        lines += [f"{p.name}: {p.shape} {p.dtype}, group {p.group}, {p.rule}" for p in self.params]
+        lines = [f"{self.ranks} ranks", *self.parameter_lines()]
         for number, bucket in enumerate(self.buckets):
             for owner, segment in bucket.filled:
                 who = "all ranks" if bucket.replicated else f"rank {owner}"

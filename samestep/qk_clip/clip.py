@@ -77,6 +77,14 @@ class QKClip:
         strict: bool = True,
         watch: bool = True,
     ) -> None:
+        if not isinstance(opt, RuleOptimizer):
+            raise TypeError(
+                "QKClip scales through an optimizer of samestep (MuonAdamW, Muon, AdamW), got "
+                f"{type(opt).__module__}.{type(opt).__name__}"
+            )
+        for name, value in (("tau", tau), ("alpha", alpha)):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         if not tau > 0 or not 0 <= alpha <= 1:
             raise ValueError(f"tau must be above 0 and alpha in 0..1, got {tau} and {alpha}")
         if gamma_of not in get_args(GammaOf):
@@ -195,7 +203,8 @@ class QKClip:
             raise ValueError(
                 f"{name!r} told no attention logits since the last step, of head "
                 f"{', '.join(map(str, silent))}: it has not run in training mode, or is compiled, "
-                "or does not call torch.nn.functional.scaled_dot_product_attention. Tell them by "
+                "or a copy of the model ran, or it does not call "
+                "torch.nn.functional.scaled_dot_product_attention. Tell them by "
                 "clip.observe(layer, logits); strict=False leaves such layers alone"
             )
 
@@ -220,10 +229,10 @@ def _heads_here(layer: _Layer, name: str, count: int) -> Tensor:
             start = box.offsets[dim] + (0 if part is None else part.start)
             found |= set(layer.heads.query_heads(weight, start, start + box.sizes[dim]))
     if len(found) != count:
+        here = f", of which this rank's parameters have {len(found)}" if found else ""
         raise ValueError(
-            f"{name!r} told the logits of {count} heads, and has {layer.heads.heads}, of which "
-            f"this rank's parameters have {len(found)}: give a tensor of all heads, with -inf for "
-            "those of other ranks"
+            f"{name!r} told the logits of {count} heads, and has {layer.heads.heads}{here}: give a "
+            "tensor of all heads, with -inf for those of other ranks"
         )
     return torch.tensor(sorted(found))
 
@@ -246,7 +255,8 @@ def _found(
     for pattern, heads in layers.items():
         matched = [name for name in modules if name and name_matches(name, pattern)]
         if not matched:
-            raise ValueError(f"no module of the model is called {pattern!r}: {some(list(modules))}")
+            others = some([name for name in modules if name])
+            raise ValueError(f"no module of the model is called {pattern!r}; there are {others}")
         for name in matched:
             if name in found:
                 raise ValueError(f"{name!r} is a layer by {pattern!r} and by a pattern before it")

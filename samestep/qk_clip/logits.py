@@ -117,6 +117,23 @@ def _of_call(
     return largest_logits(query, key, scale=scale, is_causal=is_causal, attn_mask=attn_mask)
 
 
+class _Hook:
+    """A hook of a module. A copy of the model has none: its logits are not the original's."""
+
+    def __init__(self, run: Callable[..., None]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Any) -> None:
+        self._run(*args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: object) -> None:
+    """The copied or loaded model belongs to no QK-clip."""
+
+
 def watched(module: nn.Module, tell: Callable[[Tensor], None]) -> Callable[[], None]:
     """Tell the largest logits of a module's attention whenever it runs in training.
 
@@ -136,8 +153,8 @@ def watched(module: nn.Module, tell: Callable[[Tensor], None]) -> Callable[[], N
             calls.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     handles = [
-        module.register_forward_pre_hook(begin),
-        module.register_forward_hook(end, always_call=True),
+        module.register_forward_pre_hook(_Hook(begin)),
+        module.register_forward_hook(_Hook(end), always_call=True),
     ]
 
     def stop() -> None:

@@ -154,13 +154,19 @@ def state_dtypes(name: str, value: Any) -> None:
     """
     if value is None:
         return
+    if value == REMAINDER:
+        raise ValueError(
+            f'{name} "{REMAINDER}" is for master copies, and one word is for all moments: give '
+            f'{{"master_weight": "{REMAINDER}"}}, with a word for each moment beside it'
+        )
     if isinstance(value, str):
         one_of(name, value, OF_MOMENTS)
         return
     if not isinstance(value, Mapping):
         raise TypeError(
             f"{name} must be None, one of {list(OF_MOMENTS)} for all moments, or a mapping of "
-            f"moments to these or to dtypes, got {value!r}"
+            'moments to these or to dtypes such as {"exp_avg": torch.bfloat16}, got '
+            f"{value!r}"
         )
     for key, chosen in value.items():
         if key not in MOMENTS:

@@ -152,6 +152,16 @@ def test_scaling_needs_a_number_of_ranks_that_axes_divide(capsys):
     assert "and the axes beside dp have 9" in capsys.readouterr().err
 
 
+def test_offloaded_state_has_its_columns_in_80(tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text(FACTORY)
+    monkeypatch.setenv("COLUMNS", "80")
+    words = [f"{tmp_path / 'mine.py'}:model", "--mesh", "dp=1", "--sharding", "none"]
+    assert cli.main(["plan", *words, "--offload", "state"]) == 0
+    shown = capsys.readouterr().out
+    assert all(column in shown for column in ("on host", "staging", "buffers", "params"))
+    assert "…" not in shown
+
+
 def refused(words, capsys):
     assert cli.main(["plan", *words]) == 2
     captured = capsys.readouterr()
@@ -181,6 +191,7 @@ def refused(words, capsys):
             "flat buffers need equal ones",
         ),
         (["gpt2-xl", "--reserve", "1"], "--reserve must be from 0 to below 1"),
+        (["gpt2-xl", "--remainders", "--dtype", "float32"], "--remainders are of bfloat16"),
         (["deepseek-v3", "--mesh", "dp=2,ep=3"], "ep=3 does not divide 256 experts"),
         (["gpt2-xl", "--batch", "2"], "--batch counts sequences: give --sequence"),
         (["gpt2-xl", "--batch", "2", "--sequence", "8", "--tokens", "8"], "are 16 tokens, not"),

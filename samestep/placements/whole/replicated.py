@@ -108,8 +108,9 @@ class ReplicatedParameters(Placement):
         self._names = [spec.name for spec in specs]
         flat = distribution.buffers == "flat"
         hosts = f"{fabric.hosts} hosts by LOCAL_WORLD_SIZE or ranks_per_host=, in {levels} levels"
-        lines = [*distribution.lines(), f"divisor = {divisor}", *self._plan_lines, *members.lines]
-        lines += [line_of(self.device), hosts]
+        # The first difference is told: parameters and options come before the plan made of them.
+        lines = [*distribution.lines(), f"divisor = {divisor}", *shares.parameter_lines()]
+        lines += [*members.lines, *self._plan_lines, line_of(self.device), hosts]
         agree_on_plan(self._names, self.held.values(), lines, self._groups, flat=flat)
         # The ranks in the order of the plan's segments.
         self.places = group._replace(hosts=fabric.hosts)

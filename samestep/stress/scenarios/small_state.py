@@ -5,6 +5,7 @@ bit; the reference, which rounds nothing, is some way off.
 """
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +27,10 @@ class EightBits(FourPatternsRandom):
     state_dtypes: ClassVar[Any] = "8bit/32"
 
     def own_model(self) -> nn.Module:
+        cols = 32 * lcm(4, self.world)  # also where rows are cut, no scale is
         shapes = {
-            "adam": (23, 128), "adam_odd": (23, 9), "mu_a_0": (16, 128), "mu_a_1": (16, 128),
-            "mu_b_0": (8, 128), "mu_b_odd": (8, 20),
+            "adam": (23, cols), "adam_odd": (23, 9), "mu_a_0": (16, cols), "mu_a_1": (16, cols),
+            "mu_b_0": (8, cols), "mu_b_odd": (8, 20),
         }  # fmt: skip
         return Matrices(shapes)  # type: ignore[arg-type]
 
@@ -71,8 +73,9 @@ class Remainders(EightBits):
     def gradient(
         self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
     ) -> Tensor | None:
-        """Eighths: of two, four or eight ranks the mean has bits to spare in bfloat16."""
+        """Eighths, times what no power of two divides: their mean has few bits, as bfloat16 has."""
         grad = super().gradient(name, place, param, step, rank, micro)
         if grad is None:
             return None
-        return (grad * 8).round().clamp(-16, 16).div(8).to(torch.bfloat16)
+        odd = self.world // (self.world & -self.world)
+        return (grad * 8).round().clamp(-16, 16).mul(odd / 8).to(torch.bfloat16)

@@ -184,7 +184,10 @@ def adamuon_options(draw_: Any) -> dict[str, Any]:
         "variance_eps": st.sampled_from([1e-8, 1e-2]),
         "split_sizes": st.sampled_from([None, {"ada.stack": (4, 2)}]),
     }
-    return {**choices, **{key: draw_(choice) for key, choice in own.items()}}
+    found = {**choices, **{key: draw_(choice) for key, choice in own.items()}}
+    # Matrices of signs have directions with zeros in them, of which rounding makes a sign: what
+    # caution says there depends on the number of threads.
+    return {**found, "cautious": found["cautious"] and not found["sign"]}
 
 
 @st.composite

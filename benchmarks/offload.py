@@ -1,4 +1,4 @@
-"""State in the host's memory: a step with and without it, and torchao's, on the same parameters.
+"""State in the host's memory: a step with and without it, and those of torchao and DeepSpeed.
 
 Every way has a training of its own: a backward pass that gives each parameter a gradient, then the
 step. A plain copy of pinned memory, both ways at once, tells how fast the link is, and with that
@@ -8,6 +8,7 @@ says. On a CPU it shows only that it runs.
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -134,12 +135,18 @@ def link_rate(options: Options) -> float:
 def backward(params: Sequence[Tensor], number: int) -> None:
     """Every parameter gets a gradient of its own, as hooks on parameters see it."""
     for place, param in enumerate(params):
-        loss = (param * (1e-3 * (1 + number + 0.01 * place))).sum()
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss_of(param, place, number))
+
+
+def loss_of(param: Tensor, place: int, number: int) -> Tensor:
+    return (param * (1e-3 * (1 + number + 0.01 * place))).sum()
 
 
 def timed(
-    options: Options, params: Sequence[Tensor], step: Callable[[], object] | None
+    options: Options,
+    params: Sequence[Tensor],
+    step: Callable[[], object] | None,
+    backward: Callable[[Sequence[Tensor], int], None] = backward,
 ) -> tuple[float, int]:
     """Median of backward and step, and the most memory of the device in a step."""
     times = []
@@ -183,6 +190,7 @@ def measured(options: Options, rule: str, rate: float) -> Iterator[Measured]:
         del model, optimizer, state
     if rule == "adamw" and options.device == "cuda":
         yield from torchao(options, rate, alone)
+        yield from deepspeed(options, rate, alone)
 
 
 def torchao(options: Options, rate: float, alone: float) -> Iterator[Measured]:
@@ -199,6 +207,52 @@ def torchao(options: Options, rate: float, alone: float) -> Iterator[Measured]:
     iteration, memory = timed(options, params, optimizer.step)
     moved = sum(param.nbytes for param in params)
     name = "torchao CPUOffloadOptimizer, AdamW without master weights"
+    yield Measured(name, iteration - alone, moved, moved / rate, memory, None)
+
+
+def deepspeed(options: Options, rate: float, alone: float) -> Iterator[Measured]:
+    """ZeRO-Offload, stage 2 on one rank: AdamW on the CPU, with main parameters there."""
+    try:
+        initialize: Any = resolve_name("deepspeed:initialize")
+    except ImportError as error:
+        print(f"DeepSpeed is not there: {error}")
+        return
+    gc.collect()
+    for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 29517}.items():
+        os.environ.setdefault(key, str(value))
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+
+    class Model(nn.Module):
+        """Its loss has a gradient for every parameter, as `backward` gives them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = model_of(options, "cuda")
+
+        def forward(self, number: int) -> Tensor:
+            losses = [loss_of(p, place, number) for place, p in enumerate(self.held.parameters())]
+            return torch.stack(losses).sum()
+
+    model = Model()
+    params = list(model.parameters())
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": options.dtype == "bfloat16"},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {
+            "stage": 2,
+            "overlap_comm": True,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        },
+    }
+    engine = initialize(model=model, model_parameters=params, config=settings)[0]
+
+    def run(params: Sequence[Tensor], number: int) -> None:
+        engine.backward(engine(number))
+
+    iteration, memory = timed(options, params, engine.step, run)
+    moved = sum(param.nbytes for param in params)
+    name = "DeepSpeed ZeRO-Offload, AdamW on the host"
     yield Measured(name, iteration - alone, moved, moved / rate, memory, None)
 
 

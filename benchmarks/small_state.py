@@ -122,28 +122,23 @@ def run_step(options: argparse.Namespace, command: str) -> None:
     device = device_of(options.device)
     shapes = SETS[options.set] if options.set else gpt(options.width, options.layers, 256)
     total = count(shapes.matrices) + count(shapes.others)
-    times: dict[Entry, list[float]] = {}
-    sizes: dict[Entry, int] = {}
+    print(f"{total / 1e6:.1f}M parameters on {device}")
+    print(f"{'rule':6} {'state':44} {'bytes/parameter':>15} {'ms':>9} {'spread':>8}")
+    rows = []
     for one in entries():
         # Alone on the device, so that large ones fit; rounds of all would need all their state.
         optimizer = one.make(make_parameters(shapes, one.dtype, device))
         for _ in range(options.warmup):
             optimizer.step()
         settle(device)
-        times[one] = [take_turn(optimizer.step, device).ms for _ in range(options.rounds)]
-        sizes[one] = state_bytes(optimizer)
-        del optimizer
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    print(f"{total / 1e6:.1f}M parameters on {device}")
-    print(f"{'rule':6} {'state':44} {'bytes/parameter':>15} {'ms':>9} {'spread':>8}")
-    rows = []
-    for one, found in times.items():
-        own = times_of(found)
-        per = sizes[one] / total
+        own = times_of([take_turn(optimizer.step, device).ms for _ in range(options.rounds)])
+        per = state_bytes(optimizer) / total
         print(f"{one.rule:6} {one.name:44} {per:15.2f} {own.median:9.3f} {own.middle_half:8.3f}")
         row = {"rule": one.rule, "name": one.name, "dtype": str(one.dtype)}
         rows.append({**row, "bytes_per_parameter": per, "ms": own._asdict()})
+        del optimizer
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
     content = {"command": command, "parameters": total, **where(device), "rows": rows}
     write_json(options.out, "step.json", content)
 

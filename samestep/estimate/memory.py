@@ -16,7 +16,7 @@ import torch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.host_windows import BucketWindows
 from samestep.estimate.placed import CopiedParts, Sharing, Spreading
-from samestep.estimate.temporaries import RulePeaks, kernel_peak
+from samestep.estimate.temporaries import RulePeaks, kernel_is_enough, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
     CopiedWalk,
@@ -257,7 +257,8 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
             stacked[shape, param.dtype, master] += 1
         for (shape, dtype, master), count in stacked.items():
             if rule_of(group).kind == "elementwise":
-                size = peaks.slice(prod(shape), dtype, master=master)
+                by_kernel = not on_cpu and kernel_is_enough(group)
+                size = 0 if by_kernel else peaks.slice(prod(shape), dtype, master=master)
             elif on_cpu:
                 rows, cols = shape
                 count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))

@@ -145,6 +145,11 @@ def kernel_peak(count: int, rows: int, cols: int) -> int:
     return 2 * count * (2 * short * long + squares * short * short)
 
 
+def kernel_is_enough(group: Mapping[str, Any]) -> bool:
+    """Whether a kernel updates a slice on a GPU, which makes no tensor on the way."""
+    return rule_of(group).name == "adamw" and not group["amsgrad"]
+
+
 def _math(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 

@@ -1,9 +1,12 @@
 """State in the host's memory: a step with and without it, and those of torchao and DeepSpeed.
 
-Every way has a training of its own: a backward pass that gives each parameter a gradient, then the
-step. A plain copy of pinned memory, both ways at once, tells how fast the link is, and with that
-how long the bytes of a step take at least. Memory is what torch says, beside what `samestep plan`
-says. On a CPU it shows only that it runs.
+`step`: every way has a training of its own: a backward pass that gives each parameter a gradient,
+then the step. A plain copy of pinned memory, both ways at once, tells how fast the link is, and
+with that how long the bytes of a step take at least. Memory is what torch says, beside what
+`samestep plan` says. On a CPU it shows only that it runs.
+
+`train`: a GPT in bfloat16 with main parameters, Muon and AdamW, first with state on the device,
+where it may not fit, then with state on the host.
 """
 
 import argparse
@@ -13,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -21,10 +25,12 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import heading, write_json
+from benchmarks import gpt_config, heading, write_json
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.memory import RankMemory, rank_memory
+from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS
+from samestep.train.corpus import Order, load_corpus, windows
 
 TINY = "tiny"
 
@@ -33,8 +39,12 @@ TINY = "tiny"
 class Options:
     """What to measure."""
 
+    mode: str = "step"
     parameters: str = TINY
     rule: str = "both"
+    width: int = 64
+    layers: int = 2
+    steps: int = 3
     dtype: str = "bfloat16"
     rounds: int = 5
     device: str = "cuda" if torch.cuda.is_available() else "cpu"
@@ -78,7 +88,10 @@ def model_of(options: Options, device: str) -> nn.Module:
     return model
 
 
-def ours(options: Options, rule: str, offload: str | None, model: nn.Module) -> samestep.MuonAdamW:
+def ours(
+    options: Options, rule: str, offload: str | None, model: nn.Module, *, narrow: bool = False
+) -> samestep.MuonAdamW:
+    """`narrow`: without main parameters, and all state in the parameters' dtype."""
     matrices, _ = shapes_of(options)
     params = list(model.named_parameters())
     first, rest = params[: len(matrices)], params[len(matrices) :]
@@ -86,14 +99,20 @@ def ours(options: Options, rule: str, offload: str | None, model: nn.Module) -> 
         {"params": [name for name, _ in first], "rule": rule},
         {"params": [name for name, _ in rest], "rule": "adamw"},
     ]
-    masters = options.dtype != "float32"
+    masters = options.dtype != "float32" and not narrow
+    dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq"), getattr(torch, options.dtype))
     return samestep.MuonAdamW(
-        model, lr=1e-3, groups=groups, master_weights=masters, offload=offload
+        model,
+        lr=1e-3,
+        groups=groups,
+        master_weights=masters,
+        offload=offload,
+        state_dtypes=dtypes if narrow else None,
     )
 
 
-def planned(options: Options, rule: str, offload: str | None) -> RankMemory:
-    optimizer = ours(options, rule, offload, model_of(options, "meta"))
+def planned(options: Options, optimizer: samestep.MuonAdamW) -> RankMemory:
+    """What the plan says of an optimizer of parameters without memory."""
     return rank_memory(blueprint(optimizer, one_axis(1), device=torch.device(options.device)), 0)
 
 
@@ -172,25 +191,25 @@ def timed(
     return statistics.median(times[2:]), memory
 
 
-def measured(options: Options, rule: str, rate: float) -> Iterator[Measured]:
+def measured(options: Options, rule: str, rate: float, alone: float) -> Iterator[Measured]:
     """Each way by itself: what one keeps is no other's."""
-    model = model_of(options, options.device)
-    alone, _ = timed(options, list(model.parameters()), None)
-    del model
-    for offload in (None, "state"):
+    ways: list[tuple[str | None, bool]] = [(None, False), ("state", False)]
+    if rule == "adamw" and options.dtype != "float32":
+        ways.append(("state", True))  # what torchao's keeps
+    for offload, narrow in ways:
         gc.collect()
         model = model_of(options, options.device)
-        optimizer = ours(options, rule, offload, model)
+        optimizer = ours(options, rule, offload, model, narrow=narrow)
         iteration, memory = timed(options, list(model.parameters()), optimizer.step)
         state = [t for own in optimizer.state.values() for t in own.values()]
         moved = sum(t.nbytes for t in state) if offload else 0
-        plan = planned(options, rule, offload)
+        plan = planned(
+            options, ours(options, rule, offload, model_of(options, "meta"), narrow=narrow)
+        )
         name = f"samestep {rule}, {'state on the host' if offload else 'on the device'}"
+        name += f", {options.dtype} without master weights" if narrow else ""
         yield Measured(name, iteration - alone, moved, moved / rate, memory, plan.peak)
         del model, optimizer, state
-    if rule == "adamw" and options.device == "cuda":
-        yield from torchao(options, rate, alone)
-        yield from deepspeed(options, rate, alone)
 
 
 def torchao(options: Options, rate: float, alone: float) -> Iterator[Measured]:
@@ -265,29 +284,106 @@ def line(found: Measured) -> str:
     )
 
 
-def main(options: Options) -> None:
+def run_steps(options: Options) -> dict[str, Any]:
     rate = link_rate(options)
     print(f"link: {rate / 1e9:.1f} GB/s each way at once, {options.device}, {options.dtype}")
     head = ("step ms", "GB/way", "least ms", "ratio", "GB there", "GB plan")
     print(f"{'':58} {head[0]:>10} {head[1]:>9} {head[2]:>9} {head[3]:>6} {head[4]:>9} {head[5]:>9}")
+    model = model_of(options, options.device)
+    alone, _ = timed(options, list(model.parameters()), None)
+    del model
+    rules = ("adamw", "muon") if options.rule == "both" else (options.rule,)
+    ways = [measured(options, rule, rate, alone) for rule in rules]
+    if "adamw" in rules and options.device == "cuda":
+        # Last: DeepSpeed's engine keeps its model.
+        ways += [torchao(options, rate, alone), deepspeed(options, rate, alone)]
     found = []
-    for rule in ("adamw", "muon") if options.rule == "both" else (options.rule,):
-        for each in measured(options, rule, rate):
-            print(line(each))
-            found.append({**each._asdict(), "ratio": each.ratio})
+    for each in chain.from_iterable(ways):
+        print(line(each))
+        found.append({**each._asdict(), "ratio": each.ratio})
+    return {"link": rate, "found": found}
+
+
+def run_training(options: Options) -> dict[str, Any]:
+    """Both ways, from the same weights and batches."""
+    found = {}
+    for offload in (None, "state"):
+        where = "host" if offload else "device"
+        with torch.device("meta"):
+            meta = gpt_in(options, "meta")
+        plan = planned(options, muon_adamw(meta, offload))
+        billions = sum(p.numel() for p in meta.parameters()) / 1e9
+        print(
+            f"state on the {where}: {billions:.2f} billion parameters, planned "
+            f"{plan.peak / 1e9:.1f} GB on the device, {plan.on_host / 1e9:.1f} on the host"
+        )
+        try:
+            found[where] = {**trained(options, offload), "planned": plan.peak}
+        except torch.OutOfMemoryError as error:
+            print(f"  does not fit: {str(error).split('.')[0]}")
+            found[where] = {"fits": False, "planned": plan.peak}
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    return {"found": found}
+
+
+def gpt_in(options: Options, device: str) -> GPT:
+    torch.manual_seed(0)
+    usual, dtype = torch.get_default_dtype(), getattr(torch, options.dtype)
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            return GPT(gpt_config(options.width, options.layers, context=512))
+    finally:
+        torch.set_default_dtype(usual)
+
+
+def muon_adamw(model: nn.Module, offload: str | None) -> samestep.MuonAdamW:
+    return samestep.MuonAdamW(model, lr=1e-3, master_weights=True, offload=offload)
+
+
+def trained(options: Options, offload: str | None) -> dict[str, Any]:
+    """Losses, seconds of each step, and the most memory of the device inside step()."""
+    device, corpus = options.device, load_corpus()
+    model = gpt_in(options, device)
+    optimizer = muon_adamw(model, offload)
+    order, losses, times, memory = Order(len(corpus.train), 512, 0), [], [], 0
+    for number in range(options.steps):
+        inputs, targets = windows(corpus.train, order.starts(torch.arange(4) + 4 * number), 512)
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = model.loss(inputs.contiguous().to(device), targets.contiguous().to(device))
+        torch.autograd.backward(loss)
+        losses.append(loss.item())
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        times.append(seconds(options, optimizer.step))
+        if device == "cuda":
+            memory = torch.cuda.max_memory_allocated()
+        optimizer.zero_grad()
+        took = f"step() {times[-1]:.2f} s, {memory / 1e9:.2f} GB"
+        print(f"  step {number}: loss {losses[-1]:.4f}, {took}")
+    return {"fits": True, "losses": losses, "seconds": times, "memory": memory}
+
+
+def main(options: Options) -> None:
+    content = run_steps(options) if options.mode == "step" else run_training(options)
     device = torch.cuda.get_device_name() if options.device == "cuda" else "CPU"
-    content = {**heading("offload", options), "device": device, "link": rate, "found": found}
-    write_json(options.out, "offload.json", content)
+    found = {**heading("offload", options), "device": device, **content}
+    write_json(options.out, "offload.json", found)
 
 
 def read() -> Options:
     """From the command line, with what comes with Python: GPU machines may have nothing else."""
     parser = argparse.ArgumentParser(description=__doc__)
     usual = asdict(Options())
+    parser.add_argument("mode", nargs="?", choices=["step", "train"], default=usual["mode"])
     parser.add_argument("--parameters", choices=[TINY, *SETS], default=usual["parameters"])
     parser.add_argument("--rule", choices=["both", "adamw", "muon"], default=usual["rule"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default=usual["dtype"])
     parser.add_argument("--rounds", type=int, default=usual["rounds"])
+    for name in ("width", "layers", "steps"):
+        parser.add_argument(f"--{name}", type=int, default=usual[name], help="of train")
     parser.add_argument("--device", choices=["cpu", "cuda"], default=usual["device"])
     parser.add_argument("--out", type=Path, default=usual["out"])
     return Options(**vars(parser.parse_args()))

@@ -9,6 +9,8 @@ from samestep.kernels import elementwise
 from samestep.kernels.call import (
     CHUNK,
     FUSION,
+    SMALL_CHUNK,
+    SMALL_WARPS,
     Gradients,
     Origins,
     Step,
@@ -43,7 +45,8 @@ class AdamWTensors:
         masters = [key for key in (MASTER, REMAINDER_KEY) if key in first]
         keys = (*MOMENTS, *masters)
         self.table = Table([params, *([state[key] for state in states] for key in keys)])
-        self.chunks = chunk_table(tuple(param.numel() for param in params), device)
+        self.chunk, self.warps = (CHUNK, 8) if origins is None else (SMALL_CHUNK, SMALL_WARPS)
+        self.chunks = chunk_table(tuple(param.numel() for param in params), device, self.chunk)
         dtypes = [STORED_DTYPES[tensors[0].dtype] for tensors in self.table.tensors]
         self.param_dtype, self.first_dtype, self.second_dtype = dtypes[:3]
         self.master_dtype = dtypes[3] if masters else None
@@ -56,10 +59,10 @@ class AdamWTensors:
         self.scales = Table(scales) if coded else None
         self.random = [origins is not None and key in origins[0].seeds for key in MOMENTS]
         self.origins: Tensor | None = None
-        self.has_runs = False
+        self.places = "near"
         if origins is not None:
             places = Origins(origins, [param.shape for param in params])
-            self.origins, self.has_runs = places.on(device), places.has_runs
+            self.origins, self.places = places.on(device), places.places
 
     def step_(self, grads: Gradients, step: Step) -> None:
         scalars = step.scalars
@@ -105,13 +108,13 @@ class AdamWTensors:
             Q=self.block,
             FIRST_RANDOM=self.random[0],
             SECOND_RANDOM=self.random[1],
-            RUNS=self.has_runs,
+            PLACES=self.places,
             MAXIMIZE=step.maximize,
             EPS_HAT=step.options["eps_hat"],
             CAUTIOUS=step.options["cautious"],
             DECAY=step.options["decay_form"],
             ALIGNED=self.table.aligned and grads.aligned,
-            BLOCK=CHUNK,
-            num_warps=8,
+            BLOCK=self.chunk,
+            num_warps=self.warps,
             enable_fp_fusion=FUSION,
         )

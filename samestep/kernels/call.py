@@ -23,15 +23,21 @@ from samestep.rules.stored import SCALE_SUFFIX
 FUSION = False
 CHUNK = 4096  # elements of one tensor that one program works on
 TILE = 64  # rows and columns of a block or part that one program works on
+# The same where state is rounded at random: that takes registers, and smaller programs leave room
+# for some of them to compute while others wait for memory.
+SMALL_CHUNK, SMALL_WARPS = 1024, 4
+CODED_TILE, CODED_WARPS = 2048, 4  # elements of a tile as wide as a block of codes
 
 
 T = TypeVar("T")
 
 
 def tiled(wide: int | None = None) -> dict[str, Any]:
-    """The constants of a launch on tiles: as high as wide, or as many elements so wide."""
-    rows, cols = (TILE, TILE) if wide is None else (max(1, TILE * TILE // wide), wide)
-    return {"ROWS": rows, "COLS": cols, "num_warps": 4, "enable_fp_fusion": FUSION}
+    """The constants of a launch on tiles: as high as wide, or so wide, for blocks of codes."""
+    rows, cols, warps = TILE, TILE, 4
+    if wide is not None:
+        rows, cols, warps = max(1, CODED_TILE // wide), wide, CODED_WARPS
+    return {"ROWS": rows, "COLS": cols, "num_warps": warps, "enable_fp_fusion": FUSION}
 
 
 def tiles(size: int) -> int:
@@ -120,7 +126,8 @@ class Origins:
     """Where tensors lie in whole ones, and the seeds of their names, for random rounding.
 
     (tensors, 4): the index of the first element, how long runs of neighbours are, from one such
-    run to the next (0: there is only one), and the seed.
+    run to the next (0: there is only one), and the seed. `places` tells kernels what they may leave
+    out: "near" has one run each, "runs" more, both without indices above 32 bits; "far" has all.
     """
 
     def __init__(self, origins: Sequence[Origin], shapes: Sequence[Sequence[int]]) -> None:
@@ -130,7 +137,11 @@ class Origins:
             assert place is not None, "only tensors that `has_two_levels` says yes to come here"
             seed = next(iter(origin.seeds.values())) & WORD  # above it: which half a key takes
             self.rows.append((*place, seed))
-        self.has_runs = any(stride for _, _, stride, _ in self.rows)
+        last = max(
+            _last_index(origin, shape) for origin, shape in zip(origins, shapes, strict=True)
+        )
+        several = any(stride for _, _, stride, _ in self.rows)
+        self.places = "far" if last > WORD else "runs" if several else "near"
 
     def on(self, device: torch.device) -> Tensor:
         """The table."""
@@ -155,6 +166,11 @@ def _two_levels(origin: Origin, shape: Sequence[int]) -> tuple[int, int, int] | 
     return (origin.offset, run, dims[0][1]) if len(dims) == 1 else None
 
 
+def _last_index(origin: Origin, shape: Sequence[int]) -> int:
+    steps = ((size - 1) * stride for size, stride in zip(shape, origin.strides, strict=True))
+    return origin.offset + sum(steps)
+
+
 def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cuda.CUDAGraph, T]:
     """What a function launches, as a graph, and what it gives; nothing runs yet.
 
@@ -175,12 +191,12 @@ def recorded(function: Callable[[], T], device: torch.device) -> tuple[torch.cud
 
 
 @lru_cache(maxsize=256)
-def chunk_table(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """(chunks, 3): tensor, first element, size of the tensor; `CHUNK` elements or fewer each."""
+def chunk_table(sizes: tuple[int, ...], device: torch.device, chunk: int = CHUNK) -> Tensor:
+    """(chunks, 3): tensor, first element, size of the tensor; `chunk` elements or fewer each."""
     rows = [
         (number, first, size)
         for number, size in enumerate(sizes)
-        for first in range(0, size, CHUNK)
+        for first in range(0, size, chunk)
     ]
     return _on_device(rows or [(0, 0, 0)], device)
 

@@ -88,7 +88,7 @@ def store_value(param, master, value, inside):
 def elements_of(chunks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     """The tensor of this program's chunk, the places of its elements, and which of them there are.
 
-    `chunks` is what `tables.chunk_table` makes.
+    `chunks` is what `call.chunk_table` makes.
     """
     own = chunks + 3 * tl.program_id(0)
     number, first, size = tl.load(own), tl.load(own + 1), tl.load(own + 2)
@@ -180,7 +180,7 @@ def adamw(
     Q: tl.constexpr,  # elements of a block of codes; 0: there are no codes
     FIRST_RANDOM: tl.constexpr,
     SECOND_RANDOM: tl.constexpr,
-    RUNS: tl.constexpr,
+    PLACES: tl.constexpr,
     MAXIMIZE: tl.constexpr,
     EPS_HAT: tl.constexpr,
     CAUTIOUS: tl.constexpr,
@@ -237,9 +237,9 @@ def adamw(
         origin = origins + 4 * number
         step = tl.load(pointer_in(steps, number, step_dtype, False))
         if Q:
-            bits = random_bits(origin, block * Q, tl.arange(0, Q)[None, :], step, RUNS)
+            bits = random_bits(origin, block * Q, tl.arange(0, Q)[None, :], step, PLACES)
         else:
-            bits = random_bits(origin, offsets, 0, step, RUNS)
+            bits = random_bits(origin, offsets, 0, step, PLACES)
         if FIRST_RANDOM:
             first_bits = lower_half(bits)
         if SECOND_RANDOM:

@@ -111,7 +111,7 @@ class Rounding:
         self.steps = Table([[state[STEP] for state in states]])
         self.step_dtype = DTYPES[states[0][STEP].dtype]
         places = Origins(origins, [param.shape for param in params])
-        self.origins, self.has_runs = places.on(params[0].device), places.has_runs
+        self.origins, self.places = places.on(params[0].device), places.places
         self.block, self.scales = 0, None  # of 8-bit codes
         if SCALES in states[0]:
             self.block = codes_per_scale(states[0], "momentum_buffer")
@@ -126,7 +126,7 @@ class Rounding:
             "step_dtype": self.step_dtype,
             "Q": self.block,
             "RANDOM": True,
-            "RUNS": self.has_runs,
+            "PLACES": self.places,
         }
 
 
@@ -147,7 +147,7 @@ EXACT = {
     "step_dtype": tl.float32,
     "Q": 0,
     "RANDOM": False,
-    "RUNS": False,
+    "PLACES": "near",
 }  # the same where nothing is rounded at random
 
 

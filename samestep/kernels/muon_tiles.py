@@ -165,7 +165,7 @@ def momentum(
     step_dtype: tl.constexpr,
     Q: tl.constexpr,  # elements of a block of codes; they are written by tiles so wide alone
     RANDOM: tl.constexpr,
-    RUNS: tl.constexpr,
+    PLACES: tl.constexpr,
     GIVEN: tl.constexpr,  # the direction is there already: no momentum
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -207,7 +207,7 @@ def momentum(
             if RANDOM:
                 step = tl.load(pointer_in(steps, number, step_dtype, False))
                 origin = origins + 4 * number
-                bits = lower_half(random_bits(origin, row * cols + col, 0, step, RUNS))
+                bits = lower_half(random_bits(origin, row * cols + col, 0, step, PLACES))
             if Q:
                 first = pointer_in(scales, number, tl.float32, False)
                 first += row * (cols // Q) + first_col // Q

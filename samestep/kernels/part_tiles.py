@@ -38,6 +38,7 @@ def momentum_of_parts(
     step_dtype: tl.constexpr,
     Q: tl.constexpr,  # elements of a block of codes, and columns of a tile; 0: there are no codes
     RANDOM: tl.constexpr,
+    PLACES: tl.constexpr,
     EMA: tl.constexpr,
     NESTEROV: tl.constexpr,
     MAXIMIZE: tl.constexpr,
@@ -64,7 +65,7 @@ def momentum_of_parts(
     if RANDOM:
         # The owner of the block counts later, for all who hold parts of it.
         step = tl.load(pointer_in(kept + 7 * part, 6, step_dtype, False)) + 1
-        bits = lower_half(random_bits(kept + 7 * part, row * cols, col, step, True))
+        bits = lower_half(random_bits(kept + 7 * part, row * cols, col, step, PLACES))
     written = is_written(only_if, writes, param)
     write_state(state, inside & written, scale, there & written, m, bits)
     begin = tl.load(own + 7)

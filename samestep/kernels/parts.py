@@ -114,10 +114,11 @@ class MomentumOfParts:
         self.block = parts[0].block
         self.cut = tiled(self.block or None)
         self.programs = programs([part.size for part in parts], device, self.cut)
-        self.kept, self.step_dtype = None, DTYPES[torch.float32]
+        self.kept, self.places, self.step_dtype = None, "near", DTYPES[torch.float32]
         rounded = [(part.size, part.rounded) for part in parts if part.rounded is not None]
         if rounded:
             places = Origins([own.origin for _, own in rounded], [size for size, _ in rounded])
+            self.places = places.places
             self.kept = _on_device(
                 [
                     (
@@ -146,6 +147,7 @@ class MomentumOfParts:
             step_dtype=self.step_dtype,
             Q=self.block,
             RANDOM=self.kept is not None,
+            PLACES=self.places,
             **step.momentum,
             ALIGNED=self.aligned,
             GRADS_ALIGNED=grads.aligned and self.aligned,

@@ -23,30 +23,35 @@ def mixed(word):
 
 
 @triton.jit
-def logical_index(origin, place, RUNS: tl.constexpr):
-    """The flat index of elements in the whole tensor, from those in the local one.
+def index_word(origin, start, within, PLACES: tl.constexpr):
+    """uint32 that tells the flat index of elements in the whole tensor.
 
     `origin` points to: the index of the first, how many neighbours follow each other, from one such
-    run to the next, and the seed; RUNS: whether there are several.
+    run to the next, and the seed. PLACES: see `call.Origins`; registers for 64 bits are many.
     """
-    place = place.to(tl.int64)
-    if RUNS:
-        run = tl.load(origin + 1)
-        place = place // run * tl.load(origin + 2) + place % run
-    return tl.load(origin) + place
+    if PLACES == "far":
+        start, run = start.to(tl.int64), tl.load(origin + 1)
+        index = tl.load(origin) + start // run * tl.load(origin + 2) + start % run + within
+        word = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * GOLDEN)
+    else:
+        start = start.to(tl.uint32)
+        if PLACES == "runs":
+            run, stride = tl.load(origin + 1).to(tl.uint32), tl.load(origin + 2).to(tl.uint32)
+            start = start // run * stride + start % run
+        word = tl.load(origin).to(tl.uint32) + start + tl.cast(within, tl.uint32)
+    return word
 
 
 @triton.jit
-def random_bits(origin, start, within, step, RUNS: tl.constexpr):
+def random_bits(origin, start, within, step, PLACES: tl.constexpr):
     """uint32 of elements of the local tensor, for both halves.
 
     `start` is where runs, or parts of them, begin, and `within` where an element is from there.
     """
-    index, seed = logical_index(origin, start, RUNS) + within, tl.load(origin + 3)
+    word, seed = index_word(origin, start, within, PLACES), tl.load(origin + 3)
     step_word = step.to(tl.int32).to(tl.uint32, bitcast=True)
     first = mixed(mixed(step_word) ^ seed.to(tl.uint32))
     second = mixed(first ^ GOLDEN)
-    word = index.to(tl.uint32) ^ ((index >> 32).to(tl.uint32) * GOLDEN)
     word += first
     word = (word ^ (word >> 16)) * FIRST + second
     word = (word ^ (word >> 15)) * SECOND

@@ -16,7 +16,7 @@ import samestep.kernels.call
 import samestep.kernels.symmetric
 from samestep.kernels import small
 from samestep.kernels.adamw import AdamWTensors
-from samestep.kernels.call import FUSION, Gradients, Step, Table
+from samestep.kernels.call import FUSION, Gradients, Origins, Step, Table
 from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
@@ -70,12 +70,12 @@ def _coded(
     steps,
     Q: tl.constexpr,
     ROWS: tl.constexpr,
-    RUNS: tl.constexpr,
+    PLACES: tl.constexpr,
     SIGNED: tl.constexpr,
 ):
     row = tl.arange(0, ROWS)[:, None]
     place = row * Q + tl.arange(0, Q)[None, :]
-    bits = small.random_bits(origins, row * Q, tl.arange(0, Q)[None, :], tl.load(steps), RUNS)
+    bits = small.random_bits(origins, row * Q, tl.arange(0, Q)[None, :], tl.load(steps), PLACES)
     bits = small.lower_half(bits) if SIGNED else small.upper_half(bits)
     inside = place >= 0
     small.write_state(codes + place, inside, scales + row, row >= 0, tl.load(values + place), bits)
@@ -90,9 +90,9 @@ def _read(codes, scales, values, Q: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _narrowed(values, out, origins, steps, SIZE: tl.constexpr):
+def _narrowed(values, out, origins, steps, PLACES: tl.constexpr, SIZE: tl.constexpr):
     place = tl.arange(0, SIZE)
-    bits = small.lower_half(small.random_bits(origins, place, 0, tl.load(steps), False))
+    bits = small.lower_half(small.random_bits(origins, place, 0, tl.load(steps), PLACES))
     small.write_state(out + place, place >= 0, None, None, tl.load(values + place), bits)
 
 
@@ -121,9 +121,15 @@ def hard_values(rows, q):
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize(
-    ("offset", "run", "stride"), [(0, 0, 0), (2**32 - 300, 0, 0), (96, 64, 5 * 2**31)]
+    ("offset", "run", "stride", "places"),
+    [
+        (2**32 - 512, 0, 0, "near"),  # up to the last index of 32 bits
+        (2**32 - 300, 0, 0, "far"),
+        (96, 64, 4096, "runs"),
+        (96, 64, 5 * 2**31, "far"),
+    ],
 )
-def test_codes_are_those_of_plain_torch(signed, offset, run, stride):
+def test_codes_are_those_of_plain_torch(signed, offset, run, stride, places):
     q, rows, step, seed = 32, 16, 70_001, 0xFEDCBA98
     value = hard_values(rows, q)
     if not signed:
@@ -132,10 +138,14 @@ def test_codes_are_those_of_plain_torch(signed, offset, run, stride):
     noise = Noise(seed if signed else seed | UPPER, step, offset, strides)
     wanted = encode(value.view(shape), q, signed=signed, noise=noise)
     codes, scale = torch.empty_like(wanted[0]), torch.empty_like(wanted[1])
-    origins = torch.tensor([offset, run, stride, seed], device=DEVICE)
+    table = Origins([Origin(offset, strides, {"exp_avg": seed})], [shape])
+    assert table.places == places
     steps = torch.tensor(float(step), device=DEVICE)
     options = {"Q": q, "ROWS": rows, "enable_fp_fusion": FUSION}
-    _coded[(1,)](value, codes, scale, origins, steps, RUNS=run > 0, SIGNED=signed, **options)
+    _coded[(1,)](
+        value, codes, scale, table.on(torch.device(DEVICE)), steps,
+        PLACES=places, SIGNED=signed, **options,
+    )  # fmt: skip
     same(scale, wanted[1])
     same(codes, wanted[0])
     assert len(codes.unique()) > 90
@@ -150,9 +160,12 @@ def test_bfloat16_at_random_is_that_of_plain_torch():
     seed, offset, step = 3, 2**33 + 5, 9
     wanted = round_bf16(value, Noise(seed, step, offset, (1,)))
     found = torch.empty_like(wanted)
-    origins = torch.tensor([offset, 0, 0, seed], device=DEVICE)
+    table = Origins([Origin(offset, (1,), {"exp_avg": seed})], [value.shape])
     steps = torch.tensor(float(step), device=DEVICE)
-    _narrowed[(1,)](value, found, origins, steps, SIZE=512, enable_fp_fusion=FUSION)
+    _narrowed[(1,)](
+        value, found, table.on(torch.device(DEVICE)), steps,
+        PLACES=table.places, SIZE=512, enable_fp_fusion=FUSION,
+    )  # fmt: skip
     same(found, wanted)
     assert not torch.equal(found, value.bfloat16())
 

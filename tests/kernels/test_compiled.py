@@ -31,7 +31,7 @@ TYPES = {
     **dict.fromkeys(["lr_factor", "limit", "norm_factor", "eps", "root_rows", "least"], "fp32"),
 }
 TILE = {"ROWS": 64, "COLS": 64}
-ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM", "RUNS"], False), "Q": 0}
+ON = {"BFLOAT16": True, **dict.fromkeys(["LAID", "RANDOM"], False), "Q": 0, "PLACES": "near"}
 ON |= dict.fromkeys(["scales", "steps", "origins", "kept"])
 DTYPES = {
     "grad_dtype": tl.float32,
@@ -159,7 +159,7 @@ def compiled_adamw(types=(), **given):
         "MAXIMIZE": False, "CAUTIOUS": False, "DECAY": "decoupled", "EPS_HAT": False,
         "ALIGNED": True, "BLOCK": 4096, "warps": 8, "first_dtype": tl.float32,
         "second_dtype": tl.float32, "master_dtype": None, "step_dtype": tl.float32, "Q": 0,
-        "FIRST_RANDOM": False, "SECOND_RANDOM": False, "RUNS": False,
+        "FIRST_RANDOM": False, "SECOND_RANDOM": False, "PLACES": "near",
         **dict.fromkeys(["scales", "steps", "origins"]),
     }  # fmt: skip
     for name in dict(types):
@@ -176,7 +176,7 @@ def test_forms_of_adamw_compile(decay, cautious, eps_hat):
 
 SMALL = {
     "8 bits": {"first_dtype": tl.int8, "second_dtype": tl.uint8, "Q": 256},
-    "8 bits of 32": {"first_dtype": tl.int8, "second_dtype": tl.uint8, "Q": 32, "RUNS": True},
+    "8 bits of 32": {"first_dtype": tl.int8, "second_dtype": tl.uint8, "Q": 32, "PLACES": "runs"},
     "at random": {"first_dtype": tl.bfloat16, "second_dtype": tl.bfloat16},
 }
 
@@ -193,7 +193,7 @@ def test_adamw_with_small_state_compiles(name):
 def test_small_momentum_compiles():
     """Of parts and of tall blocks, in tiles as wide as a block of codes; and the sums before."""
     given = {
-        **dict.fromkeys(["EMA", "NESTEROV", "RANDOM", "RUNS", "ALIGNED", "TALL"], True),
+        **dict.fromkeys(["EMA", "NESTEROV", "RANDOM", "ALIGNED", "TALL"], True), "PLACES": "far",
         **dict.fromkeys(["MAXIMIZE", "GIVEN"], False), "state_dtype": tl.int8, "Q": 256,
     }  # fmt: skip
     types = dict.fromkeys(["scales", "steps", "origins", "kept"], "*i64")

@@ -5,12 +5,13 @@ python -m benchmarks.small_state train --out DIR    # needs one GPU; --device cp
 
 `step`: one optimizer step on the parameters of a GPT, with random gradients, in turns. `train`: the
 GPT of `gpu_training`, in each format from the same seeds: a difference between formats counts if it
-is larger than that between seeds.
+is larger than that between seeds. What is done is written after every training.
 """
 
 import argparse
 import importlib
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +22,15 @@ from torch import Tensor
 
 import samestep
 from benchmarks import gpu_training, write_json
-from samestep.bench.gpu.measure import settle, take_turn, times_of
-from samestep.bench.gpu.options import Contestant, device_of
+from samestep.bench.client.llama import set_rate
+from samestep.bench.client.report import spread
+from samestep.bench.client.training import LAST
+from samestep.bench.gpu.measure import in_turn, settle, take_turn, times_of
+from samestep.bench.gpu.options import device_of
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS, Shapes, count, gpt
 from samestep.tooling.output import check_folder
-from samestep.train.corpus import load_corpus
+from samestep.train.corpus import Corpus, Order, load_corpus, validation_starts, windows
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 FORMATS: dict[str, Any] = {
@@ -124,21 +128,22 @@ def run_step(options: argparse.Namespace, command: str) -> None:
     total = count(shapes.matrices) + count(shapes.others)
     print(f"{total / 1e6:.1f}M parameters on {device}")
     print(f"{'rule':6} {'state':44} {'bytes/parameter':>15} {'ms':>9} {'spread':>8}")
-    rows = []
-    for one in entries():
-        # Alone on the device, so that large ones fit; rounds of all would need all their state.
-        optimizer = one.make(make_parameters(shapes, one.dtype, device))
+    # All of them at once, so that they take turns: a chip that grows hot slows all alike.
+    optimizers = {one: one.make(make_parameters(shapes, one.dtype, device)) for one in entries()}
+    for optimizer in optimizers.values():
         for _ in range(options.warmup):
             optimizer.step()
-        settle(device)
-        own = times_of([take_turn(optimizer.step, device).ms for _ in range(options.rounds)])
-        per = state_bytes(optimizer) / total
+    settle(device)
+    times: dict[Entry, list[float]] = {one: [] for one in optimizers}
+    for number in range(options.rounds):
+        for one in in_turn(list(optimizers), number):
+            times[one].append(take_turn(optimizers[one].step, device).ms)
+    rows = []
+    for one, optimizer in optimizers.items():
+        own, per = times_of(times[one]), state_bytes(optimizer) / total
         print(f"{one.rule:6} {one.name:44} {per:15.2f} {own.median:9.3f} {own.middle_half:8.3f}")
         row = {"rule": one.rule, "name": one.name, "dtype": str(one.dtype)}
         rows.append({**row, "bytes_per_parameter": per, "ms": own._asdict()})
-        del optimizer
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
     content = {"command": command, "parameters": total, **where(device), "rows": rows}
     write_json(options.out, "step.json", content)
 
@@ -146,32 +151,78 @@ def run_step(options: argparse.Namespace, command: str) -> None:
 # --- a training -------------------------------------------------------------------------------
 
 
+class Trained(NamedTuple):
+    """One training."""
+
+    form: str
+    seed: int
+    final: float  # mean of the last losses
+    validation: float
+    losses: list[float]
+
+
+def trained(options: argparse.Namespace, form: str, seed: int, corpus: Corpus) -> Trained:
+    """Nobody waits for the device but now and then: times are not asked for here."""
+    device = device_of(options.device)
+    order = Order(len(corpus.train), options.context, seed)
+    torch.manual_seed(seed)
+    model = GPT(gpu_training.config_of(options)).to(device)
+    asked = state_dtypes(form) or None
+    optimizer = gpu_training.optimizer_for(options, state_dtypes=asked)(model)
+
+    def loss_at(text: Tensor, starts: Tensor) -> Tensor:
+        inputs, targets = (part.contiguous() for part in windows(text, starts, options.context))
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss: Tensor = model.loss(inputs.to(device), targets.to(device))
+        return loss
+
+    losses: list[Tensor] = []
+    for number in range(options.steps):
+        set_rate(optimizer, number, options.steps)
+        begin = number * options.sequences
+        starts = order.starts(torch.arange(begin, begin + options.sequences))
+        losses.append(loss_at(corpus.train, starts))
+        torch.autograd.backward(losses[-1])
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[-1] = losses[-1].detach()
+        if (number + 1) % 100 == 0:
+            print(f"seed {seed}, {form}: step {number + 1}, loss {losses[-1].item():.4f}")
+    found = torch.stack(losses).tolist()
+    held = validation_starts(corpus.validation, options.context, 8 * options.sequences)
+    with torch.no_grad():
+        held_out = [
+            loss_at(corpus.validation, part).item() for part in torch.split(held, options.sequences)
+        ]
+    final = statistics.mean(found[-LAST:])
+    return Trained(form, seed, final, statistics.mean(held_out), [round(x, 5) for x in found])
+
+
 def run_train(options: argparse.Namespace, command: str) -> None:
-    variants = [
-        Contestant(
-            form,
-            "samestep.MuonAdamW",
-            gpu_training.optimizer_for(options, state_dtypes=state_dtypes(form) or None),
-        )
-        for form in options.formats
-    ]
-    runs = gpu_training.train(variants, options, load_corpus(), print)
-    told = {form: gpu_training.summary(trainings) for form, trainings in runs.items()}
-    print(f"{'state':20} {'mean':>9} {'spread of seeds':>16} {'from the first':>16}")
-    first = told[options.formats[0]]["mean"]
-    for form, own in told.items():
-        spread, mean = own["standard_deviation"], own["mean"]
-        print(f"{form:20} {mean:9.4f} {spread:16.4f} {mean - first:+16.4f}")
+    corpus, found = load_corpus(), []
     with torch.device("meta"):
         model = GPT(gpu_training.config_of(options))
     content = {
         "command": command,
         "parameters": sum(param.numel() for param in model.parameters()),
         **where(device_of(options.device)),
-        "seeds": options.seeds,
-        "formats": told,
     }
-    write_json(options.out, "train.json", content)
+    for seed in options.seeds:
+        for form in options.formats:
+            found.append(trained(options, form, seed, corpus))
+            last = found[-1]
+            print(f"seed {seed}, {form}: {last.final:.4f}, held out {last.validation:.4f}")
+            # What is done is written, whatever comes.
+            write_json(
+                options.out, "train.json", {**content, "runs": [each._asdict() for each in found]}
+            )
+    print(f"{'state':20} {'mean':>9} {'spread of seeds':>16} {'from the first':>16}")
+    first = None
+    for form in options.formats:
+        finals = [each.final for each in found if each.form == form]
+        mean, apart = statistics.mean(finals), spread(finals) or 0.0
+        first = mean if first is None else first
+        print(f"{form:20} {mean:9.4f} {apart:16.4f} {mean - first:+16.4f}")
 
 
 def where(device: torch.device) -> dict[str, str]:

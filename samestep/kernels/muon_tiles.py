@@ -190,11 +190,16 @@ def momentum(
     else:
         grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
         state = pointer_in(momenta, number, state_dtype, ALIGNED) + offsets
-        scale = None
+        scale, there = None, inside
         if Q:
-            scale = pointer_in(scales, number, tl.float32, False) + row * (cols // Q) + col // Q
+            scale = pointer_in(scales, number, tl.float32, False) + row * (cols // Q)
+            if COLS > Q:
+                scale += col // Q
+            else:  # one for each row of the tile
+                scale += first_col // Q
+                there = (row < rows) & (first_col < cols)
         m, u = new_momentum(
-            grad, state, scale, inside, inside, mu, factor, EMA, NESTEROV, MAXIMIZE
+            grad, state, scale, inside, there, mu, factor, EMA, NESTEROV, MAXIMIZE
         )  # fmt: skip
     u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
     if sums is not None:
@@ -203,16 +208,12 @@ def momentum(
     if not ONLY_SUMS:
         if not GIVEN:
             written = is_written(only_if, writes, number)
-            bits, first, there = None, None, None
+            bits = None
             if RANDOM:
                 step = tl.load(pointer_in(steps, number, step_dtype, False))
                 origin = origins + 4 * number
                 bits = lower_half(random_bits(origin, row * cols + col, 0, step, PLACES))
-            if Q:
-                first = pointer_in(scales, number, tl.float32, False)
-                first += row * (cols // Q) + first_col // Q
-                there = (row < rows) & (first_col < cols) & written
-            write_state(state, inside & written, first, there, m, bits)
+            write_state(state, inside & written, scale, there & written, m, bits)
         if powers is not None:
             u = u * tl.load(powers + number)
         x = u.to(directions.dtype.element_ty)

@@ -150,8 +150,8 @@ def test_small_state(tmp_path, capsys, monkeypatch):
     assert 2.2 < small < 2.3  # two codes, and two scales for 32 of them
     words += ["--steps", "3", "--seeds", "0", "1", "--sequences", "1", "--context", "8"]
     small_state.main(["train", *words, "--formats", "32 bits", "8bit"])
-    told = written(tmp_path, "train.json")["formats"]
-    wide, small = (told[form]["final_losses"] for form in ("32 bits", "8bit"))
+    told = written(tmp_path, "train.json")["runs"]
+    wide, small = ([run["final"] for run in told if run["form"] == f] for f in ("32 bits", "8bit"))
     assert len(wide) == 2
     assert wide != small
     assert wide == pytest.approx(small, rel=0.01)

@@ -132,10 +132,16 @@ def test_gpu_training(tmp_path, capsys, monkeypatch):
 
 def test_offload(tmp_path, capsys):
     offload.main(offload.Options(rule="adamw", rounds=1, device="cpu", out=tmp_path))
-    there, on_host = written(tmp_path, "offload.json")["found"]
+    there, on_host, narrow = written(tmp_path, "offload.json")["found"]
     assert there["moved"] == 0
     assert on_host["moved"] > 0
     assert on_host["planned"] > there["planned"]  # on a CPU staging buffers come on top
+    assert narrow["moved"] == pytest.approx(on_host["moved"] / 3, rel=0.01)  # 16 bits, no masters
+    capsys.readouterr()
+    words = offload.Options(mode="train", steps=2, width=32, layers=1, device="cpu", out=tmp_path)
+    offload.main(words)
+    of_device, of_host = written(tmp_path, "offload.json")["found"].values()
+    assert of_device["losses"] == of_host["losses"]
 
 
 def test_small_state(tmp_path, capsys, monkeypatch):

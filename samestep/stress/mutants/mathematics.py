@@ -8,7 +8,7 @@ from torch import Tensor
 import samestep
 from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
-from samestep.optimizer import rule_optimizer, step
+from samestep.optimizer import saved_state, step
 from samestep.optimizer.grad_scaler import GradScaler
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
@@ -121,7 +121,7 @@ def schedule_not_seen(
     return known if known else original(self, group, device, values)
 
 
-@mutant("state", "resume", steps=14, replaces=(rule_optimizer, "load_state"))
+@mutant("state", "resume", steps=14, replaces=(saved_state, "load_state"))
 def momentum_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """momentum is lost when a run is resumed"""
     # Loading keeps the zeros of the new optimizer.
@@ -144,7 +144,7 @@ def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) 
     return loaded
 
 
-@mutant("reference", "resume", replaces=(rule_optimizer, "load_state"))
+@mutant("reference", "resume", replaces=(saved_state, "load_state"))
 def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """options that were set while training are lost when a run is resumed"""
     # Learning rate and momentum are again those that the optimizer was built with.

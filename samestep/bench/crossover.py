@@ -37,14 +37,14 @@ from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, receipt
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank, run_forked, torchrun_rank
+from samestep.launch.forked import nccl_devices
 from samestep.plan.transfers import prefers_exchange
 from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
 from samestep.stress.receipt import versions
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
-from samestep.tooling.ranks import nccl_devices, number_of_ranks
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, number_of_ranks
 from samestep.update.plain import Operand, StepScalars, update_elementwise
 
 

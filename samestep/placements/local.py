@@ -12,9 +12,8 @@ from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
-from samestep.placements.windows import Part, Unit, Windows
+from samestep.placements.windows import Part, Unit, Windows, home_of
 from samestep.plan.schedule import PlacementShape, WindowId
-from samestep.rules.home import home_of
 from samestep.rules.state import (
     MASTER,
     MASTERS,
@@ -33,7 +32,7 @@ from samestep.rules.state import (
 from samestep.update.plain import Operand
 
 if TYPE_CHECKING:
-    from samestep.xla.state import Lying
+    from samestep.xla.tiling import Lying
 
 
 class LocalParameters(Placement):
@@ -57,7 +56,7 @@ class LocalParameters(Placement):
         """What was written lies where it did."""
         if not self._lying:
             return
-        from samestep.xla.state import stay
+        from samestep.xla.tiling import stay
 
         for param in (param for group in self.known for param in group.params):
             if param.grad is not None:
@@ -187,7 +186,7 @@ class LocalGroups:
                 self._lying[param] = self._laid(param, own)
 
     def _laid(self, param: Tensor, state: State) -> "Lying":
-        from samestep.xla.state import lay_out
+        from samestep.xla.tiling import lay_out
 
         distribution = self._distribution
         shares, crossover = distribution.sharding != "none", distribution.crossover

@@ -35,9 +35,8 @@ from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.placements.windows import Part, Unit
+from samestep.placements.windows import Home, Part, Unit, home_of
 from samestep.plan.schedule import OfBucket, Stage, WindowId
-from samestep.rules.home import Home, home_of
 from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Stored, whole_shapes

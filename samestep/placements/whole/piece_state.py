@@ -18,8 +18,8 @@ from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import HeldBox, HeldState, held_range, whole_box
 from samestep.placements.whole.held_tensors import HeldTensors
+from samestep.placements.windows import Home
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
-from samestep.rules.home import Home
 from samestep.rules.state import (
     MASTERS,
     State,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from samestep.comm.collectives import gathers_uneven, maximum
-from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
-from samestep.comm.hosts import fabric_of, in_two_levels
+from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
 from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
@@ -32,11 +31,10 @@ from samestep.placements.whole.piece_state import PieceState, StateEntry
 from samestep.placements.whole.piece_views import PieceViews, Seen
 from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
 from samestep.placements.whole.reduction import GradientReducer
-from samestep.placements.windows import Unit
+from samestep.placements.windows import Unit, home_of
 from samestep.plan.narrowed import narrowed
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
-from samestep.rules.home import home_of
 from samestep.rules.state import State
 from samestep.update.plain import GroupMaths, Operand, scale
 

@@ -4,7 +4,6 @@ Every rank updates parameters in both ways in turns, for every size in every rou
 receipt and a picture.
 """
 
-import json
 import math
 import os
 import platform
@@ -25,7 +24,6 @@ from rich.table import Table
 from torch import Tensor
 from tyro.conf import arg
 
-from samestep.bench.gpu.report import png_of
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
@@ -42,7 +40,7 @@ from samestep.plan.transfers import prefers_exchange
 from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
 from samestep.stress.receipt import versions
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, png_file, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
 from samestep.tooling.request import BadRequestError, number_of_ranks
 from samestep.update.plain import Operand, StepScalars, update_elementwise
@@ -259,7 +257,7 @@ def draw(measurements: Sequence[Measurement], crossover: int, conditions: str) -
     axes.legend(frameon=False)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    return png_of(figure)
+    return png_file(figure)
 
 
 COLLECTIVE_TIMEOUT = 60.0  # seconds; ends every hang but one that all ranks share
@@ -286,7 +284,7 @@ def run(options: Options) -> None:
     console.print(closing_table(measured.measurements, conditions))
     console.print(verdict_text(content["crossover"], job.sizes))
     files = {
-        "crossover.json": json.dumps(content, indent=2).encode() + b"\n",
+        "crossover.json": json_file(content, indent=2),
         "crossover.png": draw(measured.measurements, content["crossover"], conditions),
     }
     write_files(options.out, files)

@@ -202,7 +202,7 @@ class Holdings:
         self._plan_all(groups, state)
         named = FullValues(groups, state, ()).by_name()
         for name, own in whole.items():
-            self.put_whole(groups, named[name], state[named[name]], own)
+            self.put_whole(named[name], state[named[name]], own)
 
     def _has_state(self, state: States) -> bool:
         """Whether any rank has state that is not as it was made. Collective."""
@@ -214,20 +214,18 @@ class Holdings:
         return bool(maximum("state to bring over", flag, self.ranks).wait())
 
     @torch.no_grad()
-    def put_whole(
-        self, groups: Sequence[Group], param: Tensor, state: State, whole: Mapping[str, Tensor]
-    ) -> None:
+    def put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
         """Take out of a parameter's whole state what belongs here."""
         holder = next((placed for placed in self.placements() if placed.holds(param)), None)
         for key in whole:
             assert holder is not None
             own = other_master(key)
             if key in state or own not in state:
-                holder.put_state({param: state}, groups, param, key, whole)
+                holder.put_state({param: state}, param, key, whole)
                 continue
             # Both lie as this state does, so one is made of the other where it lies.
             lie_alike = {own: torch.empty_like(state[own], dtype=whole[key].dtype)}
-            holder.put_state({param: lie_alike}, groups, param, own, {own: whole[key]})
+            holder.put_state({param: lie_alike}, param, own, {own: whole[key]})
             values = torch.empty_like(state[own], dtype=param.dtype)
             holder.put_parameter(param, own, values)
             into = local_of(state[own])

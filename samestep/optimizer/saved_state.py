@@ -77,7 +77,7 @@ class SavedState:
         if part is None:
             whole: dict[Tensor, State] = {}
             for shared in holds.shared:
-                whole |= shared.kept_state(state, groups)
+                whole |= shared.kept_state(state)
             return Given(defaultdict(dict, {**state, **whole}) if whole else state)
         if self._consolidated is not None:
             to, gathered = self._consolidated
@@ -122,12 +122,8 @@ class SavedState:
     ) -> None:
         """Check a state dict and take out of it what belongs here; `torch_load` is torch's own."""
         holds, groups = self._holds, optimizer.param_groups
-
-        def put_whole(param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
-            holds.put_whole(optimizer.param_groups, param, state, whole)
-
         if holds.is_deferred:
-            load_state(optimizer, torch_load, state_dict, {}, put_whole, {})
+            load_state(optimizer, torch_load, state_dict, {}, holds.put_whole, {})
             return
         check_part(state_dict, holds.part(), alike=holds.are_alike())
         shapes, stored = {}, {}
@@ -136,7 +132,7 @@ class SavedState:
             if holds.placed:
                 shapes = shapes_of_whole_state(groups, holds.blocks, holds.masters)
         self.changes()
-        load_state(optimizer, torch_load, state_dict, shapes, put_whole, stored)
+        load_state(optimizer, torch_load, state_dict, shapes, holds.put_whole, stored)
         for placement in holds.placed:
             placement.mend_replicas()
 

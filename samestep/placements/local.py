@@ -112,16 +112,11 @@ class LocalParameters(Placement):
         return mesh_of(param) is None
 
     def gather_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        only: Sequence[Tensor] | None = None,
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
+        wanted = list(filter(self.holds, state)) if only is None else only
         return lambda: {
-            param: {key: tensor.clone() for key, tensor in state[param].items()}
-            for group in groups
-            for param in plain(group)
-            if only is None or any(param is one for one in only)
+            param: {key: tensor.clone() for key, tensor in state[param].items()} for param in wanted
         }
 
 

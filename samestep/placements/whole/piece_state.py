@@ -142,6 +142,7 @@ class PieceState:
         mesh: "MeshParts | None",
     ) -> None:
         self._plan, self._params, self._places, self._mesh = plan, params, places, mesh
+        self._groups = groups  # whose rules, and whatever state depends on, stay as they are
         self.layout = StateLayout(plan, places.rank, groups)
 
     def zeros(self, home: Home) -> dict[Tensor, State]:
@@ -180,33 +181,23 @@ class PieceState:
     # --- put together --------------------------------------------------------------------
 
     def gather(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        wanted: Iterable[int],
-        device: torch.device,
+        self, state: Mapping[Tensor, State], wanted: Iterable[int], device: torch.device
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces of some parameters.
 
         What it gives waits for that, and is what one process has, on `device`.
         """
-        gather = self._gather_local(state, groups, wanted, device)
+        gather = self._gather_local(state, wanted, device)
         mesh = self._mesh
         return gather if mesh is None else lambda: self._placed(gather(), mesh.whole)
 
-    def kept(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group], device: torch.device
-    ) -> dict[Tensor, State]:
+    def kept(self, state: Mapping[Tensor, State], device: torch.device) -> dict[Tensor, State]:
         """All state, where every rank has all of it: that of DTensors placed as they are."""
-        local = self._gather_local(state, groups, range(len(self._params)), device)()
+        local = self._gather_local(state, range(len(self._params)), device)()
         return local if self._mesh is None else self._placed(local, self._mesh.beside)
 
     def local_masters(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        index: int,
-        device: torch.device,
+        self, state: Mapping[Tensor, State], index: int, device: torch.device
     ) -> State:
         """All of a parameter's master copy that belongs to what this rank holds. Collective."""
         param = self._params[index]
@@ -214,7 +205,7 @@ class PieceState:
         if not own:
             return {}
         masters = {p: own if p is param else {} for p in self._params}
-        return self._gather_local(masters, groups, [index], device)()[param]
+        return self._gather_local(masters, [index], device)()[param]
 
     def _placed(
         self, state: dict[Tensor, State], put: Callable[[int, Tensor, int], Tensor]
@@ -233,18 +224,14 @@ class PieceState:
         return found
 
     def _gather_local(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        wanted: Iterable[int],
-        device: torch.device,
+        self, state: Mapping[Tensor, State], wanted: Iterable[int], device: torch.device
     ) -> Callable[[], dict[Tensor, State]]:
         """The same, in one gather per dtype; local state in the shape of what this rank holds.
 
         What it gives are new tensors on `device`, which may be another one than where state stays.
         What every rank has does not travel: that is this rank's own.
         """
-        plan, params, places = self._plan, self._params, self._places
+        plan, params, places, groups = self._plan, self._params, self._places, self._groups
         owners, indices = _owners(plan), list(wanted)
         keys = [list(state[param]) for param in params]
         layouts = [StateLayout(plan, rank, groups) for rank in range(places.size)]
@@ -283,11 +270,11 @@ class PieceState:
 
         return lambda: _put_together(params, plan.params, keys, groups, indices, held(), device)
 
-    def held(self, state: Mapping[Tensor, State], groups: Sequence[Group]) -> Iterator[HeldState]:
+    def held(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """As boxes of what one process has; a number that each piece has comes often."""
         pieces = self._pieces()
         for index, (param, spec) in enumerate(zip(self._params, self._plan.params, strict=True)):
-            group, stored = groups[spec.group], spec.stored
+            group, stored = self._groups[spec.group], spec.stored
             of_process = spec.whole or spec
             whole = {
                 key: torch.empty(shape, device="meta")
@@ -324,30 +311,20 @@ class PieceState:
     # --- taken apart ---------------------------------------------------------------------
 
     def put(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        index: int,
-        key: str,
-        whole: Mapping[str, Tensor],
+        self, state: Mapping[Tensor, State], index: int, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """Take this rank's pieces of a parameter's state out of the whole."""
         if self._mesh is not None and self._mesh.is_local(index, key):
             whole = {**whole, key: self._mesh.part(index, whole[key], self._mesh.per(index, key))}
-        self.put_local(state, groups, index, key, whole)
+        self.put_local(state, index, key, whole)
 
     def put_local(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        index: int,
-        key: str,
-        whole: Mapping[str, Tensor],
+        self, state: Mapping[Tensor, State], index: int, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """The same, where local state is given in the shape of what this rank holds."""
         spec, tensor = self._plan.params[index], state[self._params[index]][key]
         for piece in self._pieces().get(index, ()):
-            part = _piece_of_state(piece, spec, groups[spec.group], key, whole)
+            part = _piece_of_state(piece, spec, self._groups[spec.group], key, whole)
             view = self.layout.view(piece, key, tensor)
             view.copy_(part.view(view.shape))
 

@@ -251,38 +251,26 @@ class ReplicatedParameters(Placement):
         return self._pieces.alike(state, self.group)
 
     def gather_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        only: Sequence[Tensor] | None = None,
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
         wanted = range(len(self.params)) if only is None else map(self._index, only)
-        return self._pieces.gather(state, groups, wanted, self.device)
+        return self._pieces.gather(state, wanted, self.device)
 
-    def kept_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
-    ) -> dict[Tensor, State]:
+    def kept_state(self, state: Mapping[Tensor, State]) -> dict[Tensor, State]:
         """All state, where every rank keeps all: that of DTensors placed as they are."""
         assert self.keeps_all  # so nothing travels, and it comes together where it stays
         home = home_of(self.device, self.distribution.offload)
-        return self._pieces.kept(state, groups, home.device)
+        return self._pieces.kept(state, home.device)
 
-    def held_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
-    ) -> Iterator[HeldState]:
+    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """The boxes that the pieces of this rank make up."""
-        return self._pieces.held(state, groups)
+        return self._pieces.held(state)
 
     def put_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        key: str,
-        whole: Mapping[str, Tensor],
+        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
-        self._pieces.put(state, groups, self._index(param), key, whole)
+        self._pieces.put(state, self._index(param), key, whole)
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
         self._pieces.put_values(self.held, self._index(param), key, into)
@@ -319,13 +307,7 @@ class ReplicatedParameters(Placement):
             index = self._index(param)
             self.held.value(index).copy_(self.mesh.part(index, whole))
 
-    def scale(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        factor: Tensor,
-    ) -> None:
+    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Every rank its own copy. Of master copies a rank has pieces: these come together first.
 
         A rank that rounded its copy by itself would round what was rounded before.
@@ -333,10 +315,10 @@ class ReplicatedParameters(Placement):
         index = self._index(param)
         if self.mesh is not None:
             factor = self.mesh.part(index, factor)
-        local = self._pieces.local_masters(state, groups, index, self.device)
+        local = self._pieces.local_masters(state, index, self.device)
         scale(self.held.value(index), local, factor)
         for key in local:
-            self._pieces.put_local(state, groups, index, key, local)
+            self._pieces.put_local(state, index, key, local)
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""

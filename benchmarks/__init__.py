@@ -1,6 +1,5 @@
 """Measurements of this repository: what its documentation says of speed and memory."""
 
-import json
 import os
 import platform
 import sys
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import samestep
 from samestep.models.gpt import GPTConfig
-from samestep.tooling.output import write_files
+from samestep.tooling.output import json_file, write_files
 from samestep.tooling.request import BadRequestError
 
 if TYPE_CHECKING:
@@ -110,5 +109,5 @@ def run_script(main: Callable[[Any], int], options: type) -> NoReturn:
 
 
 def write_json(folder: Path, name: str, content: Mapping[str, object], indent: int = 2) -> None:
-    write_files(folder, {name: json.dumps(content, indent=indent).encode() + b"\n"})
+    write_files(folder, {name: json_file(content, indent)})
     print(f"written to {folder / name}")

@@ -33,7 +33,7 @@ from examples.gpt import GPT, GPTConfig
 from samestep.launch import run_forked
 from samestep.optimizer.step import Handlers, execute
 from samestep.plan.schedule import Operation, Schedule, line_of
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, write_files
 
 BAR = 1 / 3  # of what is exposed without a pipeline, at most
 
@@ -480,7 +480,7 @@ def run(options: argparse.Namespace) -> None:
         },
     }
     files = {
-        RESULT: json.dumps(receipt, indent=1).encode() + b"\n",
+        RESULT: json_file(receipt),
         TRACE: chrome_trace(dict(shown.values())),
     }
     write_files(options.out, files)

@@ -6,7 +6,6 @@ next forward, with both. Exposed communication is the median step minus the medi
 configuration on a link that costs nothing; both are run in turns.
 """
 
-import json
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
 from examples.gpt import GPT, GPTConfig
 from samestep.launch import run_forked
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
 
 # Trainings whose communication may be hidden, run step after step on a modelled link
@@ -431,7 +430,7 @@ def main(options: Options) -> None:
         "overlap_grad_reduce, overlap_param_gather": typical(ranks, Case("zero2", True, True)),
     }
     files = {
-        "overlap.json": json.dumps(receipt, indent=2).encode() + b"\n",
+        "overlap.json": json_file(receipt, indent=2),
         "overlap_trace.json.gz": chrome_trace(shown),
         "overlap.png": picture(
             f"MuonAdamW, flat buffers, zero2, {RANKS} ranks, a link of "

@@ -10,7 +10,6 @@ sends its block to each of the others. Only these differ: the ring model of redu
 that are cut end to end, are today's in both, so that "before" is no slower than it was.
 """
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from samestep.estimate.training import training_of
 from samestep.mesh.degrees import Degrees
 from samestep.plan.transfers import BucketTransfers, gather_of
 from samestep.stress.report.numbers import duration, size
-from samestep.tooling.output import write_files
+from samestep.tooling.output import json_file, write_files
 
 TOKENS = 4096  # of a rank; strong scaling divides those of the fewest ranks
 BEFORE = 6_553_600  # elements of a bucket, before ranks and links chose
@@ -159,7 +158,7 @@ def main(options: Options) -> None:
         "tokens": TOKENS,
         "models": models,
     }
-    files["scaling.json"] = json.dumps(content, indent=1).encode() + b"\n"
+    files["scaling.json"] = json_file(content)
     write_files(options.out, files)
 
 

@@ -1,13 +1,11 @@
 """What a rank did when and what was on the link meanwhile: traces, and their pictures."""
 
-import gzip
-import io
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from benchmarks.modelled_link import Transfer
+from samestep.tooling.output import Drawn, png_file, trace_file
 
 
 @dataclass(frozen=True)
@@ -19,27 +17,23 @@ class Trace:
 
 
 def chrome_trace(shown: Mapping[str, Sequence[Trace]]) -> bytes:
-    """For chrome://tracing or ui.perfetto.dev, gzipped: a process per configuration and rank."""
-    events: list[dict[str, Any]] = []
-    ranks = [(title, *each) for title, traces in shown.items() for each in enumerate(traces)]
-    for pid, (title, rank, trace) in enumerate(ranks):
-        origin = min(each.marks[0][1] for each in shown[title])
-        names = [("process_name", 0, f"{title}: rank {rank}")]
-        names += [("thread_name", tid, row) for tid, row in enumerate(("host", "waits", "link"))]
-        for what, tid, name in names:
-            events.append({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
-        spans: list[tuple[int, str, float, float, dict[str, Any]]] = []
-        spans += [(0, *mark, {}) for mark in trace.marks]
+    """A process per configuration and rank; see `trace_file`."""
+
+    def drawn(trace: Trace, origin: float) -> Iterator[Drawn]:
+        for name, begin, end in trace.marks:
+            yield Drawn(0, name, begin - origin, end - origin)
         for t in trace.transfers:
-            launched = round(1e6 * (t.launched - origin), 1)
-            about = {"launched": launched, "bytes": t.bytes, "kind": t.kind}
-            spans.append((2, t.name, t.start, t.end, about))
-            spans += [(1, f"wait: {t.name}", begin, end, {}) for begin, end in t.waits]
-        for tid, name, begin, end, args in spans:
-            times = {"ts": round(1e6 * (begin - origin), 1), "dur": round(1e6 * (end - begin), 1)}
-            events.append({"name": name, "ph": "X", "pid": pid, "tid": tid, **times, "args": args})
-    content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
-    return gzip.compress(content, mtime=0)
+            about = {"launched": 1e6 * (t.launched - origin), "bytes": t.bytes, "kind": t.kind}
+            yield Drawn(2, t.name, t.start - origin, t.end - origin, about)
+            for begin, end in t.waits:
+                yield Drawn(1, f"wait: {t.name}", begin - origin, end - origin)
+
+    return trace_file(
+        (f"{title}: rank {rank}", ("host", "waits", "link"), drawn(trace, begun))
+        for title, traces in shown.items()
+        for begun in [min(each.marks[0][1] for each in traces)]
+        for rank, trace in enumerate(traces)
+    )
 
 
 # Pictures of traces: two rows per rank, what the host does and what is on the link
@@ -91,10 +85,9 @@ def picture(
     )
     figure.suptitle(title, x=0.012, ha="left", fontsize=11)
     figure.tight_layout(rect=(0, 0.31 / sum(heights), 1, 1))
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=130)
+    content = png_file(figure, dpi=130)
     plt.close(figure)
-    return target.getvalue()
+    return content
 
 
 def _draw(ax: Any, panel: Panel, look: Look, longest: float) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import samestep
-from samestep.optimizer import consolidated
+from samestep.optimizer import saved_state
 from tests.ranks import run_forked, run_threaded
 from tests.test_replicated import SMALL, Model, Small, build, ranks_steps, single_steps
 from tests.test_state_whole import CASES, LOADING, assert_same_bits, bits, exact_gradient
@@ -40,7 +40,7 @@ def through_file(state_dict):
 def test_one_rank_gives_the_state_dict_of_one_process(case, monkeypatch):
     """Built, after steps, after more; and it loads into one process and every layout."""
     world, (dtype, options) = 3, CASES[case]
-    monkeypatch.setattr(consolidated, "AT_ONCE", 40)  # several bundles
+    monkeypatch.setattr(saved_state, "AT_ONCE", 40)  # several bundles
     make = exact_gradient(world)
     single = Model().to(dtype)
     one = build(single, **options)

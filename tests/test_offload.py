@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import samestep
+from samestep.placements.windows import home_of
 from samestep.plan import windows
 from samestep.plan.windows import GRAIN, TensorSize, UnitSize
-from samestep.rules.home import home_of
 from samestep.update.offload import LateCopies
 from tests.ranks import run_cases
 

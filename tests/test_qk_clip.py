@@ -22,8 +22,7 @@ from samestep import QKClip, QKHeads
 from samestep.fsdp import use_ordered_reduction
 from samestep.layout.fused_rows import rows_in
 from samestep.mesh import build as build_mesh
-from samestep.models.gpt import GPT, GPTConfig
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.apply import apply
 from samestep.qk_clip import HeadRows, largest_logits
 from tests.qk_models import (

@@ -4,7 +4,6 @@ Every rank updates parameters in both ways in turns, for every size in every rou
 receipt and a picture.
 """
 
-import json
 import math
 import os
 import platform
@@ -25,7 +24,6 @@ from rich.table import Table
 from torch import Tensor
 from tyro.conf import arg
 
-from samestep.bench.gpu.report import png_of
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
@@ -37,14 +35,14 @@ from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, receipt
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank, run_forked, torchrun_rank
+from samestep.launch.forked import nccl_devices
 from samestep.plan.transfers import prefers_exchange
 from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
 from samestep.stress.receipt import versions
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, png_file, write_files
 from samestep.tooling.progress import from_other_processes, progress_bar
-from samestep.tooling.ranks import nccl_devices, number_of_ranks
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, number_of_ranks
 from samestep.update.plain import Operand, StepScalars, update_elementwise
 
 
@@ -259,7 +257,7 @@ def draw(measurements: Sequence[Measurement], crossover: int, conditions: str) -
     axes.legend(frameon=False)
     axes.grid(alpha=0.25, which="both")
     axes.spines[["top", "right"]].set_visible(False)
-    return png_of(figure)
+    return png_file(figure)
 
 
 COLLECTIVE_TIMEOUT = 60.0  # seconds; ends every hang but one that all ranks share
@@ -286,7 +284,7 @@ def run(options: Options) -> None:
     console.print(closing_table(measured.measurements, conditions))
     console.print(verdict_text(content["crossover"], job.sizes))
     files = {
-        "crossover.json": json.dumps(content, indent=2).encode() + b"\n",
+        "crossover.json": json_file(content, indent=2),
         "crossover.png": draw(measured.measurements, content["crossover"], conditions),
     }
     write_files(options.out, files)

@@ -29,7 +29,7 @@ from samestep.bench.gpu.measure import (
 )
 from samestep.bench.gpu.options import Contestant, SharedOptions, parser_for, peer, read
 from samestep.bench.gpu.report import Panel, Screen, accuracy_cells, begin, draw, leave, number
-from samestep.estimate.floors import least_flops
+from samestep.estimate.work import least_flops
 from samestep.kernels.choice import missing_products
 from samestep.rules.orthogonalize import POLYNOMIALS, orthogonalize
 from samestep.tooling.request import BadRequestError

@@ -34,7 +34,7 @@ from samestep.bench.gpu.report import (
     number,
 )
 from samestep.bench.step_contestants import CONTESTANTS, Entry, Parameters, make_parameters
-from samestep.estimate.floors import step_floor
+from samestep.estimate.work import step_floor
 from samestep.models.parameter_sets import SETS, Shapes, count
 from samestep.tooling.request import BadRequestError
 

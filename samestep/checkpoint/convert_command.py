@@ -14,8 +14,7 @@ from torch import nn
 from samestep.checkpoint.converting import Converted, Kind, Part, convert
 from samestep.checkpoint.foreign.naming import rename_rule
 from samestep.checkpoint.storage import CheckpointError
-from samestep.tooling.factories import in_one_line, named_function
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, in_one_line, named_function
 
 
 @dataclass(frozen=True)

@@ -134,13 +134,17 @@ def model_tensors(model: nn.Module) -> Tensors:
                 f"{name!r} in the model's state_dict is a {type(value).__name__}, and only tensors "
                 "are stored with a model: give it in extra="
             )
-        value = value.detach()
-        box = whole_box(value)
-        if isinstance(value, DTensor):
-            group = mesh_group(value.device_mesh)
-            box = HeldBox(held(value, group).boxes[group.rank], value.to_local())
+        box = _held_here(value.detach())
         found[name] = Pieces(value.shape, value.dtype, box.tensor.device, [box])
     return {f"{MODEL}.{name}": pieces for name, pieces in _joined(found).items()}
+
+
+def _held_here(value: Tensor) -> HeldBox:
+    """All of a tensor, or the box of a DTensor that this rank has."""
+    if not isinstance(value, DTensor):
+        return whole_box(value)
+    group = mesh_group(value.device_mesh)
+    return HeldBox(held(value, group).boxes[group.rank], value.to_local())
 
 
 class Remainder(NamedTuple):
@@ -153,12 +157,7 @@ class Remainder(NamedTuple):
 
 def _joined_master(part: HeldState) -> list[Remainder]:
     """Whole master copies of remainders, so that every reader of a checkpoint knows them."""
-    param = part.param.detach()
-    outer = whole_box(param)
-    if isinstance(param, DTensor):
-        group = mesh_group(param.device_mesh)
-        outer = HeldBox(held(param, group).boxes[group.rank], param.to_local())
-    found = []
+    outer, found = _held_here(part.param.detach()), []
     for box, rest in part.boxes:
         own = outer.tensor[box.within(outer.box).slices].reshape(rest.shape)
         found.append(Remainder(join_remainder(own.to(rest.device), rest), own, rest))

@@ -21,8 +21,8 @@ from samestep.kernels.choice import missing, missing_products
 from samestep.launch import RanksFailed, torchrun_rank
 from samestep.models.gpt import GPT, GPTConfig
 from samestep.rules.orthogonalize import default_compute_dtype
-from samestep.tooling.factories import in_one_line
 from samestep.tooling.pages import INSTALL
+from samestep.tooling.request import in_one_line
 from samestep.xla import runtime
 
 State = Literal["ok", "note", "broken"]

@@ -9,9 +9,7 @@ from typing import Annotated
 
 from samestep.doctor.checks import Check, every
 from samestep.launch import torchrun_rank
-from samestep.tooling.factories import named_function
-from samestep.tooling.flags import parse_flags
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, named_function, parse_flags
 
 MARKS = {"ok": " ", "note": "!", "broken": "X"}
 WIDTH, NAMES = 80, 20

@@ -152,7 +152,7 @@ class Blueprint:
         units = []
         for index, group in enumerate(self.groups):
             known = KnownGroup(group, index, self.optimizer.state, self.optimizer.holdings.blocks)
-            for unit in known.units(index):
+            for unit in known.units():
                 held = unit.about
                 matrices = None if held.block is None else held.block.matrices
                 units.append(HostUnit(unit.size, index, held.param, matrices))

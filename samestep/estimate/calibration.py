@@ -4,7 +4,6 @@
 train, and writes the hardware file; `hardware_of` reads a receipt of `samestep bench step`.
 """
 
-import json
 import math
 import os
 import statistics
@@ -36,7 +35,7 @@ from samestep.models.parameter_sets import SETS
 from samestep.plan.links import Link
 from samestep.rules import RULES
 from samestep.rules.orthogonalize import orthogonalize, orthogonalize_flops
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.update.plain import Operand, update_elementwise
 
@@ -243,7 +242,7 @@ def calibrate(options: Options) -> None:
         options.world_size, measure, sizes, timeout=math.inf, collective_timeout=120.0
     )
     content = hardware_as_json(hardware(found[0], options.world_size))
-    write_files(folder, {FILE: json.dumps(content, indent=1).encode() + b"\n"})
+    write_files(folder, {FILE: json_file(content)})
     rates = ", ".join(f"{side}: {rate / 1e9:.3g}" for side, rate in found[0].product_rates.items())
     console.print(f"GFLOP/s of orthogonalization by side of a block: {rates}", soft_wrap=True)
     console.print(

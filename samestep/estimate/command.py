@@ -1,7 +1,6 @@
 """`samestep plan`: plan, show the tables, write the files."""
 
 import gc
-import json
 import shlex
 import sys
 import time
@@ -35,7 +34,7 @@ from samestep.estimate.scaling import Point, as_json, batch_of, points, table_of
 from samestep.estimate.slots import bubble
 from samestep.estimate.timeline import Timeline, chrome_trace
 from samestep.mesh.degrees import Degrees
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
 
@@ -249,7 +248,7 @@ def _files(
         shown[-1].pictures.append(tables.Picture.of("scaling", files["scaling.png"]))
     page = _page(content, shown, figures)
     return {
-        "plan.json": json.dumps(content, indent=1).encode() + b"\n",
+        "plan.json": json_file(content),
         "plan.html": page.encode(),
         **files,
     }

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from samestep.groups.routing import Elsewhere
 from samestep.mesh.degrees import Degrees
 from samestep.parallel.stages import spread
-from samestep.tooling.factories import in_one_line, named_function
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, in_one_line, named_function
 
 if TYPE_CHECKING:
     from samestep.models.gpt import GPTConfig

@@ -1,6 +1,5 @@
 """Pictures of plans: timelines, memory by stage, and how plans scale with the number of ranks."""
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from samestep.estimate.cluster import Stage
 from samestep.estimate.figures import StageNeeds
 from samestep.estimate.scaling import Point
 from samestep.estimate.timeline import Span, Timeline
+from samestep.tooling.output import png_file
 
 COLOURS = {
     "forward": "#a9cbee", "backward": "#f2b872", "Transform": "#4f8fd0", "Update": "#4f8fd0",
@@ -62,7 +62,7 @@ def gantt(timelines: Mapping[str, Timeline], title: str) -> bytes:
     figure.legend(handles=handles, loc="lower center", ncol=len(handles), frameon=False, fontsize=8)
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     figure.tight_layout(rect=(0, 0.3 / (1.0 + sum(heights)), 1, 1))
-    return _png(figure)
+    return png_file(figure, dpi=120)
 
 
 def _bars(ax: Any, y: float, spans: Sequence[Span], colours: Sequence[str], height: float) -> None:
@@ -106,13 +106,7 @@ def memory_bars(every: Mapping[Stage, StageNeeds], device_memory: int) -> bytes:
     ax.legend(handles=handles, fontsize=7, ncol=4, loc="lower center", bbox_to_anchor=(0.5, 1.0),
               frameon=False)  # fmt: skip
     figure.tight_layout()
-    return _png(figure)
-
-
-def _png(figure: Figure) -> bytes:
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=120)
-    return target.getvalue()
+    return png_file(figure, dpi=120)
 
 
 def scaling_picture(curves: Mapping[str, Sequence[Point]], title: str) -> bytes:
@@ -136,4 +130,4 @@ def scaling_picture(curves: Mapping[str, Sequence[Point]], title: str) -> bytes:
         axes.flat[0].legend(fontsize=7, frameon=False)
     figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.tight_layout()
-    return _png(figure)
+    return png_file(figure, dpi=120)

@@ -57,8 +57,7 @@ class Sharing:
 
     def owned(self, number: int, place: int) -> Segment:
         """What a peer updates of a bucket."""
-        bucket = self.plan.buckets[number]
-        return bucket.segments[0 if bucket.replicated else place]
+        return self.plan.buckets[number].owned(place)
 
 
 class GradientSum(NamedTuple):

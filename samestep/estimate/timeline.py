@@ -20,12 +20,10 @@ backward; a reduction goes on while the next unit computes, and has to be over b
 it begins; in a pipeline units stay whole from the first backward pass on.
 """
 
-import gzip
-import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,11 +68,12 @@ from samestep.plan.schedule import (
     line_of,
 )
 from samestep.plan.transfers import Traffic, Transfer
+from samestep.tooling.output import Drawn, trace_file
 
 TO_DEVICE, TO_HOST = "to the device", "to the host"
 Flight = tuple[str, object]  # what kind of transfer, and of what: a bucket, a unit
 
-ROWS = {"operations": 0, "waits": 1, "transfers": 2}  # of a trace
+ROWS = ("operations", "waits", "transfers")  # of a trace
 
 
 class Span(NamedTuple):
@@ -598,30 +597,16 @@ def _name(run: Pass) -> str:
 
 
 def chrome_trace(timelines: Mapping[str, Timeline]) -> bytes:
-    """Gzipped JSON for chrome://tracing or ui.perfetto.dev.
+    """A process per timeline and rank, with rows for host, waits and link; see `trace_file`."""
 
-    A process per timeline and rank, with rows for host, waits and link.
-    """
-    events: list[dict[str, Any]] = []
-    pid = 0
-    for title, timeline in timelines.items():
-        for rank, shown in timeline.shown.items():
-            events.append(_meta("process_name", pid, 0, f"{title}: rank {rank}"))
-            for row, tid in ROWS.items():
-                events.append(_meta("thread_name", pid, tid, row))
-                for span in getattr(shown, row):
-                    event = {
-                        "name": span.name, "ph": "X", "pid": pid, "tid": tid,
-                        "ts": round(1e6 * span.start, 3),
-                        "dur": round(1e6 * (span.end - span.start), 3),
-                    }  # fmt: skip
-                    if span.launched is not None:
-                        event["args"] = {"launched": round(1e6 * span.launched, 3)}
-                    events.append(event)
-            pid += 1
-    content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
-    return gzip.compress(content, mtime=0)
+    def drawn(shown: Shown) -> Iterator[Drawn]:
+        for row, kind in enumerate(ROWS):
+            for name, start, end, launched in getattr(shown, kind):
+                about = None if launched is None else {"launched": round(1e6 * launched, 3)}
+                yield Drawn(row, name, start, end, about)
 
-
-def _meta(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+    return trace_file(
+        (f"{title}: rank {rank}", ROWS, drawn(shown))
+        for title, timeline in timelines.items()
+        for rank, shown in timeline.shown.items()
+    )

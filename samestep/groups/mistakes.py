@@ -369,3 +369,13 @@ def is_ddp(model: object) -> bool:
     while isinstance(model, nn.Module) and not isinstance(model, DistributedDataParallel):
         model = getattr(model, "_orig_mod", None)
     return isinstance(model, DistributedDataParallel)
+
+
+def warn_of_outliers(index: int, group: Group) -> None:
+    """An update was written that no orthogonalization gives."""
+    warn_user(
+        f"an update in param_groups[{index}] ({parameter_names(group, index)[0]!r} and others) was "
+        "not finite, or larger than its orthogonalization can make it, and was written: look for "
+        "gradients that are not finite (max_grad_norm=math.inf skips their steps) and load "
+        "a checkpoint from before; metrics()['outliers'] counts such blocks"
+    )

@@ -309,3 +309,9 @@ def _end_processes(job: _Job, processes: Sequence[BaseProcess]) -> None:
         if process.pid is not None:
             process.join()
             process.close()
+
+
+def nccl_devices() -> int:
+    """GPUs that ranks on this machine could have, one each."""
+    # Not torch.cuda.is_available(), after which CUDA does not work in forked ranks.
+    return torch.cuda.device_count() if dist.is_nccl_available() else 0

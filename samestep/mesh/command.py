@@ -12,9 +12,8 @@ from samestep.mesh.build import require_local_groups
 from samestep.mesh.contract import ContractError, ModelSizes, Term, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.mesh.predicates import predicates
-from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import check_folder, write_files
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, parse_flags
 
 
 @dataclass(frozen=True)

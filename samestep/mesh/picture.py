@@ -1,6 +1,5 @@
 """The map of a mesh as a picture: who shares a matrix, the experts, a copy of the model."""
 
-import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
 
 from samestep.mesh.degrees import Degrees
+from samestep.tooling.output import png_file
 
 # From the outermost frame to the innermost; the model axis is a row of cells.
 FRAMES = {"pipe": "#444444", "replicate": "#7a4fa3", "data": "#1f5fa8", "expert": "#c2571a"}
@@ -55,9 +55,7 @@ def draw(degrees: Degrees, hosts: Sequence[str] = ()) -> bytes:
 
     frame(nested, {}, 0.0, 0.0)
     figure.suptitle(degrees.name, fontweight="bold")
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_file(figure)
 
 
 def _size(nested: Sequence[tuple[str, int]], tp: int) -> tuple[float, float]:

@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy, dropout, relu, scaled_dot_product
 from samestep.parallel.experts import TokenDispatch, load_of, local
 from samestep.parallel.fused import own_sizes
 from samestep.parallel.grouped import Products, grouped_linear
+from samestep.parallel.plan import FusedPart, Plan
 from samestep.parallel.recompute import once
 from samestep.parallel.router_losses import RouterLosses
 
@@ -367,3 +368,34 @@ def balance_experts(model: nn.Module, layers: int, copies: int = 1) -> None:
         dist.all_reduce(loads)
     for layer, module in found.items():
         module.balance(loads[layer] // copies)
+
+
+def gpt_plan(config: GPTConfig) -> Plan:
+    """How it is cut over a mesh."""
+    experts = bool(config.experts)
+    mlp = () if experts else ("blocks.*.mlp",)
+    heads = (config.heads, config.kv_heads, config.kv_heads)
+    qkv = tuple(map(FusedPart, config.qkv_sizes, heads))
+    whole = ["router"] if experts else []
+    if config.shared_experts:
+        whole += ["shared_experts.up", "shared_experts.down"]
+    return Plan(
+        blocks=("blocks.*",),
+        embedding=("embedding",),
+        head=("head",),
+        branches=("blocks.*.attention", *mlp),
+        column=(
+            *(() if config.fused_qkv else ("blocks.*.attention.[qkv]",)),
+            *(f"{each}.up" for each in mlp),
+        ),
+        fused={"blocks.*.attention.qkv": qkv} if config.fused_qkv else {},
+        row=("blocks.*.attention.out", *(f"{each}.down" for each in mlp)),
+        on_stream=(
+            "norm",
+            "blocks.*.attention_norm",
+            "blocks.*.mlp_norm",
+            *(f"blocks.*.mlp.{name}" for name in whole),
+        ),
+        on_heads=("blocks.*.attention.[qk]_norm",),
+        experts={"blocks.*.mlp.experts.up": 1, "blocks.*.mlp.experts.down": 2} if experts else {},
+    )

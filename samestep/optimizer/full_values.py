@@ -32,9 +32,9 @@ class FullValues:
     def whole_state(self) -> dict[str, State]:
         """The state of every parameter."""
         # All that travels is on its way before anything can raise.
-        gathers = [p.gather_state(self._state, self._groups) for p in self._placements]
+        gathers = [p.gather_state(self._state) for p in self._placements]
         by_param = {param: state for finish in gathers for param, state in finish().items()}
-        return {name: by_param[param] for name, param in self.by_name().items()}
+        return {name: by_param.get(param, {}) for name, param in self.by_name().items()}
 
     def states_in_turn(self, at_once: int) -> Iterator[tuple[Tensor, State]]:
         """The same, parameter by parameter; at any time that of `at_once` elements is there."""
@@ -42,7 +42,7 @@ class FullValues:
             for placement in self._placements:
                 here = [param for param in some if placement.holds(param)]
                 if here:
-                    yield from placement.gather_state(self._state, self._groups, here)().items()
+                    yield from placement.gather_state(self._state, here)().items()
 
     def value(self, name: str, key: str) -> Tensor:
         """One state tensor, whatever it is kept in."""
@@ -58,7 +58,7 @@ class FullValues:
         param = self.param(name)
         if key not in self._state[param]:
             raise KeyError(f"{name!r} has no state {key!r}; it has {sorted(self._state[param])}")
-        gather = self.holder(param).gather_state(self._state, self._groups, only=[param])
+        gather = self.holder(param).gather_state(self._state, only=[param])
         return gather()[param]
 
     def set_state(self, name: str, key: str, value: Tensor) -> None:
@@ -117,7 +117,7 @@ class FullValues:
         for name, factor in factors.items():
             param = self.param(name)
             wide = factor.detach().to(param.device).expand(param.shape)
-            self.holder(param).scale(self._state, self._groups, param, wide)
+            self.holder(param).scale(self._state, param, wide)
 
     def gradient(self, name: str) -> Tensor | None:
         param = self.param(name)
@@ -156,7 +156,7 @@ class FullValues:
 
     def _put_state(self, name: str, key: str, whole: Mapping[str, Tensor]) -> None:
         param = self.param(name)
-        self.holder(param).put_state(self._state, self._groups, param, key, whole)
+        self.holder(param).put_state(self._state, param, key, whole)
 
     def _from_first(self, name: str, what: str, value: Tensor) -> None:
         ranks = self.holder(self.param(name)).held_by

@@ -57,6 +57,7 @@ class Holdings:
         owner: str,
         alone: bool = False,
     ) -> None:
+        _refuse_offload(steps, distribution)
         self.distribution = distribution
         self.masters = bool(steps.master_weights)
         self.is_deferred = distribution.deferred and not alone
@@ -161,6 +162,15 @@ class Holdings:
             self.distribution = replace(self.distribution, grads="reduced")
         self._find_ranks()
         self._plan_all(groups, state)
+        self.refuse_cuda_graph()
+
+    def refuse_cuda_graph(self) -> None:
+        """Raise where a step cannot be one graph."""
+        if self._steps.cuda_graph and (self.ranks is not None or self.placed):
+            raise ValueError(
+                "cuda_graph=True is for one process: what ranks send depends on who has which "
+                "gradients, which a graph cannot; leave it out"
+            )
 
     def refuse_lost_gradients(self) -> None:
         """Raise if plans have gradients that are nowhere else: new plans would not."""
@@ -192,7 +202,7 @@ class Holdings:
         self._plan_all(groups, state)
         named = FullValues(groups, state, ()).by_name()
         for name, own in whole.items():
-            self.put_whole(groups, named[name], state[named[name]], own)
+            self.put_whole(named[name], state[named[name]], own)
 
     def _has_state(self, state: States) -> bool:
         """Whether any rank has state that is not as it was made. Collective."""
@@ -204,26 +214,29 @@ class Holdings:
         return bool(maximum("state to bring over", flag, self.ranks).wait())
 
     @torch.no_grad()
-    def put_whole(
-        self, groups: Sequence[Group], param: Tensor, state: State, whole: Mapping[str, Tensor]
-    ) -> None:
+    def put_whole(self, param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
         """Take out of a parameter's whole state what belongs here."""
         holder = next((placed for placed in self.placements() if placed.holds(param)), None)
         for key in whole:
             assert holder is not None
             own = other_master(key)
             if key in state or own not in state:
-                holder.put_state({param: state}, groups, param, key, whole)
+                holder.put_state({param: state}, param, key, whole)
                 continue
             # Both lie as this state does, so one is made of the other where it lies.
             lie_alike = {own: torch.empty_like(state[own], dtype=whole[key].dtype)}
-            holder.put_state({param: lie_alike}, groups, param, own, {own: whole[key]})
+            holder.put_state({param: lie_alike}, param, own, {own: whole[key]})
             values = torch.empty_like(state[own], dtype=param.dtype)
             holder.put_parameter(param, own, values)
             into = local_of(state[own])
             into.copy_(from_other_master(own, local_of(values), local_of(lie_alike[own])))
 
     # --- who has what ------------------------------------------------------------------------
+
+    def who_works_on(self, param: Tensor) -> tuple[str, str]:
+        """Who averages its gradients, and who updates it, in words."""
+        held = next((placed for placed in self.placed if placed.holds(param)), Placement())
+        return held.averaged_by(param), held.updated_by(param)
 
     def placements(self) -> list[Placement]:
         """Everything a step is about."""
@@ -277,3 +290,13 @@ def has_state(state: Mapping[Tensor, State]) -> bool:
     """Whether any state here is not as it was made."""
     tensors = (t for own in state.values() for key, t in own.items() if key != MASTER)
     return any(bool(getattr(tensor, "_local_tensor", tensor).any()) for tensor in tensors)
+
+
+def _refuse_offload(steps: StepOptions, distribution: Distribution) -> None:
+    """Raise for what does not go with state that comes and goes in a step."""
+    for keyword in ("cuda_graph", "compile"):
+        if distribution.offload is not None and getattr(steps, keyword):
+            raise ValueError(
+                f"offload={distribution.offload!r} and {keyword} exclude each other (state comes "
+                "and goes in the step): leave one of them out"
+            )

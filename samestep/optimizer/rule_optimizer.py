@@ -1,64 +1,45 @@
 """An optimizer: its groups, state and plans, and what users ask of it; `step.py` has the step."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from samestep.comm.collectives import CollectiveError
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import AllSwapped, Problem, RankProblemError, any_problem
-from samestep.groups.adoption import params_by_name
 from samestep.groups.distribution import Distribution
-from samestep.groups.group_checks import UnknownParameterError
 from samestep.groups.group_keys import refuse_lost_keys
 from samestep.groups.mistakes import (
-    TrainingWatch,
     averages_with_ddp,
-    has_process_group,
     refuse_flat_parameters,
-    refuse_late_group,
     refuse_second_clipping,
-    warn_of_ddp,
     warn_of_lost_updates,
+    warn_of_outliers,
 )
 from samestep.groups.param_groups import (
     complete,
     listed,
     naming_group,
-    parameter_names,
     refuse_repeated,
     refuse_unsupported,
 )
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
-from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
-from samestep.optimizer.consolidated import Consolidated, as_built, gathered, refuse_part
+from samestep.optimizer.adoption import Adoption
 from samestep.optimizer.full_values import FullValues
-from samestep.optimizer.holdings import Holdings, groups_before, has_state
-from samestep.optimizer.loading import (
-    GATHERED_ON,
-    PART,
-    StateDict,
-    check_part,
-    load_state,
-    shapes_of_whole_state,
-    stored_of,
-)
+from samestep.optimizer.holdings import Holdings
+from samestep.optimizer.loading import PART, StateDict
+from samestep.optimizer.saved_state import SavedState
 from samestep.optimizer.step import StepRunner
-from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import ParametersInFlight, wait_for_anyone
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.rules.state import State, StoredTensors
-from samestep.tooling.warn import warn_user
+from samestep.rules.state import State
 
 if TYPE_CHECKING:
     from samestep.placements.parts.sharded import ShardedParameters
@@ -89,20 +70,16 @@ class RuleOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         order_of_use: Iterable[Tensor] = (),
     ) -> None:
-        _refuse_offload(steps, distribution)
         self._steps = steps
         self._constructed = False
-        self._consolidated: Consolidated | None = None
-        self._is_as_built = True  # no step, nothing loaded
         self._rule_options = rule_options
         self._in_flight = ParametersInFlight()
         self.holdings = Holdings(
             distribution, steps, self._in_flight, order_of_use, owner=type(self).__name__
         )
-        self._runner = self._new_runner()
         model = params if isinstance(params, nn.Module) else model
         refuse_second_clipping(model, steps.max_grad_norm)
-        self._watch = TrainingWatch(model)
+        self._compose(model, defaults.get("rule"))
         if distribution.overlap_param_gather:
             if model is None:
                 raise ValueError(
@@ -116,86 +93,22 @@ class RuleOptimizer(torch.optim.Optimizer):
         if not self.holdings.is_deferred:
             self.holdings.share(range(len(self.param_groups)), self.param_groups, self.state)
         self._constructed = True
-        self._refuse_cuda_graph()
+        self.holdings.refuse_cuda_graph()
         if steps.master_weights is None:
             warn_of_lost_updates(self.param_groups)
 
-    def _new_runner(self) -> StepRunner:
-        holds = self.holdings
-        return StepRunner(holds.ranks, holds.stages, holds.distribution, self._steps)
+    def _compose(
+        self, model: nn.Module | None, default_rule: str | None, *, as_built: bool = True
+    ) -> None:
+        """What works on the holdings: the step, who follows parameters, and who saves state."""
+        self._runner = StepRunner(self.holdings, self._steps)
+        self._adoption = Adoption(self.holdings, self._runner, model, default_rule)
+        self._saved = SavedState(self.holdings, as_built=as_built)
 
-    def _settle(self) -> None:
-        """Make the plans and the state that were put off. Collective."""
-        self.holdings.settle(self.param_groups, self.state)
-        self._runner = self._new_runner()
-        self._refuse_cuda_graph()
-
-    def _check_groups(self) -> None:
-        """Raise before anything changes if a group or a gradient cannot be used."""
-        holds = self.holdings
-        if holds.expects_no_group and has_process_group():
-            refuse_late_group()
-            holds.expects_no_group = False  # a group of this process alone
-        if self._watch.is_due():
-            self._watch.look_at_model(self.param_groups, self.defaults.get("rule"))
-            if self._watch.at_first_step and holds.distribution.grads == "local":
-                for shared in holds.shared:
-                    names = (spec.name for spec in shared.plan.params)
-                    if warn_of_ddp(zip(names, shared.params, strict=True)):
-                        shared.expect_edits()
-        for index, group in enumerate(self.param_groups):
-            try:
-                holds.checks.check(index, group)
-            except UnknownParameterError:
-                if not self._adopted():
-                    raise
-                holds.checks.check(index, group)
-        if holds.ranks is None:
-            holds.local.look_at(self.param_groups, self.state)
-
-    @torch.no_grad()
-    def _adopted(self) -> bool:
-        """Take in parameters that a wrapper has put in the places of others; False: there are none.
-
-        Plans and state are made anew, and state that is not zero is brought over. Collective.
-        """
-        holds = self.holdings
-        if holds.is_deferred:
-            self._settle()
-            return True
-        swapped = holds.checks.swapped(self.param_groups)
-        if swapped is None:
-            return False
-        self._consolidated = None
-        if holds.distribution.overlap_param_gather:
-            raise RuntimeError(
-                "parameters of the optimizer were replaced, and modules wait for those that it was "
-                "built with (overlap_param_gather): build the optimizer after wrapping the model"
-            )
-        holds.refuse_lost_gradients()
-        self._hear_of_swap(swapped)
-        holds.follow(swapped, self.param_groups, self.state)
-        self._runner.forget_plans()
-        return True
-
-    def _hear_of_swap(self, swapped: Mapping[Tensor, Tensor]) -> None:
-        """Raise on every rank unless parameters were swapped on all of them.
-
-        Told as a problem of a step with those before: ranks without a swap are in such a step, or
-        come to one.
-        """
-        if not self.holdings.placed:
-            return
-        before = groups_before(swapped, self.param_groups)
-        names = tuple(
-            name
-            for index, group in enumerate(before)
-            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
-            if swapped[param] is not param
-        )
-        problem = Problem(RuntimeError(f"{names[0]!r} was replaced"), swapped=names)
-        with suppress(AllSwapped):
-            self._runner.run(before, self.state, self.holdings.placements(), problem, None)
+    def _adopt_swapped(self) -> None:
+        """Take in parameters that a wrapper has put in the places of others. Collective."""
+        if self._adoption.adopted(self.param_groups, self.state):
+            self._saved.drop()
 
     def adopt(self, model: nn.Module) -> None:
         """Take the parameters of `model` in the places of those that are here, by their names.
@@ -206,27 +119,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         parameters into `param_groups` itself, as accelerate does, needs no call. Collective: every
         rank calls it. On an error nothing has changed.
         """
-        own = [group["params"] for group in self.param_groups]
-        problem = None
-        try:
-            wanted = params_by_name(self.param_groups, model)
-            for group, params in zip(self.param_groups, wanted, strict=True):
-                group["params"] = params
-            if self.holdings.checks.swapped(self.param_groups) is not None:
-                self.holdings.refuse_lost_gradients()
-        except (RuntimeError, ValueError) as error:
-            problem = Problem(error)
-        ranks = self.holdings.ranks
-        if ranks is not None and not self.holdings.is_deferred:
-            device = next((param.device for param in model.parameters()), None)
-            problem = any_problem(problem, ranks, device)
-        if problem is not None:
-            for group, params in zip(self.param_groups, own, strict=True):
-                group["params"] = params
-            raise problem.error
-        if not self.holdings.is_deferred:
-            self._adopted()
-        self._watch = TrainingWatch(model)
+        if self._adoption.adopt(model, self.param_groups, self.state):
+            self._saved.drop()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, complete it and make its state; on an error nothing has changed."""
@@ -243,7 +137,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         group["params"] = listed(group.get("params"), len(self.param_groups))
         refuse_repeated(group, self.param_groups)
         index = len(self.param_groups)
-        self._consolidated = None
+        self._saved.drop()
         holds = self.holdings
         reduction = holds.planner.own_reduction(index, group)
         super().add_param_group(group)
@@ -278,14 +172,6 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _rank_count(self) -> int:
         return 1 if self.holdings.ranks is None else self.holdings.ranks.size
 
-    def _refuse_cuda_graph(self) -> None:
-        """Raise where a step cannot be one graph."""
-        if self._steps.cuda_graph and (self.holdings.ranks is not None or self.holdings.placed):
-            raise ValueError(
-                "cuda_graph=True is for one process: what ranks send depends on who has which "
-                "gradients, which a graph cannot; leave it out"
-            )
-
     def state_dict(self) -> StateDict:
         """What torch's optimizers give: all of the state, in the shapes of one process.
 
@@ -296,43 +182,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         """
         if self.holdings.is_deferred:
             return super().state_dict()  # nobody has any, as with torch's before a first step
-        self._adopted()
-        part = self.holdings.part()
-        if part is not None:
-            return self._state_dict_of_part(part)
-        whole: dict[Tensor, State] = {}
-        for shared in self.holdings.shared:
-            whole |= shared.kept_state(self.state, self.param_groups)
-        return self._state_dict_of({**self.state, **whole}) if whole else super().state_dict()
-
-    def _state_dict_of_part(self, part: dict[str, Any]) -> StateDict:
-        """That of a rank that does not have all of the state."""
-        if self._consolidated is not None:
-            to, state = self._consolidated
-            if state is not None:
-                return self._state_dict_of(state)
-            return {**self._state_dict_of({}), PART: {**part, GATHERED_ON: to}}
-        holds = self.holdings
-        if holds.sharded:
-            raise RuntimeError(
-                "plain parameters beside DTensors keep only a part of their state on each rank, "
-                "which torch's checkpoints of DTensors would lose: build the optimizer with "
-                'sharding="none", which concerns the plain ones alone'
-            )
-        if holds.distribution.state_dict_form == "part":
-            return {**super().state_dict(), PART: part}
-        alike = holds.are_alike()
-        if alike and self._is_as_built and not has_state(self.state):
-            return self._state_dict_of(as_built(self.param_groups, holds.blocks, holds.masters))
-        raise refuse_part(part, holds.distribution.kept_by(), alike=alike)
-
-    def _state_dict_of(self, state: Mapping[Tensor, State]) -> StateDict:
-        """What torch makes of another state, so that whoever has hooked into it sees that."""
-        own, self.state = self.state, defaultdict(dict, state)
+        self._adopt_swapped()
+        given = self._saved.given(self.param_groups, self.state)
+        # What torch makes of another state, so that whoever has hooked into it sees that.
+        own, self.state = self.state, given.state
         try:
-            return super().state_dict()
+            found = super().state_dict()
         finally:
             self.state = own
+        return found if given.part is None else {**found, PART: given.part}
 
     @torch.no_grad()
     def consolidate_state_dict(self, to: int | None = 0) -> None:
@@ -344,20 +202,8 @@ class RuleOptimizer(torch.optim.Optimizer):
         meaning are those of torch's ZeroRedundancyOptimizer: Lightning calls it by itself.
         Collective.
         """
-        self._adopted()
-        ranks, part = self.holdings.ranks, self.holdings.part()
-        if ranks is None or part is None:
-            return
-        if to is not None and not (type(to) is int and 0 <= to < ranks.size):
-            raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
-        if not self.holdings.are_alike():
-            raise refuse_part(part, self.holdings.distribution.kept_by(), alike=False)
-        state = gathered(self._values(), keep=to is None or to == ranks.rank)
-        self._consolidated = Consolidated(to, state)
-
-    def _state_changes(self) -> None:
-        """What was gathered is not the state any more."""
-        self._consolidated, self._is_as_built = None, False
+        self._adopt_swapped()
+        self._saved.consolidate(to, self._values)
 
     def fingerprint(self) -> str:
         """A digest of who owns and sends what; equal on ranks that hold the same parameters.
@@ -394,27 +240,10 @@ class RuleOptimizer(torch.optim.Optimizer):
         torch.optim.Muon for groups of the same rule. Where both sides have parameter names, these
         decide, not the order. On several ranks all of them call it.
         """
-        holds = self.holdings
-
-        def put_whole(param: Tensor, state: State, whole: Mapping[str, Tensor]) -> None:
-            holds.put_whole(self.param_groups, param, state, whole)
-
-        if holds.is_deferred and isinstance(state_dict, Mapping) and not state_dict.get("state"):
-            load_state(self, super().load_state_dict, state_dict, {}, put_whole, {})
-            return
-        self._adopted()
-        check_part(state_dict, holds.part(), alike=holds.are_alike())
-        self.wait_for_parameters()
-        shapes: dict[Tensor, dict[str, Shape]] = {}
-        stored: dict[Tensor, StoredTensors] = {}
-        if isinstance(state_dict, Mapping) and PART not in state_dict:
-            stored = stored_of(self.param_groups, holds.blocks, holds.masters)
-            if holds.placed:
-                shapes = shapes_of_whole_state(self.param_groups, holds.blocks, holds.masters)
-        self._state_changes()
-        load_state(self, super().load_state_dict, state_dict, shapes, put_whole, stored)
-        for placement in holds.placed:
-            placement.mend_replicas()
+        if not self._saved.needs_no_plans(state_dict):
+            self._adopt_swapped()
+            self.wait_for_parameters()
+        self._saved.load(self, super().load_state_dict, state_dict)
 
     def wait_for_parameters(self) -> None:
         """Return when all parameters have arrived that the last step sent on their way.
@@ -433,15 +262,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         holds = self.holdings
         if holds.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
-        if not holds.placed:
-            return table(
-                self.param_groups, holds.blocks, self._reasons, master_weights=holds.masters
-            )
-
-        def ranks(param: Tensor) -> tuple[str, str]:
-            held = next((placed for placed in holds.placed if placed.holds(param)), Placement())
-            return held.averaged_by(param), held.updated_by(param)
-
+        ranks = holds.who_works_on if holds.placed else None
         return table(
             self.param_groups, holds.blocks, self._reasons, ranks, master_weights=holds.masters
         )
@@ -503,44 +324,19 @@ class RuleOptimizer(torch.optim.Optimizer):
     def _run_step(self, inverse_scale: Tensor | None = None) -> None:
         holds = self.holdings
         if holds.is_deferred:
-            self._settle()
+            holds.settle(self.param_groups, self.state)
         self.wait_for_parameters()
-        self._state_changes()
-        alone = holds.ranks is None and not holds.placed
-        with self._runner.norm_begun(
-            self.param_groups, alone=alone, scaled=inverse_scale is not None
-        ):
-            problem = self._find_problem()
-            placements = holds.placements()
-            self._runner.run(self.param_groups, self.state, placements, problem, inverse_scale)
-        if self._watch.waits:
+        self._saved.changes()
+        with self._runner.norm_begun(self.param_groups, scaled=inverse_scale is not None):
+            problem = self._adoption.problem(self.param_groups, self.state)
+            self._runner.run(self.param_groups, self.state, problem, inverse_scale)
+        watch = self._adoption.watch
+        if watch.waits:
             flags = [flag for _, flag in self._runner.present()]
-            self._watch.look_at_gradients(flags, self.param_groups, self._rank_count)
-        self._tell_outliers()
-
-    def _find_problem(self) -> Problem | None:
-        """What keeps this rank from the step: an error here, or something to tell all ranks."""
-        try:
-            self._check_groups()
-        except (CollectiveError, RankProblemError):
-            raise  # which all ranks have heard of
-        except Exception as error:
-            if self.holdings.ranks is None and self.holdings.stages is None:
-                raise
-            return Problem(error)
-        return None
-
-    def _tell_outliers(self) -> None:
-        """Warn, once, of an update that no orthogonalization gives."""
-        group = self._runner.outliers.new()
-        if group is not None:
-            names = parameter_names(self.param_groups[group], group)
-            warn_user(
-                f"an update in param_groups[{group}] ({names[0]!r} and others) was not finite, or "
-                "larger than its orthogonalization can make it, and was written: look for "
-                "gradients that are not finite (max_grad_norm=math.inf skips their steps) and load "
-                "a checkpoint from before; metrics()['outliers'] counts such blocks"
-            )
+            watch.look_at_gradients(flags, self.param_groups, self._rank_count)
+        outlier = self._runner.outliers.new()
+        if outlier is not None:
+            warn_of_outliers(outlier, self.param_groups[outlier])
 
     @property
     def averages_gradients(self) -> bool:
@@ -623,7 +419,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     # own. A setter takes the value of the first rank, whatever the others give.
 
     def _values(self) -> FullValues:
-        self._adopted()
+        self._adopt_swapped()
         self.wait_for_parameters()
         return FullValues(self.param_groups, self.state, self.holdings.placements())
 
@@ -651,7 +447,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_full_state(self, name: str, key: str, value: Tensor) -> None:
         """Replace one state tensor; what is kept in fewer bits is rounded to the nearest."""
-        self._state_changes()
+        self._saved.changes()
         self._values().set_state(name, key, value)
 
     @torch.no_grad()
@@ -662,7 +458,7 @@ class RuleOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def set_full_parameter(self, name: str, value: Tensor) -> None:
         """Replace a parameter, and its master copy with it."""
-        self._state_changes()
+        self._saved.changes()
         self._values().set_parameter(name, value)
 
     @torch.no_grad()
@@ -673,7 +469,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         rank. Each rank multiplies what it has; only master copies travel, where ranks share them.
         Other state, such as momentum, stays as it is.
         """
-        self._state_changes()
+        self._saved.changes()
         self._values().scale(factors)
 
     @torch.no_grad()
@@ -708,7 +504,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         unless the edit is smaller than the parameter's rounding.
         """
         self.wait_for_parameters()
-        self._state_changes()
+        self._saved.changes()
         for placement in self.holdings.placements():
             placement.refresh_masters(self.state)
 
@@ -718,15 +514,15 @@ class RuleOptimizer(torch.optim.Optimizer):
         Views, by the parameter's name, for whoever saves and loads. Every rank tells of every
         parameter. Not collective.
         """
-        self._adopted()
-        self._state_changes()
+        self._adopt_swapped()
+        self._saved.changes()
         if self.holdings.ranks is None:
             self.holdings.local.make_missing_state(self.param_groups, self.state)
         placements = self.holdings.placements()
         by_name = FullValues(self.param_groups, self.state, placements).by_name()
         names = {param: name for name, param in by_name.items()}
         for placement in placements:
-            for part in placement.held_state(self.state, self.param_groups):
+            for part in placement.held_state(self.state):
                 yield names[part.param], part
 
     # --- who has what ------------------------------------------------------------------------
@@ -774,21 +570,9 @@ class RuleOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         if distribution is not None:  # a copy; when loading, torch passes only state and groups
             self._constructed = True
-            self._consolidated, self._is_as_built = None, False
-            self._watch = TrainingWatch(None)
             self._in_flight = ParametersInFlight()
             self.holdings = Holdings(
                 distribution, self._steps, self._in_flight, owner=type(self).__name__, alone=True
             )
-            self._runner = self._new_runner()
+            self._compose(None, self.defaults.get("rule"), as_built=False)
         self._plan_blocks_anew()
-
-
-def _refuse_offload(steps: StepOptions, distribution: Distribution) -> None:
-    """Raise for what does not go with state that comes and goes in a step."""
-    for keyword in ("cuda_graph", "compile"):
-        if distribution.offload is not None and getattr(steps, keyword):
-            raise ValueError(
-                f"offload={distribution.offload!r} and {keyword} exclude each other (state comes "
-                "and goes in the step): leave one of them out"
-            )

@@ -13,10 +13,10 @@ from torch._C._profiler import _RecordFunctionFast  # 0.5 us when nobody profile
 from samestep.comm.collectives import CollectiveError, gather_segments, maximum, total
 from samestep.comm.groups import RankGroup
 from samestep.comm.presence import Problem, any_problem, tell_problem
-from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
 from samestep.groups.step_options import StepOptions
 from samestep.kernels.choice import missing as missing_kernels
+from samestep.optimizer.holdings import Holdings
 from samestep.optimizer.norm_ahead import NormAhead
 from samestep.placements.local import LocalParameters
 from samestep.placements.placement import Placement
@@ -87,21 +87,10 @@ class Verdict(NamedTuple):
 
 
 class StepRunner:
-    """Runs the steps of an optimizer, and keeps what they share: scalars, compiled rules, a graph.
+    """Runs the steps of an optimizer; keeps what they share: scalars, compiled rules, a graph."""
 
-    ranks: those that an optimizer shares its work with; stages: one rank of every pipeline stage.
-    """
-
-    def __init__(
-        self,
-        ranks: RankGroup | None,
-        stages: RankGroup | None,
-        distribution: Distribution,
-        options: StepOptions,
-    ) -> None:
-        self._ranks = ranks
-        self._stages = stages
-        self._distribution = distribution
+    def __init__(self, holdings: Holdings, options: StepOptions) -> None:
+        self._holds = holdings  # its ranks may be found later, and its plans follow parameters
         self._options = options
         backend = "inductor" if options.compile is True else options.compile
         self._run: UpdateFunction = CompiledRules(backend) if backend else run_rule
@@ -121,11 +110,11 @@ class StepRunner:
         """Parameters or their state were replaced."""
         self._kernel_plans: dict[object, KernelPlan] = {}  # by group and device
 
-    def norm_begun(
-        self, groups: Sequence[Group], *, alone: bool, scaled: bool
-    ) -> AbstractContextManager[None]:
+    def norm_begun(self, groups: Sequence[Group], *, scaled: bool) -> AbstractContextManager[None]:
         """Inside, the device sums up gradients while the host looks at groups: before `run`."""
-        if alone and self._stages is None and self._needs_norm(scaled):
+        holds = self._holds
+        alone = holds.ranks is None and not holds.placed and holds.stages is None
+        if alone and self._needs_norm(scaled):
             return self._norm_ahead.started(groups, as_graph=self._options.cuda_graph is not False)
         return nullcontext()
 
@@ -136,13 +125,12 @@ class StepRunner:
         self,
         groups: Sequence[Group],
         state: Mapping[Tensor, State],
-        placements: Sequence[Placement],
-        problem: Problem | None,
-        inverse_scale: Tensor | None,
+        problem: Problem | None = None,
+        inverse_scale: Tensor | None = None,
     ) -> None:
         """One step; `inverse_scale` undoes the scale of a GradScaler."""
         self._groups = groups
-        self._placements = placements
+        self._placements = placements = self._holds.placements()
         self._device: torch.device = groups[0]["params"][0].device
         self._inverse_scale = inverse_scale
         self._verdict = Verdict()
@@ -169,12 +157,14 @@ class StepRunner:
             self.staging.finish()
 
     def _have_staging(self) -> None:
-        if self._distribution.offload is not None and self.staging is None:
+        if self._holds.distribution.offload is not None and self.staging is None:
             self.staging = Staging(self._device)
 
     def _recording(self) -> "RecordedStep | None":
         """What records steps and replays them: asked for, or where it is legal and pays."""
-        alone = self._ranks is None and self._stages is None and len(self._placements) == 1
+        alone = (
+            self._holds.ranks is None and self._holds.stages is None and len(self._placements) == 1
+        )
         if (
             self._recorded is None
             and self._options.cuda_graph is None
@@ -233,10 +223,10 @@ class StepRunner:
     def _schedule(self) -> Schedule:
         return _step_schedule(
             tuple(placement.shape for placement in self._placements),
-            waves=self._distribution.waves,
+            waves=self._holds.distribution.waves,
             clip=self._needs_norm(self._inverse_scale is not None),
             measure=self._sizes is not None,
-            chunks_ahead=self._distribution.chunks_ahead,
+            chunks_ahead=self._holds.distribution.chunks_ahead,
         )
 
     def schedule_lines(self) -> tuple[str, ...]:
@@ -248,12 +238,12 @@ class StepRunner:
 
         The other ranks of this stage hear of it with presence.
         """
-        if self._stages is None:
+        if self._holds.stages is None:
             return None
         known = [problem, *(placement.problem for placement in self._placements)]
         found = next((one for one in known if one is not None), None)
         if self._device.type == "cpu":
-            found = any_problem(found, self._stages)
+            found = any_problem(found, self._holds.stages)
         if found is not None and not any(p.shape.agrees for p in self._placements):
             raise found.error
         return found
@@ -274,7 +264,7 @@ class StepRunner:
         if len(groups) < 2:
             return None
         members = {rank for group in groups for rank in group}
-        return next((g for g in groups.values() if members == set(g.members)), self._ranks)
+        return next((g for g in groups.values() if members == set(g.members)), self._holds.ranks)
 
     def _tell_everyone(self, problem: Problem | None) -> None:
         """A problem of one rank, told to ranks that share no parameter with it. Not on a GPU."""
@@ -306,8 +296,8 @@ class StepRunner:
             everyone = self._everyone()
             if everyone is not None:  # or those with another copy of it would go on alone
                 skip = _anywhere(skip, everyone)
-            if self._stages is not None:
-                skip = _anywhere(skip, self._stages)
+            if self._holds.stages is not None:
+                skip = _anywhere(skip, self._holds.stages)
             self._verdict = Verdict(factor=None if unchanged else factor, skip=skip)
         else:
             self._verdict = Verdict(factor=factor, only_if=norm.isfinite())
@@ -319,7 +309,7 @@ class StepRunner:
         """
         together: dict[RankGroup | None, list[Placement]] = {}
         for placement in self._placements:
-            ranks = placement.sums_over or self._ranks
+            ranks = placement.sums_over or self._holds.ranks
             together.setdefault(ranks, []).append(placement)
         squares = []
         for ranks, placements in together.items():
@@ -333,15 +323,15 @@ class StepRunner:
             if square is not None:
                 squares.append(square)
         square = torch.stack(squares).sum() if len(squares) > 1 else next(iter(squares), None)
-        return square if self._stages is None else self._over_stages(square)
+        return square if self._holds.stages is None else self._over_stages(square)
 
     def _over_stages(self, square: Tensor | None) -> Tensor:
         """The sum over pipeline stages, (), in their order: the same bits on every rank."""
-        assert self._stages is not None
+        assert self._holds.stages is not None
         if square is None:
             square = torch.zeros((), dtype=torch.float64, device=self._device)
-        sizes = [1] * self._stages.size
-        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._stages)
+        sizes = [1] * self._holds.stages.size
+        parts = gather_segments("norm of stages", square.reshape(1), sizes, self._holds.stages)
         return torch.cat(parts.wait()).sum()
 
     def _update(self, operation: Update) -> None:
@@ -449,7 +439,7 @@ class StepRunner:
 
     def _measure(self, _: Measure) -> None:
         assert self._sizes is not None
-        self._sizes.combine(self._ranks, self._device)
+        self._sizes.combine(self._holds.ranks, self._device)
 
     def metrics(self, groups: int) -> dict[str, Tensor]:
         """See `RuleOptimizer.metrics`."""

@@ -1,7 +1,7 @@
 """Parameters of one process: all of each, updated where it lies."""
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,9 +12,8 @@ from samestep.groups.param_groups import Group, parameter_names, rule_of
 from samestep.layout.blocks import Block, matrices
 from samestep.placements.placement import Placement
 from samestep.placements.registry import mesh_of
-from samestep.placements.windows import Part, Unit, Windows
+from samestep.placements.windows import Part, Unit, Windows, home_of
 from samestep.plan.schedule import PlacementShape, WindowId
-from samestep.rules.home import home_of
 from samestep.rules.state import (
     MASTER,
     MASTERS,
@@ -33,7 +32,7 @@ from samestep.rules.state import (
 from samestep.update.plain import Operand
 
 if TYPE_CHECKING:
-    from samestep.xla.state import Lying
+    from samestep.xla.tiling import Lying
 
 
 class LocalParameters(Placement):
@@ -57,7 +56,7 @@ class LocalParameters(Placement):
         """What was written lies where it did."""
         if not self._lying:
             return
-        from samestep.xla.state import stay
+        from samestep.xla.tiling import stay
 
         for param in (param for group in self.known for param in group.params):
             if param.grad is not None:
@@ -113,16 +112,11 @@ class LocalParameters(Placement):
         return mesh_of(param) is None
 
     def gather_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        only: Sequence[Tensor] | None = None,
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
+        wanted = list(filter(self.holds, state)) if only is None else only
         return lambda: {
-            param: {key: tensor.clone() for key, tensor in state[param].items()}
-            for group in groups
-            for param in plain(group)
-            if only is None or any(param is one for one in only)
+            param: {key: tensor.clone() for key, tensor in state[param].items()} for param in wanted
         }
 
 
@@ -187,7 +181,7 @@ class LocalGroups:
                 self._lying[param] = self._laid(param, own)
 
     def _laid(self, param: Tensor, state: State) -> "Lying":
-        from samestep.xla.state import lay_out
+        from samestep.xla.tiling import lay_out
 
         distribution = self._distribution
         shares, crossover = distribution.sharding != "none", distribution.crossover
@@ -196,7 +190,7 @@ class LocalGroups:
     def placement(self) -> LocalParameters:
         """What a step is about."""
         if self._distribution.offload and self._windows is None:
-            units = [unit for n, known in enumerate(self._known) for unit in known.units(n)]
+            units = [unit for known in self._known for unit in known.units()]
             devices = sorted({str(unit.about.param.device) for unit in units})
             if len(devices) > 1:
                 raise ValueError(
@@ -231,17 +225,16 @@ class KnownGroup:
         self._has_no_addresses = any(param.device.type == "xla" for param in self.params)
         self.blocks = [blocks[param] for param in self.params]
         names = dict(zip(map(id, self._all), parameter_names(group, index), strict=True))
-        self._names = [names[id(param)] for param in self.params]
-        of_params = zip(
-            self._names,
-            self.params,
-            self._states,
-            self.blocks,
-            strict=True,
-        )
+        of_params = zip(self.params, self._states, self.blocks, strict=True)
+        # By parameter: what state belongs to, and that.
+        self._held = [
+            list(_held(names[id(param)], param, own, blocks, group, index))
+            for param, own, blocks in of_params
+        ]
         self._cut = [
-            (param, blocks is None or _is_whole(blocks), blocks or [], known)
-            for (_, param, _, blocks), known in ((of, _made_views(*of, group)) for of in of_params)
+            (param, blocks is None or _is_whole(blocks), blocks or [], views)
+            for param, blocks, held in zip(self.params, self.blocks, self._held, strict=True)
+            for views in [[view for one, own in held for view in one.views(None, own)]]
         ]
 
     def is_still(self, group: Group, state: Mapping[Tensor, State]) -> bool:
@@ -254,23 +247,15 @@ class KnownGroup:
             and [param.data_ptr() for param in self.params] == self._addresses
         )
 
-    def units(self, number: int) -> list[Unit]:
-        """State block by block, or of all of a parameter; `number`: of the group."""
-        found, group = [], self._group
-        for name, param, state, blocks in zip(
-            self._names, self.params, self._states, self.blocks, strict=True
-        ):
-            stored, where = _stored(name, param, state, blocks, group)
-            whole = _Held(number, group, param, None, True, stored, where)
-            if blocks is None:
-                own = _made_views(name, param, state, None, group)[0].state
-                found.append(Unit(whole, own, param.numel(), param.is_contiguous()))
-                continue
-            states = block_states(rule_of(group), state, blocks, group, stored)
-            for block, own in zip(blocks, states, strict=True):
-                held = whole._replace(block=block, is_whole=_is_whole(blocks))
-                found.append(Unit(held, own, block.rows * block.cols))
-        return found
+    def units(self) -> list[Unit]:
+        """State block by block, or of all of a parameter."""
+        return [
+            Unit(held, own, held.param.numel(), held.param.is_contiguous())
+            if held.block is None
+            else Unit(held, own, held.block.rows * held.block.cols)
+            for of_param in self._held
+            for held, own in of_param
+        ]
 
     def operands(self) -> list[Operand]:
         """The blocks of every parameter with a gradient, or the whole of it."""
@@ -304,12 +289,18 @@ class _Held(NamedTuple):
     stored: StoredTensors
     where: Whereabouts | None  # of the parameter, if some of its state is rounded at random
 
-    def views(self, part: Part, state: State) -> list[MatrixView]:
-        """The matrices of a block, or elements of a parameter, with state that has come."""
+    def views(self, part: Part | None, state: State) -> list[MatrixView]:
+        """The matrices of a block, or elements of a parameter, with state that lies or has come.
+
+        `part`: of a window of state; None: all of it.
+        """
         param, where = self.param.detach(), self.where
         if self.block is not None:
-            return _block_views(self.block, param, state, self.options, self.stored, where)
-        if part.is_whole:
+            rule, block, value = rule_of(self.options), self.block, self.block.view(param)
+            if where is not None:
+                where = where.at(block.view(where.elements).view(block.shape))
+            return matrix_views(rule, block, value, state, self.options, self.stored, where)
+        if part is None or part.is_whole:
             value = param if param.ndim else param.view(1)
             if where is not None:
                 where = where.at(where.elements.view(value.shape))
@@ -337,46 +328,22 @@ def _is_whole(blocks: list[Block]) -> bool:
     return len(blocks) == 1 and blocks[0].matrix is None and blocks[0].form is None
 
 
-def _made_views(
-    name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group
-) -> list[MatrixView]:
-    rule, param = rule_of(group), param.detach()
-    stored, where = _stored(name, param, state, blocks, group)
+def _held(
+    name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group, number: int
+) -> Iterator[tuple[_Held, State]]:
+    """All of a parameter, or each of its blocks, with its state."""
+    rule, masters = rule_of(group), bool(state.keys() & set(MASTERS))
+    stored = stored_tensors(rule, param, blocks, group, master_weights=masters)
+    where = whereabouts(name, tuple(param.shape), stored)
+    whole = _Held(number, group, param, None, True, stored, where)
     if blocks is None:
         if param.ndim == 0:  # as a vector of one: 0-D tensors are scalars to torch
             shapes = state_shapes(rule, (1,), group, stored)
             state = {key: tensor.view(shapes[key]) for key, tensor in state.items()}
-            param = param.view(1)
-            where = None if where is None else where.at(where.elements.view(1))
-        return [MatrixView(param, state, None, None if where is None else where.origin())]
-    states = block_states(rule, state, blocks, group, stored)
-    return [
-        view
-        for block, own in zip(blocks, states, strict=True)
-        for view in _block_views(block, param, own, group, stored, where)
-    ]
-
-
-def _block_views(
-    block: Block,
-    param: Tensor,
-    state: State,
-    group: Group,
-    stored: StoredTensors,
-    where: Whereabouts | None,
-) -> list[MatrixView]:
-    if where is not None:
-        where = where.at(block.view(where.elements).view(block.shape))
-    return matrix_views(rule_of(group), block, block.view(param), state, group, stored, where)
-
-
-def _stored(
-    name: str, param: Tensor, state: State, blocks: list[Block] | None, group: Group
-) -> tuple[StoredTensors, Whereabouts | None]:
-    """How the state of a parameter is kept, and which elements rounding at random is about."""
-    masters = bool(state.keys() & set(MASTERS))
-    stored = stored_tensors(rule_of(group), param, blocks, group, master_weights=masters)
-    return stored, whereabouts(name, tuple(param.shape), stored)
+        yield whole, state
+        return
+    for block, own in zip(blocks, block_states(rule, state, blocks, group, stored), strict=True):
+        yield whole._replace(block=block, is_whole=_is_whole(blocks)), own
 
 
 def plain(group: Group) -> list[Tensor]:

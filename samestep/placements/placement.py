@@ -179,10 +179,7 @@ class Placement:
         raise NotImplementedError
 
     def gather_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        only: Sequence[Tensor] | None = None,
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering all state; what it gives waits, and makes it what one process has.
 
@@ -190,9 +187,7 @@ class Placement:
         """
         raise NotImplementedError
 
-    def held_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
-    ) -> Iterator[HeldState]:
+    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """What this rank has of every state tensor, as boxes of what one process has."""
         for param, entries in state.items():
             if self.holds(param):
@@ -200,12 +195,7 @@ class Placement:
                     yield HeldState(param, key, tuple(tensor.shape), [whole_box(tensor)])
 
     def put_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        key: str,
-        whole: Mapping[str, Tensor],
+        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """Take this rank's part of a parameter's state out of the whole."""
         state[param][key].copy_(whole[key])
@@ -218,13 +208,7 @@ class Placement:
         """Take this rank's part of a parameter out of the whole."""
         param.copy_(whole)
 
-    def scale(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        factor: Tensor,
-    ) -> None:
+    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Multiply a parameter and its master copy by `factor`, which has the parameter's shape.
 
         Every rank gives the same one. Collective where ranks share master copies.

@@ -166,7 +166,7 @@ def answered_blocks(
     known: dict[tuple[Block, int], tuple[Box, ...]] = {}  # layers are alike
     for bucket in plan.buckets:
         counted = place == 0 or not bucket.replicated
-        for piece in bucket.segments[0 if bucket.replicated else place].pieces:
+        for piece in bucket.owned(place).pieces:
             found += _answered(piece, plan.params[piece.param], held[piece.param], counted, known)
     return found
 

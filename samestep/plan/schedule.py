@@ -52,29 +52,32 @@ class WindowId(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Start copying a window of state from the host into a staging buffer."""
-
+class _Travel:
     window: WindowId
     slot: int  # the staging buffer
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Return:
+class Fetch(_Travel):
+    """Start copying a window of state from the host into a staging buffer."""
+
+
+class Return(_Travel):
     """Start copying a window back to the host."""
 
-    window: WindowId
-    slot: int
-    nbytes: int
+
+@dataclass(frozen=True)
+class _About:
+    bucket: BucketId
 
 
 @dataclass(frozen=True)
-class Reduce:
-    """Start adding up the gradients of a bucket over ranks."""
-
-    bucket: BucketId
+class _Sends(_About):
     transfer: Transfer | None = field(default=None, compare=False, repr=False)
+
+
+class Reduce(_Sends):
+    """Start adding up the gradients of a bucket over ranks."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,13 @@ class Agree:
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(_About):
     """Wait for a reduction, and divide.
 
     Before that it may have to be gathered, and added up over groups that do the same: `outer` has
     what a rank at each place of its group does.
     """
 
-    bucket: BucketId
     sums: Transfer | None = field(default=None, compare=False, repr=False)
     outer: tuple[tuple[Transfer, ...], ...] = field(default=(), compare=False, repr=False)
 
@@ -111,49 +113,28 @@ class Update:
     is_last: bool = True  # window of its bucket
 
 
-@dataclass(frozen=True)
-class Gather:
+class Gather(_Sends):
     """Start sending the updated parts of a bucket to everyone."""
 
-    bucket: BucketId
-    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
-
-@dataclass(frozen=True)
-class Place:
+class Place(_About):
     """Wait for a gather, and copy what arrived into the parameters."""
 
-    bucket: BucketId
 
-
-@dataclass(frozen=True)
-class Collect:
+class Collect(_Sends):
     """Start sending a chunk of spread blocks to their owners."""
 
-    bucket: BucketId
-    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
-
-@dataclass(frozen=True)
-class Transform:
+class Transform(_About):
     """Wait for a chunk, and run the rule on the blocks that this rank owns."""
 
-    bucket: BucketId
 
-
-@dataclass(frozen=True)
-class GiveBack:
+class GiveBack(_Sends):
     """Start sending the directions of a chunk to those who hold parts of its blocks."""
 
-    bucket: BucketId
-    transfer: Transfer | None = field(default=None, compare=False, repr=False)
 
-
-@dataclass(frozen=True)
-class Apply:
+class Apply(_About):
     """Wait for the directions of a chunk, and step."""
-
-    bucket: BucketId
 
 
 @dataclass(frozen=True)

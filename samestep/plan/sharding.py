@@ -150,6 +150,10 @@ class Bucket:
         """Pieces in all."""
         return sum(len(segment.pieces) for _, segment in self.filled)
 
+    def owned(self, rank: int) -> Segment:
+        """What a rank updates."""
+        return self.segments[0 if self.replicated else rank]
+
     def places(self) -> Iterator[tuple[Piece, int]]:
         """Every piece, and where it starts in the bucket."""
         base = 0
@@ -211,11 +215,7 @@ class ShardingPlan(NamedTuple):
 
     def owned(self, rank: int) -> list[Piece]:
         """Every piece that a rank updates, in launch order."""
-        return [
-            piece
-            for bucket in self.buckets
-            for piece in bucket.segments[0 if bucket.replicated else rank].pieces
-        ]
+        return [piece for bucket in self.buckets for piece in bucket.owned(rank).pieces]
 
 
 def plan_sharding(

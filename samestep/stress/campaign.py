@@ -8,11 +8,12 @@ sixteen cores want more.
 import multiprocessing
 import os
 import signal
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -29,11 +31,9 @@ from samestep.stress.judge import Expected, Finding, Judge, SampleVerdict, due_s
 from samestep.stress.layouts import layout_named
 from samestep.stress.mutants import Mutant
 from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
-from samestep.stress.ranks import ForkedRanks, Ranks
+from samestep.stress.ranks import ForkedRanks, Ranks, XlaDevices
 from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import scenario_named
-from samestep.stress.xla_devices import XlaDevices
-from samestep.tooling.signals import SIGNALS
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
 Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
@@ -405,3 +405,39 @@ def _send(pipe: Connection, kind: str, *content: object) -> None:
         pipe.send((kind, content))
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# --- Ctrl-C and SIGTERM: the first one ends the work, and none disturbs what is written after it
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """Somebody wants this process to end; `status` is the exit status that says by which signal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
+
+
+@contextmanager
+def stopped_once() -> Iterator[None]:
+    """Inside, the first of the signals raises Stopped and all later ones are ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # handlers belong to the main thread
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(number)
+
+    # What is ignored already (nohup, a job in the background) stays that way.
+    before = {n: was for n in SIGNALS if (was := signal.getsignal(n)) is not signal.SIG_IGN}
+    for number in before:
+        signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -23,13 +23,15 @@ from samestep.stress.campaign import (
     MutantRunner,
     OnResult,
     Presence,
+    Stopped,
+    stopped_once,
 )
 from samestep.stress.compare import changes_table, compare, read_receipt
 from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Progress, go_on, key
-from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks
+from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks, XlaDevices
 from samestep.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
 from samestep.stress.report import render
 from samestep.stress.report.numbers import (
@@ -40,11 +42,8 @@ from samestep.stress.report.numbers import (
     worst,
 )
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
-from samestep.stress.xla_devices import XlaDevices
 from samestep.tooling.output import check_folder, write_files
-from samestep.tooling.ranks import number_of_ranks
-from samestep.tooling.request import BadRequestError
-from samestep.tooling.signals import Stopped, stopped_once
+from samestep.tooling.request import BadRequestError, number_of_ranks
 
 # --- what it shows: progress while it runs, tables at its end ------------------------------------
 

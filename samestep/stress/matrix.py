@@ -30,8 +30,7 @@ from samestep.comm.groups import registry
 from samestep.launch import RanksFailed, run_forked
 from samestep.mesh import Degrees, Mesh, build
 from samestep.mesh.gates import GATES, CompileFacts, decide
-from samestep.models.gpt import GPT, GPTConfig, balance_experts, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, balance_experts, gpt_plan, mean_loss
 from samestep.parallel.experts import capacity_errors
 from samestep.parallel.lora import add_lora, lora_layers
 from samestep.parallel.replicas import check_replicas
@@ -39,8 +38,8 @@ from samestep.parallel.router_losses import collect, set_share
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.gradients import combine_gradients
 from samestep.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
-from samestep.tooling.flags import parse_flags
 from samestep.tooling.output import write_files
+from samestep.tooling.request import parse_flags
 
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
 THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "router": 1e-5, "adamw": 2e-5, "muon": 3e-4}

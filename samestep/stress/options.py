@@ -15,14 +15,12 @@ from tyro.conf import arg
 import samestep
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
+from samestep.launch.forked import nccl_devices
 from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
 from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
-from samestep.tooling.factories import in_one_line, named_function
-from samestep.tooling.flags import spelled
-from samestep.tooling.ranks import nccl_devices
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, in_one_line, named_function, spelled
 from samestep.xla import runtime
 
 Backend = Literal["gloo", "nccl"]

@@ -20,9 +20,8 @@ from typing import Any
 from samestep.stress.campaign import Case, Presence
 from samestep.stress.compare import read_receipt
 from samestep.stress.receipt import commit
-from samestep.tooling.flags import spelled
 from samestep.tooling.output import write_files
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, spelled
 
 FILE = "progress.jsonl"
 KIND = "samestep stress progress"

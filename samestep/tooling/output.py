@@ -1,10 +1,14 @@
-"""Result files that appear whole or not at all."""
+"""Result files that appear whole or not at all, and what is in those of several commands."""
 
+import gzip
+import io
+import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from samestep.tooling.request import BadRequestError
 
@@ -50,3 +54,40 @@ def write_files(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 def _named(folder: Path, error: OSError) -> BadRequestError:
     return BadRequestError(f"cannot write to {str(folder)!r}: {error.strerror or error}")
+
+
+def json_file(content: object, indent: int = 1) -> bytes:
+    return json.dumps(content, indent=indent).encode() + b"\n"
+
+
+def png_file(figure: Any, **look: Any) -> bytes:
+    """A figure of matplotlib."""
+    png = io.BytesIO()
+    figure.savefig(png, format="png", **look)
+    return png.getvalue()
+
+
+class Drawn(NamedTuple):
+    """Something in a row of a trace, from when to when in seconds; `about` is shown on a click."""
+
+    row: int
+    name: str
+    start: float
+    end: float
+    about: Mapping[str, Any] | None = None
+
+
+def trace_file(processes: Iterable[tuple[str, Sequence[str], Iterable[Drawn]]]) -> bytes:
+    """For chrome://tracing or ui.perfetto.dev, gzipped; of each process name, rows and slices."""
+    events: list[dict[str, Any]] = []
+    for pid, (title, rows, drawn) in enumerate(processes):
+        names = [("process_name", 0, title)]
+        names += [("thread_name", tid, row) for tid, row in enumerate(rows)]
+        for what, tid, name in names:
+            events.append({"name": what, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
+        for tid, name, start, end, about in drawn:
+            times = {"ts": round(1e6 * start, 3), "dur": round(1e6 * (end - start), 3)}
+            args = {} if about is None else {"args": about}
+            events.append({"name": name, "ph": "X", "pid": pid, "tid": tid, **times, **args})
+    content = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode()
+    return gzip.compress(content, mtime=0)

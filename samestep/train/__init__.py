@@ -9,5 +9,5 @@ A trainer to use, and to copy from. It needs torch alone.
     trainer.py   the loop: step, evaluate, save, resume; the command
     journal.py   the log, the progress bar, the picture
 
-The model is in `samestep/models/`: gpt.py, and in gpt_plan.py how it is cut over ranks.
+The model, and how it is cut over ranks, is in `samestep/models/gpt.py`.
 """

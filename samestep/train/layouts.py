@@ -13,8 +13,7 @@ from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
 from samestep.mesh.gates import CompileFacts, Decision, decide
-from samestep.models.gpt import GPT, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, gpt_plan, mean_loss
 from samestep.parallel import router_losses
 from samestep.parallel.lora import add_lora
 from samestep.parallel.pipeline import Pipeline

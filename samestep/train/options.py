@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 from samestep.models.gpt import GPTConfig
 from samestep.parallel.grouped import Products
-from samestep.tooling.flags import parse_flags, spelled
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, parse_flags, spelled
 
 Layout = Literal["none", "zero1", "zero2", "flat", "fsdp2", "hsdp"]
 ROUTED = 8  # experts of --moe

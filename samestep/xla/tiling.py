@@ -1,17 +1,20 @@
 """How a tensor lies over the devices of one XLA program: tiles of each dim, and copies of tiles.
 
 With SPMD a process has one program for all devices, and tensors are whole to it. Which device holds
-which part is an annotation on the tensor, `xs.mark_sharding`, that the partitioner obeys.
+which part is an annotation on the tensor, `xs.mark_sharding`, that the partitioner obeys. Where a
+parameter and its state lie is said before a step, and again after it.
 """
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from samestep.rules.state import State
 
 
 class Tiling(NamedTuple):
@@ -144,3 +147,37 @@ def _mesh(tiles: tuple[int, ...], devices: tuple[int, ...], copies: int) -> Any:
     import torch_xla.distributed.spmd as xs
 
     return xs.Mesh(list(devices), (*tiles, copies))
+
+
+Lying = list[tuple[Tensor, Tiling]]  # a parameter and its state
+
+
+def lay_out(param: Tensor, state: State, *, shares: bool, crossover: int) -> Lying:
+    """Settle where a parameter and its state lie; without such a program nowhere.
+
+    A parameter stays where it is; one that nobody has laid is whole on every device, and is said to
+    be, or the partitioner might divide it from some step on. State that has an element for each of
+    the parameter's lies as it does, and copies of a part divide it if the optimizer `shares`; the
+    state of fewer than `crossover` elements stays in copies. All other state is whole.
+    """
+    everywhere = whole_on_all()
+    if everywhere is None:
+        return []
+    own = tiling_of(param) or everywhere.whole(param.ndim)
+    parts = own
+    if shares and param.numel() >= crossover:
+        parts = own.without_copies(param.shape)
+    found = [(param, own)]
+    for tensor in state.values():
+        whole = everywhere.whole(tensor.ndim)
+        found.append((tensor, parts if tensor.shape == param.shape else whole))
+    for tensor, tiling in found:
+        lay(tensor, tiling)
+    return found
+
+
+def stay(found: Iterable[tuple[Tensor, Tiling]]) -> None:
+    """Say it again of values that a step has written: they would lie as the partitioner likes."""
+    for tensor, tiling in found:
+        clear(tensor)
+        annotate(tensor, tiling)

@@ -22,7 +22,7 @@ from samestep.bench.orthogonalize import Measurement
 from samestep.bench.orthogonalize import Result as FunctionResult
 from samestep.bench.step import verdicts
 from samestep.bench.step_contestants import as_matrices, make_parameters
-from samestep.estimate.floors import Floor, least_flops, step_floor
+from samestep.estimate.work import Floor, least_flops, step_floor
 from samestep.kernels import choice
 from samestep.models.parameter_sets import SETS, count
 from tests.ranks import run_forked

@@ -9,8 +9,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from samestep.estimate.activations import Batch, LayerMemory, rank_activations
 from samestep.estimate.model import SHAPES, gpt_shape
 from samestep.mesh import Degrees, build
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.stack import Stack
 from tests.counting_group import CountingGroup
 from tests.estimate.saved import saved_for_backward

@@ -10,10 +10,9 @@ import samestep
 from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.choices import choices, shared_block_seconds
 from samestep.estimate.cluster import Settings, stage_blueprint
-from samestep.estimate.floors import ADAMW_BYTES
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import load_model
-from samestep.estimate.work import chunk_count, elementwise_work
+from samestep.estimate.work import ADAMW_BYTES, chunk_count, elementwise_work
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.plan.links import Link

@@ -6,8 +6,7 @@ import torch
 from samestep.estimate.cluster import plan_shares, stack_units
 from samestep.estimate.fsdp import fsdp_peak, passes_1f1b
 from samestep.mesh import Degrees, build
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut

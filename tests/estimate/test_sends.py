@@ -15,8 +15,7 @@ from samestep.estimate.model import gpt_shape
 from samestep.estimate.sends import LayerSends, stage_sends
 from samestep.estimate.slots import passes_of
 from samestep.mesh import Degrees, build
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut

@@ -18,8 +18,7 @@ from samestep.estimate.collectives import Launches
 from samestep.estimate.memory import rank_memory
 from samestep.mesh import build
 from samestep.mesh.degrees import Degrees
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stack import Stack
 from samestep.parallel.stages import cut

@@ -11,8 +11,7 @@ from torch.nn.functional import linear, mse_loss
 
 import samestep
 from samestep.mesh import build
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel import fused
 from samestep.parallel.apply import apply
 from samestep.parallel.fused import FusedLinear

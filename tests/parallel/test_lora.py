@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import samestep
 from samestep.mesh import build
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import gpt_plan
 from samestep.parallel import tensor
 from samestep.parallel.lora import (
     LoRAError,

@@ -7,7 +7,7 @@ import torch
 
 import samestep
 from samestep.mesh import build
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import gpt_plan
 from samestep.parallel.lora import adapters, add_lora
 from samestep.parallel.stack import Stack
 from tests.parallel.pipelines import CONFIG, OPTIONS, batch, gpt, mean_loss

@@ -8,8 +8,7 @@ from torch import nn
 
 from samestep.mesh import build
 from samestep.mesh.replicate_list import ReplicateListError, ShardRule
-from samestep.models.gpt import GPT, GPTConfig
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.apply import apply, shard_rules
 from samestep.parallel.plan import Plan, PlanError, name_matches
 from samestep.parallel.replicas import ReplicasDifferError

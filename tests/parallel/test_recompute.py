@@ -9,8 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from samestep.mesh import build
 from samestep.models import gpt
-from samestep.models.gpt import GPT, GPTConfig, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
 from samestep.parallel import experts
 from samestep.parallel.recompute import once, recompute
 from samestep.parallel.stack import Stack

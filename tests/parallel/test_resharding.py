@@ -5,8 +5,7 @@ from torch.distributed.tensor import DTensor
 
 import samestep
 from samestep.mesh import build
-from samestep.models.gpt import GPTConfig
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPTConfig, gpt_plan
 from samestep.parallel.stack import Stack
 from samestep.stress.matrix import Case, mean_loss, new_model, optimizer_keywords, tokens_of
 from tests.checkpoint.training import spoil

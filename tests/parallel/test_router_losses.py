@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from samestep.mesh import build
-from samestep.models.gpt import GPT, GPTConfig, MixtureOfExperts, mean_loss
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, MixtureOfExperts, gpt_plan, mean_loss
 from samestep.parallel import router_losses, tensor
 from samestep.parallel.experts import TokenDispatch
 from samestep.parallel.router_losses import RouterLosses

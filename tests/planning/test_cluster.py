@@ -11,8 +11,7 @@ from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import Model, load_model, stage_of
 from samestep.estimate.options import not_counted
 from samestep.mesh.degrees import Degrees
-from samestep.models.gpt import GPT, GPTConfig
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
 from samestep.parallel.stages import cut
 from tests.soak import SOAK

@@ -22,7 +22,7 @@ from rich.console import Console
 import samestep
 from samestep import cli
 from samestep.stress import command
-from samestep.stress.campaign import Case, CaseResult, MutantResult
+from samestep.stress.campaign import Case, CaseResult, MutantResult, Stopped, stopped_once
 from samestep.stress.command import Display, Session, left_out, results_table
 from samestep.stress.judge import Finding
 from samestep.stress.layouts import LAYOUTS, layout_named
@@ -32,7 +32,6 @@ from samestep.stress.rank import Ending
 from samestep.stress.ranks import TorchrunRanks
 from samestep.stress.receipt import check_receipt
 from samestep.stress.scenarios import scenario_named
-from samestep.tooling.signals import Stopped, stopped_once
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK

@@ -14,7 +14,7 @@ import torch
 
 from samestep import cli
 from samestep.stress import command, options, progress
-from samestep.stress.campaign import Campaign, Case, CaseResult
+from samestep.stress.campaign import Campaign, Case, CaseResult, Stopped
 from samestep.stress.judge import Distance, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.progress import Progress
@@ -22,7 +22,6 @@ from samestep.stress.rank import Ending
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import code_digest, commit
 from samestep.tooling.request import BadRequestError
-from samestep.tooling.signals import Stopped
 from tests.limits import HANG, TEST, eventually, limit
 
 FEW = ("one_process", "none", "zero2", "flat_zero1")

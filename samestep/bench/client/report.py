@@ -20,7 +20,8 @@ from samestep.bench.client.training import (
     median_of,
 )
 from samestep.bench.gpu.options import Contestant
-from samestep.bench.gpu.report import Screen, Verdict, begin, leave, number, png_of
+from samestep.bench.gpu.report import Screen, Verdict, begin, leave, number
+from samestep.tooling.output import png_file
 
 SETTINGS = ("layers", "steps", "seeds", "batch", "sequence", "warmup")  # in the receipt
 LOSSES = ("", "final loss of each seed", "mean", "held-out text", "not finite")
@@ -284,4 +285,4 @@ def draw(name: str, seeds: Seeds) -> bytes | None:
     bars.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2, frameon=False)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
-    return png_of(figure)
+    return png_file(figure)

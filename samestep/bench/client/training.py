@@ -34,8 +34,7 @@ from samestep.bench.gpu.measure import (
     times_of,
 )
 from samestep.bench.gpu.options import Contestant, SharedOptions, at_least, parser_for, read
-from samestep.tooling.flags import Parser
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Parser
 from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
 
 # What every client can be asked

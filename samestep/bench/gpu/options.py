@@ -10,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from samestep.tooling.flags import Parser
-from samestep.tooling.request import BadRequestError
+from samestep.tooling.request import BadRequestError, Parser
 
 
 class SharedOptions(argparse.Namespace):

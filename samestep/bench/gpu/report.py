@@ -1,7 +1,5 @@
 """What a run leaves: tables, bars and verdicts on the screen, a picture, and JSON on disk."""
 
-import io
-import json
 import platform
 import sys
 import time
@@ -17,7 +15,7 @@ import torch
 from samestep.bench.gpu.measure import HOT, Ceilings, Shown, measure_ceilings
 from samestep.bench.gpu.options import SharedOptions, device_of, make_importable, revisions
 from samestep.kernels.choice import missing_products
-from samestep.tooling.output import check_folder, write_files
+from samestep.tooling.output import check_folder, json_file, png_file, write_files
 from samestep.version import __version__
 
 # The screen: with rich where it is installed, else plain text
@@ -148,13 +146,7 @@ def draw(title: str, panels: Sequence[Panel]) -> bytes | None:
         axes.set_xlabel("ms (median)", fontsize=8)
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    return png_of(figure)
-
-
-def png_of(figure: Any) -> bytes:
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    return png.getvalue()
+    return png_file(figure)
 
 
 # The receipt
@@ -222,7 +214,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def leave(folder: Path, name: str, content: dict[str, Any], picture: bytes | None) -> list[str]:
     """Write the files; their names."""
-    files = {f"{name}.json": json.dumps(content, indent=1).encode() + b"\n"}
+    files = {f"{name}.json": json_file(content)}
     if picture is not None:
         files[f"{name}.png"] = picture
     write_files(folder, files)

@@ -35,9 +35,8 @@ from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.replicated import ReplicatedParameters
-from samestep.placements.windows import Part, Unit
+from samestep.placements.windows import Home, Part, Unit, home_of
 from samestep.plan.schedule import OfBucket, Stage, WindowId
-from samestep.rules.home import Home, home_of
 from samestep.rules.noise import Origin
 from samestep.rules.rule import StagedRule
 from samestep.rules.state import State, Stored, whole_shapes
@@ -149,10 +148,7 @@ class ShardedParameters(Placement):
         return placed_beside(param, local, how.per)
 
     def gather_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        only: Sequence[Tensor] | None = None,
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
         """All state as one process has it."""
         wanted = range(len(self.params)) if only is None else [self._index(p) for p in only]
@@ -167,9 +163,7 @@ class ShardedParameters(Placement):
     def holds(self, param: Tensor) -> bool:
         return any(param is other for other in self.params)
 
-    def held_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
-    ) -> Iterator[HeldState]:
+    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """The local part of what is sharded as the parameter is; all else is on every rank."""
         for index, param in enumerate(self.params):
             for key, tensor in state[param].items():
@@ -180,12 +174,7 @@ class ShardedParameters(Placement):
                 yield HeldState(param, key, tuple(tensor.shape), [box])
 
     def put_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        key: str,
-        whole: Mapping[str, Tensor],
+        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
         """Take this rank's part of a parameter's state out of the whole."""
         index = self._index(param)
@@ -206,13 +195,7 @@ class ShardedParameters(Placement):
         """Take this rank's part of a parameter out of the whole."""
         self._put_part(self._index(param), param, whole)
 
-    def scale(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        factor: Tensor,
-    ) -> None:
+    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Of what this rank holds, whatever is cut; nothing travels."""
         box = self._held[self._index(param)].boxes[self.group.rank]
         own = {key: local_part(tensor) for key, tensor in state[param].items()}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from samestep.placements.registry import cut_as, mesh_of
+from samestep.plan.sharding import Piece
 
 REPLICATED, SUMMAND, MEAN = 1, 2, 3  # what a gradient is along a mesh axis that has copies
 
@@ -35,6 +36,11 @@ class HeldTensors:
         dtensor = self._dtensors[index]
         held: Tensor = self.params[index] if dtensor is None else dtensor._local_tensor
         return held.detach()
+
+    def piece(self, piece: Piece) -> Tensor:
+        """The same of a piece, (size,)."""
+        flat = self.value(piece.param).view(-1)
+        return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
 
     def values(self) -> list[Tensor]:
         """Of all of them."""

@@ -7,7 +7,7 @@ there for each block that a piece is a part of, one after the other.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,16 +16,20 @@ from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup
 from samestep.groups.param_groups import Group, rule_of
 from samestep.layout.blocks import Block, Shape
-from samestep.layout.boxes import Box, HeldBox, HeldState, held_range, whole_box
+from samestep.layout.boxes import HeldBox, HeldState, held_range, whole_box
+from samestep.placements.whole.held_tensors import HeldTensors
+from samestep.placements.windows import Home
 from samestep.plan.sharding import ParamSpec, Piece, ShardingPlan
 from samestep.rules.state import (
+    MASTERS,
     State,
-    StoredTensors,
     block_state_shapes,
-    block_states,
     state_shapes,
     whole_shapes,
 )
+
+if TYPE_CHECKING:
+    from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
 
 class PiecesDisagreeError(RuntimeError):
@@ -74,22 +78,6 @@ def _state_shapes(piece: Piece, spec: ParamSpec, group: Group) -> dict[str, Shap
     }
 
 
-def _of_whole_blocks(
-    piece: Piece, spec: ParamSpec, group: Group, key: str
-) -> tuple[list[int], Shape]:
-    """Where state of the whole blocks of a piece begins in one process's, and its shape."""
-    assert spec.whole is not None
-    assert spec.whole.blocks is not None
-    assert piece.block is not None
-    blocks = spec.whole_blocks(piece.block)
-    starts, cursor = {}, 0
-    for block in spec.whole.blocks:
-        starts[block] = cursor
-        cursor += prod(block_state_shapes(rule_of(group), block, group, spec.stored)[key])
-    shape = block_state_shapes(rule_of(group), blocks[0], group, spec.stored)[key]
-    return [starts[block] for block in blocks], shape
-
-
 class StateLayout:
     """How a rank keeps state: per parameter and key one 1-D tensor, piece after piece.
 
@@ -118,158 +106,272 @@ class StateLayout:
         return tensor[start : start + prod(shape)].view(shape)
 
 
-def state_alike(
-    plan: ShardingPlan,
-    params: Sequence[Tensor],
-    layout: StateLayout,
-    state: Mapping[Tensor, State],
-    group: RankGroup,
-) -> Iterator[StateEntry]:
-    """What every rank shall have alike.
+class PieceState:
+    """The state of a plan's pieces: what this rank has of it, and what that is to one process.
 
-    All state of a parameter that every rank updates; of one in which every rank owns a piece,
-    the numbers that each piece has for itself, such as its step count.
+    It lies where the optimizer keeps it, and is handed in.
+
+    places: the ranks in the order of the plan's segments.
+    mesh: the other parts, where pieces are those of parts of DTensors.
     """
-    owners = _owners(plan)
-    first_pieces: dict[int, Piece] = {}
-    for piece in layout.spans:
-        first_pieces.setdefault(piece.param, piece)
-    for index, piece in sorted(first_pieces.items()):
-        param, name = params[index], plan.params[index].name
-        for key, view in layout.views(piece, state[param]).items():
-            tensor = state[param][key]
-            if view.ndim == 0 and len(owners[index]) in (0, group.size):
-                yield StateEntry(name, key, view)
-            elif not owners[index]:
-                shape = plan.params[index].shape
-                whole = tensor.numel() == prod(shape)
-                yield StateEntry(name, key, tensor.view(shape) if whole else tensor)
 
+    def __init__(
+        self,
+        plan: ShardingPlan,
+        params: Sequence[Tensor],
+        places: RankGroup,
+        groups: Sequence[Group],
+        mesh: "MeshParts | None",
+    ) -> None:
+        self._plan, self._params, self._places, self._mesh = plan, params, places, mesh
+        self._groups = groups  # whose rules, and whatever state depends on, stay as they are
+        self.layout = StateLayout(plan, places.rank, groups)
+        self._block_starts: dict[tuple[int, str], dict[Block, int]] = {}
 
-def gather_whole(
-    plan: ShardingPlan,
-    params: Sequence[Tensor],
-    state: Mapping[Tensor, State],
-    groups: Sequence[Group],
-    group: RankGroup,
-    wanted: Iterable[int],
-    device: torch.device,
-) -> Callable[[], dict[Tensor, State]]:
-    """Start gathering the state of the wanted parameters' pieces, in one gather per dtype.
-
-    What it gives waits for that, and gives new tensors on `device`, which may be another one than
-    where state stays, as one process would have them, local ones in the shape of what this rank
-    holds. What every rank has does not travel: that is this rank's own.
-    """
-    owners, indices = _owners(plan), list(wanted)
-    keys = [list(state[param]) for param in params]
-    layouts = [StateLayout(plan, rank, groups) for rank in range(group.size)]
-    travels: dict[torch.dtype, list[tuple[int, str]]] = {}
-    for index in indices:
-        if owners[index]:
-            for key in keys[index]:
-                dtype = state[params[index]][key].dtype
-                travels.setdefault(dtype, []).append((index, key))
-    gathers = {}
-    for dtype, entries in travels.items():
-        mine = torch.cat([state[params[index]][key].to(device) for index, key in entries])
-        sizes = [sum(layout.sizes[index][key] for index, key in entries) for layout in layouts]
-        gathers[dtype] = gather_segments("gather of the state", mine, sizes, group)
-
-    def held() -> Iterator[_Held]:
-        arrived = {dtype: gather.wait() for dtype, gather in gathers.items()}
-        for rank, layout in enumerate(layouts):
-            theirs: dict[int, State] = {}
-            if rank == group.rank:
-                theirs = {
-                    i: {key: tensor.to(device) for key, tensor in state[params[i]].items()}
-                    for i in indices
-                    if not owners[i]
-                }
-            for dtype, entries in travels.items():
-                sizes = [layout.sizes[index][key] for index, key in entries]
-                parts = torch.split(arrived[dtype][rank], sizes)
-                for (index, key), part in zip(entries, parts, strict=True):
-                    theirs.setdefault(index, {})[key] = part
-            for piece in layout.spans:
-                if piece.param in theirs:
-                    own = theirs[piece.param]
-                    views = {key: layout.view(piece, key, own[key]) for key in own}
-                    yield _Held(group.members[rank], piece, views)
-
-    return lambda: _put_together(params, plan.params, keys, groups, indices, held(), device)
-
-
-def held_pieces(
-    plan: ShardingPlan,
-    params: Sequence[Tensor],
-    layout: StateLayout,
-    state: Mapping[Tensor, State],
-    groups: Sequence[Group],
-    boxes: Sequence[Box],
-) -> Iterator[HeldState]:
-    """A rank's state as boxes of what one process has; a number that each piece has comes often.
-
-    `boxes`: what it holds of each parameter.
-    """
-    pieces: dict[int, list[Piece]] = {}
-    for piece in layout.spans:
-        pieces.setdefault(piece.param, []).append(piece)
-    for index, (param, spec) in enumerate(zip(params, plan.params, strict=True)):
-        group, stored = groups[spec.group], spec.stored
-        of_process = spec.whole or spec
-        whole = {
-            key: torch.empty(shape, device="meta")
-            for key, shape in _process_shapes(of_process, group, stored).items()
+    def zeros(self, home: Home) -> dict[Tensor, State]:
+        """What every parameter has here before the first step."""
+        return {
+            param: {key: home.zeros((size,), spec.stored[key].dtype) for key, size in sizes.items()}
+            for param, spec, sizes in zip(
+                self._params, self._plan.params, self.layout.sizes, strict=True
+            )
         }
-        blocks = of_process.blocks or ()
-        views_in_whole = block_states(rule_of(group), whole, blocks, group, stored)
-        in_whole = dict(zip(blocks, views_in_whole, strict=True))
-        parts = [(piece, layout.views(piece, state[param])) for piece in pieces.get(index, ())]
-        for key in state[param]:
-            shape = tuple(whole[key].shape)
-            held: list[HeldBox] = []
-            for piece, views in parts:
-                values, per = views[key], stored[key].per or 1
-                if not shape:
-                    held.append(whole_box(values.view(())))
-                elif is_local(key, spec):
-                    local = held_range(stored[key].shape(spec.shape), piece.start // per, values)
-                    outer = boxes[index].divided(per)
-                    held += [HeldBox(box.shifted(outer), part) for box, part in local]
-                elif spec.whole is not None and piece.block is not None:
-                    starts, _ = _of_whole_blocks(piece, spec, group, key)
-                    for start, of_block in zip(starts, values, strict=True):
-                        held += held_range(shape, start, of_block)
-                else:
-                    start = piece.start // per
-                    if piece.block is not None:
-                        start = int(in_whole[piece.block][key].storage_offset())
-                    held += held_range(shape, start, values)
-            yield HeldState(param, key, shape, held)
 
+    def alike(self, state: Mapping[Tensor, State], group: RankGroup) -> Iterator[StateEntry]:
+        """What every rank shall have alike.
 
-def piece_of_state(
-    piece: Piece, spec: ParamSpec, group: Group, key: str, whole: Mapping[str, Tensor]
-) -> Tensor:
-    """A piece's part of a parameter's whole state: the opposite of putting it together.
+        All state of a parameter that every rank updates; of one in which every rank owns a piece,
+        the numbers that each piece has for itself, such as its step count.
+        """
+        owners = _owners(self._plan)
+        for index, pieces in sorted(self._pieces().items()):
+            param, spec = self._params[index], self._plan.params[index]
+            for key, view in self.layout.views(pieces[0], state[param]).items():
+                tensor = state[param][key]
+                if view.ndim == 0 and len(owners[index]) in (0, group.size):
+                    yield StateEntry(spec.name, key, view)
+                elif not owners[index]:
+                    whole = tensor.numel() == prod(spec.shape)
+                    yield StateEntry(spec.name, key, tensor.view(spec.shape) if whole else tensor)
 
-    Local state is given as what this rank holds of it.
-    """
-    stored = spec.stored
-    if spec.whole is not None and piece.block is not None and not is_local(key, spec):
-        starts, shape = _of_whole_blocks(piece, spec, group, key)
-        flat = whole[key].reshape(-1)
-        return torch.stack([flat[start : start + prod(shape)].view(shape) for start in starts])
-    if piece.block is not None and spec.whole is None:
-        assert spec.blocks is not None
-        views = block_states(rule_of(group), {key: whole[key]}, spec.blocks, group, stored)
-        return views[spec.blocks.index(piece.block)][key]
-    per = stored[key].per
-    if per is None:
-        return whole[key]  # a number that every piece has
-    part = whole[key].reshape(-1)[piece.start // per : piece.stop // per]
-    return part.view(stored[key].shape(piece_shape(piece)))
+    def _rows(self, piece: Piece, key: str, values: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """A piece's state in runs, 1-D, and where each begins in all of its parameter's.
+
+        Local state is one run, of what this rank holds; that of whole blocks has one for each block
+        that the piece is a part of.
+        """
+        spec, starts = self._plan.params[piece.param], [0]
+        per = spec.stored[key].per
+        if per is not None:
+            starts = [piece.start // per]
+        elif piece.block is not None:
+            known = self._starts_of_blocks(piece.param, key)
+            starts = [known[block] for block in spec.whole_blocks(piece.block)]
+        rows = values.reshape(len(starts), values.numel() // len(starts))
+        return zip(starts, rows, strict=True)
+
+    def _starts_of_blocks(self, index: int, key: str) -> dict[Block, int]:
+        """State that is kept block after block."""
+        known = self._block_starts.get((index, key))
+        if known is None:
+            spec = self._plan.params[index]
+            group, cursor = self._groups[spec.group], 0
+            known = self._block_starts[index, key] = {}
+            for block in (spec.whole or spec).blocks or ():
+                known[block] = cursor
+                cursor += prod(block_state_shapes(rule_of(group), block, group, spec.stored)[key])
+        return known
+
+    def _pieces(self) -> dict[int, list[Piece]]:
+        """Those of this rank, by parameter."""
+        found: dict[int, list[Piece]] = {}
+        for piece in self.layout.spans:
+            found.setdefault(piece.param, []).append(piece)
+        return found
+
+    # --- put together --------------------------------------------------------------------
+
+    def gather(
+        self, state: Mapping[Tensor, State], wanted: Iterable[int], device: torch.device
+    ) -> Callable[[], dict[Tensor, State]]:
+        """Start gathering the state of all pieces of some parameters.
+
+        What it gives waits for that, and is what one process has, on `device`.
+        """
+        gather = self._gather_local(state, wanted, device)
+        mesh = self._mesh
+        return gather if mesh is None else lambda: self._placed(gather(), mesh.whole)
+
+    def kept(self, state: Mapping[Tensor, State], device: torch.device) -> dict[Tensor, State]:
+        """All state, where every rank has all of it: that of DTensors placed as they are."""
+        local = self._gather_local(state, range(len(self._params)), device)()
+        return local if self._mesh is None else self._placed(local, self._mesh.beside)
+
+    def local_masters(
+        self, state: Mapping[Tensor, State], index: int, device: torch.device
+    ) -> State:
+        """All of a parameter's master copy that belongs to what this rank holds. Collective."""
+        param = self._params[index]
+        own = {key: tensor for key, tensor in state[param].items() if key in MASTERS}
+        if not own:
+            return {}
+        masters = {p: own if p is param else {} for p in self._params}
+        return self._gather_local(masters, [index], device)()[param]
+
+    def _placed(
+        self, state: dict[Tensor, State], put: Callable[[int, Tensor, int], Tensor]
+    ) -> dict[Tensor, State]:
+        """State with what `put` makes of local ones."""
+        assert self._mesh is not None
+        found = {}
+        for index, param in enumerate(self._params):
+            if param in state:
+                found[param] = {
+                    key: put(index, tensor, self._mesh.per(index, key))
+                    if self._mesh.is_local(index, key)
+                    else tensor
+                    for key, tensor in state[param].items()
+                }
+        return found
+
+    def _gather_local(
+        self, state: Mapping[Tensor, State], wanted: Iterable[int], device: torch.device
+    ) -> Callable[[], dict[Tensor, State]]:
+        """The same, in one gather per dtype; local state in the shape of what this rank holds.
+
+        What it gives are new tensors on `device`, which may be another one than where state stays.
+        What every rank has does not travel: that is this rank's own.
+        """
+        plan, params, places, groups = self._plan, self._params, self._places, self._groups
+        owners, indices = _owners(plan), list(wanted)
+        keys = [list(state[param]) for param in params]
+        layouts = [StateLayout(plan, rank, groups) for rank in range(places.size)]
+        travels: dict[torch.dtype, list[tuple[int, str]]] = {}
+        for index in indices:
+            if owners[index]:
+                for key in keys[index]:
+                    dtype = state[params[index]][key].dtype
+                    travels.setdefault(dtype, []).append((index, key))
+        gathers = {}
+        for dtype, entries in travels.items():
+            mine = torch.cat([state[params[index]][key].to(device) for index, key in entries])
+            sizes = [sum(layout.sizes[index][key] for index, key in entries) for layout in layouts]
+            gathers[dtype] = gather_segments("gather of the state", mine, sizes, places)
+
+        def held() -> Iterator[_Held]:
+            arrived = {dtype: gather.wait() for dtype, gather in gathers.items()}
+            for rank, layout in enumerate(layouts):
+                theirs: dict[int, State] = {}
+                if rank == places.rank:
+                    theirs = {
+                        i: {key: tensor.to(device) for key, tensor in state[params[i]].items()}
+                        for i in indices
+                        if not owners[i]
+                    }
+                for dtype, entries in travels.items():
+                    sizes = [layout.sizes[index][key] for index, key in entries]
+                    parts = torch.split(arrived[dtype][rank], sizes)
+                    for (index, key), part in zip(entries, parts, strict=True):
+                        theirs.setdefault(index, {})[key] = part
+                for piece in layout.spans:
+                    if piece.param in theirs:
+                        own = theirs[piece.param]
+                        views = {key: layout.view(piece, key, own[key]) for key in own}
+                        yield _Held(places.members[rank], piece, views)
+
+        def finish() -> dict[Tensor, State]:
+            empty = {index: self._empty(index, keys[index], device) for index in indices}
+            self._put_together(held(), empty)
+            return {params[index]: state for index, state in empty.items()}
+
+        return finish
+
+    def _empty(self, index: int, keys: Iterable[str], device: torch.device) -> State:
+        """What one process has, with zeros; local state in the shape of what this rank holds."""
+        spec, shapes = self._plan.params[index], self._process_shapes(index)
+        return {
+            key: torch.zeros(
+                spec.stored[key].shape(spec.shape) if is_local(key, spec) else shapes[key],
+                dtype=spec.stored[key].dtype,
+                device=device,
+            )
+            for key in keys
+        }
+
+    def _process_shapes(self, index: int) -> dict[str, Shape]:
+        """What one process keeps of a parameter."""
+        spec = self._plan.params[index]
+        whole, group = spec.whole or spec, self._groups[spec.group]
+        return whole_shapes(rule_of(group), whole.shape, whole.blocks, group, spec.stored)
+
+    def _put_together(self, pieces: Iterable[_Held], whole: Mapping[int, State]) -> None:
+        """Write pieces into whole state; raises if numbers that each piece has are not the same."""
+        numbers: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
+        for rank, piece, state in pieces:
+            for key, value in state.items():
+                if value.ndim == 0 and piece.block is None:
+                    numbers.setdefault((piece.param, key), []).append((rank, value))
+                    continue
+                flat = whole[piece.param][key].view(-1)
+                for start, row in self._rows(piece, key, value):
+                    flat[start : start + row.numel()].copy_(row)
+        _require_same_numbers(self._plan.params, numbers)
+        for (index, key), by_piece in numbers.items():
+            whole[index][key].copy_(by_piece[0][1])
+
+    def held(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
+        """As boxes of what one process has; a number that each piece has comes often."""
+        pieces = self._pieces()
+        for index, param in enumerate(self._params):
+            shapes = self._process_shapes(index)
+            parts = [(p, self.layout.views(p, state[param])) for p in pieces.get(index, ())]
+            for key in state[param]:
+                held: list[HeldBox] = []
+                for piece, views in parts:
+                    if not shapes[key]:
+                        held.append(whole_box(views[key].view(())))
+                        continue
+                    for start, row in self._rows(piece, key, views[key]):
+                        held += self._boxes(index, key, start, row, shapes[key])
+                yield HeldState(param, key, shapes[key], held)
+
+    def _boxes(
+        self, index: int, key: str, start: int, row: Tensor, shape: Shape
+    ) -> Iterable[HeldBox]:
+        """Those of a run of state that has `shape` in one process."""
+        spec = self._plan.params[index]
+        if not is_local(key, spec):
+            return held_range(shape, start, row)
+        assert self._mesh is not None
+        stored = spec.stored[key]
+        outer = self._mesh.boxes[index].divided(stored.per or 1)
+        local = held_range(stored.shape(spec.shape), start, row)
+        return [HeldBox(box.shifted(outer), part) for box, part in local]
+
+    # --- taken apart ---------------------------------------------------------------------
+
+    def put(
+        self, state: Mapping[Tensor, State], index: int, key: str, whole: Mapping[str, Tensor]
+    ) -> None:
+        """Take this rank's pieces of a parameter's state out of the whole."""
+        if self._mesh is not None and self._mesh.is_local(index, key):
+            whole = {**whole, key: self._mesh.part(index, whole[key], self._mesh.per(index, key))}
+        self.put_local(state, index, key, whole)
+
+    def put_local(
+        self, state: Mapping[Tensor, State], index: int, key: str, whole: Mapping[str, Tensor]
+    ) -> None:
+        """The same, where local state is given in the shape of what this rank holds."""
+        tensor, flat = state[self._params[index]][key], whole[key].reshape(-1)
+        for piece in self._pieces().get(index, ()):
+            for start, row in self._rows(piece, key, self.layout.view(piece, key, tensor)):
+                row.copy_(flat[start : start + row.numel()])
+
+    def put_values(self, held: HeldTensors, index: int, key: str, into: Tensor) -> None:
+        """Write a parameter's values into what lies as the state `key` does."""
+        for piece in self._pieces().get(index, ()):
+            view = self.layout.view(piece, key, into)
+            view.copy_(held.piece(piece).view(view.shape))
 
 
 def _owners(plan: ShardingPlan) -> list[set[int]]:
@@ -280,70 +382,6 @@ def _owners(plan: ShardingPlan) -> list[set[int]]:
             for piece in segment.pieces:
                 owners[piece.param].add(rank)
     return owners
-
-
-def _put_together(
-    params: Sequence[Tensor],
-    specs: Sequence[ParamSpec],
-    keys: Sequence[Sequence[str]],
-    groups: Sequence[Group],
-    wanted: Sequence[int],
-    pieces: Iterable[_Held],
-    device: torch.device,
-) -> dict[Tensor, State]:
-    """The state of whole parameters; raises if numbers that each piece has are not the same."""
-    whole: dict[int, State] = {}
-    block_views: dict[tuple[int, Block], State] = {}
-    for index in wanted:
-        spec = specs[index]
-        group = groups[spec.group]
-        state = _empty(spec, group, keys[index], device)
-        whole[index] = state
-        blocks = spec.blocks or ()
-        if spec.whole is None:
-            views = block_states(rule_of(group), state, blocks, group, spec.stored)
-            block_views |= {(index, b): view for b, view in zip(blocks, views, strict=True)}
-    numbers: dict[tuple[int, str], list[tuple[int, Tensor]]] = {}
-    for rank, piece, state in pieces:
-        spec = specs[piece.param]
-        for key, value in state.items():
-            per = spec.stored[key].per
-            if piece.block is not None and spec.whole is None:
-                block_views[piece.param, piece.block][key].copy_(value)
-            elif per is None and value.ndim == 0:
-                numbers.setdefault((piece.param, key), []).append((rank, value))
-            elif piece.block is not None and not is_local(key, spec):
-                starts, shape = _of_whole_blocks(piece, spec, groups[spec.group], key)
-                for start, of_block in zip(starts, value, strict=True):
-                    flat = whole[piece.param][key].view(-1)
-                    flat[start : start + prod(shape)].copy_(of_block.reshape(-1))
-            else:
-                flat = whole[piece.param][key].view(-1)
-                per = per or 1
-                flat[piece.start // per : piece.stop // per].copy_(value.reshape(-1))
-    _require_same_numbers(specs, numbers)
-    for (index, key), by_piece in numbers.items():
-        whole[index][key].copy_(by_piece[0][1])
-    return {params[index]: state for index, state in whole.items()}
-
-
-def _process_shapes(spec: ParamSpec, group: Group, stored: StoredTensors) -> dict[str, Shape]:
-    """What one process keeps of a parameter."""
-    return whole_shapes(rule_of(group), spec.shape, spec.blocks, group, stored)
-
-
-def _empty(spec: ParamSpec, group: Group, keys: Iterable[str], device: torch.device) -> State:
-    """What one process has, with zeros; local state in the shape of what this rank holds."""
-    stored = spec.stored
-    shapes = _process_shapes(spec.whole or spec, group, stored)
-    return {
-        key: torch.zeros(
-            stored[key].shape(spec.shape) if is_local(key, spec) else shapes[key],
-            dtype=stored[key].dtype,
-            device=device,
-        )
-        for key in keys
-    }
 
 
 def _require_same_numbers(

@@ -8,6 +8,7 @@ from math import ceil
 
 import torch
 
+from samestep.comm.groups import ranks_text
 from samestep.groups.distribution import Distribution
 from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
@@ -35,6 +36,24 @@ def planned(
         owners=distribution.owners,
         max_size_ratio=distribution.max_state_ratio,
         columns=columns,
+    )
+
+
+def refuse_levels(
+    distribution: Distribution, fabric: Fabric, ranks: Sequence[int], *, is_alone: bool
+) -> None:
+    """Raise if two levels are asked for where there are none.
+
+    is_alone: these are plain parameters, and no other ranks have copies of them.
+    """
+    if not distribution.two_levels or (is_alone and fabric.has_levels):
+        return
+    reason = "DTensors and outer_group have groups of their own"
+    if is_alone:
+        reason = f"{ranks_text(ranks)} are on {fabric.hosts} hosts, {fabric.per_host} on each"
+    raise ValueError(
+        f"two_levels=True needs several hosts with several ranks each: {reason}. Give "
+        "ranks_per_host= if they are not what torchrun says, or leave two_levels out"
     )
 
 

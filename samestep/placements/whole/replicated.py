@@ -5,59 +5,37 @@ the other parts. All ranks run the same collectives with the same sizes, whateve
 have and whatever they own.
 """
 
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from samestep.comm.collectives import Gathered, Pending, gather_stretch, gathers_uneven, maximum
-from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
-from samestep.comm.hosts import fabric_of, in_two_levels
+from samestep.comm.collectives import gathers_uneven, maximum
+from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
 from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
-from samestep.groups.param_groups import Group, rule_of
+from samestep.groups.param_groups import Group
 from samestep.kernels.choice import line_of
 from samestep.layout.boxes import HeldState
 from samestep.placements.placement import Placement, PlanMembers
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.agreed import agree_on_plan, mend_replicas
 from samestep.placements.whole.buffers import FlatParameters
+from samestep.placements.whole.gathering import ParameterGatherer
 from samestep.placements.whole.held_tensors import HeldTensors
 from samestep.placements.whole.in_flight import ParametersInFlight
 from samestep.placements.whole.launch_order import LaunchOrder
-from samestep.placements.whole.piece_state import (
-    StateEntry,
-    StateLayout,
-    gather_whole,
-    held_pieces,
-    piece_of_state,
-    piece_shape,
-    state_alike,
-)
-from samestep.placements.whole.planned import levels_of, planned, shape_of
+from samestep.placements.whole.piece_state import PieceState, StateEntry
+from samestep.placements.whole.piece_views import PieceViews, Seen
+from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
 from samestep.placements.whole.reduction import GradientReducer
-from samestep.placements.windows import Unit
-from samestep.plan.links import Fabric
+from samestep.placements.windows import Unit, home_of
 from samestep.plan.narrowed import narrowed
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
-from samestep.plan.sharding import (
-    Bucket,
-    Piece,
-    Segment,
-)
-from samestep.rules.home import home_of
-from samestep.rules.state import (
-    MASTERS,
-    MatrixView,
-    State,
-    Whereabouts,
-    matrix_views,
-    whereabouts,
-)
+from samestep.plan.sharding import Piece
+from samestep.rules.state import State
 from samestep.update.plain import GroupMaths, Operand, scale
 
 if TYPE_CHECKING:
@@ -92,7 +70,7 @@ class ReplicatedParameters(Placement):
         ordered = distribution.reduction == "ordered"
         fabric = fabric_of(group, self.device, distribution.ranks_per_host, ordered=ordered)
         is_alone = mesh is None and outer is None
-        self._check_levels(fabric, is_alone=is_alone)
+        refuse_levels(distribution, fabric, group.members, is_alone=is_alone)
         levels = 1
         if is_alone:
             levels = levels_of(specs, fabric, distribution, on_cpu=self.device.type == "cpu")
@@ -146,30 +124,22 @@ class ReplicatedParameters(Placement):
         self.reducer = GradientReducer(
             self.held, self.plan, reduction, distribution, policy, self.shape.transfers, order
         )
+        self._gatherer = ParameterGatherer(
+            self.held,
+            self.plan,
+            self.places,
+            self.shape.transfers,
+            self._flat,
+            in_flight if self.shape.defers else None,
+        )
         self._order = order
-        self._in_flight = in_flight
         self._presence = PresenceAgreement(self._names, self._groups, self.device)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
         if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
             self._edits = GradientEdits(self.params)
         self._grads: dict[int, list[tuple[Piece, Tensor]]] = {}
-        self._gathers: dict[int, Pending[Gathered]] = {}
-        self._known_views: dict[Piece, _PieceViews] = {}
-        self._runs_of_others: dict[int, list[tuple[Piece, int]]] = {}
         self._kinds_agreed = False
-
-    def _check_levels(self, fabric: Fabric, *, is_alone: bool) -> None:
-        if not self.distribution.two_levels or (is_alone and fabric.has_levels):
-            return
-        reason = "DTensors and outer_group have groups of their own"
-        if is_alone:
-            ranks = ranks_text(self.group.members)
-            reason = f"{ranks} are on {fabric.hosts} hosts, {fabric.per_host} on each"
-        raise ValueError(
-            f"two_levels=True needs several hosts with several ranks each: {reason}. Give "
-            "ranks_per_host= if they are not what torchrun says, or leave two_levels out"
-        )
 
     @classmethod
     def plans(cls, request: "Request") -> "list[ReplicatedParameters]":
@@ -268,16 +238,9 @@ class ReplicatedParameters(Placement):
 
     def make_state(self, groups: Sequence[Group], master_weights: bool) -> dict[Tensor, State]:
         """State of the owned pieces: per parameter and key one 1-D tensor, piece after piece."""
-        self._layout = StateLayout(self.plan, self.places.rank, groups)
-        self._param_groups = groups
-        home = home_of(self.device, self.distribution.offload)
-        state: dict[Tensor, State] = {}
-        for param, spec, sizes in zip(
-            self.params, self.plan.params, self._layout.sizes, strict=True
-        ):
-            state[param] = {
-                key: home.zeros((size,), spec.stored[key].dtype) for key, size in sizes.items()
-            }
+        self._pieces = PieceState(self.plan, self.params, self.places, groups, self.mesh)
+        self._views = PieceViews(self.held, self.plan, self._pieces.layout, groups, self.mesh)
+        state = self._pieces.zeros(home_of(self.device, self.distribution.offload))
         self.refresh_masters(state)
         if self.mesh is not None:
             self.mesh.prepare(groups)
@@ -285,96 +248,32 @@ class ReplicatedParameters(Placement):
 
     def state_alike(self, state: Mapping[Tensor, State]) -> Iterator[StateEntry]:
         """What every rank shall have alike: all state, or of a shared parameter its counts."""
-        return state_alike(self.plan, self.params, self._layout, state, self.group)
+        return self._pieces.alike(state, self.group)
 
     def gather_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        only: Sequence[Tensor] | None = None,
+        self, state: Mapping[Tensor, State], only: Sequence[Tensor] | None = None
     ) -> Callable[[], dict[Tensor, State]]:
         """Start gathering the state of all pieces; what every rank has is this rank's own."""
-        wanted = range(len(self.params)) if only is None else [self._index(param) for param in only]
-        gather = gather_whole(
-            self.plan, self.params, state, groups, self.places, wanted, self.device
-        )
-        mesh = self.mesh
-        if mesh is None:
-            return gather
-        return lambda: self._placed(gather(), mesh.whole)
+        wanted = range(len(self.params)) if only is None else map(self._index, only)
+        return self._pieces.gather(state, wanted, self.device)
 
-    def kept_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
-    ) -> dict[Tensor, State]:
+    def kept_state(self, state: Mapping[Tensor, State]) -> dict[Tensor, State]:
         """All state, where every rank keeps all: that of DTensors placed as they are."""
         assert self.keeps_all  # so nothing travels, and it comes together where it stays
-        home, all_of_them = home_of(self.device, self.distribution.offload), range(len(self.params))
-        gather = gather_whole(
-            self.plan, self.params, state, groups, self.places, all_of_them, home.device
-        )
-        return gather() if self.mesh is None else self._placed(gather(), self.mesh.beside)
+        home = home_of(self.device, self.distribution.offload)
+        return self._pieces.kept(state, home.device)
 
-    def _placed(
-        self,
-        state: dict[Tensor, State],
-        put: Callable[[int, Tensor, int], Tensor],
-    ) -> dict[Tensor, State]:
-        """State with what `put` makes of local ones."""
-        assert self.mesh is not None
-        found = {}
-        for param, own in state.items():
-            index = self._index(param)
-            found[param] = {
-                key: put(index, tensor, self.mesh.per(index, key))
-                if self.mesh.is_local(index, key)
-                else tensor
-                for key, tensor in own.items()
-            }
-        return found
-
-    def held_state(
-        self, state: Mapping[Tensor, State], groups: Sequence[Group]
-    ) -> Iterator[HeldState]:
+    def held_state(self, state: Mapping[Tensor, State]) -> Iterator[HeldState]:
         """The boxes that the pieces of this rank make up."""
-        boxes = () if self.mesh is None else self.mesh.boxes
-        return held_pieces(self.plan, self.params, self._layout, state, groups, boxes)
+        return self._pieces.held(state)
 
     def put_state(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        key: str,
-        whole: Mapping[str, Tensor],
+        self, state: Mapping[Tensor, State], param: Tensor, key: str, whole: Mapping[str, Tensor]
     ) -> None:
-        """Take this rank's pieces of a parameter's state out of the whole."""
-        index = self._index(param)
-        if self.mesh is not None and self.mesh.is_local(index, key):
-            whole = {**whole, key: self.mesh.part(index, whole[key], self.mesh.per(index, key))}
-        self._put_pieces(state, groups, param, key, whole)
-
-    def _put_pieces(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        key: str,
-        whole: Mapping[str, Tensor],
-    ) -> None:
-        """The same, where local state is given in the shape of what this rank holds."""
-        index = self._index(param)
-        spec = self.plan.params[index]
-        for piece in self._layout.spans:
-            if piece.param == index:
-                part = piece_of_state(piece, spec, groups[spec.group], key, whole)
-                view = self._layout.view(piece, key, state[param][key])
-                view.copy_(part.view(view.shape))
+        self._pieces.put(state, self._index(param), key, whole)
 
     def put_parameter(self, param: Tensor, key: str, into: Tensor) -> None:
-        index = self._index(param)
-        for piece in self._layout.spans:
-            if piece.param == index:
-                self._layout.view(piece, key, into).copy_(self._view(piece))
+        self._pieces.put_values(self.held, self._index(param), key, into)
 
     def holds(self, param: Tensor) -> bool:
         return any(param is other for other in self.params)
@@ -408,13 +307,7 @@ class ReplicatedParameters(Placement):
             index = self._index(param)
             self.held.value(index).copy_(self.mesh.part(index, whole))
 
-    def scale(
-        self,
-        state: Mapping[Tensor, State],
-        groups: Sequence[Group],
-        param: Tensor,
-        factor: Tensor,
-    ) -> None:
+    def scale(self, state: Mapping[Tensor, State], param: Tensor, factor: Tensor) -> None:
         """Every rank its own copy. Of master copies a rank has pieces: these come together first.
 
         A rank that rounded its copy by itself would round what was rounded before.
@@ -422,17 +315,10 @@ class ReplicatedParameters(Placement):
         index = self._index(param)
         if self.mesh is not None:
             factor = self.mesh.part(index, factor)
-        local: State = {}
-        own = {key: tensor for key, tensor in state[param].items() if key in MASTERS}
-        if own:
-            masters = {p: own if p is param else {} for p in self.params}
-            gather = gather_whole(
-                self.plan, self.params, masters, groups, self.places, [index], self.device
-            )
-            local = gather()[param]
+        local = self._pieces.local_masters(state, index, self.device)
         scale(self.held.value(index), local, factor)
         for key in local:
-            self._put_pieces(state, groups, param, key, local)
+            self._pieces.put_local(state, index, key, local)
 
     def put_gradient(self, param: Tensor, whole: Tensor) -> None:
         """Put a gradient in place of the mean of the rounds so far."""
@@ -453,14 +339,15 @@ class ReplicatedParameters(Placement):
     # --- the step, operation by operation ------------------------------------------------
 
     def begin_step(self, state: Mapping[Tensor, State], problem: Problem | None) -> None:
-        super().begin_step(state, problem)
+        self._views.state = state
         if self._edits is not None and not self._edits.look():
             self._edits = None
         self.reducer.end_round(problem or self._parameter_problem())
         self.problem = self.reducer.problem
         if self.mesh is not None:
             blocks = self.mesh.blocks
-            blocks.look_at({item.piece: self._views(item.piece) for item in blocks.items})
+            pieces = [item.piece for item in blocks.items]
+            blocks.look_at({piece: self._views.value_and_state(piece) for piece in pieces})
             self.mesh.exchange.begin_step()
         if self.distribution.offload is not None:
             self._keep_windows((state[param] for param in self.params), self._units)
@@ -470,8 +357,8 @@ class ReplicatedParameters(Placement):
         found: dict[tuple[Stage, int], list[Unit]] = {}
         for number, bucket in enumerate(self.plan.buckets):
             found["update", number] = [
-                Unit(piece, self._views(piece)[1], piece.size, piece.block is None)
-                for piece in self._owned(bucket).pieces
+                self._views.unit(piece)
+                for piece in bucket.owned(self.places.rank).pieces
                 if piece.block is None or self.mesh is None
             ]
         if self.mesh is not None:
@@ -498,7 +385,7 @@ class ReplicatedParameters(Placement):
         return changed_parameter(self._names[index], index, now, self.group)
 
     def finish_step(self) -> None:
-        self._advance_gathers()  # forward may wait for them in another order on each rank
+        self._gatherer.advance()  # forward may wait for them in another order on each rank
         self.reducer.finish_step()
         self._end_of_blocks()
 
@@ -541,7 +428,7 @@ class ReplicatedParameters(Placement):
             case Gather():
                 self.gather(number)
             case Place():
-                self.place(number)
+                self._gatherer.place(number)
             case _:
                 assert self.mesh is not None
                 self.mesh.exchange.run(operation, maths, self.chunk_arrived(operation))
@@ -570,7 +457,7 @@ class ReplicatedParameters(Placement):
 
     def average(self, number: int) -> None:
         """The mean gradient of each piece that this rank owns in a bucket, in fp32 or wider."""
-        owned = self._owned(self.plan.buckets[number])
+        owned = self.plan.buckets[number].owned(self.places.rank)
         if self.distribution.grads == "local":
             grads = owned.parts(self.reducer.take(number))
             if self.mesh is not None:
@@ -592,7 +479,7 @@ class ReplicatedParameters(Placement):
         """What this rank updates in a bucket, with the index of its group."""
         bucket = self.plan.buckets[number]
         of_copies = not bucket.replicated or self.places.rank == 0
-        for piece, grad, views in self._lying(number) if window is None else self._come(window):
+        for piece, grad, views in self._seen(number, window):
             counted = of_copies and (self.mesh is None or self.mesh.answers_for(piece.param))
             present = self._present[piece.param]
             if present is False:
@@ -606,24 +493,11 @@ class ReplicatedParameters(Placement):
             for own, (part, state, rows, origin) in zip(grads, views, strict=True):
                 yield index, Operand(part, own, state, flag, counted, rows=rows, origin=origin)
 
-    def _lying(self, number: int) -> Iterator[tuple[Piece, Tensor, list[MatrixView]]]:
-        """The pieces of a bucket with the state that lies beside them."""
-        for piece, grad in self._grads[number]:
-            yield piece, grad, self._matrices(piece)
-
-    def _come(self, window: WindowId) -> Iterator[tuple[Piece, Tensor, list[MatrixView]]]:
-        """The pieces of a window of state, or ranges of them, with the state that has come."""
+    def _seen(self, number: int, window: WindowId | None) -> Iterator[Seen]:
+        if window is None:
+            return self._views.lying(self._grads[number])
         assert self.windows is not None
-        grads = dict(self._grads[window.bucket.bucket])
-        for place, (part, state) in enumerate(self.arrived(window)):
-            piece: Piece = part.unit.about
-            (whole, _), grad = self._views(piece), grads[piece]
-            value, where = whole, self._known_views[piece].where
-            if not part.is_whole:
-                value, grad = whole[part.start : part.stop], grad[part.start : part.stop]
-                where = None if where is None else where.stretch(part.start, part.stop)
-            make = partial(self._made_matrices, piece, value, state, where)
-            yield piece, grad, self.windows.made(window, place, (state, whole), make)
+        return self._views.arrived(self._grads[number], self.windows, window, self.arrived(window))
 
     def gradients(self) -> Iterator[Tensor]:
         yield from super().gradients()
@@ -635,132 +509,9 @@ class ReplicatedParameters(Placement):
 
     def gather(self, number: int) -> None:
         """Start sending the updated pieces of a bucket to everyone."""
-        bucket, transfer = self.plan.buckets[number], self.shape.transfers[number].gather
-        if transfer is None:
-            return
-        assert transfer.sizes is not None
-        sizes, whole = list(transfer.sizes), None
-        if self._flat is not None:
-            whole = self._flat.room(number)
-            segment = torch.split(whole, sizes)[self.places.rank]
-        else:
-            mine = [self._flat_view(piece) for piece in self._owned(bucket).pieces]
-            if not mine:
-                mine = [self.held.value(bucket.params[0]).new_empty(0)]
-            segment = mine[0] if len(mine) == 1 else torch.cat(mine)
-        self._advance_gathers()
-        self._gathers[number] = gather_stretch(
-            transfer.name, segment, sizes, self.places, into=whole
-        )
-        if self.shape.defers:
-            members = [self.params[index] for index in bucket.params]
-            self._in_flight.add(members, partial(self.place, number))
-
-    def _advance_gathers(self) -> None:
-        for gather in self._gathers.values():
-            gather.advance()
-
-    def place(self, number: int) -> None:
-        """Copy what the others updated into place."""
-        if number not in self._gathers:
-            return
-        arrived = self._gathers.pop(number).wait()
-        if self._flat is not None:
-            self._flat.arrived(number)
-            return
-        stretch, first = arrived
-        for piece, start in self._of_others(number):
-            part = stretch[start - first : start - first + piece.size]
-            self._flat_view(piece).copy_(part)
-
-    def _of_others(self, number: int) -> list[tuple[Piece, int]]:
-        """What others own in a bucket, in runs, and where it starts."""
-        known = self._runs_of_others.get(number)
-        if known is None:
-            bucket, rank = self.plan.buckets[number], self.places.rank
-            segments = list(bucket.segments)
-            segments[rank] = Segment((), (), segments[rank].size)
-            known = list(Bucket(bucket.dtype, tuple(segments)).runs)
-            self._runs_of_others[number] = known
-        return known
+        self._gatherer.launch(number)
 
     def present(self) -> list[tuple[int, bool | Tensor]]:
         """The group of each parameter, and whether it was present in the last step."""
         flags = self._present or [False] * len(self.params)
         return [(spec.group, flag) for spec, flag in zip(self.plan.params, flags, strict=True)]
-
-    def _owned(self, bucket: Bucket) -> Segment:
-        return bucket.segments[0 if bucket.replicated else self.places.rank]
-
-    def _views(self, piece: Piece) -> tuple[Tensor, State]:
-        """The piece in its parameter, and its state; made once, unless either was replaced."""
-        address = self.held.address(piece.param)
-        state = self._state[self.params[piece.param]]
-        known = self._known_views.get(piece)
-        if (
-            known is None
-            or known.address != address
-            or not all(map(operator.is_, known.of, state.values()))
-        ):
-            known = _PieceViews(
-                address,
-                tuple(state.values()),
-                self._view(piece),
-                self._layout.views(piece, state),
-                self._whereabouts(piece),
-                [],
-            )
-            self._known_views[piece] = known
-        return known.value, known.state
-
-    def _whereabouts(self, piece: Piece) -> Whereabouts | None:
-        """Of a piece in its whole parameter, if any of its state is rounded at random.
-
-        Not of a part of a block, which is asked for where blocks come together.
-        """
-        spec = self.plan.params[piece.param]
-        where = whereabouts(spec.name, (spec.whole or spec).shape, spec.stored)
-        if where is None or (self.mesh is not None and piece.block is not None):
-            return None
-        if self.mesh is None:
-            flat = where.elements.view(-1)[piece.start : piece.stop]
-            return where.at(flat.view(piece_shape(piece)))
-        held = where.elements[self.mesh.boxes[piece.param].slices]
-        return where.at(held).stretch(piece.start, piece.stop)
-
-    def _matrices(self, piece: Piece) -> list[MatrixView]:
-        """Those of a piece that is a block, or all of its elements; made once, as its views are."""
-        self._views(piece)
-        known = self._known_views[piece]
-        if not known.matrices:
-            known.matrices.extend(self._made_matrices(piece, known.value, known.state, known.where))
-        return known.matrices
-
-    def _made_matrices(
-        self, piece: Piece, value: Tensor, state: State, where: Whereabouts | None
-    ) -> list[MatrixView]:
-        if piece.block is None:
-            return [MatrixView(value, state, None, None if where is None else where.origin())]
-        spec = self.plan.params[piece.param]
-        group = self._param_groups[spec.group]
-        return matrix_views(rule_of(group), piece.block, value, state, group, spec.stored, where)
-
-    def _view(self, piece: Piece) -> Tensor:
-        """The piece in its parameter: (size,), or (rows, cols) for a block."""
-        return self._flat_view(piece).view(piece_shape(piece))
-
-    def _flat_view(self, piece: Piece) -> Tensor:
-        """The same as (size,)."""
-        flat = self.held.value(piece.param).view(-1)
-        return flat if piece.size == flat.numel() else flat[piece.start : piece.stop]
-
-
-class _PieceViews(NamedTuple):
-    """Views of a piece, and what they are views of."""
-
-    address: int
-    of: tuple[Tensor, ...]
-    value: Tensor
-    state: State
-    where: Whereabouts | None
-    matrices: list[MatrixView]  # once somebody has asked

@@ -1,6 +1,6 @@
 """Every known bug that the harness has to catch, by name."""
 
-from samestep.stress.mutants import communication, copies, hybrid, mathematics, small_state, xla
+from samestep.stress.mutants import communication, copies, hybrid, mathematics, xla
 from samestep.stress.mutants.mutant import MUTANTS, XLA_MUTANTS, Mutant
 
 __all__ = [
@@ -11,6 +11,5 @@ __all__ = [
     "copies",
     "hybrid",
     "mathematics",
-    "small_state",
     "xla",
 ]

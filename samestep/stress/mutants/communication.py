@@ -57,10 +57,10 @@ def step_counted_for_absent(
 ) -> Any:
     """the step count of a parameter goes on while it has no gradient on any rank"""
     # Bias correction then is that of another step.
-    for piece in self._owned(self.plan.buckets[number]).pieces:
-        state = self._state[self.params[piece.param]]
+    for piece in self.plan.buckets[number].owned(self.places.rank).pieces:
+        _, state = self._views.value_and_state(piece)
         if self._present[piece.param] is False and "step" in state:
-            self._layout.views(piece, state)["step"] += 1
+            state["step"] += 1
     return original(self, number, *window)
 
 

@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 
 import samestep
+from samestep.checkpoint import kept_otherwise
 from samestep.comm.collectives import Pending
 from samestep.groups import param_groups
-from samestep.optimizer import rule_optimizer, step
+from samestep.optimizer import saved_state, step
 from samestep.optimizer.grad_scaler import GradScaler
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.rules.muon import MuonRule
+from samestep.rules.state import Whereabouts
 from samestep.stress.mutants.mutant import RANDOM, mutant
 from samestep.stress.scenarios.recipes import SMALL_TOO
 from samestep.update import plain as apply
@@ -121,7 +123,7 @@ def schedule_not_seen(
     return known if known else original(self, group, device, values)
 
 
-@mutant("state", "resume", steps=14, replaces=(rule_optimizer, "load_state"))
+@mutant("state", "resume", steps=14, replaces=(saved_state, "load_state"))
 def momentum_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """momentum is lost when a run is resumed"""
     # Loading keeps the zeros of the new optimizer.
@@ -144,7 +146,7 @@ def momentum_lost_at_load(original: Any, path: Any, model: Any, optimizer: Any) 
     return loaded
 
 
-@mutant("reference", "resume", replaces=(rule_optimizer, "load_state"))
+@mutant("reference", "resume", replaces=(saved_state, "load_state"))
 def options_lost_at_resume(original: Any, optimizer: Any, *args: Any) -> None:
     """options that were set while training are lost when a run is resumed"""
     # Learning rate and momentum are again those that the optimizer was built with.
@@ -193,3 +195,19 @@ def scale_never_backs_off(
     found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     for device in found:
         found[device] = torch.zeros_like(found[device])
+
+
+# --- state in fewer bits: bits that belong to no element, halves that are lost -----------------
+
+
+@mutant("layouts", "small_state_8bit", steps=3, replaces=(Whereabouts, "origin"))
+def random_bits_of_the_place_on_a_rank(original: Any, self: Whereabouts) -> Any:
+    """moments are rounded by bits of an element's place on its rank, so that layouts differ"""
+    here = torch.empty(self.elements.shape, device="meta")
+    return original(self)._replace(offset=0, strides=here.stride())
+
+
+@mutant("layouts", "small_state_remainder", steps=6, replaces=(kept_otherwise, "_rest"))
+def remainders_lost_at_load(original: Any, remainder: Any) -> Any:
+    """a checkpoint is loaded without what master copies have beyond their parameters"""
+    return remainder.rest.zero_

@@ -9,7 +9,7 @@ from torch import Tensor
 from samestep.optimizer.step import StepRunner
 from samestep.stress.mutants.mutant import RANDOM, mutant
 from samestep.update import plain
-from samestep.xla import state
+from samestep.xla import tiling
 
 PLACE: dict[str, Any] = {"device": "xla", "layout": "xla_data"}
 Values = Mapping[str, float | Tensor]
@@ -51,10 +51,10 @@ def state_left_whole() -> list[tuple[Any, str, Callable[..., Any]]]:
     def lay_out(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         return original(*args, **{**options, "shares": False})
 
-    return [(state, "lay_out", lay_out)]
+    return [(tiling, "lay_out", lay_out)]
 
 
 @mutant("host_reads", RANDOM, **PLACE)
 def values_lie_anywhere() -> list[tuple[Any, str, Callable[..., Any]]]:
     """Nobody says where new values lie, so the partitioner moves them, and they are moved back."""
-    return [(state, "stay", lambda _, found: None)]
+    return [(tiling, "stay", lambda _, found: None)]

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from samestep.mesh import Mesh
-from samestep.models.gpt import GPT, GPTConfig, rotate
-from samestep.models.gpt_plan import gpt_plan
+from samestep.models.gpt import GPT, GPTConfig, gpt_plan, rotate
 from samestep.parallel.lora import add_lora
 from samestep.parallel.plan import Plan
 from samestep.stress.layouts import LAYOUTS_ON_REQUEST

@@ -1,0 +1,182 @@
+"""Groups that are not what plans were made for, and how plans follow.
+
+Plans may have been put off until the first step. A wrapper that shards a model puts other
+parameters into the groups and tells nobody: they are noticed where groups are looked at, before a
+step and before state is saved or loaded. Or somebody says so, with `adopt`.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from samestep.comm.collectives import CollectiveError
+from samestep.comm.presence import AllSwapped, Problem, RankProblemError, any_problem
+from samestep.groups.group_checks import UnknownParameterError
+from samestep.groups.mistakes import (
+    TrainingWatch,
+    has_process_group,
+    is_ddp,
+    refuse_late_group,
+    some,
+    warn_of_ddp,
+)
+from samestep.groups.param_groups import Group, parameter_names
+from samestep.groups.routing import without_wrappers
+from samestep.optimizer.holdings import Holdings, States, groups_before
+from samestep.optimizer.step import StepRunner
+
+
+class Adoption:
+    """Looks at the groups of an optimizer before they are used; they and state are handed in.
+
+    watch: whether the model and its gradients are what they look like.
+    default_rule: of groups that name none.
+    """
+
+    def __init__(
+        self,
+        holdings: Holdings,
+        runner: StepRunner,
+        model: nn.Module | None,
+        default_rule: str | None,
+    ) -> None:
+        self._holds, self._runner, self._default_rule = holdings, runner, default_rule
+        self.watch = TrainingWatch(model)
+
+    def problem(self, groups: Sequence[Group], state: States) -> Problem | None:
+        """What keeps this rank from a step: an error here, or something to tell all ranks."""
+        try:
+            self._check(groups, state)
+        except (CollectiveError, RankProblemError):
+            raise  # which all ranks have heard of
+        except Exception as error:
+            if self._holds.ranks is None and self._holds.stages is None:
+                raise
+            return Problem(error)
+        return None
+
+    def _check(self, groups: Sequence[Group], state: States) -> None:
+        """Raise before anything changes if a group or a gradient cannot be used."""
+        holds = self._holds
+        if holds.expects_no_group and has_process_group():
+            refuse_late_group()
+            holds.expects_no_group = False  # a group of this process alone
+        if self.watch.is_due():
+            self.watch.look_at_model(groups, self._default_rule)
+            if self.watch.at_first_step and holds.distribution.grads == "local":
+                for shared in holds.shared:
+                    names = (spec.name for spec in shared.plan.params)
+                    if warn_of_ddp(zip(names, shared.params, strict=True)):
+                        shared.expect_edits()
+        for index, group in enumerate(groups):
+            try:
+                holds.checks.check(index, group)
+            except UnknownParameterError:
+                if not self.adopted(groups, state):
+                    raise
+                holds.checks.check(index, group)
+        if holds.ranks is None:
+            holds.local.look_at(groups, state)
+
+    @torch.no_grad()
+    def adopted(self, groups: Sequence[Group], state: States) -> bool:
+        """Take in parameters that a wrapper has put in the places of others; False: there are none.
+
+        Plans and state are made anew, and state that is not zero is brought over. Collective.
+        """
+        holds = self._holds
+        if holds.is_deferred:
+            holds.settle(groups, state)
+            return True
+        swapped = holds.checks.swapped(groups)
+        if swapped is None:
+            return False
+        if holds.distribution.overlap_param_gather:
+            raise RuntimeError(
+                "parameters of the optimizer were replaced, and modules wait for those that it was "
+                "built with (overlap_param_gather): build the optimizer after wrapping the model"
+            )
+        holds.refuse_lost_gradients()
+        self._hear_of_swap(swapped, groups, state)
+        holds.follow(swapped, groups, state)
+        self._runner.forget_plans()
+        return True
+
+    def _hear_of_swap(
+        self, swapped: Mapping[Tensor, Tensor], groups: Sequence[Group], state: States
+    ) -> None:
+        """Raise on every rank unless parameters were swapped on all of them.
+
+        Told as a problem of a step with those before: ranks without a swap are in such a step, or
+        come to one.
+        """
+        if not self._holds.placed:
+            return
+        before = groups_before(swapped, groups)
+        names = tuple(
+            name
+            for index, group in enumerate(before)
+            for name, param in zip(parameter_names(group, index), group["params"], strict=True)
+            if swapped[param] is not param
+        )
+        problem = Problem(RuntimeError(f"{names[0]!r} was replaced"), swapped=names)
+        with suppress(AllSwapped):
+            self._runner.run(before, state, problem)
+
+    def adopt(self, model: nn.Module, groups: Sequence[Group], state: States) -> bool:
+        """Put the parameters of a model in the places of those that groups have, by their names.
+
+        Gives whether plans were made anew. On an error of any rank nothing has changed. Collective.
+        """
+        holds = self._holds
+        own = [group["params"] for group in groups]
+        problem = None
+        try:
+            for group, params in zip(groups, params_by_name(groups, model), strict=True):
+                group["params"] = params
+            if holds.checks.swapped(groups) is not None:
+                holds.refuse_lost_gradients()
+        except (RuntimeError, ValueError) as error:
+            problem = Problem(error)
+        if holds.ranks is not None and not holds.is_deferred:
+            device = next((param.device for param in model.parameters()), None)
+            problem = any_problem(problem, holds.ranks, device)
+        if problem is not None:
+            for group, params in zip(groups, own, strict=True):
+                group["params"] = params
+            raise problem.error
+        follows = not holds.is_deferred and self.adopted(groups, state)
+        self.watch = TrainingWatch(model)
+        return follows
+
+
+def params_by_name(groups: Sequence[Group], model: nn.Module) -> list[list[Tensor]]:
+    """For each group the parameters of `model` that have the names of its own.
+
+    Names count without what DDP, torch.compile and checkpointing put in. Raises if a group has no
+    names, or a name is not there.
+    """
+    while is_ddp(model):
+        model = getattr(model, "module", None) or model.get_submodule("_orig_mod")
+    there: dict[str, Tensor] = {
+        without_wrappers(name): param
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+    found = []
+    for index, group in enumerate(groups):
+        names = group.get("param_names")
+        if names is None:
+            raise ValueError(
+                f"param_groups[{index}] has no names to find its parameters by: build the "
+                "optimizer from a model, or from (name, parameter) pairs"
+            )
+        missing = [name for name in names if without_wrappers(name) not in there]
+        if missing:
+            raise ValueError(
+                f"the model has no {some(missing)}, which the optimizer has in "
+                f"param_groups[{index}]; it has {some(list(there))}: build the optimizer from it"
+            )
+        found.append([there[without_wrappers(name)] for name in names])
+    return found

@@ -1,0 +1,188 @@
+"""What an optimizer saves and loads: the state of one process, or this rank's part of it.
+
+Where ranks share the state, one of them cannot give all of it. The words for that are those of
+torch's ZeroRedundancyOptimizer, which trainers know: all ranks call `consolidate_state_dict()`, and
+`state_dict()` is then whole on one of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from samestep.groups.param_groups import Group, rule_of
+from samestep.layout.blocks import Block
+from samestep.optimizer.full_values import FullValues
+from samestep.optimizer.holdings import Holdings, has_state
+from samestep.optimizer.loading import (
+    GATHERED_ON,
+    PART,
+    StateDict,
+    check_part,
+    load_state,
+    shapes_of_whole_state,
+    stored_of,
+)
+from samestep.rules.state import State, initial_state
+
+AT_ONCE = 1 << 26  # elements of parameters whose state is gathered together
+
+
+class Given(NamedTuple):
+    """What a state dict is made of.
+
+    part: which part of the whole state it is, to be told in it; None: all of it.
+    """
+
+    state: defaultdict[Tensor, State]
+    part: dict[str, Any] | None = None
+
+
+class Consolidated(NamedTuple):
+    """State that was gathered; good until the next change of it.
+
+    to: the rank that has it; None: every rank has it.
+    state: all of it in the host's memory, or nothing on other ranks.
+    """
+
+    to: int | None
+    state: dict[Tensor, State] | None
+
+
+class SavedState:
+    """What the state dicts of one optimizer have; groups and state are handed in.
+
+    as_built: there was no step yet, and nothing was loaded.
+    """
+
+    def __init__(self, holdings: Holdings, *, as_built: bool = True) -> None:
+        self._holds = holdings
+        self._consolidated: Consolidated | None = None
+        self._as_built = as_built
+
+    def changes(self) -> None:
+        """What was gathered is not the state any more."""
+        self._consolidated, self._as_built = None, False
+
+    def drop(self) -> None:
+        """The state is that of other parameters now."""
+        self._consolidated = None
+
+    def given(self, groups: Sequence[Group], state: defaultdict[Tensor, State]) -> Given:
+        """What `state_dict()` is made of on this rank. Not collective."""
+        holds = self._holds
+        part = holds.part()
+        if part is None:
+            whole: dict[Tensor, State] = {}
+            for shared in holds.shared:
+                whole |= shared.kept_state(state)
+            return Given(defaultdict(dict, {**state, **whole}) if whole else state)
+        if self._consolidated is not None:
+            to, gathered = self._consolidated
+            if gathered is not None:
+                return Given(defaultdict(dict, gathered))
+            return Given(defaultdict(dict), {**part, GATHERED_ON: to})
+        if holds.sharded:
+            raise RuntimeError(
+                "plain parameters beside DTensors keep only a part of their state on each rank, "
+                "which torch's checkpoints of DTensors would lose: build the optimizer with "
+                'sharding="none", which concerns the plain ones alone'
+            )
+        if holds.distribution.state_dict_form == "part":
+            return Given(state, part)
+        alike = holds.are_alike()
+        if alike and self._as_built and not has_state(state):
+            return Given(defaultdict(dict, _as_built(groups, holds.blocks, holds.masters)))
+        raise _refuse_part(part, holds.distribution.kept_by(), alike=alike)
+
+    def consolidate(self, to: int | None, values: Callable[[], FullValues]) -> None:
+        """Gather the whole state for the state dict of rank `to`, or of all. Collective."""
+        ranks, part = self._holds.ranks, self._holds.part()
+        if ranks is None or part is None:
+            return
+        if to is not None and not (type(to) is int and 0 <= to < ranks.size):
+            raise ValueError(f"to must be a rank from 0 to {ranks.size - 1}, or None, got {to!r}")
+        if not self._holds.are_alike():
+            raise _refuse_part(part, self._holds.distribution.kept_by(), alike=False)
+        state = _gathered(values(), keep=to is None or to == ranks.rank)
+        self._consolidated = Consolidated(to, state)
+
+    def needs_no_plans(self, state_dict: StateDict) -> bool:
+        """Whether plans may be put off further: it was saved before a first step."""
+        is_dict = isinstance(state_dict, Mapping)
+        return self._holds.is_deferred and is_dict and not state_dict.get("state")
+
+    def load(
+        self,
+        optimizer: torch.optim.Optimizer,
+        torch_load: Callable[[StateDict], None],
+        state_dict: StateDict,
+    ) -> None:
+        """Check a state dict and take out of it what belongs here; `torch_load` is torch's own."""
+        holds, groups = self._holds, optimizer.param_groups
+        if holds.is_deferred:
+            load_state(optimizer, torch_load, state_dict, {}, holds.put_whole, {})
+            return
+        check_part(state_dict, holds.part(), alike=holds.are_alike())
+        shapes, stored = {}, {}
+        if isinstance(state_dict, Mapping) and PART not in state_dict:
+            stored = stored_of(groups, holds.blocks, holds.masters)
+            if holds.placed:
+                shapes = shapes_of_whole_state(groups, holds.blocks, holds.masters)
+        self.changes()
+        load_state(optimizer, torch_load, state_dict, shapes, holds.put_whole, stored)
+        for placement in holds.placed:
+            placement.mend_replicas()
+
+
+def _gathered(values: FullValues, *, keep: bool) -> dict[Tensor, State] | None:
+    """The whole state of all parameters, copied to the host; None unless this rank keeps it.
+
+    Collective. On a device there is never more of it than that of `AT_ONCE` elements, or of one
+    parameter.
+    """
+    whole: dict[Tensor, State] = {}
+    for param, state in values.states_in_turn(AT_ONCE):
+        if keep:
+            whole[param] = {key: tensor.to("cpu", copy=True) for key, tensor in state.items()}
+    return {param: whole[param] for param in values.by_name().values()} if keep else None
+
+
+def _as_built(
+    groups: Iterable[Group], blocks: Mapping[Tensor, list[Block] | None], master_weights: bool
+) -> dict[Tensor, State]:
+    """The whole state before anything has happened to it, on the host: nobody has to be asked."""
+    return {
+        param: initial_state(
+            rule_of(group), param.detach().to("cpu"), blocks[param], group, master_weights
+        )
+        for group in groups
+        for param in group["params"]
+    }
+
+
+def _refuse_part(part: Mapping[str, Any], kept: str, *, alike: bool) -> RuntimeError:
+    """For a state dict that would have one rank's part only."""
+    has = (
+        f"rank {part['rank']} of {part['ranks']} has a part of the optimizer's state ({kept}), and "
+        "whoever saves what one rank gives loses the rest: "
+    )
+    by_part = (
+        'build the optimizer with state_dict_form="part" if every rank saves and loads a file of '
+        "its own"
+    )
+    if not alike:
+        return RuntimeError(
+            f"{has}save with samestep.save(path, model, optimizer), which all ranks call, or "
+            f"{by_part}"
+        )
+    return RuntimeError(
+        f"{has}call consolidate_state_dict() on every rank right before, which gathers it on rank "
+        "0 (Lightning does so itself, Hugging Face's Trainer with "
+        "callbacks=[samestep.hf.SaveWhole()], accelerate after "
+        "samestep.hf.save_whole(accelerator, optimizer)); or build the optimizer with "
+        'sharding="none", where every rank has all of it; or save with '
+        f"samestep.save(path, model, optimizer), which all ranks call; or {by_part}"
+    )

@@ -1,10 +1,11 @@
 """Presence: which parameters have a gradient on any rank, and whether any rank has a problem.
 
-One integer all-reduce of the largest value carries both.
+One integer all-reduce of the largest value carries both, and whether ranks with copies of a part
+of a DTensor have the same gradients of it.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from samestep.comm.collectives import maximum
 from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
+from samestep.plan.copied import CopiedAlong
 
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
 
@@ -117,40 +119,100 @@ def tell_problem(problem: Problem | None, group: RankGroup) -> None:
         raise found.error
 
 
+class CopiedHere(NamedTuple):
+    """What is replicated along the axes of a mesh, and in which line of each this rank is.
+
+    ranks: those that hold any of it.
+    """
+
+    along: tuple[CopiedAlong, ...]
+    lines: tuple[int, ...]
+    ranks: RankGroup
+
+    @property
+    def elements(self) -> int:
+        return sum(each.elements for each in self.along)
+
+    def votes(self, whole: Callable[[int, int], bool]) -> Tensor:
+        """What this rank says, (elements,); `whole`: whether a gradient is, along an axis."""
+        found = [
+            each.votes([whole(param, each.axis) for param in each.params], line, self.ranks.rank)
+            for each, line in zip(self.along, self.lines, strict=True)
+        ]
+        return torch.cat(found)
+
+    def refuse_difference(self, votes: Tensor, names: Sequence[str], *, late: bool) -> None:
+        """Raise if ranks with copies have not said the same; `late`: they have stepped since."""
+        parts = torch.split(votes, [each.elements for each in self.along])
+        for each, part in zip(self.along, parts, strict=True):
+            found = each.difference(part)
+            if found is not None:
+                has, lacks = self.ranks.members[found.has], self.ranks.members[found.lacks]
+                then = "no rank took the step"
+                if late:
+                    then = "these copies are not the same any more: go back to a checkpoint"
+                raise RankProblemError(
+                    f"rank {has} has the gradient of {names[found.param]!r}, and rank {lacks}, "
+                    f"which holds a copy of the same part of it, has none or only a summand: "
+                    f"{then}. Give every copy the same gradient, of zeros where a rank has not "
+                    "used the parameter; or leave each rank its summand, a DTensor that is "
+                    "Partial() along this axis of the mesh: the optimizer adds them up, and takes "
+                    "zeros where there is none"
+                )
+
+
 class PresenceAgreement:
     """The answers of all ranks, step after step."""
 
     def __init__(
-        self, names: Sequence[str], groups: Sequence[RankGroup], device: torch.device
+        self,
+        names: Sequence[str],
+        groups: Sequence[RankGroup],
+        device: torch.device,
+        copied: CopiedHere | None = None,
     ) -> None:
         self._names = names
         self._groups = groups  # one after the other they reach every rank
         self._rank = groups[0].members[groups[0].rank]
         self._device = device
+        self._copied = copied
         self._on_their_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()  # codes of a GPU
         self.flagged: bool | None = None  # by any rank, in the last step of which that is known
 
     def agree(
-        self, here: Sequence[int], problem: Problem | None, flag: bool = False
+        self,
+        here: Sequence[int],
+        problem: Problem | None,
+        flag: bool = False,
+        whole: Callable[[int, int], bool] | None = None,
     ) -> list[bool | Tensor]:
         """Per parameter: is it present anywhere? A 0-D flag on the device if only that knows.
 
         here: 0 for what is absent on this rank; `votes()` has the largest of all ranks.
+        whole: whether this rank has a gradient, and more than a summand along an axis of the mesh.
 
-        Raises on every rank if any rank has a problem. The host never waits for a GPU: what is
-        present here is present anywhere, the rest stays on the device, and another rank's
-        problem is read at a later step, when its code has arrived. So is a `flag` of any rank.
+        Raises on every rank if any rank has a problem, or ranks with copies do not have the same.
+        The host never waits for a GPU: what is present here is present anywhere, the rest stays on
+        the device, and what is to be raised is read at a later step, when it has arrived. So is a
+        `flag` of any rank.
         """
         while self._on_their_way and has_passed(self._on_their_way[0][1]):
-            self._read(int(self._on_their_way.popleft()[0]))
+            self._read(self._on_their_way.popleft()[0], late=True)
         code = _code_of(problem, self._rank, self._names) << 1 | int(flag)
         on_gpu = self._device.type == "cuda"
-        votes = torch.tensor([*here, code], dtype=torch.int64, pin_memory=on_gpu)
-        votes = votes.to(self._device, non_blocking=True)
+        votes = torch.tensor([*here, code], dtype=torch.int64)
+        if self._copied is not None:
+            # Who has a problem says nothing: its gradients may be anything.
+            copied = torch.zeros(self._copied.elements, dtype=torch.int64)
+            if problem is None:
+                assert whole is not None
+                copied = self._copied.votes(whole)
+            votes = torch.cat([votes[:-1], copied, votes[-1:]])
+        votes = (votes.pin_memory() if on_gpu else votes).to(self._device, non_blocking=True)
         anywhere = votes
         for group in self._groups:
             anywhere = maximum("presence", anywhere, group).wait()
-        self._votes = anywhere[:-1]
+        self._votes, said = anywhere[: len(here)], anywhere[len(here) :]
         if (problem is not None and problem.swapped) or self._device.type == "cpu":
             code = int(anywhere[-1]) >> 1
             if code & _SWAPPED:
@@ -158,30 +220,32 @@ class PresenceAgreement:
         if problem is not None:
             raise problem.error
         if self._device.type == "cpu":
-            *present, code = anywhere.tolist()
-            self._read(code)
-            return [bool(value) for value in present]
+            self._read(said, late=False)
+            return [bool(value) for value in self._votes.tolist()]
         if on_gpu:
-            pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
-            pinned.copy_(anywhere[-1], non_blocking=True)
+            pinned = torch.empty(len(said), dtype=torch.int64, pin_memory=True)
+            pinned.copy_(said, non_blocking=True)
             event = recorded_event(self._device)
             assert event is not None
             self._on_their_way.append((pinned, event))
         if all(here):
             return [True] * len(here)
-        flags = anywhere.bool().unbind()
-        return [bool(known) or flag for known, flag in zip(here, flags, strict=False)]
+        flags = self._votes.bool().unbind()
+        return [bool(known) or flag for known, flag in zip(here, flags, strict=True)]
 
     def votes(self) -> list[int]:
         """The largest vote for each parameter in the last step; waits for a GPU."""
         votes: list[int] = self._votes.tolist()
         return votes
 
-    def _read(self, code: int) -> None:
+    def _read(self, said: Tensor, *, late: bool) -> None:
+        """The votes about copies, and the code of a problem."""
+        code = int(said[-1])
         self.flagged, code = bool(code & 1), code >> 1
-        if not code:
-            return
-        rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
-        raise _problem_of(
-            rank, f" because of parameter {self._names[param - 1]!r}" if param else ""
-        )
+        if code:
+            rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
+            raise _problem_of(
+                rank, f" because of parameter {self._names[param - 1]!r}" if param else ""
+            )
+        if self._copied is not None:
+            self._copied.refuse_difference(said[:-1], self._names, late=late)

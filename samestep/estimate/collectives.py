@@ -192,12 +192,15 @@ class Launches:
             yield from self._on_all("problems")
         placement = self._blueprint.placements[number]
         asked: list[Peers | None] = [placement.peers]
+        elements = len(placement.params) + 1
         if isinstance(placement, Sharing):
             asked.append(placement.outer)
-        elif isinstance(placement, CopiedParts):
+        else:
+            elements += sum(each.elements for each in placement.copied)
+        if isinstance(placement, CopiedParts):
             asked.append(placement.mesh)
         for peers in filter(None, asked):
-            yield from _summed("presence", peers, torch.int64, len(placement.params) + 1)
+            yield from _summed("presence", peers, torch.int64, elements)
         if isinstance(placement, Spreading):
             yield from self._gradient_sums(placement)
 

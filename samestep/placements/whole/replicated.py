@@ -148,7 +148,8 @@ class ReplicatedParameters(Placement):
         )
         self._order = order
         self._in_flight = in_flight
-        self._presence = PresenceAgreement(self._names, self._groups, self.device)
+        copied = None if mesh is None else mesh.copied
+        self._presence = PresenceAgreement(self._names, self._groups, self.device, copied)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
         if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
@@ -201,7 +202,7 @@ class ReplicatedParameters(Placement):
         """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
         from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
-        copies, everyone = request.copies[mesh]
+        copies, everyone, number = request.copies[mesh]
         distribution = request.distribution
         if request.brings_together:  # as plain ones
             distribution = distribution.beside_dtensors()
@@ -220,7 +221,7 @@ class ReplicatedParameters(Placement):
                     distribution,
                     request.order,
                     request.in_flight,
-                    MeshParts(members.params, members.specs, mesh),
+                    MeshParts(members.params, members.specs, mesh, everyone, number),
                     everyone,
                 )
             )
@@ -555,7 +556,8 @@ class ReplicatedParameters(Placement):
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
-        self._present = self._presence.agree(self.reducer.here, problem, met)
+        whole = self.reducer.is_whole_along
+        self._present = self._presence.agree(self.reducer.here, problem, met, whole)
         if overlaps:
             self._order.told(self._presence.flagged)
         if self.mesh is not None:

@@ -21,14 +21,9 @@ SHAPES = {"matrix": (8, 6), "norm": (6,)}
 COPIES, CUT = Replicate(), Shard(0)
 
 
-def whole(name, step):
-    seed = 1000 + 10 * step + list(SHAPES).index(name)
+def whole(name, step, place=0):
+    seed = 1000 * place + 10 * step + 100 + list(SHAPES).index(name)
     return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
-
-
-def summand(name, step, place):
-    """What a place along the axis of summands gives; the same on ranks with copies of it."""
-    return whole(name, step) * (place + 1)
 
 
 def build(mesh, places, **options):
@@ -46,15 +41,11 @@ def give(params, mesh, places, step, lacking=(), zeros=False):
         param.grad = None
         if missing and not zeros:
             continue
-        summed = [axis for axis, place in enumerate(places) if place.is_partial()]
-        if summed:
-            value = summand(name, step, here[summed[0]])
-            rest = [COPIES if place.is_partial() else place for place in places]
-            local = distribute_tensor(value, mesh, rest, src_data_rank=None).to_local()
-        else:
-            local = distribute_tensor(
-                whole(name, step), mesh, places, src_data_rank=None
-            ).to_local()
+        # Summands are different along their axis, and the same on ranks with copies of them.
+        place = sum(at for at, kind in zip(here, places, strict=True) if kind.is_partial())
+        rest = [COPIES if kind.is_partial() else kind for kind in places]
+        value = whole(name, step, place)
+        local = distribute_tensor(value, mesh, rest, src_data_rank=None).to_local()
         if missing:
             local = torch.zeros_like(local)
         param.grad = DTensor.from_local(
@@ -192,7 +183,7 @@ def test_a_summand_beside_a_whole_gradient():
         mesh = init_device_mesh("cpu", (3,))
         params, opt = build(mesh, [COPIES])
         give(params, mesh, [Partial() if rank == 1 else COPIES], 0)
-        with pytest.raises(RuntimeError, match=r"rank 2 has .*'matrix', and rank 1, .*a summand"):
+        with pytest.raises(RuntimeError, match=r"rank 2 has .*'matrix', and rank 1, .*Partial"):
             opt.step()
 
     run_forked(3, job)
@@ -208,12 +199,62 @@ def test_a_gpu_tells_in_a_later_step():
     along = copied_along((2,), [[0], [0]])
     ranks = RankGroup(None, 0, 2, (4, 6))
     names, device = ["first", "second"], torch.device("cpu")
-    agreement = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks))
+    agreement = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
     votes = [along[0].votes([True, rank == 1], 0, rank) for rank in range(2)]
     said = torch.cat([torch.maximum(*votes), torch.tensor([0])])
     agreement._on_their_way.append((said, Passed()))
     with pytest.raises(RankProblemError, match=r"rank 6 .* 'second', and rank 4.* checkpoint"):
         agreement.agree([1, 1], None, whole=lambda param, axis: True)
+
+
+def test_averaged_by_somebody_else():
+    """Plain parameters, and in whatever way the work on them is shared."""
+
+    def job(rank, sharding):
+        params = {name: nn.Parameter(whole(name, -1)) for name in SHAPES}
+        opt = samestep.MuonAdamW(
+            list(params.items()), lr=0.1, grads="reduced", sharding=sharding, crossover=1
+        )
+        for step in range(3):
+            for name, param in params.items():
+                param.grad = whole(name, step) if step != 1 else None
+            if step == 2 and rank == 1:
+                params["norm"].grad = None
+            try:
+                opt.step()
+            except RuntimeError as error:
+                return step, str(error)
+        return None
+
+    for case, found in run_cases(3, ["none", "zero1"], job):
+        for step, text in found:
+            assert step == 2, case
+            assert text.startswith("rank 2 has the gradient of 'norm', and rank 1,")
+            assert 'grads="reduced"' in text
+
+
+def test_ranks_that_hold_none_of_it_do_not_step_either():
+    """Copies along the model axis of which others are elsewhere, beside plain parameters of all."""
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        model = mesh["model"]
+        params, _ = build(model, [COPIES])
+        params["plain"] = nn.Parameter(torch.ones(5))
+        opt = samestep.MuonAdamW(list(params.items()), lr=0.1, grads="reduced")
+        give({name: params[name] for name in SHAPES}, model, [COPIES], 0)
+        params["plain"].grad = torch.ones(5)
+        if rank == 1:
+            params["norm"].grad = None
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        assert torch.equal(params["plain"], torch.ones(5))
+        return str(caught.value)
+
+    first, second, *others = run_forked(4, job)
+    assert first == second
+    assert first.startswith("rank 0 has the gradient of 'norm', and rank 1,")
+    assert all(text.startswith("rank 1 could not take the step") for text in others)
 
 
 # --- as numbers ----------------------------------------------------------------------------------

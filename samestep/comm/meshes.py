@@ -15,6 +15,12 @@ from samestep.comm.presence import CopiedHere
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
 from samestep.plan.copied import copied_along, line_of
 
+_WAY_OUT = (
+    "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
+    "leave each of them a summand, a DTensor that is Partial() along this axis of the mesh: the "
+    "optimizer adds them up, and takes zeros where there is none"
+)
+
 
 class Held(NamedTuple):
     """Who holds what of a DTensor, by rank of its mesh's group."""
@@ -78,7 +84,7 @@ def copied_here(
     ]
     along = copied_along(sizes, replicated, ranks.size // mesh.size())
     lines = tuple(line_of(sizes, here, each.axis, copy) for each in along)
-    return CopiedHere(along, lines, ranks) if along else None
+    return CopiedHere(along, lines, ranks, _WAY_OUT) if along else None
 
 
 def own_box(tensor: DTensor) -> Box:

@@ -122,12 +122,13 @@ def tell_problem(problem: Problem | None, group: RankGroup) -> None:
 class CopiedHere(NamedTuple):
     """What is replicated along the axes of a mesh, and in which line of each this rank is.
 
-    ranks: those that hold any of it.
+    ranks: those that hold any of it. way_out: for whoever has given some of them no gradient.
     """
 
     along: tuple[CopiedAlong, ...]
     lines: tuple[int, ...]
     ranks: RankGroup
+    way_out: str
 
     @property
     def elements(self) -> int:
@@ -153,11 +154,7 @@ class CopiedHere(NamedTuple):
                     then = "these copies are not the same any more: go back to a checkpoint"
                 raise RankProblemError(
                     f"rank {has} has the gradient of {names[found.param]!r}, and rank {lacks}, "
-                    f"which holds a copy of the same part of it, has none or only a summand: "
-                    f"{then}. Give every copy the same gradient, of zeros where a rank has not "
-                    "used the parameter; or leave each rank its summand, a DTensor that is "
-                    "Partial() along this axis of the mesh: the optimizer adds them up, and takes "
-                    "zeros where there is none"
+                    f"which holds a copy of the same values, has not: {then}. {self.way_out}"
                 )
 
 

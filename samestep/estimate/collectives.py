@@ -178,31 +178,36 @@ class Launches:
 
         Over which ranks is decided as the optimizer does.
         """
+        peers = self._all_holders()
+        if peers is not None and self._blueprint.device.type == "cpu":
+            yield from _summed(name, peers, torch.int64, 1)
+
+    def _all_holders(self) -> Peers | None:
+        """All ranks that hold anything; None: those of every placement."""
         blueprint = self._blueprint
         held_by = dict.fromkeys(map(_holders, blueprint.placements))
-        if len(held_by) < 2 or blueprint.device.type != "cpu":
-            return
+        if len(held_by) < 2:
+            return None
         axes = {axis for peers in held_by for axis in peers.axes}
         union = blueprint.grid.peers(*axes)
-        widest = (peers for peers in held_by if peers.size == union.size)
-        yield from _summed(name, next(widest, blueprint.everyone), torch.int64, 1)
+        return next((each for each in held_by if each.size == union.size), blueprint.everyone)
 
     def _agree(self, number: int) -> Iterator[Collective]:
         if number == 0:
             yield from self._on_all("problems")
         placement = self._blueprint.placements[number]
         asked: list[Peers | None] = [placement.peers]
-        elements = len(placement.params) + 1
+        elements = len(placement.params) + sum(each.elements for each in placement.copied) + 1
         if isinstance(placement, Sharing):
             asked.append(placement.outer)
-        else:
-            elements += sum(each.elements for each in placement.copied)
-        if isinstance(placement, CopiedParts):
+        elif isinstance(placement, CopiedParts):
             asked.append(placement.mesh)
         for peers in filter(None, asked):
             yield from _summed("presence", peers, torch.int64, elements)
         if isinstance(placement, Spreading):
             yield from self._gradient_sums(placement)
+        if placement.copied and _holders(placement) != self._all_holders():
+            yield from self._on_all("problems")
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint

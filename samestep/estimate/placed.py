@@ -19,7 +19,7 @@ from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
-from samestep.plan.copied import CopiedAlong
+from samestep.plan.copied import CopiedAlong, copied_by_all
 from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
@@ -55,6 +55,13 @@ class Sharing:
     def specs(self) -> tuple[ParamSpec, ...]:
         """In order of use."""
         return self.plan.params
+
+    @property
+    def copied(self) -> tuple[CopiedAlong, ...]:
+        """What ranks compare."""
+        if self.distribution.grads == "local":
+            return ()
+        return copied_by_all(len(self.params), self.peers.size)
 
     def owned(self, number: int, place: int) -> Segment:
         """What a peer updates of a bucket."""

@@ -12,7 +12,7 @@ from torch._C._profiler import _RecordFunctionFast  # 0.5 us when nobody profile
 
 from samestep.comm.collectives import CollectiveError, gather_segments, maximum, total
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem, any_problem, tell_problem
+from samestep.comm.presence import Problem, RankProblemError, any_problem, tell_problem
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
 from samestep.groups.step_options import StepOptions
@@ -265,7 +265,18 @@ class StepRunner:
         other = next((p._replace(param=None) for p in problems if p is not None), None)
         if operation.placement == 0:
             self._tell_everyone(own.problem or other)
-        own.agree(own.problem or other)
+        if not own.compares_copies:
+            own.agree(own.problem or other)
+            return
+        found = None  # what its ranks did not know before
+        try:
+            own.agree(own.problem or other)
+        except RankProblemError as error:
+            found = error
+        if own.held_by != self._everyone():
+            self._tell_everyone(None if found is None else Problem(found))
+        if found is not None:
+            raise found
 
     def _everyone(self) -> RankGroup | None:
         """All ranks that take part, where no placement has all of them; None: not needed."""

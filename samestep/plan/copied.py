@@ -1,7 +1,7 @@
-"""Copies along the axes of a mesh: whether their ranks have the same gradients, as numbers.
+"""Copies along an axis: whether ranks that hold them have the same gradients, as numbers.
 
-Ranks that differ on one axis alone are a *line*. Those of a parameter that is replicated along
-the axis hold the same part of it, so that all ranks of the line have a whole gradient of it, or
+Ranks of a mesh that differ on one axis alone are a *line*. Of a parameter that is replicated along
+the axis they hold the same part, so that all ranks of the line have a whole gradient of it, or
 none has: whoever updates a copy with less than the others have drifts apart from them. Summands
 are another matter: they are added up, and zeros stand for those that a rank lacks.
 
@@ -96,6 +96,11 @@ def copied_along(
             ranks = prod(sizes) * copies
             found.append(CopiedAlong(axis, params, ranks // size, ranks))
     return tuple(found)
+
+
+def copied_by_all(params: int, ranks: int) -> tuple[CopiedAlong, ...]:
+    """Of plain parameters, of which all ranks have the same gradients."""
+    return copied_along((ranks,), [[0]] * params)
 
 
 def line_of(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:

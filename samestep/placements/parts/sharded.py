@@ -81,12 +81,10 @@ class ShardedParameters(Placement):
         self.shape = self.exchange.shape
         lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
-        self._presence = PresenceAgreement(
-            [spec.name for spec in self.specs],
-            [self.group],
-            self.device,
-            copied_here(self.params, mesh, self.group),
-        )
+        copied = copied_here(self.params, mesh, self.group)
+        self.compares_copies = copied is not None
+        names = [spec.name for spec in self.specs]
+        self._presence = PresenceAgreement(names, [self.group], self.device, copied)
         self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
 
     @classmethod

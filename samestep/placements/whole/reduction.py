@@ -231,8 +231,9 @@ class GradientReducer:
         self._taken[index] = self._seen(index)
 
     def is_whole_along(self, index: int, axis: int) -> bool:
-        """Whether a DTensor had a gradient on this rank, and more than a summand along an axis."""
-        return self.here[index] and self.kinds[index][axis] == REPLICATED
+        """Whether there was a gradient on this rank, and of a DTensor no summand along an axis."""
+        kinds = self.kinds[index]
+        return self.here[index] and (not kinds or kinds[axis] == REPLICATED)
 
     def only_here(self) -> str | None:
         """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from samestep.comm.collectives import Gathered, Pending, gather_stretch, gathers_uneven, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, ranks_text
 from samestep.comm.hosts import fabric_of, in_two_levels
-from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
+from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group, rule_of
@@ -41,6 +41,7 @@ from samestep.placements.whole.piece_state import (
 from samestep.placements.whole.planned import levels_of, planned, shape_of
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.windows import Unit
+from samestep.plan.copied import copied_by_all
 from samestep.plan.links import Fabric
 from samestep.plan.narrowed import narrowed
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
@@ -65,6 +66,13 @@ if TYPE_CHECKING:
 
     from samestep.placements.planner import Request
     from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
+
+
+_WAY_OUT = (
+    'By grads="reduced" somebody else averages gradients, and all ranks have the same ones then: '
+    "have a rank that did not use the parameter give zeros to the average, and take it; or leave "
+    'grads="reduced" out, and the optimizer averages'
+)
 
 
 class ReplicatedParameters(Placement):
@@ -149,6 +157,10 @@ class ReplicatedParameters(Placement):
         self._order = order
         self._in_flight = in_flight
         copied = None if mesh is None else mesh.copied
+        if mesh is None and distribution.grads == "reduced":
+            along = copied_by_all(len(self.params), group.size)
+            copied = CopiedHere(along, (0,), group, _WAY_OUT)
+        self.compares_copies = copied is not None
         self._presence = PresenceAgreement(self._names, self._groups, self.device, copied)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error

@@ -158,10 +158,10 @@ class StepRunner:
         except CollectiveError:
             raise  # ranks are gone: there is nobody to start afresh with
         except BaseException:
+            if self.staging is not None:
+                self.staging.break_off()
             for placement in placements:
                 placement.abandon_step()
-            if self.staging is not None:
-                self.staging.finish()
             raise
         for placement in placements:
             placement.finish_step()

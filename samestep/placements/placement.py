@@ -76,7 +76,7 @@ class Placement:
         if isinstance(operation, Fetch):
             self.windows.fetch(operation, self.staging, self.may_be_present)
         else:
-            self.windows.give_back(operation, self.staging)
+            self.staging.give_back(operation.window)
 
     def may_be_present(self, about: Any) -> bool:
         """Whether what a unit of state is about has a gradient, as far as the host knows."""

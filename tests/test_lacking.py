@@ -13,7 +13,13 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import samestep
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import CopiedHere, PresenceAgreement, RankProblemError
+from samestep.comm.presence import (
+    CopiedHere,
+    PresenceAgreement,
+    Problem,
+    RankProblemError,
+    _codes_of,
+)
 from samestep.plan.copied import CopiedAlong, copied_along, line_of
 from tests.ranks import run_cases, run_forked
 
@@ -189,21 +195,44 @@ def test_a_summand_beside_a_whole_gradient():
     run_forked(3, job)
 
 
-def test_a_gpu_tells_in_a_later_step():
-    """When what all ranks have said has come to the host, before anything else is sent."""
+@pytest.fixture
+def read_later():
+    """An agreement of ranks 4 and 6 on a GPU, to which has come what they said a step before."""
 
     class Passed:
         def query(self):
             return True
 
-    along = copied_along((2,), [[0], [0]])
-    ranks = RankGroup(None, 0, 2, (4, 6))
-    names, device = ["first", "second"], torch.device("cpu")
-    agreement = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
-    votes = [along[0].votes([True, rank == 1], 0, rank) for rank in range(2)]
-    said = torch.cat([torch.maximum(*votes), torch.tensor([0])])
-    agreement._on_their_way.append((said, Passed()))
+    def agreement(votes, codes):
+        along = copied_along((2,), [[0], [0]])
+        ranks = RankGroup(None, 0, 2, (4, 6))
+        names, device = ["first", "second"], torch.device("cpu")
+        found = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
+        said = [along[0].votes(of_rank, 0, rank) for rank, of_rank in enumerate(votes)]
+        told = torch.cat([torch.maximum(*said), torch.tensor(codes)])
+        found._on_their_way.append((told, Passed()))
+        return found
+
+    return agreement
+
+
+def test_a_gpu_tells_in_a_later_step(read_later):
+    """Before anything else is sent."""
+    agreement = read_later([[True, False], [True, True]], [7, 0])
     with pytest.raises(RankProblemError, match=r"rank 6 .* 'second', and rank 4.* checkpoint"):
+        agreement.agree([1, 1], None, whole=lambda param, axis: True)
+
+
+def test_a_gpu_tells_of_swapped_parameters_in_a_later_step(read_later):
+    """The rank that has swapped them has known at once, from the same numbers."""
+    error = RuntimeError("'second' was replaced")
+    other, code = _codes_of(Problem(error, swapped=("second",)), 6, ["first", "second"])
+    assert other == 0
+    mine = _codes_of(None, 4)
+    agreement = read_later([[True, True]] * 2, [max(other, mine[0]), max(code, mine[1]) << 1])
+    with pytest.raises(
+        RankProblemError, match=r"'second' was replaced .* rank 6 and not on rank 4"
+    ):
         agreement.agree([1, 1], None, whole=lambda param, axis: True)
 
 

@@ -16,6 +16,7 @@ from samestep.comm.events import has_passed, recorded_event
 from samestep.comm.groups import RankGroup
 from samestep.plan.copied import CopiedAlong
 
+CODES = 2  # numbers in which a rank tells of its problem
 _SWAPPED = 1 << 60  # above all ranks and parameters, so that it wins
 
 
@@ -55,38 +56,34 @@ def changed_parameter(name: str, index: int, now: str, group: RankGroup) -> Prob
     return Problem(error, index)
 
 
-def _code_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> int:
-    """A problem as a number; of several the largest is told."""
+def _codes_of(problem: Problem | None, rank: int, names: Sequence[str] = ()) -> tuple[int, int]:
+    """A problem as two numbers; of those of several ranks the largest are told.
+
+    The first is 0 on a rank whose parameters were swapped, the second on one without a problem.
+    """
     if problem is None:
-        return 0
+        return rank + 1, 0
     param = 0 if problem.param is None else problem.param + 1
-    if problem.swapped:
-        param = next((names.index(name) + 1 for name in problem.swapped if name in names), 0)
-    return (_SWAPPED if problem.swapped else 0) | (rank + 1) << 32 | param
+    if not problem.swapped:
+        # A problem of another kind tells more than that this rank has swapped nothing.
+        return 1 << 32 | rank + 1, (rank + 1) << 32 | param
+    param = next((names.index(name) + 1 for name in problem.swapped if name in names), 0)
+    return 0, _SWAPPED | (rank + 1) << 32 | param
 
 
-def _settle_swap(
-    code: int,
-    problem: Problem | None,
-    groups: Sequence[RankGroup],
-    device: torch.device | None,
-    names: Sequence[str] = (),
-) -> None:
-    """Raise on every rank: `AllSwapped`, or an error that tells on which ranks it is not so."""
-    rank = groups[0].members[groups[0].rank]
-    mine = 0
-    if problem is None or not problem.swapped:
-        mine = (problem is not None) << 32 | rank + 1  # a problem of another kind tells more
-    votes = torch.tensor([mine], dtype=torch.int64, device=device)
-    for group in groups:
-        votes = maximum("ranks with other parameters", votes, group).wait()
-    other = int(votes)
+def _refuse_swap(other: int, code: int, problem: Problem | None, names: Sequence[str] = ()) -> None:
+    """If any rank has swapped parameters: raise `AllSwapped`, or what tells on which it is not so.
+
+    other, code: the largest of all ranks.
+    """
+    if not code & _SWAPPED:
+        return
     if not other:
         raise AllSwapped
     if other >> 32:
-        raise (
-            problem.error if problem is not None and mine else _problem_of((other & 0xFFFFFFFF) - 1)
-        )
+        if problem is not None and not problem.swapped:
+            raise problem.error
+        raise _problem_of((other & 0xFFFFFFFF) - 1)
     swapped, param = (code >> 32 & 0xFFFFFFF) - 1, code & 0xFFFFFFFF
     name = names[param - 1] if param else next(iter(problem.swapped if problem else ()), None)
     what = "parameters were" if name is None else f"parameter {name!r} was"
@@ -101,14 +98,12 @@ def any_problem(
     problem: Problem | None, group: RankGroup, device: torch.device | None = None
 ) -> Problem | None:
     """This rank's problem, or that another rank of the group has one; waits for them."""
-    code = _code_of(problem, group.members[group.rank])
-    found = int(
-        maximum("problems", torch.tensor([code], dtype=torch.int64, device=device), group).wait()
-    )
-    if found & _SWAPPED:
-        _settle_swap(found, problem, [group], device)
-    if problem is None and found:
-        return Problem(_problem_of((found >> 32) - 1))
+    codes = _codes_of(problem, group.members[group.rank])
+    told = torch.tensor(codes, dtype=torch.int64, device=device)
+    other, code = maximum("problems", told, group).wait().tolist()
+    _refuse_swap(other, code, problem)
+    if problem is None and code:
+        return Problem(_problem_of((code >> 32) - 1))
     return problem
 
 
@@ -195,25 +190,25 @@ class PresenceAgreement:
         """
         while self._on_their_way and has_passed(self._on_their_way[0][1]):
             self._read(self._on_their_way.popleft()[0], late=True)
-        code = _code_of(problem, self._rank, self._names) << 1 | int(flag)
+        other, code = _codes_of(problem, self._rank, self._names)
         on_gpu = self._device.type == "cuda"
-        votes = torch.tensor([*here, code], dtype=torch.int64)
+        codes = [other, code << 1 | int(flag)]
+        votes = torch.tensor([*here, *codes], dtype=torch.int64)
         if self._copied is not None:
             # Who has a problem says nothing: its gradients may be anything.
             copied = torch.zeros(self._copied.elements, dtype=torch.int64)
             if problem is None:
                 assert whole is not None
                 copied = self._copied.votes(whole)
-            votes = torch.cat([votes[:-1], copied, votes[-1:]])
+            votes = torch.cat([votes[:-CODES], copied, votes[-CODES:]])
         votes = (votes.pin_memory() if on_gpu else votes).to(self._device, non_blocking=True)
         anywhere = votes
         for group in self._groups:
             anywhere = maximum("presence", anywhere, group).wait()
         self._votes, said = anywhere[: len(here)], anywhere[len(here) :]
-        if (problem is not None and problem.swapped) or self._device.type == "cpu":
-            code = int(anywhere[-1]) >> 1
-            if code & _SWAPPED:
-                _settle_swap(code, problem, self._groups, self._device, self._names)
+        if problem is not None and problem.swapped:  # the only one that a GPU is waited for
+            other, code = said[-CODES:].tolist()
+            _refuse_swap(other, code >> 1, problem, self._names)
         if problem is not None:
             raise problem.error
         if self._device.type == "cpu":
@@ -236,13 +231,14 @@ class PresenceAgreement:
         return votes
 
     def _read(self, said: Tensor, *, late: bool) -> None:
-        """The votes about copies, and the code of a problem."""
-        code = int(said[-1])
+        """The votes about copies, and the codes of a problem."""
+        other, code = said[-CODES:].tolist()
         self.flagged, code = bool(code & 1), code >> 1
+        _refuse_swap(other, code, None, self._names)
         if code:
             rank, param = (code >> 32) - 1, code & 0xFFFFFFFF
             raise _problem_of(
                 rank, f" because of parameter {self._names[param - 1]!r}" if param else ""
             )
         if self._copied is not None:
-            self._copied.refuse_difference(said[:-1], self._names, late=late)
+            self._copied.refuse_difference(said[:-CODES], self._names, late=late)

@@ -265,3 +265,59 @@ def test_a_copy_of_an_optimizer_goes_on_alone():
     plain, (model, opt) = train(*build(None), 0), train(*build("state"), 0)
     twins = copy.deepcopy((model, opt))
     assert_same(train(*plain, 0, range(5, 7)), train(*twins, 0, range(5, 7)))
+
+
+def test_a_step_that_is_broken_off_leaves_weights_with_their_state():
+    """Wherever it is: each element of both is that of the step before, or each that of the next."""
+
+    class Interrupt(BaseException):
+        pass
+
+    def step(broken_after=None):
+        """A second step, with all gradients: every tensor before and after, and rules that ran."""
+        model, opt = train(*build("state", torch.bfloat16, max_grad_norm=None), 0, range(1))
+        run, calls = opt._runner._run, 0
+
+        def counted(*args):
+            nonlocal calls
+            if calls == broken_after:
+                raise Interrupt
+            calls += 1
+            return run(*args)
+
+        opt._runner._run = counted
+        before = tensors(model, opt)
+        for param in model.parameters():
+            generator = torch.Generator().manual_seed(param.numel())
+            param.grad = torch.randn(param.shape, generator=generator).bfloat16()
+        if broken_after is None:
+            opt.step()
+        else:
+            with pytest.raises(Interrupt):
+                opt.step()
+        return before, tensors(model, opt), calls
+
+    before, full, calls = step()
+    assert calls > 6
+    partly = 0
+    for broken_after in range(calls):
+        same, found, _ = step(broken_after)
+        for name, was in before.items():
+            alike = [key for key, tensor in was.items() if tensor.shape == was["weight"].shape]
+            changes = [found[name][key] != was[key] for key in alike if key != "weight"]
+            updated = torch.stack(changes).any(0)
+            partly += bool(updated.any()) and not bool(updated.all())
+            for key in alike:
+                assert torch.equal(was[key], same[name][key])
+                expected = torch.where(updated, full[name][key], was[key])
+                assert torch.equal(found[name][key], expected), (broken_after, name, key)
+    assert partly
+
+
+def tensors(model, opt):
+    """Copies of each parameter and its state."""
+    return {
+        name: {"weight": param.detach().clone()}
+        | {key: tensor.clone() for key, tensor in opt.state[param].items()}
+        for name, param in model.named_parameters()
+    }

@@ -319,7 +319,9 @@ def test_experts_sharded_by_expert_stay_where_they_are():
             assert not torch.equal(experts.to_local(), before)
         return [(call.op, call.elements) for call in log]
 
-    assert run_forked(2, job) == 2 * [[("all_reduce", 2)]]
+    assert run_forked(2, job) == 2 * [
+        [("all_reduce", 3)]
+    ]  # one parameter, and two codes of problems
 
 
 # --- the order of a step -------------------------------------------------------------------------

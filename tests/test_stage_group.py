@@ -7,7 +7,7 @@ from torch import nn
 
 import samestep
 from samestep.comm.presence import RankProblemError
-from tests.ranks import run_forked
+from tests.ranks import run_cases, run_forked
 
 STEPS = 4
 OPTIONS = {"lr": 1e-2, "max_grad_norm": 0.5, "reduction": "ordered", "crossover": 20}
@@ -211,3 +211,33 @@ def test_a_scaler_has_one_scale_for_all_stages(ranks_per_stage):
     found = run_forked(2 * ranks_per_stage, scale, ranks_per_stage)
     assert {own_scale for own_scale, _ in found} == {2.0}
     assert len({norm for _, norm in found}) == 1
+
+
+def test_parameters_that_some_ranks_have_swapped():
+    """One rank, a whole stage, a whole pipeline, all but one: an error on every rank; or all."""
+
+    def job(rank, who):
+        part = stage_of(rank)
+        opt = optimizer(part)
+        for step in range(2):
+            if step and rank in who:
+                for module in part.values():
+                    for name, param in list(module.named_parameters(recurse=False)):
+                        setattr(module, name, nn.Parameter(param.detach().clone()))
+                named = dict(part.named_parameters())
+                for group in opt.param_groups:
+                    group["params"] = [named[name] for name in group["param_names"]]
+            set_gradients(part, gradients(step, rank % 2))
+            try:
+                opt.step()
+            except RankProblemError as error:
+                return str(error)
+        return {name: param.detach() for name, param in part.named_parameters()}
+
+    cases = [(), (0,), (0, 1), (0, 2), (0, 1, 2), (0, 1, 2, 3)]
+    (_, plain), *some, (_, swapped) = run_cases(4, cases, job)
+    for who, found in some:
+        assert all(isinstance(text, str) for text in found), who
+        assert any("replaced by another tensor on rank" in text for text in found), who
+    for expected, found in zip(plain, swapped, strict=True):
+        assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -11,7 +11,15 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import gather_segments
 from samestep.comm.groups import RankGroup, registry
+from samestep.comm.presence import CopiedHere
 from samestep.layout.boxes import Box, Cut, all_boxes, local_box, replicas
+from samestep.plan.copied import copied_along, line_of
+
+_WAY_OUT = (
+    "Give all copies of a part the same gradient, of zeros if these ranks have not used it; or "
+    "leave each of them a summand, a DTensor that is Partial() along this axis of the mesh: the "
+    "optimizer adds them up, and takes zeros where there is none"
+)
 
 
 class Held(NamedTuple):
@@ -59,6 +67,24 @@ def held(tensor: DTensor, group: RankGroup) -> Held:
             f"{mine.sizes} by its placements {tensor.placements}"
         )
     return Held(boxes, copies)
+
+
+def copied_here(
+    tensors: Sequence[DTensor], mesh: DeviceMesh, ranks: RankGroup, copy: int = 0
+) -> CopiedHere | None:
+    """What is replicated along axes of a mesh; None: nothing.
+
+    ranks: those of all meshes that hold copies of all of it; `copy`: which of these meshes it is.
+    """
+    sizes, here = tuple(mesh.shape), mesh.get_coordinate()
+    assert here is not None
+    replicated = [
+        [axis for axis, place in enumerate(tensor.placements) if place.is_replicate()]
+        for tensor in tensors
+    ]
+    along = copied_along(sizes, replicated, ranks.size // mesh.size())
+    lines = tuple(line_of(sizes, here, each.axis, copy) for each in along)
+    return CopiedHere(along, lines, ranks, _WAY_OUT) if along else None
 
 
 def own_box(tensor: DTensor) -> Box:

@@ -43,6 +43,7 @@ from samestep.placements.whole.planned import levels_of
 from samestep.placements.whole.planned import planned as planned_shares
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ShardedSpec
+from samestep.plan.copied import CopiedAlong, copied_along
 from samestep.plan.links import Fabric, usual_links
 from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
@@ -293,19 +294,23 @@ def blueprint(
             policy = beside.bucket_policy(copies[mesh].size, 1, device, uneven=on_gpu)
             watched = optimizer._in_flight.all_watched(params)
             everywhere = grid.peers(*copies[mesh].axes, *peers.axes)
+            copied = _copied(grid, [lie[param] for param in params], copies[mesh].size)
             parts = CopiedParts(
-                members, held, plan, copies[mesh], peers, everywhere, summands, beside, policy,
-                device, watched,
+                members, held, plan, copies[mesh], peers, everywhere, summands, copied, beside,
+                policy, device, watched,
             )  # fmt: skip
             assert len(parts.by_mesh_place) == peers.size  # or it raises, as ranks would
             on_meshes.append(parts)
             continue
         exchange = planned_blocks(held, peers.size, distribution, device)
         sums = _sums(params, [lie[param] for param in params], grid)
+        copied = _copied(grid, [lie[param] for param in params])
         room = tuple(found.room for found in lying)
         transfers = transfers_of(exchange, params, specs, peers.size, distribution, device)
         on_meshes.append(
-            Spreading(params, specs, held, exchange, transfers, peers, distribution, sums, room)
+            Spreading(
+                params, specs, held, exchange, transfers, peers, distribution, sums, copied, room
+            )
         )
     return Blueprint(
         optimizer, grid, everyone, tuple(shared), tuple(on_meshes), device, clips, measures
@@ -350,6 +355,17 @@ def _sums(
     )
 
 
+def _copied(grid: Grid, lie: Sequence[SpreadOver], copies: int = 1) -> tuple[CopiedAlong, ...]:
+    """What ranks compare of copies along the axes of one mesh."""
+    replicated = [[axis for axis, cut in enumerate(o.cuts) if cut.dim is None] for o in lie]
+    return copied_along(_sizes(grid, lie[0]), replicated, copies)
+
+
+def _sizes(grid: Grid, over: SpreadOver) -> list[int]:
+    """Of the axes of a mesh."""
+    return [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
+
+
 def _only(
     groups: Sequence[Group], lie: Mapping[Tensor, SpreadOver], mesh: object | None
 ) -> list[Group]:
@@ -375,7 +391,7 @@ class _Held(NamedTuple):
 
 
 def _held(grid: Grid, shape: tuple[int, ...], over: SpreadOver) -> _Held:
-    sizes = [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
+    sizes = _sizes(grid, over)
     boxes = all_boxes(shape, sizes, over.cuts)
     copies = replicas(sizes, over.cuts)
     if list(over.axes) != [axis for axis in grid.sizes if axis in over.axes]:

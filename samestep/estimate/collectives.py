@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from samestep.comm.presence import CODES
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
@@ -145,7 +146,7 @@ class Launches:
 
     def of_beginning(self) -> list[Collective]:
         """What comes before the first operation: problems of other stages."""
-        return list(self._over_stages("problems"))
+        return list(self._over_stages("problems", CODES))
 
     def _of(self, operation: Operation) -> Iterator[Collective]:
         match operation:
@@ -173,33 +174,41 @@ class Launches:
 
     # --- scalars -----------------------------------------------------------------------------
 
-    def _on_all(self, name: str) -> Iterator[Collective]:
-        """A code of all ranks, where placements live on different ones; a GPU does not wait for it.
+    def _on_all(self, name: str, elements: int) -> Iterator[Collective]:
+        """Codes of all ranks, where placements live on different ones; a GPU does not wait for it.
 
         Over which ranks is decided as the optimizer does.
         """
+        peers = self._all_holders()
+        if peers is not None and self._blueprint.device.type == "cpu":
+            yield from _summed(name, peers, torch.int64, elements)
+
+    def _all_holders(self) -> Peers | None:
+        """All ranks that hold anything; None: those of every placement."""
         blueprint = self._blueprint
         held_by = dict.fromkeys(map(_holders, blueprint.placements))
-        if len(held_by) < 2 or blueprint.device.type != "cpu":
-            return
+        if len(held_by) < 2:
+            return None
         axes = {axis for peers in held_by for axis in peers.axes}
         union = blueprint.grid.peers(*axes)
-        widest = (peers for peers in held_by if peers.size == union.size)
-        yield from _summed(name, next(widest, blueprint.everyone), torch.int64, 1)
+        return next((each for each in held_by if each.size == union.size), blueprint.everyone)
 
     def _agree(self, number: int) -> Iterator[Collective]:
         if number == 0:
-            yield from self._on_all("problems")
+            yield from self._on_all("problems", CODES)
         placement = self._blueprint.placements[number]
         asked: list[Peers | None] = [placement.peers]
+        elements = len(placement.params) + sum(each.elements for each in placement.copied) + CODES
         if isinstance(placement, Sharing):
             asked.append(placement.outer)
         elif isinstance(placement, CopiedParts):
             asked.append(placement.mesh)
         for peers in filter(None, asked):
-            yield from _summed("presence", peers, torch.int64, len(placement.params) + 1)
+            yield from _summed("presence", peers, torch.int64, elements)
         if isinstance(placement, Spreading):
             yield from self._gradient_sums(placement)
+        if placement.copied and _holders(placement) != self._all_holders():
+            yield from self._on_all("problems", CODES)
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint
@@ -215,14 +224,14 @@ class Launches:
             name, sizes = "norm of stages", (1,) * peers.size
             gather = gather_of(name, torch.float64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
             yield Collective((gather,), peers)
-        yield from self._on_all("not finite")
-        yield from self._over_stages("not finite")
+        yield from self._on_all("not finite", 1)
+        yield from self._over_stages("not finite", 1)
 
-    def _over_stages(self, name: str) -> Iterator[Collective]:
+    def _over_stages(self, name: str, elements: int) -> Iterator[Collective]:
         """A code of every stage; a GPU does not wait for it."""
         stages = self._blueprint.stages
         if stages is not None and self._blueprint.device.type == "cpu":
-            yield from _summed(name, stages, torch.int64, 1)
+            yield from _summed(name, stages, torch.int64, elements)
 
     def _gradient_sums(self, spreading: Spreading) -> Iterator[Collective]:
         """Of DTensors of which ranks have summands: each of them as long as what it holds."""

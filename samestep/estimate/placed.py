@@ -19,6 +19,7 @@ from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
+from samestep.plan.copied import CopiedAlong, copied_by_all
 from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
@@ -55,6 +56,13 @@ class Sharing:
         """In order of use."""
         return self.plan.params
 
+    @property
+    def copied(self) -> tuple[CopiedAlong, ...]:
+        """What ranks compare."""
+        if self.distribution.grads == "local":
+            return ()
+        return copied_by_all(len(self.params), self.peers.size)
+
     def owned(self, number: int, place: int) -> Segment:
         """What a peer updates of a bucket."""
         return self.plan.buckets[number].owned(place)
@@ -80,6 +88,7 @@ class Spreading:
     peers: Peers
     distribution: Distribution
     sums: tuple[GradientSum, ...] = ()
+    copied: tuple[CopiedAlong, ...] = ()
     # Elements of each that every rank has room for; None: its own.
     room: tuple[int | None, ...] = ()
 
@@ -121,6 +130,7 @@ class CopiedParts:
     mesh: Peers
     everyone: Peers
     summands: tuple[Summands | None, ...]
+    copied: tuple[CopiedAlong, ...]
     distribution: Distribution
     policy: BucketPolicy
     device: torch.device

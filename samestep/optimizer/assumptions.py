@@ -186,6 +186,11 @@ def _dtensors_with_copies(facts: Facts) -> str | None:
     return _many(count, "DTensor") if count else None
 
 
+def _compared_copies(facts: Facts) -> str | None:
+    count = sum(plan.compares_copies for plan in (*facts.replicated, *facts.sharded))
+    return _many(count, "plan") if count else None
+
+
 def _outside_of_meshes(facts: Facts) -> str | None:
     """DTensors on meshes that leave out some of the ranks."""
     if facts.ranks is None:
@@ -389,6 +394,17 @@ REGISTER: tuple[Assumption, ...] = (
         "every step",
         "8 bytes for each parameter travel",
         _plans,
+    ),
+    Assumption(
+        "gradients of all copies",
+        'Where nobody averages any more (grads="reduced", a DTensor along the axes of its mesh '
+        "that replicate it), ranks with copies of the same values have the same gradients: all of "
+        "them or none.",
+        "samestep.comm.presence:CopiedHere.refuse_difference",
+        "every step",
+        "16 bytes for each such set of ranks and some 50 parameters travel; on a GPU it is told in "
+        "a later step",
+        _compared_copies,
     ),
     Assumption(
         "gradients placed alike",

@@ -12,7 +12,13 @@ from torch._C._profiler import _RecordFunctionFast  # 0.5 us when nobody profile
 
 from samestep.comm.collectives import CollectiveError, gather_segments, maximum, total
 from samestep.comm.groups import RankGroup
-from samestep.comm.presence import Problem, any_problem, tell_problem
+from samestep.comm.presence import (
+    AllSwapped,
+    Problem,
+    RankProblemError,
+    any_problem,
+    tell_problem,
+)
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, rule_of
 from samestep.groups.step_options import StepOptions
 from samestep.kernels.choice import missing as missing_kernels
@@ -146,10 +152,10 @@ class StepRunner:
         except CollectiveError:
             raise  # ranks are gone: there is nobody to start afresh with
         except BaseException:
+            if self.staging is not None:
+                self.staging.break_off()
             for placement in placements:
                 placement.abandon_step()
-            if self.staging is not None:
-                self.staging.finish()
             raise
         for placement in placements:
             placement.finish_step()
@@ -242,9 +248,16 @@ class StepRunner:
             return None
         known = [problem, *(placement.problem for placement in self._placements)]
         found = next((one for one in known if one is not None), None)
+        in_stage = any(placement.shape.agrees for placement in self._placements)
         if self._device.type == "cpu":
-            found = any_problem(found, self._holds.stages)
-        if found is not None and not any(p.shape.agrees for p in self._placements):
+            try:
+                found = any_problem(found, self._holds.stages)
+            except AllSwapped:
+                if not in_stage:  # or those of other pipelines may have swapped nothing
+                    raise
+            except RankProblemError as error:
+                found = Problem(error)
+        if found is not None and not in_stage:
             raise found.error
         return found
 
@@ -253,9 +266,23 @@ class StepRunner:
         own = self._placements[operation.placement]
         problems = [*(placement.problem for placement in self._placements), self._problem]
         other = next((p._replace(param=None) for p in problems if p is not None), None)
+        problem = own.problem or other
+        if problem is not None and problem.swapped:
+            problem = self._problem or problem  # that it is not so in another stage
         if operation.placement == 0:
-            self._tell_everyone(own.problem or other)
-        own.agree(own.problem or other)
+            self._tell_everyone(problem)
+        if not own.compares_copies:
+            own.agree(problem)
+            return
+        found = None  # what its ranks did not know before
+        try:
+            own.agree(problem)
+        except RankProblemError as error:
+            found = error
+        if own.held_by != self._everyone():
+            self._tell_everyone(None if found is None else Problem(found))
+        if found is not None:
+            raise found
 
     def _everyone(self) -> RankGroup | None:
         """All ranks that take part, where no placement has all of them; None: not needed."""

@@ -40,10 +40,12 @@ class Copies(NamedTuple):
 
     ranks: those with the same part, this rank among them, each in a mesh of its own.
     everyone: all ranks of all these meshes.
+    number: which of these meshes is that of this rank.
     """
 
     ranks: RankGroup
     everyone: RankGroup
+    number: int
 
 
 def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, Copies]":
@@ -65,7 +67,7 @@ def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, C
         holders = [
             rank for rank, of_rank in zip(ranks.members, told, strict=True) if key in of_rank
         ]
-        meshes = [frozenset(of_rank[key]) for of_rank in told if key in of_rank]
+        meshes = [of_rank[key] for of_rank in told if key in of_rank]
         everyone = frozenset[int]().union(*meshes)
         if len(holders) == 1:
             continue
@@ -76,7 +78,9 @@ def find_copies(named: Iterable[Named], ranks: RankGroup) -> "dict[DeviceMesh, C
                 f"{ranks_text(ranks.members)} alone: give process_group= all ranks that train "
                 "this model, those with other parts of it too, or leave it out"
             )
-        found[mesh] = Copies(registry.of_members(holders), registry.of_members(everyone))
+        number = sorted(first for first, *_ in meshes).index(int(mesh.mesh.flatten()[0]))
+        groups = registry.of_members(holders), registry.of_members(everyone)
+        found[mesh] = Copies(*groups, number)
     return found
 
 

@@ -49,6 +49,7 @@ class Placement:
     sums_over: RankGroup | None = (
         None  # where sums of it are taken; None: over the optimizer's ranks
     )
+    compares_copies = False  # which gradients ranks with copies have, when it agrees on presence
     problem: Problem | None = None  # what keeps this rank from taking the step
     windows: Windows | None = None  # of state that stays on the host
     staging: Staging | None = None  # where it comes to, in a step
@@ -75,7 +76,7 @@ class Placement:
         if isinstance(operation, Fetch):
             self.windows.fetch(operation, self.staging, self.may_be_present)
         else:
-            self.windows.give_back(operation, self.staging)
+            self.staging.give_back(operation.window)
 
     def may_be_present(self, about: Any) -> bool:
         """Whether what a unit of state is about has a gradient, as far as the host knows."""

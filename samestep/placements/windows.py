@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from samestep.plan.schedule import Fetch, Return, Stage, WindowId
+from samestep.plan.schedule import Fetch, Stage, WindowId
 from samestep.plan.windows import Cut, TensorSize, UnitSize, window_bytes, windows
 from samestep.rules.state import State
 from samestep.update.offload import Staging
@@ -117,12 +117,8 @@ class Windows:
         """Start bringing a window: what the host knows to be absent does not travel."""
         parts = self._of(operation.window)
         wanted = [is_present(part.unit.about) for part in parts]
-        home = [part.comes for part in parts]
-        staging.fetch(operation.window, operation.slot, home, wanted)
-
-    def give_back(self, operation: Return, staging: Staging) -> None:
-        """Start copying a window to where it stays."""
-        staging.give_back(operation.window, [part.goes_back for part in self._of(operation.window)])
+        home, back = [part.comes for part in parts], [part.goes_back for part in parts]
+        staging.fetch(operation.window, operation.slot, home, back, wanted)
 
     def arrived(self, window: WindowId, staging: Staging) -> list[tuple[Part, State]]:
         """Wait for a window: its parts, each with its state on the device."""

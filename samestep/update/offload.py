@@ -10,6 +10,7 @@ a missing wait gives wrong numbers also where there is no GPU.
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -127,13 +128,16 @@ class _Staged(NamedTuple):
     here: list[State]
 
 
-class _There(NamedTuple):
-    """A window that is on its way, or there."""
+@dataclass
+class _There:
+    """A window that is on its way, or there; `in_use`: somebody has waited for it."""
 
     slot: int
     here: list[State]
+    goes_back: Sequence[State]
     wanted: Sequence[bool]
     event: Any
+    in_use: bool = False
 
 
 class Staging:
@@ -170,9 +174,17 @@ class Staging:
             torch.cuda.current_stream(self._device).synchronize()
 
     def fetch(
-        self, window: Hashable, slot: int, home: Sequence[State], wanted: Sequence[bool]
+        self,
+        window: Hashable,
+        slot: int,
+        home: Sequence[State],
+        goes_back: Sequence[State],
+        wanted: Sequence[bool],
     ) -> None:
-        """Start bringing the wanted states of a window into a buffer, once that is free."""
+        """Start bringing the wanted states of a window into a buffer, once that is free.
+
+        goes_back: what the window changes of it.
+        """
         here = self._views(window, slot, home)
         copies = [
             (own[key], tensor)
@@ -181,7 +193,7 @@ class Staging:
             if travels
         ]
         event = self._streams.bring(copies, self._returned.pop(slot, None))
-        self._there[window] = _There(slot, here, wanted, event)
+        self._there[window] = _There(slot, here, goes_back, wanted, event)
 
     def _views(self, window: Hashable, slot: int, home: Sequence[State]) -> list[State]:
         known = self._known.get((window, slot))
@@ -194,18 +206,26 @@ class Staging:
         """Wait for a window, and give its states on the device; those not wanted hold anything."""
         there = self._there[window]
         self._streams.wait(there.event)
+        there.in_use = True  # not before: until then the buffer holds something else
         return there.here
 
-    def give_back(self, window: Hashable, home: Sequence[State]) -> None:
-        """Start copying a window to the host; keys that `home` lacks have changed nothing there."""
-        there = self._there.pop(window)
+    def give_back(self, window: Hashable) -> None:
+        """Start copying a window to the host."""
+        there = self._there[window]
         copies = [
             (tensor, own[key])
-            for own, state, travels in zip(there.here, home, there.wanted, strict=True)
+            for own, state, travels in zip(there.here, there.goes_back, there.wanted, strict=True)
             for key, tensor in state.items()
             if travels
         ]
         self._returned[there.slot] = self._streams.take_back(copies)
+        del self._there[window]  # not before: a step that is broken off gives it back as well
+
+    def break_off(self) -> None:
+        """The step goes no further: give back what it may have changed, and finish."""
+        for window in [window for window, there in self._there.items() if there.in_use]:
+            self.give_back(window)
+        self.finish()
 
     def finish(self) -> None:
         """All state is back on the host: others may read it."""

@@ -122,6 +122,9 @@ def combine_gradients(
         grad = param.grad if param.grad is not None else (nothing or {}).get(param)
         if is_partial(grad):
             found.append(param)
+            # An equal mesh has other groups, and who lacks a gradient knows those of the parameter.
+            if grad.device_mesh == param.device_mesh:
+                grad = _placed(grad.to_local(), param, grad.placements)
             partial.append((grad, param.placements))
         elif (
             isinstance(grad, DTensor)

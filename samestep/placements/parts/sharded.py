@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.collectives import maximum
 from samestep.comm.groups import ranks_text
 from samestep.comm.integrity.agreement import require_same_lines
-from samestep.comm.meshes import held, mesh_group, whole_tensor
+from samestep.comm.meshes import copied_here, held, mesh_group, whole_tensor
 from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
@@ -80,9 +80,10 @@ class ShardedParameters(Placement):
         self.shape = self.exchange.shape
         lines = [*distribution.lines(), *self.lines(), *members.lines, line_of(self.device)]
         require_same_lines("plan", lines, self.group, self.device)
-        self._presence = PresenceAgreement(
-            [spec.name for spec in self.specs], [self.group], self.device
-        )
+        copied = copied_here(self.params, mesh, self.group)
+        self.compares_copies = copied is not None
+        names = [spec.name for spec in self.specs]
+        self._presence = PresenceAgreement(names, [self.group], self.device, copied)
         self._summands = [0] * len(self.params)  # of any rank so far, where votes are on a GPU
 
     @classmethod
@@ -295,7 +296,7 @@ class ShardedParameters(Placement):
     def agree(self, problem: Problem | None) -> None:
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         here = [summands(param) for param in self.params]
-        present = self._presence.agree(here, problem)
+        present = self._presence.agree(here, problem, whole=self._is_whole_along)
         codes = self._summands_anywhere(here)
         nothing: dict[Tensor, DTensor | None] = {
             param: no_summand(param, code)
@@ -304,6 +305,11 @@ class ShardedParameters(Placement):
         }
         self.parts.sums = combine_gradients(self.params, nothing)
         self.parts.present = present
+
+    def _is_whole_along(self, index: int, axis: int) -> bool:
+        """Whether there is a gradient here, also of zeros, of which ranks have no summands."""
+        grad = self.params[index].grad
+        return isinstance(grad, DTensor) and not grad.placements[axis].is_partial()
 
     def _summands_anywhere(self, here: Sequence[int]) -> list[int]:
         """The largest `summands` of all ranks; a GPU is waited for until there was one of each."""

@@ -17,7 +17,14 @@ from torch.distributed.tensor import DTensor
 
 from samestep.comm.collectives import maximum, total
 from samestep.comm.groups import RankGroup
-from samestep.comm.meshes import Held, axes_group, held, mesh_group, whole_tensor
+from samestep.comm.meshes import (
+    Held,
+    axes_group,
+    copied_here,
+    held,
+    mesh_group,
+    whole_tensor,
+)
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group, rule_of
 from samestep.placements.parts.block_exchange import BlockExchange
@@ -34,17 +41,26 @@ Kinds = tuple[int, ...]  # of a gradient, along each axis of its mesh
 
 
 class MeshParts:
-    """The DTensors of one mesh, whose other copies somebody else thinks of."""
+    """The DTensors of one mesh, whose other copies somebody else thinks of.
+
+    everyone: the ranks of all meshes that hold copies of them; `number`: which of these it is.
+    """
 
     exchange: BlockExchange
     blocks: "AnsweredBlocks"
 
     def __init__(
-        self, params: Sequence[Tensor], specs: Sequence[ParamSpec], mesh: DeviceMesh
+        self,
+        params: Sequence[Tensor],
+        specs: Sequence[ParamSpec],
+        mesh: DeviceMesh,
+        everyone: RankGroup,
+        number: int,
     ) -> None:
         self.mesh = mesh
         self.group = mesh_group(mesh)
         self._params = [param for param in params if isinstance(param, DTensor)]
+        self.copied = copied_here(self._params, mesh, everyone, number)
         self._wholes = specs
         self._held: list[Held] = []
         self.shares: list[ParamSpec] = []

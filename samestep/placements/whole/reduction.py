@@ -20,7 +20,7 @@ from samestep.comm.groups import GroupReduction, RankGroup
 from samestep.comm.presence import Problem
 from samestep.groups.distribution import Distribution
 from samestep.placements.whole.buffers import FlatGradients, PackedGradients
-from samestep.placements.whole.held_tensors import HeldTensors
+from samestep.placements.whole.held_tensors import REPLICATED, HeldTensors
 from samestep.placements.whole.launch_order import LaunchOrder
 from samestep.plan.sharding import Bucket, ShardingPlan
 from samestep.plan.transfers import (
@@ -229,6 +229,11 @@ class GradientReducer:
         if self._frees and self.problem is None:  # or only zeros were sent
             self._params[index].grad = None
         self._taken[index] = self._seen(index)
+
+    def is_whole_along(self, index: int, axis: int) -> bool:
+        """Whether there was a gradient on this rank, and of a DTensor no summand along an axis."""
+        kinds = self.kinds[index]
+        return self.here[index] and (not kinds or kinds[axis] == REPLICATED)
 
     def only_here(self) -> str | None:
         """The name of a parameter whose gradient was taken, and is not in `.grad` any more."""

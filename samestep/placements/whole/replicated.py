@@ -13,7 +13,7 @@ from torch import Tensor
 
 from samestep.comm.collectives import gathers_uneven, maximum
 from samestep.comm.groups import GroupReduction, RankGroup, fabric_of, in_two_levels, ranks_text
-from samestep.comm.presence import PresenceAgreement, Problem, changed_parameter
+from samestep.comm.presence import CopiedHere, PresenceAgreement, Problem, changed_parameter
 from samestep.groups.distribution import Distribution
 from samestep.groups.mistakes import GradientEdits
 from samestep.groups.param_groups import Group
@@ -32,6 +32,7 @@ from samestep.placements.whole.piece_views import PieceViews, Seen
 from samestep.placements.whole.planned import levels_of, planned, refuse_levels, shape_of
 from samestep.placements.whole.reduction import GradientReducer
 from samestep.placements.windows import Unit, home_of
+from samestep.plan.copied import copied_by_all
 from samestep.plan.narrowed import narrowed
 from samestep.plan.schedule import Average, Gather, OfBucket, Place, Reduce, Stage, WindowId
 from samestep.plan.sharding import Piece
@@ -43,6 +44,13 @@ if TYPE_CHECKING:
 
     from samestep.placements.planner import Request
     from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
+
+
+_WAY_OUT = (
+    'By grads="reduced" somebody else averages gradients, and all ranks have the same ones then: '
+    "have a rank that did not use the parameter give zeros to the average, and take it; or leave "
+    'grads="reduced" out, and the optimizer averages'
+)
 
 
 class ReplicatedParameters(Placement):
@@ -133,7 +141,12 @@ class ReplicatedParameters(Placement):
             in_flight if self.shape.defers else None,
         )
         self._order = order
-        self._presence = PresenceAgreement(self._names, self._groups, self.device)
+        copied = None if mesh is None else mesh.copied
+        if mesh is None and distribution.grads == "reduced":
+            along = copied_by_all(len(self.params), group.size)
+            copied = CopiedHere(along, (0,), group, _WAY_OUT)
+        self.compares_copies = copied is not None
+        self._presence = PresenceAgreement(self._names, self._groups, self.device, copied)
         self._present: list[bool | Tensor] = []
         self._edits: GradientEdits | None = None  # inside backward every edit is an error
         if mesh is None and distribution.grads == "local" and not distribution.overlap_grad_reduce:
@@ -171,7 +184,7 @@ class ReplicatedParameters(Placement):
         """Plans for the DTensors of a mesh that other ranks have copies of, likewise."""
         from samestep.placements.whole.mesh_parts import MeshParts  # DTensors take long to import
 
-        copies, everyone = request.copies[mesh]
+        copies, everyone, number = request.copies[mesh]
         distribution = request.distribution
         if request.brings_together:  # as plain ones
             distribution = distribution.beside_dtensors()
@@ -190,7 +203,7 @@ class ReplicatedParameters(Placement):
                     distribution,
                     request.order,
                     request.in_flight,
-                    MeshParts(members.params, members.specs, mesh),
+                    MeshParts(members.params, members.specs, mesh, everyone, number),
                     everyone,
                 )
             )
@@ -442,7 +455,8 @@ class ReplicatedParameters(Placement):
         """Find out what is present anywhere; raises on all ranks if any has a problem."""
         overlaps = self.distribution.overlap_grad_reduce
         met = overlaps and self._order.met()
-        self._present = self._presence.agree(self.reducer.here, problem, met)
+        whole = self.reducer.is_whole_along
+        self._present = self._presence.agree(self.reducer.here, problem, met, whole)
         if overlaps:
             self._order.told(self._presence.flagged)
         if self.mesh is not None:

@@ -36,10 +36,10 @@ def no_presence_mask(original: Any, self: GradientReducer) -> None:
 
 @mutant("reference", RANDOM, replaces=(PresenceAgreement, "agree"))
 def absent_is_not_untouched(
-    original: Any, self: PresenceAgreement, here: Any, problem: Any, flag: bool = False
+    original: Any, self: PresenceAgreement, here: Any, *others: Any, **named: Any
 ) -> list[bool]:
     """zeros stand in for a gradient that no rank has, so momentum and decay move the parameter"""
-    return [True] * len(original(self, here, problem, flag))
+    return [True] * len(original(self, here, *others, **named))
 
 
 @mutant("reference", "fixed_capacity", replaces=(GradientReducer, "end_round"))

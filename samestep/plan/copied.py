@@ -1,0 +1,112 @@
+"""Copies along an axis: whether ranks that hold them have the same gradients, as numbers.
+
+Ranks of a mesh that differ on one axis alone are a *line*. Of a parameter that is replicated along
+the axis they hold the same part, so that all ranks of the line have a whole gradient of it, or
+none has: whoever updates a copy with less than the others have drifts apart from them. Summands
+are another matter: they are added up, and zeros stand for those that a rank lacks.
+
+A rank says of each such parameter, in a bit, whether its gradient is whole along the axis. The
+largest and the smallest numbers in a line, of these bits and the rank's place, tell whether
+all have said the same; if not, the first bit in which they differ names a parameter, and their
+places two ranks that differ about it.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_BITS = 62  # of a number, which has a sign
+
+
+class Difference(NamedTuple):
+    """A parameter of which one rank has a whole gradient, and another one with a copy has not."""
+
+    param: int
+    has: int  # place among all ranks
+    lacks: int
+
+
+class CopiedAlong(NamedTuple):
+    """The parameters that are replicated along one axis of a mesh.
+
+    params: their numbers.
+    lines: along that axis, in the mesh and in those that hold copies of all of it.
+    ranks: of all these meshes.
+    """
+
+    axis: int
+    params: tuple[int, ...]
+    lines: int
+    ranks: int
+
+    @property
+    def _bits(self) -> int:
+        return _BITS - (self.ranks - 1).bit_length()
+
+    @property
+    def _words(self) -> int:
+        return -(-len(self.params) // self._bits)
+
+    @property
+    def elements(self) -> int:
+        """That ranks send of it: two numbers of every word and line."""
+        return 2 * self.lines * self._words
+
+    def votes(self, whole: Sequence[bool], line: int, place: int) -> Tensor:
+        """What a rank says, (elements,), of each parameter; `place`: which of all ranks it is."""
+        largest = (1 << self._bits) - 1
+        votes = torch.zeros(2, self.lines, self._words, dtype=torch.int64)
+        for word in range(self._words):
+            bits = 0
+            for number, said in enumerate(whole[word * self._bits : (word + 1) * self._bits]):
+                bits |= said << self._bits - 1 - number  # the first counts most
+            votes[0, line, word] = bits * self.ranks + place
+            votes[1, line, word] = (largest - bits) * self.ranks + place
+        return votes.view(-1)
+
+    def difference(self, votes: Tensor) -> Difference | None:
+        """The first one in the largest votes of all ranks; None: they agree."""
+        largest = (1 << self._bits) - 1
+        highest, lowest = votes.view(2, -1)
+        bits, places = highest // self.ranks, highest % self.ranks
+        fewest, others = largest - lowest // self.ranks, lowest % self.ranks
+        found = (bits > fewest).nonzero()  # it is less where nobody has said anything
+        if not len(found):
+            return None
+        at = int(found[0])
+        first = self._bits - (int(bits[at]) ^ int(fewest[at])).bit_length()
+        param = self.params[at % self._words * self._bits + first]
+        return Difference(param, int(places[at]), int(others[at]))
+
+
+def copied_along(
+    sizes: Sequence[int], replicated: Sequence[Sequence[int]], copies: int = 1
+) -> tuple[CopiedAlong, ...]:
+    """Of each axis of a mesh that has any; `replicated`: the axes of each parameter that do so.
+
+    copies: meshes that hold copies of all of it.
+    """
+    found = []
+    for axis, size in enumerate(sizes):
+        params = tuple(index for index, axes in enumerate(replicated) if axis in axes)
+        if size > 1 and params:
+            ranks = prod(sizes) * copies
+            found.append(CopiedAlong(axis, params, ranks // size, ranks))
+    return tuple(found)
+
+
+def copied_by_all(params: int, ranks: int) -> tuple[CopiedAlong, ...]:
+    """Of plain parameters, of which all ranks have the same gradients."""
+    return copied_along((ranks,), [[0]] * params)
+
+
+def line_of(sizes: Sequence[int], coordinate: Sequence[int], axis: int, copy: int = 0) -> int:
+    """Which line along an axis goes through a place of a mesh; `copy`: of so many meshes."""
+    number = copy
+    for other, size in enumerate(sizes):
+        if other != axis:
+            number = number * size + coordinate[other]
+    return number

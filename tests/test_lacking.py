@@ -1,0 +1,334 @@
+"""Gradients of DTensors that some of the ranks with copies have whole, and others lack."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import samestep
+from samestep.comm.groups import RankGroup
+from samestep.comm.presence import (
+    CopiedHere,
+    PresenceAgreement,
+    Problem,
+    RankProblemError,
+    _codes_of,
+)
+from samestep.plan.copied import CopiedAlong, copied_along, line_of
+from tests.ranks import run_cases, run_forked
+
+SHAPES = {"matrix": (8, 6), "norm": (6,)}
+COPIES, CUT = Replicate(), Shard(0)
+
+
+def whole(name, step, place=0):
+    seed = 1000 * place + 10 * step + 100 + list(SHAPES).index(name)
+    return torch.randn(SHAPES[name], generator=torch.Generator().manual_seed(seed))
+
+
+def build(mesh, places, **options):
+    params = {
+        name: nn.Parameter(distribute_tensor(whole(name, -1), mesh, places)) for name in SHAPES
+    }
+    return params, samestep.MuonAdamW(list(params.items()), lr=0.1, **options)
+
+
+def give(params, mesh, places, step, lacking=(), zeros=False):
+    """As `places` say; None where (name, coordinate) is in `lacking`, or zeros."""
+    here = tuple(mesh.get_coordinate())
+    for name, param in params.items():
+        missing = (name, here) in lacking
+        param.grad = None
+        if missing and not zeros:
+            continue
+        # Summands are different along their axis, and the same on ranks with copies of them.
+        place = sum(at for at, kind in zip(here, places, strict=True) if kind.is_partial())
+        rest = [COPIES if kind.is_partial() else kind for kind in places]
+        value = whole(name, step, place)
+        local = distribute_tensor(value, mesh, rest, src_data_rank=None).to_local()
+        if missing:
+            local = torch.zeros_like(local)
+        param.grad = DTensor.from_local(
+            local, mesh, places, run_check=False, shape=param.shape, stride=param.stride()
+        )
+
+
+def trained(mesh, placed, given, lacking, **how):
+    """Three steps, in the second of which ranks lack gradients: an error, or what they hold."""
+    params, opt = build(mesh, placed)
+    for step in range(3):
+        give(params, mesh, given, step, lacking if step == 1 else (), **how)
+        before = {name: param.to_local().clone() for name, param in params.items()}
+        try:
+            opt.step()
+        except RuntimeError as error:
+            assert all(torch.equal(before[name], params[name].to_local()) for name in SHAPES)
+            return str(error)
+    return {name: param.to_local().clone() for name, param in params.items()}
+
+
+# Where copies are, how gradients come, who lacks one: it is an error that names two ranks.
+ERRORS = {
+    "all copies": ((4,), [COPIES], [COPIES], [("norm", (2,))], 3, 2),
+    "copies of parts": ((2, 2), [COPIES, CUT], [COPIES, CUT], [("matrix", (1, 0))], 0, 2),
+    "parts of copies": ((2, 2), [CUT, COPIES], [CUT, COPIES], [("matrix", (1, 0))], 3, 2),
+    "copies both ways": ((2, 2), [COPIES, COPIES], [COPIES, COPIES], [("norm", (0, 1))], 3, 1),
+    "beside summands": ((2, 2), [COPIES, COPIES], [Partial(), COPIES], [("norm", (1, 1))], 2, 3),
+}
+# All ranks with copies of a part, or of a summand, lack it: zeros stand for it.
+ZEROS = {
+    "of parts": ((2, 2), [COPIES, CUT], [COPIES, CUT], [("norm", (0, 1)), ("norm", (1, 1))]),
+    "of summands": (
+        (2, 2),
+        [COPIES, COPIES],
+        [Partial(), COPIES],
+        [("matrix", (1, 0)), ("matrix", (1, 1))],
+    ),
+    "a summand": ((2, 2), [COPIES, CUT], [Partial(), CUT], [("matrix", (1, 0))]),
+}
+
+
+def test_a_copy_without_the_gradient_that_another_has():
+    def job(rank, case):
+        shape, placed, given, lacking, *_ = ERRORS[case]
+        return trained(init_device_mesh("cpu", shape), placed, given, lacking)
+
+    for case, found in run_cases(4, ERRORS, job):
+        *_, ((name, _),), has, lacks = ERRORS[case]
+        for text in found:
+            assert isinstance(text, str), case
+            assert repr(name) in text
+            assert f"rank {has} has" in text
+            assert f"rank {lacks}" in text
+
+
+def test_all_copies_without_it():
+    def job(rank, case):
+        shape, placed, given, lacking = ZEROS[case]
+        mesh = init_device_mesh("cpu", shape)
+        return [trained(mesh, placed, given, lacking, zeros=zeros) for zeros in (True, False)]
+
+    for case, found in run_cases(4, ZEROS, job):
+        for explicit, lacking in found:
+            assert not isinstance(lacking, str), (case, lacking)
+            assert all(torch.equal(explicit[name], lacking[name]) for name in SHAPES), case
+
+
+def averaged(data, lacking, zeros=False):
+    """As `trained`, of copies along the model axis that are averaged over the data axis."""
+    mesh = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "model"))
+    model = mesh["model"]
+    params, opt = build(model, [COPIES])
+    at, place = mesh.get_coordinate()
+    for step in range(3):
+        own = [(name, (place,)) for name, (*where,) in lacking if where == [at, place]]
+        give(params, model, [COPIES], step + 10 * at, own if step == 1 else (), zeros=zeros)
+        before = {name: param.to_local().clone() for name, param in params.items()}
+        try:
+            opt.step()
+        except RuntimeError as error:
+            assert all(torch.equal(before[name], params[name].to_local()) for name in SHAPES)
+            return str(error)
+    return {name: param.to_local().clone() for name, param in params.items()}
+
+
+@pytest.mark.parametrize(("data", "lacks", "has"), [(2, (1, 0), 3), (3, (2, 1), 4)])
+def test_copies_whose_gradients_the_optimizer_averages(data, lacks, has):
+    """One of two ranks with the same data; where both have none, other data are averaged in."""
+
+    def job(rank):
+        both = [("norm", (0, 0)), ("norm", (0, 1))]
+        return (
+            averaged(data, [("norm", lacks)]),
+            averaged(data, both),
+            averaged(data, both, zeros=True),
+        )
+
+    for text, found, explicit in run_forked(2 * data, job):
+        assert "'norm'" in text
+        assert f"rank {has} has" in text
+        assert f"rank {2 * lacks[0] + lacks[1]}," in text
+        assert all(torch.equal(found[name], explicit[name]) for name in SHAPES)
+
+
+def test_fsdp_with_copies():
+    """HSDP: somebody drops a gradient on one rank."""
+
+    def job(rank):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 8)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
+        opt = samestep.MuonAdamW(model, lr=0.1)
+        for step in range(2):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(5, 6)).square().sum().backward()
+            if step and rank == 1:
+                model.bias.grad = None
+            try:
+                opt.step()
+            except RuntimeError as error:
+                return step, str(error)
+            opt.zero_grad()
+        return None
+
+    for step, text in run_forked(4, job):
+        assert step == 1
+        assert text.startswith("rank 3 has the gradient of 'bias', and rank 1,")
+
+
+def test_a_summand_beside_a_whole_gradient():
+    """The ranks with summands would wait for one that has none to give."""
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (3,))
+        params, opt = build(mesh, [COPIES])
+        give(params, mesh, [Partial() if rank == 1 else COPIES], 0)
+        with pytest.raises(RuntimeError, match=r"rank 2 has .*'matrix', and rank 1, .*Partial"):
+            opt.step()
+
+    run_forked(3, job)
+
+
+@pytest.fixture
+def read_later():
+    """An agreement of ranks 4 and 6 on a GPU, to which has come what they said a step before."""
+
+    class Passed:
+        def query(self):
+            return True
+
+    def agreement(votes, codes):
+        along = copied_along((2,), [[0], [0]])
+        ranks = RankGroup(None, 0, 2, (4, 6))
+        names, device = ["first", "second"], torch.device("cpu")
+        found = PresenceAgreement(names, [ranks], device, CopiedHere(along, (0,), ranks, ""))
+        said = [along[0].votes(of_rank, 0, rank) for rank, of_rank in enumerate(votes)]
+        told = torch.cat([torch.maximum(*said), torch.tensor(codes)])
+        found._on_their_way.append((told, Passed()))
+        return found
+
+    return agreement
+
+
+def test_a_gpu_tells_in_a_later_step(read_later):
+    """Before anything else is sent."""
+    agreement = read_later([[True, False], [True, True]], [7, 0])
+    with pytest.raises(RankProblemError, match=r"rank 6 .* 'second', and rank 4.* checkpoint"):
+        agreement.agree([1, 1], None, whole=lambda param, axis: True)
+
+
+def test_a_gpu_tells_of_swapped_parameters_in_a_later_step(read_later):
+    """The rank that has swapped them has known at once, from the same numbers."""
+    error = RuntimeError("'second' was replaced")
+    other, code = _codes_of(Problem(error, swapped=("second",)), 6, ["first", "second"])
+    assert other == 0
+    mine = _codes_of(None, 4)
+    agreement = read_later([[True, True]] * 2, [max(other, mine[0]), max(code, mine[1]) << 1])
+    with pytest.raises(
+        RankProblemError, match=r"'second' was replaced .* rank 6 and not on rank 4"
+    ):
+        agreement.agree([1, 1], None, whole=lambda param, axis: True)
+
+
+def test_averaged_by_somebody_else():
+    """Plain parameters, and in whatever way the work on them is shared."""
+
+    def job(rank, sharding):
+        params = {name: nn.Parameter(whole(name, -1)) for name in SHAPES}
+        opt = samestep.MuonAdamW(
+            list(params.items()), lr=0.1, grads="reduced", sharding=sharding, crossover=1
+        )
+        for step in range(3):
+            for name, param in params.items():
+                param.grad = whole(name, step) if step != 1 else None
+            if step == 2 and rank == 1:
+                params["norm"].grad = None
+            try:
+                opt.step()
+            except RuntimeError as error:
+                return step, str(error)
+        return None
+
+    for case, found in run_cases(3, ["none", "zero1"], job):
+        for step, text in found:
+            assert step == 2, case
+            assert text.startswith("rank 2 has the gradient of 'norm', and rank 1,")
+            assert 'grads="reduced"' in text
+
+
+def test_ranks_that_hold_none_of_it_do_not_step_either():
+    """Copies along the model axis of which others are elsewhere, beside plain parameters of all."""
+
+    def job(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        model = mesh["model"]
+        params, _ = build(model, [COPIES])
+        params["plain"] = nn.Parameter(torch.ones(5))
+        opt = samestep.MuonAdamW(list(params.items()), lr=0.1, grads="reduced")
+        give({name: params[name] for name in SHAPES}, model, [COPIES], 0)
+        params["plain"].grad = torch.ones(5)
+        if rank == 1:
+            params["norm"].grad = None
+        with pytest.raises(RuntimeError) as caught:
+            opt.step()
+        assert torch.equal(params["plain"], torch.ones(5))
+        return str(caught.value)
+
+    first, second, *others = run_forked(4, job)
+    assert first == second
+    assert first.startswith("rank 0 has the gradient of 'norm', and rank 1,")
+    assert all(text.startswith("rank 1 could not take the step") for text in others)
+
+
+# --- as numbers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4096])
+def test_any_difference_is_found_and_named(ranks):
+    """Of many parameters, in every line, whoever it is; and no other is."""
+    params = tuple(range(7, 7 + 150))
+    (along,) = copied_along((ranks,), [[]] * 7 + [[0]] * 150)
+    assert along == CopiedAlong(0, params, 1, ranks)
+    torch.manual_seed(0)
+    whole = torch.randint(2, (150,)).bool()
+    said = along.votes(whole.tolist(), 0, ranks - 1)
+    assert len(said) == along.elements
+    assert along.difference(torch.maximum(said, along.votes(whole.tolist(), 0, 0))) is None
+    for param in 0, 1, 48, 49, 50, 61, 62, 149:
+        other = whole.clone()
+        other[param] = ~other[param]
+        other[param + 40 :] = False  # the first is told
+        found = along.difference(torch.maximum(said, along.votes(other.tolist(), 0, 0)))
+        has, lacks = (ranks - 1, 0) if whole[param] else (0, ranks - 1)
+        assert found == (7 + param, has, lacks)
+
+
+def test_lines_do_not_mix():
+    """Each of the lines of a (2, 3, 2) mesh, of which there are two copies, has its own numbers."""
+    sizes, copies = (2, 3, 2), 2
+    found = copied_along(sizes, [[0, 1], [1], []], copies)
+    assert [(each.axis, each.params, each.lines) for each in found] == [
+        (0, (0,), 12),
+        (1, (0, 1), 8),
+    ]
+    for each in found:
+        places = list(product(range(copies), *map(range, sizes)))
+        lines = [line_of(sizes, at, each.axis, copy) for copy, *at in places]
+        assert sorted(lines) == sorted(list(range(each.lines)) * sizes[each.axis])
+        # Every line says something else, and all of its ranks the same.
+        votes = [
+            each.votes([bool(line >> n & 1) for n in range(len(each.params))], line, place)
+            for place, line in enumerate(lines)
+        ]
+        assert each.difference(torch.stack(votes).amax(0)) is None
+        odd = each.votes([True] * len(each.params), lines[5], 5)
+        all_but = torch.stack([*votes[:5], odd, *votes[6:]]).amax(0)
+        expected = None if lines[5] % 2 ** len(each.params) == 2 ** len(each.params) - 1 else 5
+        difference = each.difference(all_but)
+        assert (difference and difference.has) == expected

@@ -387,11 +387,21 @@ def test_slices_are_cut_between_blocks():
 
 
 def test_the_table_says_how_state_is_kept():
-    rows = {line.split()[0]: line for line in built("8bit")[1].table().splitlines()}
+    opt = built("8bit", offload="state")[1]
+    rows = {line.split()[0]: line for line in opt.table().splitlines()}
     assert rows["plain"].endswith("8bit/32, master remainder")
     assert rows["narrow"].endswith("float32, master remainder")
     assert "state" in rows["parameter"]
-    assert "state" not in built("32 bits")[1].table()
+    told = [line for line in opt.table().splitlines() if line.startswith("state: ")]
+    assert told[0].startswith('state: in the host\'s memory between steps (offload="state")')
+    assert told[1].startswith("state: 2 of 8 parameters stay in 32 bits or more")
+    assert told[1].endswith(": narrow, norm")
+    assert [line.split('"')[1] for line in told[2:]] == ["8bit/64", "master remainder"]
+    explained = " ".join(opt.explain().split())
+    assert all(line in explained for line in told)
+    usual = built("32 bits")[1]
+    assert "state" not in usual.table()
+    assert "How state is kept" not in usual.explain()
 
 
 def cut_job(rank):

@@ -37,6 +37,7 @@ from samestep.groups.param_groups import (
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
+from samestep.groups.table_state import state_lines
 from samestep.layout.blocks import Shape
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
@@ -428,22 +429,24 @@ class RuleOptimizer(torch.optim.Optimizer):
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text.
 
-        On several ranks also who averages its gradients and who updates it. Not collective.
+        On several ranks also who averages its gradients and who updates it; how state is kept and
+        where, if `state_dtypes` or `offload` was given. Not collective.
         """
         holds = self.holdings
         if holds.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
-        if not holds.placed:
-            return table(
-                self.param_groups, holds.blocks, self._reasons, master_weights=holds.masters
-            )
 
         def ranks(param: Tensor) -> tuple[str, str]:
             held = next((placed for placed in holds.placed if placed.holds(param)), Placement())
             return held.averaged_by(param), held.updated_by(param)
 
         return table(
-            self.param_groups, holds.blocks, self._reasons, ranks, master_weights=holds.masters
+            self.param_groups,
+            holds.blocks,
+            self._reasons,
+            ranks if holds.placed else None,
+            master_weights=holds.masters,
+            offload=holds.distribution.offload,
         )
 
     def _plan_blocks_anew(self) -> None:
@@ -455,8 +458,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def explain(self) -> str:
         """What is taken for granted of other ranks and of whoever makes gradients, as text.
 
-        With who averages what, which check holds each assumption and when it runs, and what
-        nobody checks. Not collective.
+        With who averages what, which check holds each assumption and when it runs, what nobody
+        checks, and how state is kept where that was chosen. Not collective.
         """
         return assumptions.explain(self._facts())
 
@@ -472,6 +475,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             holds.sharded,
             tuple(self.param_groups),
             self._steps.max_grad_norm,
+            state_lines(
+                self.param_groups,
+                holds.blocks,
+                master_weights=holds.masters,
+                offload=holds.distribution.offload,
+            ),
         )
 
     # --- the step ----------------------------------------------------------------------------

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from samestep.checkpoint.logical import MODEL, STATE, Pieces, Remainder, Tensors, state_key
 from samestep.groups.param_groups import parameter_names, rule_of
-from samestep.layout.boxes import Box, HeldBox
+from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.rules.converted import remainder_of
-from samestep.rules.state import MASTER
+from samestep.rules.converted import remainder_of, was_of_parameter
+from samestep.rules.state import MASTER, is_elementwise
 from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode
 
 Entries = Mapping[str, TensorStorageMetadata]
@@ -49,9 +49,14 @@ def adapted(
     `whole`: it has all of every tensor, and not only what this rank had of it.
     """
     wanted, finish = dict(tensors), list[Callable[[], None]]()
+    of_blocks = set() if optimizer is None else _of_whole_blocks(optimizer) & stored.keys()
     for name in [name for name in tensors if name.startswith(f"{STATE}.")]:
         scale_name = name + SCALE_SUFFIX
         here, there = tensors.get(scale_name), stored.get(scale_name)
+        if name in of_blocks and was_of_parameter(tuple(stored[name].size), tensors[name].shape):
+            wanted[name], write = _read_flat(tensors[name], stored[name])
+            finish.append(write)
+            continue
         if name not in stored or (here is None and there is None):
             continue
         if here is not None and there is not None and here.shape == there.size:
@@ -107,6 +112,18 @@ def _counts(optimizer: RuleOptimizer) -> set[str]:
         f"{STATE}.{whole_name(name)}.{STEP}"
         for index, group in enumerate(optimizer.param_groups)
         if STEP not in rule_of(group).state_shapes((0, 0), group)
+        for name in parameter_names(group, index)
+    }
+
+
+def _of_whole_blocks(optimizer: RuleOptimizer) -> set[str]:
+    """State that has a few numbers for each block, such as a variance."""
+    return {
+        state_key(whole_name(name), key)
+        for index, group in enumerate(optimizer.param_groups)
+        if (rule := rule_of(group)).kind == "matrix"
+        for key in rule.state_shapes((0, 0), group)
+        if not is_elementwise(rule, key, group)
         for name in parameter_names(group, index)
     }
 
@@ -176,6 +193,17 @@ def _writer(
         next(own for own in scale.held if own.box == held.box.divided(per)).tensor.copy_(scales)
 
     return write
+
+
+def _read_flat(own: Pieces, stored: TensorStorageMetadata) -> tuple[Pieces, Callable[[], None]]:
+    """All of a tensor that has more dims in the checkpoint, and what writes it into pieces."""
+    whole = torch.empty(stored.size, dtype=stored.properties.dtype, device=own.device)
+
+    def write() -> None:
+        for box, tensor in own.held:
+            tensor.copy_(whole.view(-1)[box.slices].view(tensor.shape))
+
+    return Pieces(stored.size, whole.dtype, own.device, [whole_box(whole)]), write
 
 
 def _zeroed(counts: Pieces) -> Callable[[], None]:

@@ -161,7 +161,9 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
     raise ValueError(
         "the loaded state was saved with another plan of who owns what: build the optimizer with "
         "the same model, sharding, bucket_size, crossover, owners and state_dtypes as when it was "
-        "saved"
+        "saved. Another version of samestep may plan otherwise, as those before 8-bit state do "
+        "with state_dtypes: load the files there, on as many ranks, call samestep.save(path, "
+        "model, optimizer), and samestep.load(path, model, optimizer) here"
     )
 
 

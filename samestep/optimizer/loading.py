@@ -218,6 +218,7 @@ def _checked(
             if entry:
                 own = {key: tuple(tensor.shape) for key, tensor in optimizer.state[param].items()}
                 wanted = shapes.get(param, own)
+                _refuse_broken_codes(name, entry)
                 if param in stored:
                     entry = _in_formats(entry, stored[param], wanted)
                 _refuse_masters(name, param, wanted, entry)
@@ -303,6 +304,22 @@ def _in_formats(
 
             found[key] = placed_beside(base, tensor, per)  # type: ignore[arg-type]
     return found
+
+
+def _refuse_broken_codes(name: str, entry: Mapping[str, Any]) -> None:
+    """Raise if codes of 8 bits have no scales, or scales of something else."""
+    shapes = {key: tuple(torch.as_tensor(value).shape) for key, value in entry.items()}
+    for key, value in entry.items():
+        if torch.as_tensor(value).dtype not in (torch.int8, torch.uint8):
+            continue
+        codes, scales = shapes[key], shapes.get(key + SCALE_SUFFIX)
+        if scales is None or codes[:-1] != scales[:-1] or codes[-1] % max(1, scales[-1]):
+            has = "are not there" if scales is None else f"have shape {scales}"
+            raise ValueError(
+                f"state {key!r} of {name!r} is {codes} codes of 8 bits, and their scales, "
+                f"{key + SCALE_SUFFIX!r}, {has}: the state was changed after it was saved; load "
+                "it as it was"
+            )
 
 
 def _refuse_masters(

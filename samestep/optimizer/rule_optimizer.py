@@ -31,6 +31,7 @@ from samestep.groups.param_groups import (
     listed,
     naming_group,
     parameter_names,
+    refuse_lost_formats,
     refuse_repeated,
     refuse_unsupported,
 )
@@ -237,6 +238,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         with naming_group(len(self.param_groups)):
             refuse_lost_keys({**default_rule, **param_group})
             group = complete({**default_rule, **param_group}, self._rule_options)
+            refuse_lost_formats(group, self._rule_options)
         for key in group.keys() - param_group.keys():
             # Not shared: schedulers write into learning-rate tensors, group by group.
             group[key] = deepcopy(group[key])

@@ -51,6 +51,23 @@ def test_gradients_are_not_scaled_in_place():
     assert all(torch.equal(p.grad, values[n]) for n, p in net.named_parameters())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_scaling_rounds_no_16_bit_gradient(dtype):
+    """Moments are those of 32-bit parameters, also of what 16 bits could not hold once unscaled."""
+    kept = []
+    for kind in (dtype, torch.float32):
+        net = nn.Linear(8, 8, bias=False).to(kind)
+        clipped = samestep.AdamW(net, max_grad_norm=0.3, master_weights=False)
+        net.weight.grad = gradients(net, 0)["weight"].to(dtype).to(kind)
+        clipped.step()
+        unscaled = samestep.Muon(net, master_weights=False)
+        unscaled.scaled_step(torch.tensor(2.0**-30))  # as of a GradScaler
+        kept.append([clipped.state[net.weight]["exp_avg"]])
+        kept[-1].append(unscaled.state[net.weight]["momentum_buffer"])
+    assert all(torch.equal(narrow, wide) for narrow, wide in zip(*kept, strict=True))
+    assert all(bool(tensor.ne(0).all()) for tensor in kept[0])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["up.weight", "lm_head.bias"])
 def test_a_step_that_is_not_finite_changes_nothing(bad, name):

@@ -271,5 +271,20 @@ def test_state_without_masters_gets_them_from_the_parameter(make, dtype):
 def test_masters_are_not_dropped_in_silence(make):
     param = nn.Parameter(draw((6, 4), 0, torch.bfloat16))
     saved = make([param], master_weights=True).state_dict()
-    with pytest.raises(ValueError, match="master_weights=True"):
+    with pytest.raises(ValueError, match="none here: build the optimizer with master_weights=True"):
         make([param]).load_state_dict(saved)
+    wide = make([nn.Parameter(param.detach().float())], master_weights=True)
+    with pytest.raises(ValueError, match=r"'master_weight', .* is float32 here.* samestep.load"):
+        wide.load_state_dict(saved)
+
+
+@both_rules
+def test_remainders_are_of_bfloat16(make):
+    """With another dtype they would be digits of nothing."""
+    kept = {"master_weights": True, "state_dtypes": {MASTER: "remainder"}}
+    saved = make([nn.Parameter(draw((6, 4), 0, torch.bfloat16))], **kept).state_dict()
+    for dtype in (torch.float16, torch.float32):
+        other = make([nn.Parameter(draw((6, 4), 0, dtype))], master_weights=True)
+        word = str(dtype).removeprefix("torch.")
+        with pytest.raises(ValueError, match=f"is {word} here: load it into a bfloat16 model"):
+            other.load_state_dict(saved)

@@ -509,6 +509,7 @@ def test_state_of_another_rank_or_plan_is_refused():
         assert f"of rank {1 - rank}, and this is rank {rank}" in other
         assert "one of 2 ranks' parts, and all of it is needed" in whole
         assert "another plan" in plan
+        assert "load the files there, on as many ranks, call samestep.save(" in plan
         params = [nn.Parameter(torch.zeros(8, 8)) for _ in range(2)]
         with pytest.raises(ValueError, match="one of 2 ranks' parts, and all of it is needed"):
             samestep.Muon(params).load_state_dict(part)

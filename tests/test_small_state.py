@@ -71,7 +71,8 @@ def built(kind, layout=None, cut=None, mesh=None, **options):
         {"params": [(name, named[name]) for name in names], **of, "state_dtypes": FORMATS[kind]}
         for names, of in cuts
     ]
-    return model, samestep.MuonAdamW(groups, master_weights=True, **(layout or {}), **options)
+    shared = {"master_weights": True, "max_grad_norm": 3.0}  # less than all gradients have
+    return model, samestep.MuonAdamW(groups, **shared, **(layout or {}), **options)
 
 
 def step(model, opt, number, rank=None):
@@ -387,11 +388,21 @@ def test_slices_are_cut_between_blocks():
 
 
 def test_the_table_says_how_state_is_kept():
-    rows = {line.split()[0]: line for line in built("8bit")[1].table().splitlines()}
+    opt = built("8bit", offload="state")[1]
+    rows = {line.split()[0]: line for line in opt.table().splitlines()}
     assert rows["plain"].endswith("8bit/32, master remainder")
     assert rows["narrow"].endswith("float32, master remainder")
     assert "state" in rows["parameter"]
-    assert "state" not in built("32 bits")[1].table()
+    told = [line for line in opt.table().splitlines() if line.startswith("state: ")]
+    assert told[0].startswith('state: in the host\'s memory between steps (offload="state")')
+    assert told[1].startswith("state: 2 of 8 parameters stay in 32 bits or more")
+    assert told[1].endswith(": narrow, norm")
+    assert [line.split('"')[1] for line in told[2:]] == ["8bit/64", "master remainder"]
+    explained = " ".join(opt.explain().split())
+    assert all(line in explained for line in told)
+    usual = built("32 bits")[1]
+    assert "state" not in usual.table()
+    assert "How state is kept" not in usual.explain()
 
 
 def cut_job(rank):
@@ -424,3 +435,43 @@ def test_refused():
         samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": "remainder"})
     with pytest.raises(ValueError, match="4bit is not supported"):
         samestep.AdamW([("a", narrow)], state_dtypes="4bit")
+    kept = {"master_weight": torch.bfloat16}
+    with pytest.raises(ValueError, match=r"is torch.bfloat16, and so is 'a' itself"):
+        samestep.AdamW([("a", narrow)], master_weights=True, state_dtypes=kept)
+    with pytest.raises(ValueError, match=r"is torch.float64, and there are no master copies"):
+        samestep.AdamW([("a", half)], state_dtypes={"master_weight": torch.float64})
+    with pytest.raises(ValueError, match=r"float8_e4m3fn has too few digits .*'8bit'"):
+        samestep.AdamW([("a", narrow)], state_dtypes={"exp_avg": torch.float8_e4m3fn})
+
+
+def test_state_that_no_rule_has_is_refused():
+    """What would be kept as ever is not what was asked for; rules share one mapping."""
+    param = nn.Parameter(torch.zeros(4, 64))
+    with pytest.raises(ValueError, match=r"'momentum_buffer', which adamw does not keep.*exp_avg"):
+        samestep.AdamW([param], state_dtypes={"momentum_buffer": "8bit"})
+    with pytest.raises(ValueError, match="'exp_avg', which muon does not keep"):
+        samestep.Muon([param], state_dtypes={"exp_avg": "8bit", "momentum_buffer": "8bit"})
+    samestep.MuonAdamW([("a", param)], state_dtypes=EIGHT)  # AdamW has no parameter here
+
+
+def test_codes_without_their_scales_are_refused():
+    opt = built("8bit")[1]
+    entry = opt.state_dict()["state"]
+    number = next(number for number, own in entry.items() if "exp_avg_scale" in own)
+    for scales in (None, entry[number]["exp_avg_scale"][:-1]):
+        saved = opt.state_dict()
+        own = {key: value for key, value in entry[number].items() if key != "exp_avg_scale"}
+        saved["state"][number] = own if scales is None else {**own, "exp_avg_scale": scales}
+        for kind in ("8bit", "32 bits"):
+            with pytest.raises(ValueError, match=r"'exp_avg' of 'table' .* 'exp_avg_scale', "):
+                built(kind)[1].load_state_dict(saved)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_model_that_changed_is_not_what_remainders_are_of(dtype):
+    model, opt = built("8bit")
+    step(model, opt, 0)
+    opt.zero_grad()
+    model.to(dtype)
+    with pytest.raises(RuntimeError, match=r"'plain' is torch.float.. now, and .* another dtype"):
+        opt.step()

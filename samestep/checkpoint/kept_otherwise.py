@@ -2,7 +2,8 @@
 
 What differs is read into tensors of its own first: numbers of 32 bits, or codes and their scales.
 Once everything is read it is written into the state, in the format that this has. Master copies are
-in a checkpoint whole, also where only a remainder of them is kept.
+in a checkpoint whole, also where only a remainder of them is kept. A 32-bit parameter is the master
+copy of a 16-bit one, and the other way round.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from samestep.checkpoint.logical import STATE, Pieces, Remainder, Tensors
+from samestep.checkpoint.logical import MODEL, STATE, Pieces, Remainder, Tensors, state_key
 from samestep.groups.param_groups import parameter_names, rule_of
-from samestep.layout.boxes import Box, HeldBox
+from samestep.layout.boxes import Box, HeldBox, whole_box
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
-from samestep.rules.converted import remainder_of
+from samestep.rules.converted import remainder_of, was_of_parameter
+from samestep.rules.state import MASTER, is_elementwise
 from samestep.rules.stored import SCALE_SUFFIX, STEP, decode, encode
 
 Entries = Mapping[str, TensorStorageMetadata]
@@ -39,12 +41,22 @@ def adapted(
     remainders: Iterable[Remainder],
     stored: Entries,
     optimizer: RuleOptimizer | None,
+    *,
+    whole: bool = True,
 ) -> Adapted:
-    """The tensors of here, where they differ in format replaced by those of the checkpoint."""
+    """The tensors of here, where they differ in format replaced by those of the checkpoint.
+
+    `whole`: it has all of every tensor, and not only what this rank had of it.
+    """
     wanted, finish = dict(tensors), list[Callable[[], None]]()
+    of_blocks = set() if optimizer is None else _of_whole_blocks(optimizer) & stored.keys()
     for name in [name for name in tensors if name.startswith(f"{STATE}.")]:
         scale_name = name + SCALE_SUFFIX
         here, there = tensors.get(scale_name), stored.get(scale_name)
+        if name in of_blocks and was_of_parameter(tuple(stored[name].size), tensors[name].shape):
+            wanted[name], write = _read_flat(tensors[name], stored[name])
+            finish.append(write)
+            continue
         if name not in stored or (here is None and there is None):
             continue
         if here is not None and there is not None and here.shape == there.size:
@@ -61,7 +73,37 @@ def adapted(
     optional = set() if optimizer is None else _counts(optimizer)
     finish += [_zeroed(wanted.pop(name)) for name in optional & wanted.keys() - stored.keys()]
     optional |= {name for name in stored if name.endswith(SCALE_SUFFIX) and name not in wanted}
+    if optimizer is not None and whole:
+        optional |= _exchange_masters(wanted, stored)
     return Adapted(wanted, frozenset(optional), finish)
+
+
+def _exchange_masters(wanted: Tensors, stored: Entries) -> set[str]:
+    """Where dtypes differ, let parameters be read from stored master copies, or these from them.
+
+    Changes `wanted`, and gives the names that have no counterpart then.
+    """
+    done = set()
+    for name in [name for name in wanted if name.startswith(f"{MODEL}.") and name in stored]:
+        master = state_key(name.removeprefix(f"{MODEL}."), MASTER)
+        own, copy = wanted[name], wanted.get(master)
+        if own.dtype == stored[name].properties.dtype:
+            continue
+        if master in stored:
+            wanted[master], gone = _both(own, copy), name
+        elif copy is not None:
+            wanted[name], gone = _both(own, copy), master
+        else:
+            continue
+        del wanted[gone]
+        done.add(gone)
+    return done
+
+
+def _both(one: Pieces, other: Pieces | None) -> Pieces:
+    """What is read into two tensors of the same shape."""
+    held = [*one.held, *(() if other is None else other.held)]
+    return Pieces(one.shape, one.dtype, one.device, held)
 
 
 def _counts(optimizer: RuleOptimizer) -> set[str]:
@@ -70,6 +112,18 @@ def _counts(optimizer: RuleOptimizer) -> set[str]:
         f"{STATE}.{whole_name(name)}.{STEP}"
         for index, group in enumerate(optimizer.param_groups)
         if STEP not in rule_of(group).state_shapes((0, 0), group)
+        for name in parameter_names(group, index)
+    }
+
+
+def _of_whole_blocks(optimizer: RuleOptimizer) -> set[str]:
+    """State that has a few numbers for each block, such as a variance."""
+    return {
+        state_key(whole_name(name), key)
+        for index, group in enumerate(optimizer.param_groups)
+        if (rule := rule_of(group)).kind == "matrix"
+        for key in rule.state_shapes((0, 0), group)
+        if not is_elementwise(rule, key, group)
         for name in parameter_names(group, index)
     }
 
@@ -139,6 +193,17 @@ def _writer(
         next(own for own in scale.held if own.box == held.box.divided(per)).tensor.copy_(scales)
 
     return write
+
+
+def _read_flat(own: Pieces, stored: TensorStorageMetadata) -> tuple[Pieces, Callable[[], None]]:
+    """All of a tensor that has more dims in the checkpoint, and what writes it into pieces."""
+    whole = torch.empty(stored.size, dtype=stored.properties.dtype, device=own.device)
+
+    def write() -> None:
+        for box, tensor in own.held:
+            tensor.copy_(whole.view(-1)[box.slices].view(tensor.shape))
+
+    return Pieces(stored.size, whole.dtype, own.device, [whole_box(whole)]), write
 
 
 def _zeroed(counts: Pieces) -> Callable[[], None]:

@@ -73,13 +73,14 @@ def load(
             raise stored.refusal
         remainders: list[Remainder] = []
         tensors = tensors_of(model, optimizer, remainders)
-        adapted_to = adapted(tensors, remainders, stored.tensors, optimizer)
+        whole = not isinstance(stored, LocalFiles)
+        adapted_to = adapted(tensors, remainders, stored.tensors, optimizer, whole=whole)
         more = surplus(adapted_to.tensors, stored.tensors, adapted_to.optional)
         return (stored, adapted_to), bool(more)
 
     (stored, (tensors, optional, finish)), more = ranks.agreed(look)
     # A pipeline stage has a part of the model: what others have is no surplus.
-    of_ranks = ranks.all_of(frozenset(tensors)) if any(more) else []
+    of_ranks = ranks.all_of(frozenset(tensors) | optional) if any(more) else []
 
     def check() -> Tensors:
         if optimizer is not None:
@@ -104,7 +105,8 @@ def load(
     if optimizer is not None:
         restore_options(optimizer, stored.content["groups"])
         stale = [name for name, part in optimizer.held_state() if part.key in MASTERS]
-        if any(state_key(whole_name(name), MASTER) not in chosen for name in stale):
+        done = chosen.keys() | optional
+        if any(state_key(whole_name(name), MASTER) not in done for name in stale):
             optimizer.refresh_master_weights()
     return Loaded(stored.folder, stored.content["extra"], stored.content["world_size"])
 

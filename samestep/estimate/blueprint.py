@@ -37,6 +37,7 @@ from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import KnownGroup, LocalParameters
 from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import transfers_of
+from samestep.placements.parts.held_parts import refuse_cut_scales
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.planned import levels_of
@@ -287,6 +288,8 @@ def blueprint(
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
             for spec, found in zip(specs, lying, strict=True)
         )
+        for spec, part in zip(specs, held, strict=True):
+            refuse_cut_scales(spec, part.boxes)  # as ranks would
         if mesh in copies:
             summands = tuple(_summands(grid, lie[param]) for param in params)
             shares = tuple(map(even_share, specs, (own.boxes for own in held)))

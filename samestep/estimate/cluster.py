@@ -32,7 +32,9 @@ from samestep.estimate.model import (
     layers_of,
     stage_of,
 )
+from samestep.groups.distribution import Offload
 from samestep.groups.routing import EMBEDDING_NAME
+from samestep.groups.state_flags import StateWord, state_dtypes_of
 from samestep.layout.boxes import Cut
 from samestep.mesh.degrees import Degrees
 from samestep.optimizer.rule_optimizer import RuleOptimizer
@@ -239,7 +241,7 @@ class Settings:
     overlap_gathers: bool = True  # too, with flat buffers
     muon: bool = True
     master_weights: bool = True
-    state: str = "float32"  # how moments are kept
+    state: StateWord = "float32"  # how moments are kept
     remainders: bool = False  # of main copies
     clip: bool = True
     bucket_size: int | None = None
@@ -247,7 +249,7 @@ class Settings:
     owners: str = "balanced"
     reduction: str = "fast"
     stages_per_rank: int = 1
-    offload: str | None = None
+    offload: Offload | None = None
 
 
 def stage_blueprint(
@@ -326,13 +328,7 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
         keywords["overlap_param_gather"] = gathers
     if not flat:
         keywords["owners"] = settings.owners
-    kept: dict[str, object] = {}
-    if settings.state != "float32":
-        chosen = torch.bfloat16 if settings.state == "bfloat16" else settings.state
-        kept = dict.fromkeys(("exp_avg", "exp_avg_sq", "momentum_buffer"), chosen)
-    if settings.remainders:
-        kept["master_weight"] = "remainder"
-    keywords["state_dtypes"] = kept or None
+    keywords["state_dtypes"] = state_dtypes_of(settings.state, remainders=settings.remainders)
     rule = "muon" if settings.muon else "adamw"
     overrides: dict[object, dict[str, object]] = {}
     if not settings.muon:

@@ -33,6 +33,7 @@ from samestep.estimate.options import not_counted, questions, read_batch, read_m
 from samestep.estimate.scaling import Point, as_json, batch_of, points, table_of
 from samestep.estimate.slots import bubble
 from samestep.estimate.timeline import Timeline, chrome_trace
+from samestep.groups.state_flags import offload_of
 from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import BadRequestError
@@ -188,7 +189,7 @@ def settings_of(options: Options) -> Settings:
         remainders=options.remainders,
         bucket_size=options.bucket_size,
         stages_per_rank=options.stages_per_rank,
-        offload=None if options.offload == "none" else options.offload,
+        offload=offload_of(options.offload),
     )
 
 

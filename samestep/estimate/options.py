@@ -12,6 +12,7 @@ import tyro
 
 from samestep.estimate.activations import Batch
 from samestep.estimate.model import Model, layers_of
+from samestep.groups.state_flags import OffloadWord, StateWord
 from samestep.mesh.contract import ModelSizes, terms
 from samestep.mesh.degrees import Degrees, DegreesError
 from samestep.tooling.request import BadRequestError
@@ -41,7 +42,7 @@ class Options:
     """zero3 is FSDP2; the others hold whole parameters."""
     buffers: Literal["per_parameter", "flat"] = "per_parameter"
     """How gradients and parameters lie."""
-    offload: Literal["none", "state"] = "none"
+    offload: OffloadWord = "none"
     """What stays in the host's memory between steps: state comes to the device in windows."""
     hardware: str = "h200x8"
     """A preset, or a file that --calibrate wrote."""
@@ -49,7 +50,7 @@ class Options:
     """For matrices; the rest is AdamW's."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of parameters and gradients; 16-bit parameters have 32-bit main copies."""
-    state: Literal["float32", "bfloat16", "bf16_stochastic", "8bit"] = "float32"
+    state: StateWord = "float32"
     """How moments and momentum are kept."""
     remainders: bool = False
     """Of main copies keep only the 16 bits that bfloat16 parameters lack."""

@@ -13,7 +13,9 @@ from samestep.groups.group_keys import CUTS, OF_EVERY_GROUP, likely_option, said
 from samestep.layout.blocks import Block, blocks_of
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.rules import RULES
+from samestep.rules.checks import MOMENTS
 from samestep.rules.rule import Rule
+from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER
 from samestep.tooling.warn import warn_user
 
@@ -223,6 +225,28 @@ def refuse_repeated(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]
             seen[key] = name
 
 
+def refuse_lost_formats(group: Mapping[str, Any], rules: Iterable[str]) -> None:
+    """Raise if `state_dtypes` says something of state that no rule of the optimizer has."""
+    chosen = group.get("state_dtypes")
+    if not isinstance(chosen, Mapping):
+        return
+    names = sorted({*rules, group["rule"]})
+    known = {MASTER, *(key for name in names for key in _state_keys(RULES[name]))}
+    for key in chosen:
+        if key not in known:
+            raise ValueError(
+                f"state_dtypes has {key!r}, which {' or '.join(names)} does not keep; these have a "
+                f"choice: {[key for key in MOMENTS if key in known]}"
+            )
+
+
+def _state_keys(rule: Rule) -> set[str]:
+    """What a rule may keep, whatever its options."""
+    options = dict(rule.defaults)
+    keys = set(rule.state_shapes((0, 0), options))
+    return keys | set(rule.state_shapes((0, 0), {**options, "amsgrad": True}))
+
+
 def refuse_unsupported(
     index: int, group: Group, *, compiled: bool, ranks: int, masters: bool = False
 ) -> None:
@@ -263,7 +287,7 @@ def refuse_unsupported(
 
 
 def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> None:
-    """Remainders are of bfloat16 alone, and no format is for XLA."""
+    """Master copies have more digits, remainders are of bfloat16 alone, no format is for XLA."""
     chosen = group.get("state_dtypes")
     words = [chosen] if isinstance(chosen, str) else list((chosen or {}).values())
     if param.device.type == "xla" and any(isinstance(word, str) for word in words):
@@ -271,14 +295,19 @@ def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> 
             f"state_dtypes {chosen} is not for {name!r}, which is on XLA: give dtypes, or leave it "
             "out"
         )
-    if REMAINDER not in words:
-        return
-    if not masters:
+    kept = None if isinstance(chosen, str) else (chosen or {}).get(MASTER)
+    if kept is not None and not masters:
+        what = f'"{kept}"' if isinstance(kept, str) else kept
         raise ValueError(
-            f'state_dtypes["master_weight"] is "{REMAINDER}", and there are no master copies of '
-            f"{name!r}: build the optimizer with master_weights=True"
+            f'state_dtypes["{MASTER}"] is {what}, and there are no master copies of {name!r}: '
+            "build the optimizer with master_weights=True"
         )
-    if param.dtype.itemsize <= 2 and param.dtype != torch.bfloat16:
+    if kept == param.dtype:
+        raise ValueError(
+            f'state_dtypes["{MASTER}"] is {kept}, and so is {name!r} itself: a copy would have no '
+            "more digits than it; give torch.float32, or leave it out"
+        )
+    if kept == REMAINDER and param.dtype.itemsize <= 2 and param.dtype != torch.bfloat16:
         raise ValueError(
             f'state_dtypes["master_weight"] is "{REMAINDER}", which is what a master copy has '
             f"beyond bfloat16, and {name!r} has dtype {param.dtype}: give it torch.float32"

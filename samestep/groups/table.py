@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from samestep.groups.param_groups import parameter_names
+from samestep.groups.table_state import kept_of, state_lines
 from samestep.layout.blocks import Block
 from samestep.rules import RULES
 from samestep.rules.muon import lr_factor
-from samestep.rules.state import MASTERS, format_word, stored_tensors
 
 
 class TableRow(NamedTuple):
@@ -45,10 +45,11 @@ def table(
     ranks: Callable[[Tensor], tuple[str, str]] | None = None,
     *,
     master_weights: bool = False,
+    offload: str | None = None,
 ) -> str:
     """Every parameter with its rule, blocks, learning rate and decay, and the totals, as text.
 
-    How state is kept, too, where `state_dtypes` says anything of it.
+    How state is kept and where, too, where `state_dtypes` or `offload` says anything of it.
 
     `reasons`: why parameters that were routed have their rule, by name.
     `ranks`: who averages a parameter's gradients, and who updates it, where there are others.
@@ -60,7 +61,9 @@ def table(
             total = totals.setdefault(group["rule"], [0, 0, 0])
             own = blocks[param]
             of_ranks = ("", "") if ranks is None else ranks(param)
-            kept = _kept(param, group, own, master_weights=master_weights)
+            kept = ""
+            if group.get("state_dtypes") is not None:
+                kept = kept_of(param, group, own, master_weights=master_weights).text
             rows.append(_row(name, param, group, own, kept, of_ranks, reasons.get(name, "")))
             total[0] += 1
             total[1] += param.numel()
@@ -86,6 +89,7 @@ def table(
         lines.append(
             f"{rule}: {_count(count, 'parameter')}, {elements:,} elements ({share:.1f}%){note}"
         )
+    lines += state_lines(groups, blocks, master_weights=master_weights, offload=offload)
     return "\n".join(lines)
 
 
@@ -130,17 +134,3 @@ def _row(
         *ranks,
         reason,
     )
-
-
-def _kept(
-    param: Tensor, group: Mapping[str, Any], blocks: list[Block] | None, *, master_weights: bool
-) -> str:
-    """How the state of a parameter is kept, in words: one if all moments are kept alike."""
-    if group.get("state_dtypes") is None:
-        return ""
-    stored = stored_tensors(RULES[group["rule"]], param, blocks, group, master_weights)
-    words = {key: format_word(key, stored) for key, how in stored.items() if how.per == 1}
-    masters = [f"master {words.pop(key)}" for key in MASTERS if key in words]
-    if len(set(words.values())) == 1:
-        return ", ".join([*dict.fromkeys(words.values()), *masters])
-    return ", ".join([*(f"{key} {word}" for key, word in words.items()), *masters])

@@ -42,6 +42,7 @@ class Facts(NamedTuple):
     sharded: "Sequence[ShardedParameters]"
     groups: Sequence[Mapping[str, Any]]
     max_grad_norm: float | None
+    state_lines: Sequence[str]  # how state is kept, and where; none as usual
 
 
 Here = Callable[[Facts], str | None]
@@ -92,6 +93,10 @@ def explain(facts: Facts) -> str:
         lines += ["What nobody checks", ""]
     for entry, here in unchecked:
         lines += _lines(entry, here, f"Not checked: {entry.cost}")
+    if facts.state_lines:
+        lines += ["How state is kept", ""]
+    for text in facts.state_lines:
+        lines += wrap(f"{text}.", WIDTH, initial_indent="  ", subsequent_indent="    ")
     return "\n".join(lines).rstrip()
 
 

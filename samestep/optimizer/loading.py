@@ -23,13 +23,17 @@ from samestep.rules.state import (
     State,
     StoredTensors,
     initial_state,
+    needs_master,
     stored_tensors,
 )
-from samestep.rules.stored import SCALE_SUFFIX
+from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX
 
 StateDict = dict[str, Any]
 PutWhole = Callable[[Tensor, State, Mapping[str, Tensor]], None]
 PART = "part"  # in a state dict: which rank's part of a plan it is
+SAVE_WHOLE = (
+    "save with samestep.save and load with samestep.load, which gives all bits to the parameter"
+)
 GATHERED_ON = "gathered on"  # in a part: it is empty, and that rank has all of the state
 
 
@@ -157,7 +161,9 @@ def check_part(state_dict: StateDict, mine: Mapping[str, Any] | None, *, alike: 
     raise ValueError(
         "the loaded state was saved with another plan of who owns what: build the optimizer with "
         "the same model, sharding, bucket_size, crossover, owners and state_dtypes as when it was "
-        "saved"
+        "saved. Another version of samestep may plan otherwise, as those before 8-bit state do "
+        "with state_dtypes: load the files there, on as many ranks, call samestep.save(path, "
+        "model, optimizer), and samestep.load(path, model, optimizer) here"
     )
 
 
@@ -212,8 +218,10 @@ def _checked(
             if entry:
                 own = {key: tuple(tensor.shape) for key, tensor in optimizer.state[param].items()}
                 wanted = shapes.get(param, own)
+                _refuse_broken_codes(name, entry)
                 if param in stored:
                     entry = _in_formats(entry, stored[param], wanted)
+                _refuse_masters(name, param, wanted, entry)
                 _check_entry(name, wanted, entry, any_master=param in stored)
                 state[saved_id] = {"hidden": _Hidden(entry)}
     known = {saved_id for saved in saved_groups for saved_id in saved["params"]}
@@ -298,6 +306,50 @@ def _in_formats(
     return found
 
 
+def _refuse_broken_codes(name: str, entry: Mapping[str, Any]) -> None:
+    """Raise if codes of 8 bits have no scales, or scales of something else."""
+    shapes = {key: tuple(torch.as_tensor(value).shape) for key, value in entry.items()}
+    for key, value in entry.items():
+        if torch.as_tensor(value).dtype not in (torch.int8, torch.uint8):
+            continue
+        codes, scales = shapes[key], shapes.get(key + SCALE_SUFFIX)
+        if scales is None or codes[:-1] != scales[:-1] or codes[-1] % max(1, scales[-1]):
+            has = "are not there" if scales is None else f"have shape {scales}"
+            raise ValueError(
+                f"state {key!r} of {name!r} is {codes} codes of 8 bits, and their scales, "
+                f"{key + SCALE_SUFFIX!r}, {has}: the state was changed after it was saved; load "
+                "it as it was"
+            )
+
+
+def _refuse_masters(
+    name: str, param: Tensor, shapes: Mapping[str, Shape], entry: Mapping[str, Any]
+) -> None:
+    """Raise if a saved entry has a master copy that nothing here can take."""
+    key = next((key for key in MASTERS if key in entry), None)
+    dtype = str(param.dtype).removeprefix("torch.")
+    if key is None:
+        return
+    if key == REMAINDER_KEY and param.dtype != torch.bfloat16:
+        raise ValueError(
+            f"state of {name!r} was saved with {key!r}, the bits by which a 32-bit copy differs "
+            f"from a bfloat16 parameter, and it is {dtype} here: load it into a bfloat16 model, "
+            f"with master_weights=True, or {SAVE_WHOLE}"
+        )
+    if not needs_master(param, master_weights=True):
+        raise ValueError(
+            f"state of {name!r} was saved with {key!r}, the 32-bit copy of a 16-bit parameter, and "
+            f"it is {dtype} here, which has no copy: load it into a 16-bit model, with "
+            f"master_weights=True, or {SAVE_WHOLE}"
+        )
+    if shapes.keys().isdisjoint(MASTERS):
+        raise ValueError(
+            f"state of {name!r} was saved with {key!r}, for its copy in 32 bits, and there is none "
+            "here: build the optimizer with master_weights=True, or save with samestep.save and "
+            "load with samestep.load, which leaves it out"
+        )
+
+
 def _check_entry(
     name: str, shapes: Mapping[str, Shape], entry: Mapping[str, Any], *, any_master: bool
 ) -> None:
@@ -311,11 +363,9 @@ def _check_entry(
         unexpected -= set(MASTERS)
         entry = {key: value for key, value in entry.items() if key in shapes}
     if missing or unexpected:
-        has_master = not unexpected.isdisjoint(MASTERS)
-        hint = "; build the optimizer with master_weights=True" if has_master else ""
         raise ValueError(
             f"state of {name!r} was saved with the keys {sorted(entry)}, but {sorted(shapes)} "
-            f"are needed{hint}"
+            "are needed"
         )
     for key, value in entry.items():
         shape = tuple(torch.as_tensor(value).shape)

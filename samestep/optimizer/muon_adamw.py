@@ -116,7 +116,7 @@ class MuonOptions(CommonOptions, total=False):
     flatten: bool
     transposed: bool
     compute_dtype: torch.dtype | None
-    state_dtypes: Mapping[str, torch.dtype] | None
+    state_dtypes: Mapping[str, torch.dtype | str] | str | None
 
 
 class MuonAdamWOptions(MuonOptions, total=False):
@@ -175,8 +175,8 @@ class MuonAdamW(RuleOptimizer):
             parameters: another rule, learning rate, split_sizes, ... for those it matches.
         groups: instead of automatic routing, group dicts whose "params" are patterns or
             predicates; every parameter must be in exactly one.
-        state_dtypes: keep moments, or master weights, in other dtypes:
-            {"exp_avg": torch.bfloat16, "master_weight": torch.float64, ...}.
+        state_dtypes: keep moments, or master weights, in fewer bits: "8bit" or "bf16_stochastic"
+            for all moments, or {"exp_avg": torch.bfloat16, "master_weight": "remainder", ...}.
         master_weights, max_grad_norm, update_rms, compile, cuda_graph, batch_elements: how a step
             is taken; `samestep.groups.step_options.StepOptions` tells of each.
         sharding, buffers, reduction, overlap_grad_reduce, process_group, offload, ...: what ranks
@@ -315,7 +315,7 @@ class AdamW(RuleOptimizer):
         cautious: bool = False,
         decay_form: str = "decoupled",
         fused: bool | None = False,
-        state_dtypes: Mapping[str, torch.dtype] | None = None,
+        state_dtypes: Mapping[str, torch.dtype | str] | str | None = None,
         **options: Unpack[CommonOptions],
     ) -> None:
         params = _listed(params)

@@ -22,12 +22,14 @@ from samestep.groups.param_groups import (
     complete,
     listed,
     naming_group,
+    refuse_lost_formats,
     refuse_repeated,
     refuse_unsupported,
 )
 from samestep.groups.routing import routable
 from samestep.groups.step_options import StepOptions
 from samestep.groups.table import table
+from samestep.groups.table_state import state_lines
 from samestep.layout.boxes import HeldState
 from samestep.optimizer import assumptions
 from samestep.optimizer.adoption import Adoption
@@ -130,6 +132,7 @@ class RuleOptimizer(torch.optim.Optimizer):
         with naming_group(len(self.param_groups)):
             refuse_lost_keys({**default_rule, **param_group})
             group = complete({**default_rule, **param_group}, self._rule_options)
+            refuse_lost_formats(group, self._rule_options)
         for key in group.keys() - param_group.keys():
             # Not shared: schedulers write into learning-rate tensors, group by group.
             group[key] = deepcopy(group[key])
@@ -257,14 +260,20 @@ class RuleOptimizer(torch.optim.Optimizer):
     def table(self) -> str:
         """Every parameter with its rule, blocks and learning rate, and the totals, as text.
 
-        On several ranks also who averages its gradients and who updates it. Not collective.
+        On several ranks also who averages its gradients and who updates it; how state is kept and
+        where, if `state_dtypes` or `offload` was given. Not collective.
         """
         holds = self.holdings
         if holds.is_deferred:  # parameters may have been swapped
             self._plan_blocks_anew()
         ranks = holds.who_works_on if holds.placed else None
         return table(
-            self.param_groups, holds.blocks, self._reasons, ranks, master_weights=holds.masters
+            self.param_groups,
+            holds.blocks,
+            self._reasons,
+            ranks,
+            master_weights=holds.masters,
+            offload=holds.distribution.offload,
         )
 
     def _plan_blocks_anew(self) -> None:
@@ -276,8 +285,8 @@ class RuleOptimizer(torch.optim.Optimizer):
     def explain(self) -> str:
         """What is taken for granted of other ranks and of whoever makes gradients, as text.
 
-        With who averages what, which check holds each assumption and when it runs, and what
-        nobody checks. Not collective.
+        With who averages what, which check holds each assumption and when it runs, what nobody
+        checks, and how state is kept where that was chosen. Not collective.
         """
         return assumptions.explain(self._facts())
 
@@ -293,6 +302,12 @@ class RuleOptimizer(torch.optim.Optimizer):
             holds.sharded,
             tuple(self.param_groups),
             self._steps.max_grad_norm,
+            state_lines(
+                self.param_groups,
+                holds.blocks,
+                master_weights=holds.masters,
+                offload=holds.distribution.offload,
+            ),
         )
 
     # --- the step ----------------------------------------------------------------------------

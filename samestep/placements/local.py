@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from samestep.groups.distribution import Distribution
@@ -143,9 +144,24 @@ class LocalGroups:
             known = self._known[index : index + 1]
             if not known or not known[0].is_still(group, state):
                 self.make_state(group, state)
+                self._refuse_other_masters(index, group, state)
                 known_group = KnownGroup(group, index, state, self._blocks)
                 self._known[index : index + 1] = [known_group]
                 self._windows = None
+
+    def _refuse_other_masters(
+        self, index: int, group: Group, state: Mapping[Tensor, State]
+    ) -> None:
+        """Raise if a master copy is not of what its parameter has become."""
+        for name, param in zip(parameter_names(group, index), group["params"], strict=True):
+            key = next((key for key in MASTERS if key in state[param]), None)
+            fits = needs_master(param, self._master_weights)
+            if key is not None and not (fits and (key == MASTER or param.dtype == torch.bfloat16)):
+                raise RuntimeError(
+                    f"parameter {name!r} is {param.dtype} now, and its state has {key!r}, which is "
+                    "for another dtype: build the optimizer after changing the model; to keep its "
+                    "state, samestep.save before the change and samestep.load after it"
+                )
 
     def make_state(self, group: Group, state: MutableMapping[Tensor, State]) -> None:
         """There is state for every plain parameter of a group, where it belongs."""

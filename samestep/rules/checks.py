@@ -179,6 +179,11 @@ def state_dtypes(name: str, value: Any) -> None:
                 f"{name}[{key!r}] must be a floating torch.dtype or one of {list(words)}, got "
                 f"{chosen!r}"
             )
+        elif chosen.itemsize < 2:
+            raise ValueError(
+                f"{name}[{key!r}] {chosen} has too few digits for numbers that change by little: "
+                f"choose one of {list(words)}, or a dtype of 16 bits or more"
+            )
 
 
 def compute_dtype(name: str, value: Any) -> None:

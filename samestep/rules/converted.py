@@ -5,6 +5,7 @@ the nearest. In the format that it has, state passes as it is, to the bit.
 """
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -54,7 +55,10 @@ def as_stored(
             continue
         scales = stored.get(key + SCALE_SUFFIX)
         if scales is None or scales.per is None:
-            found[key] = value_of(key, entry)
+            value = value_of(key, entry)
+            of_blocks = key in stored and stored[key].per is None
+            flat = of_blocks and was_of_parameter(tuple(value.shape), shapes[key])
+            found[key] = value.reshape(-1) if flat else value
         elif _has_blocks(entry, key, scales.per):
             found |= {own: entry[own] for own in (key, key + SCALE_SUFFIX)}
         elif tensor.ndim and tensor.shape[-1] % scales.per == 0:
@@ -64,6 +68,15 @@ def as_stored(
     if STEP in stored and STEP not in found and found:
         found[STEP] = torch.zeros(shapes[STEP])
     return found
+
+
+def was_of_parameter(shape: Shape, wanted: Shape) -> bool:
+    """Whether state of whole blocks was kept in the parameter's shape, as by earlier versions.
+
+    They did where it has as many numbers, such as the variance of n x 1 matrices: the same ones, in
+    the same order.
+    """
+    return len(shape) > 1 and wanted == (prod(shape),)
 
 
 def _has_blocks(entry: Mapping[str, Tensor], key: str, per: int) -> bool:

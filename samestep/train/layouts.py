@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import samestep
 from samestep.comm.groups import registry
+from samestep.groups.state_flags import offload_of, state_dtypes_of
 from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
@@ -144,7 +145,8 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
     keywords = {key: getattr(options, key) for key in same}
     keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
-    keywords["offload"] = None if options.offload == "none" else options.offload
+    keywords["state_dtypes"] = state_dtypes_of(options.state)
+    keywords["offload"] = offload_of(options.offload)
     by_fsdp = options.placed in ("fsdp2", "hsdp")
     if not by_fsdp and not options.meshed:
         router_losses.place(model, registry.of(), world.size)
@@ -171,7 +173,14 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     )
     seat = World(stack.batch_place, degrees.batch_ranks, world.device)
     copies = world.size // degrees.batch_ranks
-    return Placed(stack.optimizer(**keywords), seat, copies, stack, decision)
+    try:
+        optimizer = stack.optimizer(**keywords)
+    except ValueError as error:
+        if not options.state.startswith("8bit"):
+            raise
+        # An axis may cut what shares a scale.
+        raise BadRequestError(f"--state {options.state}: {error}") from None
+    return Placed(optimizer, seat, copies, stack, decision)
 
 
 def _overrides(options: Options) -> dict[Any, dict[str, Any]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
+from samestep.groups.state_flags import OffloadWord, StateWord
 from samestep.models.gpt import GPTConfig
 from samestep.parallel.grouped import Products
 from samestep.tooling.request import BadRequestError, parse_flags, spelled
@@ -45,9 +46,10 @@ class Options:
     ] = "1f1b"
     compile: Annotated[bool, "compile blocks, where no gate is closed"] = False
     recompute: Annotated[bool, "blocks compute again in backward what they would have kept"] = False
-    offload: Annotated[
-        Literal["none", "state"], "state: moments and momenta stay in the host's memory"
-    ] = "none"
+    state: Annotated[StateWord, "how moments and momenta are kept: in 32 bits, or fewer"] = (
+        "float32"
+    )
+    offload: Annotated[OffloadWord, "state: moments and momenta stay in the host's memory"] = "none"
     reduction: Annotated[
         Literal["ordered", "fast"],
         "ordered: the same bits every time; fast: whatever the backend does",

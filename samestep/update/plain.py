@@ -88,9 +88,10 @@ class GroupMath(NamedTuple):
     bounds: "DirectionBounds | None" = None
 
     def gradient(self, grad: Tensor) -> Tensor:
-        """A gradient as the rule shall see it."""
+        """A gradient as the rule shall see it; scaled in 32 bits, as 16 are too few."""
         if self.factor is not None:
-            grad = grad * self.factor.to(grad)
+            wide = torch.promote_types(grad.dtype, torch.float32)
+            grad = grad.to(wide) * self.factor.to(grad.device, wide)
         return -grad if self.maximize else grad
 
 

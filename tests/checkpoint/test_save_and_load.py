@@ -147,6 +147,33 @@ def test_master_weights_are_made_where_there_are_none(tmp_path):
     assert torch.equal(model.head.weight, again.head.weight)
 
 
+def copies_job(rank, folder):
+    """16 bits with copies of 32, then 32 bits in another layout, then remainders in a third."""
+    remainders = {"state_dtypes": {"master_weight": "remainder"}}
+    others = [(Case("fsdp2", 2), {}), (Case("flat zero1", 2, "bf16"), remainders)]
+    source = build(Case("zero2", 2, "bf16"))
+    train(*source, range(2))
+    lost = []
+    for number, (case, options) in enumerate(others):
+        samestep.save(folder / str(number), *source)
+        into = build(case, seed=2, **options)
+        samestep.load(folder / str(number), *into)
+        names = [name for name, _ in into[0].named_parameters()]
+        both = [(source[1].full_parameter(name), into[1].full_parameter(name)) for name in names]
+        lost += [float((mine - theirs).abs().max()) for mine, theirs in both]
+        source = into
+    rounded = [(p, source[1].full_parameter(n)) for n, p in source[0].named_parameters()]
+    assert any(
+        not torch.equal(param.float(), copy) for param, copy in rounded
+    )  # there are more bits
+    assert all(torch.equal(param, copy.bfloat16()) for param, copy in rounded)
+    return max(lost)
+
+
+def test_32_bit_parameters_are_the_master_copies_of_others(tmp_path):
+    assert run_forked(2, copies_job, tmp_path) == [0.0, 0.0]
+
+
 def test_tied_weights_and_frozen_ones(tmp_path):
     def make(seed):
         torch.manual_seed(seed)

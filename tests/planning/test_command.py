@@ -1,14 +1,27 @@
 """The command: what it shows and writes, and what it refuses in one line."""
 
 import json
+from itertools import product
+from typing import get_args
 
 import pytest
+import torch
+from torch import nn
 
+import samestep
 from samestep import cli
 from samestep.estimate import scaling
+from samestep.estimate.cluster import stage_blueprint
+from samestep.estimate.command import settings_of
+from samestep.estimate.hardware import PRESETS
+from samestep.estimate.memory import rank_memory
 from samestep.estimate.model import load_model
-from samestep.estimate.options import questions, read_mesh
+from samestep.estimate.options import Options, questions, read_mesh
+from samestep.groups.distribution import Offload
+from samestep.groups.state_flags import OffloadWord, StateWord, state_dtypes_of
 from samestep.mesh.degrees import Degrees
+from samestep.rules.checks import OF_MOMENTS
+from samestep.rules.state import MASTERS
 from samestep.tooling.request import BadRequestError
 
 FACTORY = """
@@ -17,6 +30,9 @@ from torch import nn
 
 def model():
     return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 64, bias=False), nn.Linear(64, 32))
+
+def wide():
+    return nn.Sequential(nn.Embedding(32, 256), nn.Linear(256, 64))
 
 def gpt():
     from samestep.models.gpt import GPT, GPTConfig
@@ -162,6 +178,30 @@ def test_offloaded_state_has_its_columns_in_80(tmp_path, capsys, monkeypatch):
     assert "…" not in shown
 
 
+def test_state_is_kept_in_the_words_of_the_optimizer(tmp_path):
+    """Every word that `state_dtypes` has for moments is a flag, and plans the bytes it takes."""
+    assert {*get_args(StateWord)} == {*OF_MOMENTS, "float32", "bfloat16"}
+    assert {*get_args(OffloadWord)} == {*get_args(Offload), "none"}
+    (tmp_path / "mine.py").write_text(FACTORY)
+    model = load_model(f"{tmp_path / 'mine.py'}:wide", torch.bfloat16)
+    found = {}
+    for word, remainders in product(get_args(StateWord), (False, True)):
+        options = Options(state=word, remainders=remainders, sharding="none")
+        plan = stage_blueprint(model, Degrees(1), settings_of(options), PRESETS["h200x8"], 0)
+        memory = rank_memory(plan, 0)
+        found[word, remainders] = (memory.state, memory.main_parameters)
+        kept = samestep.MuonAdamW(
+            nn.Sequential(nn.Embedding(32, 256), nn.Linear(256, 64)).bfloat16(),
+            master_weights=True,
+            state_dtypes=state_dtypes_of(word, remainders=remainders),
+        ).state.values()
+        bytes_of = [(key, tensor.nbytes) for state in kept for key, tensor in state.items()]
+        main = sum(size for key, size in bytes_of if key in MASTERS)
+        assert found[word, remainders] == (sum(size for _, size in bytes_of) - main, main)
+    assert found["8bit/32", False][0] > found["8bit/64", False][0] > found["8bit", False][0]
+    assert found["float32", True][1] * 2 == found["float32", False][1]
+
+
 def refused(words, capsys):
     assert cli.main(["plan", *words]) == 2
     captured = capsys.readouterr()
@@ -192,6 +232,11 @@ def refused(words, capsys):
         ),
         (["gpt2-xl", "--reserve", "1"], "--reserve must be from 0 to below 1"),
         (["gpt2-xl", "--remainders", "--dtype", "float32"], "--remainders are of bfloat16"),
+        (
+            ["gpt2-xl", "--mesh", "dp=1,tp=2", "--state", "8bit"],
+            "of 1600, is cut at 800, and in 8 bits 64 neighbours share a scale: give state_dtypes "
+            'blocks of 32 ("8bit/32")',
+        ),
         (["deepseek-v3", "--mesh", "dp=2,ep=3"], "ep=3 does not divide 256 experts"),
         (["gpt2-xl", "--batch", "2"], "--batch counts sequences: give --sequence"),
         (["gpt2-xl", "--batch", "2", "--sequence", "8", "--tokens", "8"], "are 16 tokens, not"),

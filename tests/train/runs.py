@@ -6,6 +6,7 @@ from pathlib import Path
 # Some only so that forked ranks need not import them again.
 import matplotlib.backends.backend_agg
 import matplotlib.figure  # noqa: F401
+import torch
 import torch.distributed as dist
 
 import samestep.checkpoint  # noqa: F401
@@ -62,6 +63,13 @@ def _rank(rank: int, arguments: list[str], stop_in: int | None, draws: bool) -> 
 
     trainer.Trainer._balance_experts = step  # in this process, which ends soon
     return cli.main(["train", *arguments])
+
+
+def run_all(rank: int, commands: list[list[str]]) -> list[int]:
+    """On a rank: one run after the other."""
+    torch.set_num_threads(1)
+    journal.picture = lambda rows: b""
+    return [trainer.run(trainer.parse(each, "train")) for each in commands]
 
 
 def rows(out: Path) -> list[dict]:

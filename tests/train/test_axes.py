@@ -130,6 +130,7 @@ def test_axes_that_do_not_fit_the_ranks(tmp_path, capfd):
         "--pp 2 needs as many micro-batches": {"pp": 2, "micro_batch": 4},
         "--batch-size 5 does not divide into micro-batches": {"pp": 2, "batch_size": 5},
         "--replicate leaves one rank per copy": {"replicate": 2},
+        'blocks of 32 ("8bit/32")': {"tp": 2, "width": 64, "state": "8bit"},
     }
     given = [words(tmp_path / "out", data, **{**SHAPE, **flags}) for flags in attempts.values()]
     assert run_forked(2, refused, given) == [[2] * len(given)] * 2

@@ -6,7 +6,7 @@ import torch
 from samestep.parallel import router_losses
 from samestep.train import trainer
 from tests.ranks import run_forked
-from tests.train.runs import losses, rows, text_file, train, words
+from tests.train.runs import losses, rows, run_all, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
@@ -31,11 +31,6 @@ def expect_the_same(found, expected):
         assert found[key] == pytest.approx(values, rel=1e-5, abs=1e-5), key
 
 
-def runs(rank, commands):
-    torch.set_num_threads(1)
-    return [trainer.run(trainer.parse(each, "train")) for each in commands]
-
-
 def test_router_losses_on_meshes_are_those_of_one_process(tmp_path):
     """Expert parallel; tensor, sequence and expert parallel: the joint batch, in one piece."""
     data = text_file(tmp_path)
@@ -46,8 +41,8 @@ def test_router_losses_on_meshes_are_those_of_one_process(tmp_path):
     assert all(value > 1.0001 for value in alone["balance_loss"].values())
     two = words(tmp_path / "ep", data, **shape, ep=2)
     four = [*words(tmp_path / "all", data, **shape, ep=2, tp=2), "--sp", "--recompute"]
-    assert run_forked(2, runs, [two]) == [[0]] * 2
-    assert run_forked(4, runs, [four]) == [[0]] * 4
+    assert run_forked(2, run_all, [two]) == [[0]] * 2
+    assert run_forked(4, run_all, [four]) == [[0]] * 4
     expect_the_same(logged(tmp_path / "ep"), alone)
     expect_the_same(logged(tmp_path / "all"), alone)
 
@@ -57,7 +52,7 @@ def test_parts_of_a_batch_count_by_their_tokens(tmp_path):
     data = text_file(tmp_path)
     assert train(1, words(tmp_path / "alone", data, **{**UNEVEN, "micro_batch": 7})) == [0]
     two = [words(tmp_path / layout, data, **UNEVEN, layout=layout) for layout in ("zero2", "fsdp2")]
-    assert run_forked(2, runs, two) == [[0, 0]] * 2
+    assert run_forked(2, run_all, two) == [[0, 0]] * 2
     alone = logged(tmp_path / "alone")
     del alone["balance_loss"]  # micro-batches have one each
     for layout in ("zero2", "fsdp2"):
@@ -80,7 +75,7 @@ def test_recomputation_ends_with_the_same_bits(tmp_path):
     for layout in ("flat", "fsdp2"):
         plain = words(tmp_path / layout, data, **shape, layout=layout)
         again = words(tmp_path / f"{layout} again", data, **shape, layout=layout)
-        assert run_forked(2, runs, [plain, [*again, "--recompute"]]) == [[0, 0]] * 2
+        assert run_forked(2, run_all, [plain, [*again, "--recompute"]]) == [[0, 0]] * 2
         found = logged(tmp_path / f"{layout} again")
         assert found == logged(tmp_path / layout)
         expected = losses(tmp_path / layout, "val_loss")

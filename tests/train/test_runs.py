@@ -9,8 +9,13 @@ import pytest
 import torch
 
 import samestep
+from samestep.models.gpt import GPT
+from samestep.train.layouts import place
+from samestep.train.options import parse
+from samestep.train.world import World
+from tests.ranks import run_forked
 from tests.soak import SOAK
-from tests.train.runs import EXPERTS, STEPS, losses, rows, text_file, train, words
+from tests.train.runs import EXPERTS, STEPS, losses, rows, run_all, text_file, train, words
 
 pytestmark = pytest.mark.usefixtures("no_torchrun")
 
@@ -109,6 +114,30 @@ def test_the_number_of_ranks_may_change(undisturbed, tmp_path):
         expected, found = losses(alone.out, key), losses(run.out, key)
         assert found == pytest.approx(expected, rel=1e-4)
     assert losses(run.out)[STEPS] < 4.6
+
+
+def runs_and_offloads(rank, commands):
+    """The statuses of runs, and which of them keep state on the host."""
+    asked = [parse(words, "train") for words in commands]
+    alone = World(0, 1, torch.device("cpu"))
+    built = [place(GPT(options.model), options, alone).optimizer for options in asked]
+    return run_all(rank, commands), ["offload = state" in opt.layout_lines() for opt in built]
+
+
+def test_small_state_that_stays_on_the_host(tmp_path):
+    """Where state stays changes no bit, and what was in 8 bits goes on in 32."""
+    tiny = {"width": 32, "layers": 1, "eval_every": 9, "steps": 2}
+    asked = {"wide": {}, "here": {"state": "8bit/32"}}
+    asked["on_host"] = {**asked["here"], "offload": "state", "layout": "none"}
+    outs = {name: tmp_path / name for name in asked}
+    data = text_file(tmp_path)
+    commands = [words(outs[name], data, **tiny, **flags) for name, flags in asked.items()]
+    commands.append(words(outs["on_host"], data, **{**tiny, "steps": 3}))
+    assert run_forked(1, runs_and_offloads, commands) == [([0] * 4, [False, False, True, False])]
+    wide, here, on_host = (losses(out, "val_loss") for out in outs.values())
+    assert on_host.pop(3) < on_host[2]
+    assert here == on_host != wide
+    assert here == pytest.approx(wide, rel=1e-3)
 
 
 def test_bf16_stays_close(undisturbed, tmp_path):

@@ -12,6 +12,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from samestep.comm.groups import RankGroup
 from samestep.comm.meshes import Held
 from samestep.groups.param_groups import Group, rule_of
+from samestep.layout.boxes import Box
 from samestep.plan.block_exchange import Key, Route
 from samestep.plan.sharding import ParamSpec
 from samestep.rules.noise import Origin
@@ -209,21 +210,22 @@ def divided(slices: Slices, per: int) -> Slices:
     return (*slices[:-1], slice(slices[-1].start // per, slices[-1].stop // per))
 
 
-def refuse_cut_scales(spec: ParamSpec, held: Held) -> None:
-    """Raise if what shares a scale in 8 bits would lie on several ranks."""
+def refuse_cut_scales(spec: ParamSpec, boxes: Sequence[Box]) -> None:
+    """Raise if what shares a scale in 8 bits would lie on several ranks, which hold these boxes."""
     per = spec.quantum
     if per == 1:
         return
-    starts = {box.offsets[-1] for box in held.boxes}
-    cuts = sorted(starts | {box.offsets[-1] + box.sizes[-1] for box in held.boxes})
+    starts = {box.offsets[-1] for box in boxes}
+    cuts = sorted(starts | {box.offsets[-1] + box.sizes[-1] for box in boxes})
     wrong = next((cut for cut in cuts if cut % per), None)
     if wrong is None:
         return
     fits = block_size(gcd(*cuts))
     smaller = "" if fits is None else f'blocks of {fits} ("8bit/{fits}"), '
     raise ValueError(
-        f"its last dim, of {spec.shape[-1]}, is cut at {wrong}, and in 8 bits {per} neighbours "
-        f"share a scale: give state_dtypes {smaller}another format, or cut it by another dim"
+        f"parameter {spec.name!r}: its last dim, of {spec.shape[-1]}, is cut at {wrong}, and in 8 "
+        f"bits {per} neighbours share a scale: give state_dtypes {smaller}another format, or cut "
+        "it by another dim"
     )
 
 

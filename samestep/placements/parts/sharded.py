@@ -69,9 +69,9 @@ class ShardedParameters(Placement):
         for param, spec in zip(self.params, self.specs, strict=True):
             try:
                 self._held.append(held(param, self.group))
-                refuse_cut_scales(spec, self._held[-1])
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
+            refuse_cut_scales(spec, self._held[-1].boxes)
         # Other meshes of the same kind hold copies: of sums over all `ranks` this is its share.
         self.parts = DTensorParts(
             self.params, self.specs, self._held, self.group, self.group.size / ranks, self.device

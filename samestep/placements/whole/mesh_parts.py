@@ -70,9 +70,9 @@ class MeshParts:
                 of_param = held(param, self.group)
                 self.shares.append(even_share(spec, of_param.boxes))
                 self.specs.append(held_spec(self.shares[-1], of_param.boxes[self.group.rank]))
-                refuse_cut_scales(spec, of_param)
             except ValueError as error:
                 raise ValueError(f"parameter {spec.name!r}: {error}") from None
+            refuse_cut_scales(spec, of_param.boxes)
             self._held.append(of_param)
         self.boxes = [of_param.boxes[self.group.rank] for of_param in self._held]
 

@@ -1,5 +1,6 @@
 """One thread per process: the tensors here are small, and ranks share the cores."""
 
+import gc
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ from hypothesis import settings
 
 from samestep.comm.groups import registry
 from tests import limits
+from tests.large_pages import use_large_pages
 from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
 from tests.ranks import prepare
@@ -87,6 +89,13 @@ def pytest_sessionstart(session):
     session.in_checkout = in_checkout()
     if hasattr(session.config, "workerinput"):
         prepare()
+
+
+def pytest_collection_finish(session):
+    """All that is there now stays: no collection of garbage looks at it, and forks copy it soon."""
+    gc.collect()
+    gc.freeze()
+    use_large_pages()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,9 +32,15 @@ from tests.ranks import run_forked
 from tests.soak import SOAK
 
 # Of Llama-70B: 8192 wide, 64 heads of which 8 have keys and values, 32,000 words. Its MLP has three
-# matrices of 3.5 widths, this one two of 5; its 80 layers are 8.
+# matrices of 3.5 widths, this one two of 5; its 80 layers are 8, or 4.
 LLAMA = GPTConfig(
-    vocab_size=500, context=16, width=128, layers=8, heads=16, kv_heads=2, mlp_ratio=5
+    vocab_size=500,
+    context=16,
+    width=128,
+    layers=8 if SOAK else 4,
+    heads=16,
+    kv_heads=2,
+    mlp_ratio=5,
 )
 DENSE = GPTConfig(vocab_size=144, context=8, width=64, layers=2, heads=4, kv_heads=2)
 EXPERTS = replace(DENSE, experts=4, expert_size=48)

@@ -12,6 +12,7 @@ import torch
 import triton.language as tl
 
 import samestep.kernels.call
+import samestep.kernels.muon
 import samestep.kernels.symmetric
 from samestep.kernels.adamw import AdamWTensors
 from samestep.kernels.call import Gradients, Step, Table
@@ -24,12 +25,15 @@ from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.orthogonalize import orthogonalize, step_coefficients
 from samestep.rules.state import MASTER
+from tests.kernels import quick_interpreter
 from tests.soak import SOAK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SMALL = Tiling(16, 32, 32, warps=4, stages=1)  # several tiles in a small matrix
 QUICK = INTERPRETED and not SOAK  # the interpreter takes milliseconds for each line of a kernel
+if QUICK:
+    quick_interpreter.install()
 # The interpreter cannot multiply bfloat16.
 HALVES = [torch.float16] if INTERPRETED else [torch.float16, torch.bfloat16]
 TILINGS = [SMALL, Tiling(16, 16, 16, warps=4, stages=1)] if INTERPRETED else [None]
@@ -44,6 +48,7 @@ def small_tiles(monkeypatch):
     if INTERPRETED:
         monkeypatch.setitem(samestep.kernels.symmetric.TILINGS, "small", SMALL)
         monkeypatch.setattr(samestep.kernels.call, "TILE", 16)
+        monkeypatch.setattr(samestep.kernels.muon, "AGAIN", 2)  # fewer than there are tiles
 
 
 @pytest.fixture
@@ -423,8 +428,8 @@ def test_no_result_depends_on_the_power_of_an_earlier_step(own):
 def test_an_update_that_is_not_finite_is_flagged():
     options = {**MUON.defaults}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
-    params, grads, states = muon_case(24, 40, options, count=3)
-    grads[1][3, 3] = torch.inf
+    params, grads, states = muon_case(12, 20, options, count=3)
+    grads[1][3, 18] = torch.inf
     blocks = MuonBlocks(params, states)
     muon_([(blocks, gradients(grads))], Step(scalars, options, None, False, None), measure=False)
     if DEVICE == "cuda":
@@ -436,7 +441,7 @@ def test_an_update_that_is_not_finite_is_flagged():
 def test_a_shape_and_its_transpose_are_orthogonalized_together():
     options = {**MUON.defaults, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
-    cases = [muon_case(24, 40, options), muon_case(40, 24, options, count=3)]
+    cases = [muon_case(12, 20, options), muon_case(20, 12, options, count=3)]
     before = [torch.stack(params) for params, _, _ in cases]
     wanted = [stacked(*case, scalars, options, factor=1.0) for case in cases]
     parts = [(MuonBlocks(params, states), gradients(grads)) for params, grads, states in cases]
@@ -450,7 +455,7 @@ def test_cautious_decay_pulls_only_with_the_update():
     options = {**MUON.defaults, "cautious": True, "lr": 0.1, "weight_decay": 0.5}
     options |= {"compute_dtype": torch.float16, "adjust_lr": None}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
-    params, grads, states = muon_case(24, 40, options)
+    params, grads, states = muon_case(12, 20, options)
     before = torch.stack(params)
     wanted = stacked(params, grads, states, scalars, options, factor=1.0)
     muon_(
@@ -469,7 +474,7 @@ def test_cautious_decay_pulls_only_with_the_update():
 def test_muon_leaves_alone_what_it_shall(whole):
     options = {**MUON.defaults, **NANOCHAT, "compute_dtype": torch.float16}
     scalars = {key: number(value) for key, value in MUON.scalars(options).items()}
-    params, grads, states = muon_case(24, 40, options, count=3)
+    params, grads, states = muon_case(12, 20, options, count=3)
     before = [[t.clone() for t in (p, *s.values())] for p, s in zip(params, states, strict=True)]
     writes = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64, device=DEVICE)
     only_if = number(0.0) if whole else number(1.0)

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import triton
@@ -16,9 +14,8 @@ import samestep.kernels.call
 import samestep.kernels.symmetric
 from samestep.kernels import small
 from samestep.kernels.adamw import AdamWTensors
-from samestep.kernels.call import FUSION, Gradients, Origins, Step, Table
+from samestep.kernels.call import FUSION, Origins, Step
 from samestep.kernels.muon import MuonBlocks, muon_
-from samestep.kernels.norm import DTYPES
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, variance_shape
 from samestep.rules.noise import UPPER, Noise, Origin, seed_of
@@ -30,9 +27,7 @@ from samestep.rules.stored import (
     round_bf16,
     split_remainder,
 )
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
+from tests.kernels.cases import DEVICE, INTERPRETED, gradients, number
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +37,6 @@ def _seed():
 
 def random(*shape, spread=0.0, scale=1.0):
     return (torch.randn(shape) * 10 ** (spread * torch.randn(shape)) * scale).to(DEVICE)
-
-
-def number(value):
-    return torch.tensor(value, dtype=torch.float64, device=DEVICE)
 
 
 def same(found, wanted):
@@ -214,11 +205,6 @@ def read(state, key):
     if f"{key}_scale" in state:
         return decode(state[key], state[f"{key}_scale"])
     return state[key].float()
-
-
-def gradients(grads, writes=None):
-    table = Table([grads])
-    return Gradients(table.addresses[0], table.aligned, DTYPES[grads[0].dtype], writes)
 
 
 # A whole tensor; a flat slice; a box; one of more than a chunk.

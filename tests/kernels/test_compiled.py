@@ -114,7 +114,8 @@ def test_blocks_in_the_gaps_of_others_have_the_arithmetic_of_contiguous_ones(tal
     of_step = {
         **options, "CAUTIOUS": True, "SCALE_DECAY": False, "INDEPENDENT": False, "FACTORS": 2,
     }  # fmt: skip
-    for kernel, given in ((muon_tiles.momentum, of_momentum), (muon_tiles.step_along, of_step)):
+    both = [(muon_tiles.momentum, of_momentum), (muon_tiles.step_along, of_step)]
+    for kernel, given in both if SOAK else [both[tall]]:
         laid, contiguous = (compiled(kernel, LAID=laid, **given) for laid in (True, False))
         assert laid != contiguous
         found, wanted = operations(laid), operations(contiguous)
@@ -128,7 +129,7 @@ def test_others_compile(aligned):
     assert ("ld.global.b16" not in compiled(part_tiles.moved, **flags)) == aligned
     given = dict.fromkeys(["EMA", "NESTEROV", "MAXIMIZE", "ONLY_SUMS"], False)
     values = {"grads": "*bf16", "momenta": "*bf16"}
-    for tall in (False, True):
+    for tall in (False, True) if SOAK else (aligned,):
         compiled(
             muon_tiles.momentum, values, GIVEN=True, TALL=tall, ALIGNED=False, **given,
         )  # fmt: skip

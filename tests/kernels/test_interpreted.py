@@ -12,14 +12,16 @@ import pytest
 
 from tests.limits import BATTERY
 
+HERE = Path(__file__).parent
+CASES = [HERE / name for name in ("cases.py", "part_cases.py", "small_cases.py")]
+
 
 @pytest.mark.timeout(1.1 * BATTERY)
-@pytest.mark.parametrize("cases", ["cases.py", "part_cases.py", "small_cases.py"])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_kernels_give_what_plain_torch_gives(cases):
+def test_kernels_give_what_plain_torch_gives():
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist",
-         "-W", "ignore", str(Path(__file__).with_name(cases))],
+         "-W", "ignore", *map(str, CASES)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,

@@ -139,7 +139,10 @@ if not SOAK:
     del LAYOUTS[4]["tp 2, HSDP"]
 
 
-def reference(kv_heads, steps=4, **options):
+STEPS = 4 if SOAK else 2  # the second has momentum
+
+
+def reference(kv_heads, steps=STEPS, **options):
     model = new_model(kv_heads)
     opt = samestep.MuonAdamW(model, **{"split_sizes": split_sizes(kv_heads), **OPTIONS, **options})
     train(model, opt, range(steps))
@@ -165,7 +168,7 @@ def trained(rank, case):
     stack, opt = laid_out(kv_heads, degrees)
     layers = [type(module) for module in stack.model.modules() if hasattr(module, "in_features")]
     assert layers.count(FusedLinear) == (4 if "tp" in degrees else 0)  # as it is without
-    train_stack(stack, opt, range(4))
+    train_stack(stack, opt, range(STEPS))
     return check_replicas(stack.model), whole_state_dict(stack.model)
 
 

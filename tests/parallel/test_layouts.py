@@ -41,9 +41,12 @@ FOUR_RANKS = {
     "ep hsdp": (EXPERTS, {"ep": 2, "replicate": 2}),
     "pp tp sp": (DENSE, {**SP, "pp": 2}),
 }
-if not SOAK:  # docs/hybrid_table.md shows these, too
-    del TWO_RANKS["ep, room"]
-    for name in ("tp sp ep, the same tokens", "ep fsdp", "pp tp sp"):
+if (
+    not SOAK
+):  # docs/hybrid_table.md shows these, too, and test_router_losses.py has others like them
+    for name in ("ep, room", "tp, whole experts", "pp"):
+        del TWO_RANKS[name]
+    for name in ("tp sp ep", "tp sp ep, the same tokens", "ep fsdp", "pp tp sp"):
         del FOUR_RANKS[name]
 
 

@@ -51,10 +51,9 @@ def laid_out(name, seed):
 
 
 def sources_of(name):
-    """What a mesh loads: everything, or the checkpoints of the two that come after it."""
+    """What a mesh loads: everything, or the checkpoint of the one that comes after it."""
     names = list(MESHES)
-    place = names.index(name)
-    return names if SOAK else [*names, *names][place + 1 : place + 3]
+    return names if SOAK else [names[(names.index(name) + 1) % len(names)]]
 
 
 def save_all(rank, folder):

@@ -14,6 +14,7 @@ from samestep.parallel.stack import Stack
 from samestep.stress.matrix import Case
 from tests.parallel.test_layouts import EXPERTS, SP, failures, prove_all
 from tests.ranks import run_forked
+from tests.soak import SOAK
 
 # --- formulas -------------------------------------------------------------------------------------
 
@@ -173,6 +174,8 @@ FOUR_RANKS = {
     "tp sp fsdp": (ALL, SP),
     "ep pp, recomputed": (ALL, {"ep": 2, "pp": 2}),
 }
+if not SOAK:  # "ep pp" has stages, "tp sp ep" data ranks beside the sequence's
+    del TWO_RANKS["pp"], FOUR_RANKS["tp sp fsdp"]
 
 
 @pytest.fixture(scope="module")

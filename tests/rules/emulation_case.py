@@ -8,8 +8,11 @@ from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, emulated
 from samestep.kernels.orthogonalize import orthogonalize_blocks
 from samestep.kernels.symmetric import Tiling
 from samestep.rules.orthogonalize import step_coefficients
+from tests.kernels import quick_interpreter
 from tests.soak import SOAK
 
+if not SOAK:
+    quick_interpreter.install()
 samestep.kernels.symmetric.TILINGS["small"] = Tiling(32, 32, 32, warps=4, stages=1)
 TABLE = step_coefficients("polar-express", 5)
 CASES = (

@@ -21,7 +21,8 @@ def runner():
     return MutantRunner(watchdog=limit(2.0))
 
 
-# Steps after which a bug has shown: most do in the first ones, some wait for an event.
+# Steps after which the bugs of a scenario, or one by itself, have shown: most do in the first two,
+# some wait for an event.
 SHOWS_AFTER = {
     "conditional_compute": 6,
     "not_finite": 8,
@@ -31,6 +32,7 @@ SHOWS_AFTER = {
     "resume_midrun": 10,
     "frozen_and_added": 15,
     "small_state_remainder": 6,
+    "step_counted_for_absent": 4,
 }
 
 
@@ -38,7 +40,8 @@ SHOWS_AFTER = {
 def test_mutant_is_caught(runner, name):
     mutant = MUTANTS[name]
     if not SOAK:
-        mutant = replace(mutant, steps=min(mutant.steps, SHOWS_AFTER.get(mutant.scenario, 4)))
+        steps = SHOWS_AFTER.get(name, SHOWS_AFTER.get(mutant.scenario, 2))
+        mutant = replace(mutant, steps=min(mutant.steps, steps))
     result = runner.run(mutant)
     assert result.unpatched == "exact"
     assert result.caught, result.findings

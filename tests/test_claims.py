@@ -86,6 +86,47 @@ def test_trainings_of_others():
     )
 
 
+def test_state_on_the_host():
+    found = {each["name"]: each for each in result("offload_gpu")["found"]}
+    ms = {name: f"{1e3 * each['step']:.1f}" for name, each in found.items()}
+    ours, torchao, deepspeed = (
+        next(name for name in found if name.startswith(begin))
+        for begin in ("samestep adamw, state", "torchao", "DeepSpeed")
+    )
+    ratio = f"{found[ours]['ratio']:.2f}"
+    assert_said("docs/proof.md", f"| {ms[ours]} ms, {ratio} of what the link allows | torchao ")
+    assert_said("docs/proof.md", f"torchao {ms[torchao]} ms", f"DeepSpeed {ms[deepspeed]} ms")
+    assert_said("docs/offload.md", *(f"| {each} | " for each in ms.values()))
+    memory = [found[name]["memory"] for name in ("samestep adamw, on the device", ours)]
+    assert_said(
+        "docs/offload.md", "{:.3f} GB with AdamW and {:.3f}".format(*(m / 1e9 for m in memory))
+    )
+    trained = result("offload_train_gpu")["found"]
+    assert not trained["device"]["fits"]
+    assert_said(
+        "docs/offload.md",
+        f"{trained['host']['memory'] / 1e9:.2f} GB there, {trained['host']['planned'] / 1e9:.1f}",
+        f"{trained['host']['seconds'][-1]:.2f} s a step",
+    )
+
+
+def test_small_state():
+    rows = {
+        (r["rule"], r["name"]): r["ms"]["median"] for r in result("small_state_step_gpu")["rows"]
+    }
+    for form, word in (("32 bits", "32 bits"), ("8bit", '`"8bit"`')):
+        adamw, muon = (rows[rule, f"samestep {form}"] for rule in ("adamw", "muon"))
+        said = f"| {word} | {adamw:.2f} | "
+        assert_said("docs/small_state.md", said, f"| {muon:.1f} | ")
+    small, wide = rows["adamw", "samestep 8bit"], rows["adamw", "samestep 32 bits"]
+    assert small < wide
+    theirs = rows["adamw", "bitsandbytes.optim.AdamW8bit"]
+    said = f"| {small:.2f} ms ({wide:.2f} in 32 bits) | bitsandbytes {theirs:.1f} ms |"
+    assert_said("docs/proof.md", said)
+    finals = {(r["form"], r["seed"]): r["final"] for r in result("small_state_train_gpu")["runs"]}
+    assert_said("docs/small_state.md", *(f"{final:.4f}" for final in finals.values()))
+
+
 def test_orthogonalization():
     leads = [shape["lead"] for shape in result("orthogonalize")["shapes"]]
     said = f"{min(leads):.2f} to {max(leads):.2f} times as fast, {geometric_mean(leads):.2f} in the"

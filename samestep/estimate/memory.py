@@ -38,7 +38,7 @@ from samestep.rules.state import (
     needs_master,
     whole_shapes,
 )
-from samestep.update.plain import STACK_ELEMENTS
+from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 
 
 class RankMemory(NamedTuple):
@@ -255,13 +255,15 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
             if not on_cpu and len(shape) == 2:
                 shape = (min(shape), max(shape))  # the kernels take transposes together
             stacked[shape, param.dtype, master] += 1
+        at_once = STACK_ELEMENTS if on_cpu else BATCH_ELEMENTS
+        at_once = blueprint.optimizer._steps.batch_elements or at_once
         for (shape, dtype, master), count in stacked.items():
+            count = min(count, max(1, at_once // prod(shape)))
             if rule_of(group).kind == "elementwise":
                 by_kernel = not on_cpu and kernel_is_enough(group)
                 size = 0 if by_kernel else peaks.slice(prod(shape), dtype, master=master)
             elif on_cpu:
                 rows, cols = shape
-                count = min(count, max(1, STACK_ELEMENTS // (rows * cols)))
                 size = peaks.stack(count, (rows, cols), dtype, master=master)
             else:
                 size = kernel_peak(count, *shape)

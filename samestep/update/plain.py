@@ -30,6 +30,8 @@ from samestep.rules.stored import (
 )
 
 STACK_ELEMENTS = 1 << 28  # a larger stack of blocks is cut in several, to bound memory
+# The same of what kernels orthogonalize at once: 4 bytes each, and less for Gram matrices.
+BATCH_ELEMENTS = 1 << 30
 
 Scalars = Mapping[str, Tensor]
 

@@ -19,9 +19,7 @@ from samestep.rules.noise import Origin
 from samestep.rules.orthogonalize import kernels_run, step_coefficients
 from samestep.rules.state import MASTER
 from samestep.rules.stored import REMAINDER_KEY, SCALE_SUFFIX, code_dtype
-from samestep.update.plain import GroupMath, Operand
-
-BATCH_ELEMENTS = 1 << 30  # orthogonalized at once: 4 bytes each, and less for Gram matrices
+from samestep.update.plain import BATCH_ELEMENTS, GroupMath, Operand
 
 
 class Job(NamedTuple):

@@ -4,10 +4,15 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import pytest
+import torch
+from torch import nn
 
+import samestep
 from samestep.comm.groups import registry
+from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
+from samestep.estimate.temporaries import kernel_peak
 from samestep.placements.parts.held_parts import local_part
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.sharded_training import new_training
@@ -135,3 +140,18 @@ def missed(world, kind, layouts):
             assert params + state + passing == pytest.approx(memory.peak, rel=0.03), about
             worst = max(worst, abs((params + state + passing) / memory.peak - 1))
     return worst
+
+
+def test_a_gpu_orthogonalizes_so_many_elements_at_once():
+    """And AdamW's kernel makes nothing on the way."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(1000, 64), *(nn.Linear(64, 64) for _ in range(8)))
+
+    def temporaries(most):
+        optimizer = samestep.MuonAdamW(model, batch_elements=most)
+        plan = blueprint(optimizer, one_axis(1), device=torch.device("cuda"))
+        return rank_memory(plan, 0).temporaries
+
+    assert temporaries(None) == kernel_peak(8, 64, 64)
+    assert temporaries(3 * 64 * 64) == kernel_peak(3, 64, 64)
+    assert temporaries(1) == kernel_peak(1, 64, 64)

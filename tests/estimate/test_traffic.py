@@ -2,11 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import Grid, blueprint
+from samestep.estimate.blueprint import Grid, SpreadOver, blueprint
 from samestep.estimate.collectives import Launches
+from samestep.layout.boxes import Cut
 from samestep.plan.schedule import line_of
 from samestep.stress.models import Matrices
 from samestep.stress.sharded_training import new_training
@@ -136,3 +142,43 @@ def test_groups_with_ranks_of_their_own(kind):
         plan = blueprint(optimizer, grid, everyone=inner, outer=outer)
     for rank, records in enumerate(ranks):
         assert records == expected(plan, rank), rank
+
+
+def copies_on_some_ranks(rank):
+    """HSDP over tensor parallel, where norms lie on a mesh that leaves out the model axis."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "data", "model"))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.RMSNorm(8))
+    parallelize_module(model, mesh["model"], {"0": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["replicate", "data"])
+    optimizer = samestep.MuonAdamW(model, max_grad_norm=1.0)
+    for step in range(2):
+        for param in model.parameters():
+            generator = torch.Generator().manual_seed(step)
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = distribute_tensor(
+                grad, param.device_mesh, param.placements, src_data_rank=None
+            )
+        with samestep.FlightRecorder(last=4096) as recorder:
+            optimizer.step()
+    return [(r.name, r.kind, r.elements, r.dtype, r.sent) for r in recorder.records]
+
+
+def test_copies_on_some_ranks():
+    """The others hear whether they have the same gradients."""
+    ranks = run_forked(4, copies_on_some_ranks)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.RMSNorm(8))
+    inner = (("replicate",), ("data",))
+    lie = {
+        "0.weight": SpreadOver((*inner, ("model",)), (Cut(), Cut(0), Cut(1)), by_fsdp=True),
+        "1.weight": SpreadOver(inner, (Cut(), Cut(0)), by_fsdp=True),
+    }
+    plan = blueprint(
+        samestep.MuonAdamW(model, max_grad_norm=1.0),
+        Grid({"replicate": 2, "data": 1, "model": 2}),
+        spread=lambda name, param: lie[name],
+    )
+    for rank, records in enumerate(ranks):
+        assert records == expected(plan, rank), rank
+        assert [name for name, *_ in records].count("problems") == 2

@@ -76,7 +76,7 @@ def exchange(rank, folder, formats):
     loaded = {}
     for name, degrees in LAYOUTS.items():
         stack, opt = laid_out(degrees, seed=5)
-        for source in ("alone", *LAYOUTS):
+        for source in ("alone", *(other for other in LAYOUTS if SOAK or other != name)):
             for form in formats:
                 samestep.load(folder / f"{source} {form}", stack.model, opt)
                 loaded[f"{source} {form}", name] = values(stack.model, opt)
@@ -186,16 +186,16 @@ def test_master_weights_come_back_with_all_their_bits(tmp_path):
     assert not torch.equal(master, master.bfloat16().float())
 
     def job(rank):
-        stack, opt = laid_out({"tp": 4}, seed=3, **options)
+        stack, opt = laid_out({"tp": 2}, seed=3, **options)
         samestep.load(tmp_path / "alone", stack.model, opt)
         found = values(stack.model, opt)
         samestep.save(tmp_path / "again", stack.model, opt, format="fsdp_dtensor")
         samestep.save(tmp_path / "local", stack.model, opt, format="dp_local")
-        other, opt = laid_out({"tp": 4}, seed=4, **options)
+        other, opt = laid_out({"tp": 2}, seed=4, **options)
         samestep.load(tmp_path / "local", other.model, opt)
         return found, values(other.model, opt)
 
-    for both in run_forked(4, job):
+    for both in run_forked(2, job):
         for found in both:
             assert differing(found, wanted) == []
     model, opt = alone(seed=8, **options)

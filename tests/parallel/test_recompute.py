@@ -15,6 +15,7 @@ from samestep.parallel.recompute import once, recompute
 from samestep.parallel.stack import Stack
 from tests.memory import peak_bytes
 from tests.ranks import run_forked
+from tests.soak import SOAK
 
 SHAPE = {"vocab_size": 32, "context": 8, "width": 16, "layers": 2, "heads": 4, "kv_heads": 2}
 # Two of six experts are null, there is not room for all tokens, and something is random.
@@ -180,7 +181,7 @@ TWO_RANKS = {
     "pp": {"pp": 2},
     "fsdp": {},
 }
-FOUR_RANKS = {"tp sp ep": {**SP, "ep": 2}, "tp sp pp": {**SP, "pp": 2}}
+FOUR_RANKS = {"tp sp ep": {**SP, "ep": 2}, **({"tp sp pp": {**SP, "pp": 2}} if SOAK else {})}
 
 
 def train(rank, meshes):

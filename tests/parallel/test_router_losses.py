@@ -167,6 +167,7 @@ TWO_RANKS = {
     "ep, the same tokens, room": (ROOMY, {"ep": 2, "ep_carries_data": False}),
     "tp": (ALL, {"tp": 2}),
     "tp sp, whole experts": (ALL, {**SP, "expert_tensor_parallel": 1}),
+    "fsdp": (ALL, {}),
     "pp": (ALL, {"pp": 2}),
 }
 FOUR_RANKS = {
@@ -174,7 +175,7 @@ FOUR_RANKS = {
     "tp sp fsdp": (ALL, SP),
     "ep pp, recomputed": (ALL, {"ep": 2, "pp": 2}),
 }
-if not SOAK:  # "ep pp" has stages, "tp sp ep" data ranks beside the sequence's
+if not SOAK:  # "ep pp" has stages, too
     del TWO_RANKS["pp"], FOUR_RANKS["tp sp fsdp"]
 
 

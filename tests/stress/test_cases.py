@@ -22,7 +22,7 @@ from tests.soak import SOAK
 # So that everything happens that a scenario has in store, which in most is soon.
 LATE = {"resume": 12, "resume_midrun": 16, "frozen_and_added": 16}
 LATE |= {"not_finite": 16, "overflow_scaler": 16}
-STEPS = {name: 22 if SOAK else LATE.get(name, 8) for name in SCENARIOS}
+STEPS = {name: 22 if SOAK else LATE.get(name, 6) for name in SCENARIOS}
 PLAIN = [name for name, layout in LAYOUTS.items() if layout.parameters == "plain"][1:]
 PAIRS = list(itertools.pairwise([*PLAIN, "none"]))
 

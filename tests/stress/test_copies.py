@@ -42,7 +42,7 @@ def test_every_layout_is_tried():
 
 @pytest.mark.parametrize("scenario", [*SCENARIOS, "expert_stacks"] if SOAK else TELLING)
 def test_every_layout_is_exact_on_four_ranks(scenario):
-    steps = 22 if SOAK else STEPS.get(scenario, 8)
+    steps = 22 if SOAK else STEPS.get(scenario, 6)
     layouts = COPIES if SOAK else TELLING[scenario]
     first, *results = run(scenario, ["one_process", *layouts], 4, steps)
     ran = [result for result in results if result.status != "does_not_apply"]

@@ -1026,3 +1026,12 @@ def test_the_last_thing_that_does_not_fit_is_found_before_the_first_is_loaded(gr
     with refused(training, ValueError, key, r"\(7,\)"):
         training.opt.load_state_dict(saved)
     assert_goes_on_like(training, twin)
+
+
+def test_a_lazy_module_is_called_first():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+    for build in (samestep.MuonAdamW, lambda m: samestep.AdamW(m.named_parameters())):
+        with pytest.raises(ValueError, match=r"'1.weight' of a lazy module .* call the"):
+            build(model)
+    model(torch.ones(1, 4))
+    samestep.MuonAdamW(model)

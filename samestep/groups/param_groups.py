@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from samestep.groups.group_keys import CUTS, OF_EVERY_GROUP, likely_option, said_here
 from samestep.layout.blocks import Block, blocks_of
@@ -196,13 +197,18 @@ def check_pair(item: tuple[Any, ...]) -> None:
     if len(item) != 2 or not isinstance(item[0], str):
         kinds = ", ".join(type(part).__name__ for part in item)
         raise TypeError(f"a named parameter is a pair (name, tensor), got ({kinds})")
-    _check_tensor(item[1])
+    _check_tensor(item[1], f" {item[0]!r}")
 
 
-def _check_tensor(item: Any) -> None:
+def _check_tensor(item: Any, name: str = "") -> None:
     if not isinstance(item, Tensor):
         raise TypeError(
             f"optimizer can only optimize Tensors, but one of the params is {type(item).__name__}"
+        )
+    if is_lazy(item):
+        raise ValueError(
+            f"the parameter{name} of a lazy module has no shape yet: call the model on a batch "
+            "before its optimizer is built"
         )
 
 

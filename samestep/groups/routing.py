@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.groups.group_keys import likely_option, options_of_rule, why_lost
-from samestep.groups.param_groups import Group, name_matches
+from samestep.groups.param_groups import Group, check_pair, name_matches
 from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.layout.splits import split_of
 from samestep.rules import RULES
@@ -116,6 +116,8 @@ def routable(model: nn.Module) -> Routable:
         raise ValueError(
             "the model has no trainable parameters: unfreeze some with requires_grad_(True)"
         )
+    for name, param, _ in found:
+        check_pair((name, param))
     vocabularies = _vocabularies(
         (name, param)
         for param, name in names.items()

@@ -26,9 +26,8 @@ from tests.reference import (
     relative_error,
     to_numpy,
 )
-from tests.soak import SOAK
 
-STEPS = 20 if SOAK else 7  # gradients of every size come twice
+STEPS = 20
 LR, WEIGHT_DECAY, MOMENTUM = 0.02, 0.1, 0.9
 
 
@@ -312,7 +311,7 @@ def test_scale_is_per_block(preset):
     """The scale of the fused matrix is not that of its blocks."""
     opt, params, grads = library(preset, FUSED, torch.float64)
     ref = reference(REFERENCES[preset], FUSED, torch.float64, scale_whole=True)
-    assert worst_difference(opt, params, ref, grads)[0] > 3e-3
+    assert worst_difference(opt, params, ref, grads)[0] > 1e-2
 
 
 @presets
@@ -329,7 +328,7 @@ def test_blocks_are_orthogonalized_alone(preset, case):
         set_grads(params, step_grads)
         opt.step()
         ref.step([to_numpy(g).reshape(flat.shape) for g in step_grads])
-    assert relative_error(to_numpy(params[0]).reshape(flat.shape), ref.params[0]) > 3e-3
+    assert relative_error(to_numpy(params[0]).reshape(flat.shape), ref.params[0]) > 1e-2
 
 
 @presets
@@ -484,7 +483,7 @@ def test_bfloat16_stays_near_torch_muon(case, option):
             assert (momentum - their_momentum).abs().max().item() < 6e-3  # 2.9e-3
             our_error += np.abs(to_numpy(p) - ref.params[i]).mean()
             their_error += np.abs(to_numpy(q) - ref.params[i]).mean()
-    assert 1.5 * our_error < their_error  # after 20 steps 2.9 to 4.8 times, after 7 from 1.9 on
+    assert 2 * our_error < their_error  # 2.9 to 4.8 times
 
 
 @options

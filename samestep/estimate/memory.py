@@ -258,7 +258,7 @@ def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger
         at_once = STACK_ELEMENTS if on_cpu else BATCH_ELEMENTS
         at_once = blueprint.optimizer._steps.batch_elements or at_once
         for (shape, dtype, master), count in stacked.items():
-            count = min(count, max(1, at_once // prod(shape)))
+            count = min(count, max(1, at_once // max(1, prod(shape))))  # a part may be empty
             if rule_of(group).kind == "elementwise":
                 by_kernel = not on_cpu and kernel_is_enough(group)
                 size = 0 if by_kernel else peaks.slice(prod(shape), dtype, master=master)

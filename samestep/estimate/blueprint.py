@@ -22,14 +22,17 @@ from samestep.estimate.grid import Peers as Peers
 from samestep.estimate.grid import one_axis as one_axis
 from samestep.estimate.grid import per_peer as per_peer
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.host_windows import (
-    BucketWindows,
-    HostUnit,
-    bucket_windows,
-    windows_of,
-    with_windows,
+from samestep.estimate.host_windows import BucketWindows, HostUnit, bucket_windows, with_windows
+from samestep.estimate.placed import (
+    CopiedParts,
+    GradientSum,
+    OnRank,
+    Placed,
+    Sharing,
+    Spreading,
+    Summands,
+    on_rank,
 )
-from samestep.estimate.placed import CopiedParts, GradientSum, Placed, Sharing, Spreading, Summands
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Box, Cut, all_boxes, replicas
@@ -132,7 +135,10 @@ class Blueprint:
 
     def schedule(self, rank: int | None = None) -> Schedule:
         """Of one rank; None: of the first, with as many chunks of blocks as any has."""
-        shapes = [self._shape(placement, rank) for placement in self.placements]
+        shapes = [
+            own.shape if self.distribution.offload is None else with_windows(own, self.groups)
+            for own in self.on_rank(rank)
+        ]
         if not self.shared and (self.everyone.size == 1 or not shapes):
             shapes.append(self._shape_of_local())  # as the optimizer does, also if it is empty
         return _schedule(
@@ -160,32 +166,15 @@ class Blueprint:
                 units.append(HostUnit(unit.size, index, held.param, matrices))
         return bucket_windows(units)
 
-    def _shape(self, placement: Placed, rank: int | None) -> PlacementShape:
-        mesh_place = 0
-        place = self.grid.place(rank or 0, placement.peers)
-        if isinstance(placement, Sharing):
-            shape, place = placement.shape, placement.place(place)
-        elif isinstance(placement, Spreading):
-            shape = placement.shape(place)
-        else:
-            if rank is None:
-                chunks = [len(each.transfers) for each in placement.by_place]
-                place = chunks.index(max(chunks))
-            mesh_place = self.grid.place(rank or 0, placement.mesh)
-            shape = placement.shape(mesh_place, place)
-        if self.distribution.offload is None:
-            return shape
-        return with_windows(shape, placement, place, mesh_place, self.groups)
+    def on_rank(self, rank: int | None) -> list[OnRank]:
+        """What a rank has of each placement; None: as `schedule` has it."""
+        return [on_rank(placement, self.grid, rank) for placement in self.placements]
 
-    def windows_of(self, number: int, rank: int) -> list[BucketWindows]:
-        """Of every bucket of a placement: the windows of its state that stays on the host."""
-        placement, mesh_place = self.placements[number], 0
-        place = self.grid.place(rank, placement.peers)
-        if isinstance(placement, Sharing):
-            place = placement.place(place)
-        elif isinstance(placement, CopiedParts):
-            mesh_place = self.grid.place(rank, placement.mesh)
-        return windows_of(placement, place, mesh_place, self.groups)
+    def stored(self, rank: int) -> list[tuple[Tensor, int]]:
+        """All parameters of a rank, and elements of each in its memory."""
+        if not self.placements:
+            return [(param, param.numel()) for group in self.groups for param in group["params"]]
+        return [each for own in self.on_rank(rank) for each in own.stored()]
 
 
 _schedule = lru_cache(maxsize=64)(step_schedule)
@@ -253,18 +242,13 @@ def blueprint(
         members = optimizer.holdings.planner.members(
             _only(groups, lie, None), indices, optimizer.holdings.blocks
         )
+        own_outer = outer if peers == everyone else None
         levels = 1
-        if (outer if peers == everyone else None) is None:
+        if own_outer is None:
             levels = levels_of(members.specs, links(peers), beside, on_cpu=not on_gpu)
         plan = _shared_plan(members.specs, links(peers), beside, levels)
-        own_outer = outer if peers == everyone else None
-        policy = beside.bucket_policy(
-            peers.size,
-            own_outer.size if own_outer else 1,
-            device,
-            uneven=on_gpu,
-            levels=levels,
-        )
+        others = own_outer.size if own_outer else 1
+        policy = beside.bucket_policy(peers.size, others, device, uneven=on_gpu, levels=levels)
         watched = optimizer._in_flight.all_watched(members.params)
         shape = shape_of_shares(plan, members, beside, policy, watched=watched)
         on_host = links(peers).per_host

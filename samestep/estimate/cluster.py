@@ -25,13 +25,7 @@ import samestep
 from samestep.estimate.blueprint import Beside, Blueprint, Grid, Spread, SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.hardware import Hardware, device_of
-from samestep.estimate.model import (
-    Model,
-    Shape,
-    is_expert,
-    layers_of,
-    stage_of,
-)
+from samestep.estimate.model import Model, Shape, is_expert, layers_of, stage_of
 from samestep.groups.distribution import Offload
 from samestep.groups.routing import EMBEDDING_NAME
 from samestep.groups.state_flags import StateWord, state_dtypes_of
@@ -266,25 +260,16 @@ def stage_blueprint(
         shares = guessed_shares(degrees)
         try:
             return stack_blueprint(
-                optimizer,
-                degrees,
-                shares,
-                stage=stage,
-                fsdp=shards,
-                device=device,
+                optimizer, degrees, shares, stage=stage, fsdp=shards, device=device,
                 hardware=hardware,
-            )
+            )  # fmt: skip
         except ValueError as error:  # flat buffers, and parts that are not equal
             raise BadRequestError(str(error)) from error
     grid = stack_grid(degrees, stage)
     outer = grid.peers("replicate") if degrees.replicate > 1 else None
+    everyone = grid.peers("data")
     return blueprint(
-        optimizer,
-        grid,
-        everyone=grid.peers("data"),
-        outer=outer,
-        device=device,
-        hardware=hardware,
+        optimizer, grid, everyone=everyone, outer=outer, device=device, hardware=hardware
     )
 
 

@@ -283,10 +283,10 @@ class Launches:
             others = (a for a in placement.everyone.axes if a not in summands.peers.axes)
             among = grid.peers(*others)
             sums: list[Transfer | None] = []
-            for place in range(among.size):
-                rank = grid.rank_at(among, place)
-                places = grid.place(rank, placement.mesh), grid.place(rank, placement.peers)
-                size = placement.sums(bucket.bucket, *places).get(summands)
+            for number in range(among.size):
+                rank = grid.rank_at(among, number)
+                mesh, place = (grid.place(rank, each) for each in (placement.mesh, placement.peers))
+                size = placement.by_mesh_place[mesh].sums(bucket.bucket, place).get(summands)
                 if size is None:
                     sums.append(None)
                 else:

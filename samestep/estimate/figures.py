@@ -15,13 +15,7 @@ from typing import Any
 from samestep.estimate.activations import Activations, Batch, rank_activations
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.choices import Choices, choices
-from samestep.estimate.cluster import (
-    STAGES,
-    Settings,
-    Stage,
-    fsdp_units,
-    stage_blueprint,
-)
+from samestep.estimate.cluster import STAGES, Settings, Stage, fsdp_units, stage_blueprint
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
 from samestep.estimate.hardware import Hardware

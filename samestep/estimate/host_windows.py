@@ -6,20 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
+from samestep.estimate.placed import OnRank, Sharing
 from samestep.groups.param_groups import rule_of
 from samestep.layout.blocks import Shape
 from samestep.placements.whole.piece_state import StateLayout
 from samestep.plan.schedule import PlacementShape
-from samestep.plan.windows import (
-    Cut,
-    TensorSize,
-    UnitSize,
-    Window,
-    aligned,
-    window_bytes,
-    windows,
-)
+from samestep.plan.windows import Cut, TensorSize, UnitSize, Window, aligned, window_bytes, windows
 from samestep.rules.state import StoredTensors, block_state_shapes, state_shapes
 
 Groups = Sequence[Mapping[str, Any]]
@@ -54,41 +46,33 @@ def bucket_windows(units: list[HostUnit]) -> BucketWindows:
     return BucketWindows(units, windows([unit.size for unit in units]))
 
 
-def with_windows(
-    shape: PlacementShape, placement: Placed, place: int, mesh_place: int, groups: Groups
-) -> PlacementShape:
+def with_windows(own: OnRank, groups: Groups) -> PlacementShape:
     """What the schedule of a rank depends on, with the windows of its state."""
-    found = windows_of(placement, place, mesh_place, groups)
-    blocks = placement
-    if isinstance(placement, CopiedParts):
-        blocks, place = placement.by_place[place], mesh_place
-    chunks: tuple[int, ...] = ()
-    if isinstance(blocks, Spreading):
-        chunks = tuple(
-            _chunk_bytes(blocks, number, place, groups) for number in range(len(blocks.plan.chunks))
-        )
-    return shape._replace(windows=tuple(each.sizes for each in found), chunk_windows=chunks)
+    blocks = own.spreading
+    chunks = () if blocks is None else range(len(blocks.plan.chunks))
+    return own.shape._replace(
+        windows=tuple(each.sizes for each in windows_of(own, groups)),
+        chunk_windows=tuple(_chunk_bytes(own, number, groups) for number in chunks),
+    )
 
 
-def windows_of(
-    placement: Placed, place: int, mesh_place: int, groups: Groups
-) -> list[BucketWindows]:
+def windows_of(own: OnRank, groups: Groups) -> list[BucketWindows]:
     """Of every bucket, as `placements.whole` and `placements.parts` cut them."""
-    if isinstance(placement, CopiedParts):
-        placement = placement.by_mesh_place[mesh_place]
-    if isinstance(placement, Sharing):
-        layout = StateLayout(placement.plan, place, list(map(dict, groups)))
+    sharing, place, spreading, mesh_place = own
+    if sharing is not None:
+        layout = StateLayout(sharing.plan, place, list(map(dict, groups)))
         return [
-            bucket_windows(_pieces(placement, number, place, layout))
-            for number in range(len(placement.plan.buckets))
+            bucket_windows(_pieces(sharing, number, place, layout))
+            for number in range(len(sharing.plan.buckets))
         ]
+    assert spreading is not None
     units = []
-    for index, spec in enumerate(placement.specs):
+    for param, spec, held in zip(spreading.params, spreading.specs, spreading.held, strict=True):
         if spec.blocks is None:
-            box, group = placement.held[index].boxes[place], groups[spec.group]
+            box, group = held.boxes[mesh_place], groups[spec.group]
             shapes = state_shapes(rule_of(group), box.sizes, group, spec.stored)
             size = UnitSize(box.numel, _tensors(shapes, spec.stored), True)
-            units.append(HostUnit(size, spec.group, placement.params[index], None))
+            units.append(HostUnit(size, spec.group, param, None))
     return [bucket_windows(units)]
 
 
@@ -111,15 +95,16 @@ def _pieces(sharing: Sharing, number: int, place: int, layout: StateLayout) -> l
     return found
 
 
-def _chunk_bytes(spreading: Spreading, number: int, place: int, groups: Groups) -> int:
+def _chunk_bytes(own: OnRank, number: int, groups: Groups) -> int:
     """Of the parts that a rank holds, and of what belongs to whole blocks, which all have."""
-    total = 0
+    total, spreading = 0, own.spreading
+    assert spreading is not None
     for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
         spec = spreading.specs[route.param]
-        group, part = groups[spec.group], route.parts.of_rank.get(place)
-        own = 0 if part is None else part.in_block.numel
+        group, part = groups[spec.group], route.parts.of_rank.get(own.mesh_place)
+        held = 0 if part is None else part.in_block.numel
         shapes = block_state_shapes(rule_of(group), route.block, group, spec.stored)
         for key, how in spec.stored.items():
-            elements = prod(shapes[key]) if how.per is None else own // how.per
+            elements = prod(shapes[key]) if how.per is None else held // how.per
             total += aligned(elements * how.dtype.itemsize)
     return total

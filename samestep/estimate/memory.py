@@ -7,20 +7,20 @@ written into a ledger, and taken out where the optimizer lets go of it.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.host_windows import BucketWindows
-from samestep.estimate.placed import CopiedParts, Sharing, Spreading
+from samestep.estimate.host_windows import BucketWindows, windows_of
+from samestep.estimate.placed import Sharing, Spreading
 from samestep.estimate.temporaries import RulePeaks, kernel_is_enough, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
-    CopiedWalk,
     Ledger,
+    LocalWalk,
     Operand,
     SharingWalk,
     SpreadingWalk,
@@ -30,14 +30,9 @@ from samestep.estimate.walks import (
 from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
-from samestep.plan.schedule import OfBucket, Update, staging_bytes
+from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
 from samestep.plan.windows import Window
-from samestep.rules.state import (
-    MASTERS,
-    math_dtype,
-    needs_master,
-    whole_shapes,
-)
+from samestep.rules.state import MASTERS, math_dtype, needs_master, whole_shapes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 
 
@@ -104,32 +99,22 @@ def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
 def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
     """Parameters, main parameters and state of one rank."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
-    for sharing in _sharings(blueprint, rank):
-        place = sharing.place(blueprint.grid.place(rank, sharing.peers))
-        params += _whole_parameters(sharing)
-        entries += _shared_state(sharing, place, blueprint.groups)
-    for spreading in blueprint.spread:
-        place = blueprint.grid.place(rank, spreading.peers)
-        for index, (param, held) in enumerate(zip(spreading.params, spreading.held, strict=True)):
-            elements = held.boxes[place].numel
-            params += spreading.stored(index, place) * param.dtype.itemsize
-            entries += _spread_state(spreading, index, elements, blueprint.groups)
-    if not blueprint.placements:
-        for param in (param for group in blueprint.groups for param in group["params"]):
-            params += param.nbytes
-            state = blueprint.optimizer.state[param]
-            entries += ((key, tensor.nbytes) for key, tensor in state.items())
+    for own in blueprint.on_rank(rank):
+        sharing, place, spreading, mesh_place = own
+        if sharing is not None:
+            params += _whole_parameters(sharing)
+            entries += _shared_state(sharing, place, blueprint.groups)
+        elif spreading is not None:
+            params += sum(elements * param.dtype.itemsize for param, elements in own.stored())
+            for index, held in enumerate(spreading.held):
+                elements = held.boxes[mesh_place].numel
+                entries += _spread_state(spreading, index, elements, blueprint.groups)
+    for param, _ in () if blueprint.placements else blueprint.stored(rank):
+        params += param.nbytes
+        state = blueprint.optimizer.state[param]
+        entries += ((key, tensor.nbytes) for key, tensor in state.items())
     main = sum(size for key, size in entries if key in MASTERS)
     return Kept(params, main, sum(size for _, size in entries) - main)
-
-
-def _sharings(blueprint: Blueprint, rank: int) -> Iterator[Sharing]:
-    """What a rank holds that others have copies of, which they average together."""
-    for placement in blueprint.placements:
-        if isinstance(placement, Sharing):
-            yield placement
-        elif isinstance(placement, CopiedParts):
-            yield placement.by_mesh_place[blueprint.grid.place(rank, placement.mesh)]
 
 
 def _whole_parameters(sharing: Sharing) -> int:
@@ -163,36 +148,27 @@ def _spread_state(
 
 def whole_gradients(blueprint: Blueprint, rank: int) -> int:
     """Gradients that backward passes leave before any is reduced."""
-    held = [(param.numel(), param) for each in _sharings(blueprint, rank) for param in each.params]
-    for spreading in blueprint.spread:
-        place = blueprint.grid.place(rank, spreading.peers)
-        held += [(spreading.stored(i, place), param) for i, param in enumerate(spreading.params)]
-    found = sum(elements * gradient_dtype(param).itemsize for elements, param in held)
-    if not blueprint.placements:
-        params = (param for group in blueprint.groups for param in group["params"])
-        found = sum(param.numel() * gradient_dtype(param).itemsize for param in params)
-    return found
+    held = blueprint.stored(rank)
+    return sum(elements * gradient_dtype(param).itemsize for param, elements in held)
 
 
 def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
     """Gradients when backward is over, and the moment when most is alive."""
-    ledger = Ledger()
-    walks: list[Walk] = []
-    for placement in blueprint.placements:
-        place = blueprint.grid.place(rank, placement.peers)
-        if isinstance(placement, Sharing):
-            walks.append(SharingWalk(len(walks), placement, placement.place(place), ledger))
-        elif isinstance(placement, CopiedParts):
-            at = blueprint.grid.place(rank, placement.mesh)
-            walks.append(CopiedWalk(len(walks), placement, at, place, ledger, blueprint))
+    ledger, every = Ledger(), blueprint.on_rank(rank)
+    walks: list[Walk] = []  # of buckets
+    chunks: dict[int, SpreadingWalk] = {}
+    for number, own in enumerate(every):
+        if own.spreading is not None:
+            chunks[number] = SpreadingWalk(number, own, ledger, blueprint)
+        if own.sharing is not None:
+            walks.append(SharingWalk(number, own.sharing, own.place, ledger))
         else:
-            walks.append(SpreadingWalk(len(walks), placement, place, ledger, blueprint))
+            walks.append(chunks[number])
+    walks = walks or [LocalWalk(ledger, blueprint)]
     for walk in walks:
         walk.backward(again=blueprint.stages is not None)  # a pipeline has several micro-batches
-    if not walks:
-        return _alone(blueprint, ledger)
     gradients = ledger.now[GRADIENTS]
-    windows_of = cache(partial(blueprint.windows_of, rank=rank))
+    windows = cache(lambda number: windows_of(every[number], blueprint.groups))
     for walk in walks:
         walk.begin()
     for operation in blueprint.schedule(rank):
@@ -202,34 +178,16 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
                 operands = [operand for walk, number in wave for operand in walk.operands(number)]
             else:
                 (walked, number), _, window = operation.window
-                of_bucket = windows_of(walked)[number]
+                of_bucket = windows(walked)[number] if every else blueprint.local_windows
                 operands = _operands_of(of_bucket, of_bucket.cut[window])
             _run_rules(blueprint, operands, ledger)
             for walk, number in wave if operation.is_last else ():
                 walk.updated(number)
         elif isinstance(operation, OfBucket) and operation.bucket.placement < len(walks):
-            walk = walks[operation.bucket.placement]
-            getattr(walk, f"on_{type(operation).__name__.lower()}")(operation.bucket.bucket)
+            placement, number = operation.bucket
+            walk = chunks[placement] if isinstance(operation, OfChunk) else walks[placement]
+            getattr(walk, f"on_{type(operation).__name__.lower()}")(number)
     return gradients, ledger.most
-
-
-def _alone(blueprint: Blueprint, ledger: Ledger) -> tuple[int, Then]:
-    """One process: gradients, and the temporaries of one update of everything."""
-    operands = []
-    for index, group in enumerate(blueprint.groups):
-        for param in group["params"]:
-            ledger.add(param, param.numel() * gradient_dtype(param).itemsize, GRADIENTS)
-            blocks = blueprint.optimizer.holdings.blocks[param]
-            shapes: list[tuple[int, ...]] = [(param.numel(),)]
-            if blocks is not None:
-                shapes = [shape for block in blocks for shape in block.matrices]
-            operands += [Operand(index, param, shape) for shape in shapes]
-    if blueprint.distribution.offload is None:
-        _run_rules(blueprint, operands, ledger)
-    else:
-        for window in blueprint.local_windows.cut:
-            _run_rules(blueprint, _operands_of(blueprint.local_windows, window), ledger)
-    return ledger.now[GRADIENTS], ledger.most
 
 
 def _operands_of(bucket: BucketWindows, window: Window) -> list[Operand]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.estimate.grid import Peers
+from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
 from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
@@ -32,6 +32,7 @@ class Sharing:
 
     has_parts: the copies are of parts; their blocks come together in `CopiedParts.blocks`.
     per_host: peers on each host, where buckets go in two levels.
+    summands: of each gradient, if the ranks of a mesh have summands of it.
     """
 
     params: tuple[Tensor, ...]
@@ -43,6 +44,7 @@ class Sharing:
     shape: PlacementShape
     has_parts: bool = False
     per_host: int = 1
+    summands: tuple["Summands | None", ...] = ()
 
     def place(self, peer: int) -> int:
         """Which segment of a bucket is a peer's: in two levels those of a column lie together."""
@@ -66,6 +68,15 @@ class Sharing:
     def owned(self, number: int, place: int) -> Segment:
         """What a peer updates of a bucket."""
         return self.plan.buckets[number].owned(place)
+
+    def sums(self, number: int, place: int) -> dict["Summands", int]:
+        """Elements that a peer adds up over its mesh, of what it has averaged of a bucket."""
+        found: dict[Summands, int] = {}
+        for piece in self.owned(number, place).pieces if self.summands else ():
+            own = self.summands[piece.param]
+            if own is not None:
+                found[own] = found.get(own, 0) + piece.size
+        return found
 
 
 class GradientSum(NamedTuple):
@@ -97,7 +108,8 @@ class Spreading:
         room = self.room[index]
         return self.held[index].boxes[place].numel if room is None else room
 
-    def shape(self, place: int) -> PlacementShape:
+    @property
+    def shape(self) -> PlacementShape:
         """What the schedule of a rank depends on."""
         return shape_of_blocks(self.transfers, self.distribution, self.specs, self.peers.size)
 
@@ -176,27 +188,20 @@ class CopiedParts:
         shape = shape_of_shares(
             plan, self.members, self.distribution, self.policy, watched=self.watched
         )
+        even = tuple(bucket.size for bucket in self.plan.buckets)
         params = tuple(
             _part(param, spec.shape) for param, spec in zip(self.params, specs, strict=True)
         )
         return Sharing(
             params, plan, self.peers, None, self.distribution, self.policy,
-            shape._replace(has_parts=self.has_blocks), has_parts=True,
+            shape._replace(has_parts=self.has_blocks, bucket_sizes=even), has_parts=True,
+            summands=self.summands,
         )  # fmt: skip
 
     @property
     def widest(self) -> Sharing:
         """Of the first rank of a mesh, which has the largest parts: what time is counted for."""
         return self.by_mesh_place[0]
-
-    def sums(self, number: int, mesh_place: int, place: int) -> dict[Summands, int]:
-        """Elements that a rank adds up over its mesh, of what it has averaged of a bucket."""
-        found: dict[Summands, int] = {}
-        for piece in self.by_mesh_place[mesh_place].owned(number, place).pieces:
-            own = self.summands[piece.param]
-            if own is not None:
-                found[own] = found.get(own, 0) + piece.size
-        return found
 
     # --- blocks ------------------------------------------------------------------------------
 
@@ -225,16 +230,6 @@ class CopiedParts:
             room=(None,) * len(held),
         )  # fmt: skip
 
-    def shape(self, mesh_place: int, place: int) -> PlacementShape:
-        """What the schedule of a rank depends on."""
-        blocks = self.by_place[place].shape(mesh_place)
-        return self.by_mesh_place[mesh_place].shape._replace(
-            bucket_sizes=tuple(bucket.size for bucket in self.plan.buckets),
-            chunks=blocks.chunks,
-            gives_back=blocks.gives_back,
-            chunk_transfers=blocks.chunk_transfers,
-        )
-
 
 def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
     """As large as what a rank holds of a parameter."""
@@ -245,3 +240,53 @@ def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 Placed = Sharing | CopiedParts | Spreading
+
+
+class OnRank(NamedTuple):
+    """What one rank has of a placement: copies, DTensors of a mesh, or both of copied parts.
+
+    place: which segment of buckets is its own; mesh_place: which rank of the mesh it is.
+    """
+
+    sharing: Sharing | None
+    place: int
+    spreading: Spreading | None
+    mesh_place: int
+
+    def stored(self) -> list[tuple[Tensor, int]]:
+        """Parameters, and elements of each, and of its gradient, in the memory of the rank."""
+        if self.sharing is not None:
+            return [(param, param.numel()) for param in self.sharing.params]
+        assert self.spreading is not None
+        members = enumerate(self.spreading.params)
+        return [(param, self.spreading.stored(i, self.mesh_place)) for i, param in members]
+
+    @property
+    def shape(self) -> PlacementShape:
+        """What the schedule of the rank depends on."""
+        if self.spreading is None:
+            assert self.sharing is not None
+            return self.sharing.shape
+        blocks = self.spreading.shape
+        if self.sharing is None:
+            return blocks
+        return self.sharing.shape._replace(
+            chunks=blocks.chunks,
+            gives_back=blocks.gives_back,
+            chunk_transfers=blocks.chunk_transfers,
+        )
+
+
+def on_rank(placement: Placed, grid: Grid, rank: int | None) -> OnRank:
+    """Of a rank; None: of the first, with as many chunks of blocks as any has."""
+    place = grid.place(rank or 0, placement.peers)
+    if isinstance(placement, Sharing):
+        return OnRank(placement, placement.place(place), None, 0)
+    if isinstance(placement, Spreading):
+        return OnRank(None, 0, placement, place)
+    if rank is None:
+        chunks = [len(each.transfers) for each in placement.by_place]
+        place = chunks.index(max(chunks))
+    mesh_place = grid.place(rank or 0, placement.mesh)
+    sharing, spreading = placement.by_mesh_place[mesh_place], placement.by_place[place]
+    return OnRank(sharing, place, spreading, mesh_place)

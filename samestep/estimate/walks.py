@@ -1,19 +1,21 @@
 """What is alive at every moment of a step, and the moment when that is most.
 
-`SharingWalk` has the memory of parameters that peers hold whole, operation by operation: it follows
-`replicated`, `reduction` and `buffers` of `placements.whole`. `SpreadingWalk` has that of
-DTensors and of blocks on their way: it follows `block_exchange` and `block_moves`. `CopiedWalk` has
-both, of DTensors that other meshes have copies of: it follows `mesh_parts`.
+`SharingWalk` has the memory of parameters that peers hold copies of, operation by operation: it
+follows `replicated`, `reduction`, `buffers` and `mesh_parts` of `placements.whole`. `SpreadingWalk`
+has that of DTensors and of blocks on their way: it follows `block_exchange` and `block_moves`.
+DTensors that other meshes have copies of need both: one for buckets, one for chunks.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.placed import CopiedParts, Sharing, Spreading
+from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks, kernel_peak
+from samestep.layout.blocks import Block
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.plan.flat import places
@@ -77,14 +79,19 @@ class Ledger:
         return self._alive[key][1] if key in self._alive else None
 
 
+Stored = Sequence[tuple[torch.Tensor, int]]  # parameters, and elements of each in memory
+
+
 class Walk:
     """One placement on one rank: a function for each operation, in a ledger that all share."""
 
-    def __init__(self, number: int, place: int, ledger: Ledger) -> None:
-        self._number, self._place, self._ledger = number, place, ledger
+    def __init__(self, number: int, place: int, ledger: Ledger, stored: Stored = ()) -> None:
+        self._number, self._place, self._ledger, self._stored = number, place, ledger, stored
 
     def backward(self, *, again: bool) -> None:
-        """Gradients arrive; `again`: those of earlier micro-batches are there."""
+        """Gradients arrive, as they stay; `again`: those of earlier micro-batches are there."""
+        for index, (param, elements) in enumerate(self._stored):
+            self._add("gradient", index, elements * gradient_dtype(param).itemsize, GRADIENTS)
 
     def begin(self) -> None:
         """What comes before the first operation."""
@@ -96,8 +103,7 @@ class Walk:
     def idle(self, number: int) -> None:
         """Of a bucket or a chunk: nothing is allocated, or let go of."""
 
-    on_reduce = on_average = on_gather = on_place = idle
-    on_collect = on_transform = on_giveback = on_apply = updated = idle
+    on_reduce = on_average = on_gather = on_place = updated = idle
 
     def _key(self, what: str, number: int) -> tuple[str, int, int]:
         return what, self._number, number
@@ -111,7 +117,7 @@ class Walk:
 
 
 class SharingWalk(Walk):
-    """Parameters that peers hold copies of."""
+    """Parameters that peers hold copies of, whole or of parts."""
 
     def __init__(self, number: int, sharing: Sharing, place: int, ledger: Ledger) -> None:
         super().__init__(number, place, ledger)
@@ -260,16 +266,25 @@ class SharingWalk(Walk):
             self._drop(number, "sum", "received")  # the sum takes the place of its segment
 
     def on_average(self, number: int) -> None:
-        """Wait, and where every rank needs all sums gather them."""
-        if not self._sharing.shape.reduces:
-            return
-        self._land(number)
-        sums = self._transfers[number].sums
-        if sums is not None and self._ranks > 1:
-            self._gather("gathered sums", number, sums, cat=False, into=False)
-            self._add("gathered sums", number, self._arriving(sums) * sums.dtype.itemsize)
-            self._add("sum", number, sums.elements * sums.dtype.itemsize)
-            self._drop(number, "gathered sums", "packed", "received")
+        """Wait, and where every rank needs all sums gather them.
+
+        What are summands still is added up over the mesh, side by side.
+        """
+        transfers = self._transfers[number]
+        if self._sharing.shape.reduces:
+            self._land(number)
+            sums = transfers.sums
+            if sums is not None and self._ranks > 1:
+                self._gather("gathered sums", number, sums, cat=False, into=False)
+                self._add("gathered sums", number, self._arriving(sums) * sums.dtype.itemsize)
+                self._add("sum", number, sums.elements * sums.dtype.itemsize)
+                self._drop(number, "gathered sums", "packed", "received")
+        wide = torch.promote_types(transfers.reduce.dtype, torch.float32)
+        for place, elements in enumerate(self._sharing.sums(number, self._place).values()):
+            self._add(f"sum in mesh {place}", number, elements * wide.itemsize)
+        summands, pieces = self._sharing.summands, self._owned(number).pieces
+        if summands and all(summands[piece.param] for piece in pieces):
+            self._drop(number, "packed", "received", "sum")
 
     # --- updates -----------------------------------------------------------------------------
 
@@ -278,17 +293,23 @@ class SharingWalk(Walk):
 
     def operands(self, number: int) -> list[Operand]:
         """Not the blocks of which there are parts here."""
+        specs, params = self._sharing.specs, self._sharing.params
         return [
-            Operand(
-                self._sharing.specs[piece.param].group, self._sharing.params[piece.param], shape
-            )
+            Operand(specs[piece.param].group, params[piece.param], shape)
             for piece in self._owned(number).pieces
             if piece.block is None or not self._sharing.has_parts
             for shape in (((piece.size,),) if piece.block is None else piece.block.matrices)
         ]
 
     def updated(self, number: int) -> None:
-        self._drop(number, "packed", "received", "sum")
+        """Averaged gradients of parts of blocks stay until the step is over, with all beside."""
+        blocks = [piece.param for piece in self._owned(number).pieces if piece.block is not None]
+        stay = [self._sharing.summands[param] for param in blocks if self._sharing.has_parts]
+        if None not in stay:
+            self._drop(number, "packed", "received", "sum")
+        for place, summands in enumerate(self._sharing.sums(number, self._place)):
+            if summands not in stay:
+                self._drop(number, f"sum in mesh {place}")
 
     def on_gather(self, number: int) -> None:
         transfer = self._transfers[number].gather
@@ -328,17 +349,10 @@ class SharingWalk(Walk):
 class SpreadingWalk(Walk):
     """The DTensors of one mesh."""
 
-    def __init__(
-        self, number: int, spreading: Spreading, place: int, ledger: Ledger, blueprint: Blueprint
-    ) -> None:
-        super().__init__(number, place, ledger)
-        self._spreading, self._blueprint = spreading, blueprint
-
-    def backward(self, *, again: bool) -> None:
-        """Gradients come reduced, in parts."""
-        for index, param in enumerate(self._spreading.params):
-            stored = self._spreading.stored(index, self._place)
-            self._add("gradient", index, stored * gradient_dtype(param).itemsize, GRADIENTS)
+    def __init__(self, number: int, own: OnRank, ledger: Ledger, blueprint: Blueprint) -> None:
+        assert own.spreading is not None
+        super().__init__(number, own.mesh_place, ledger, own.stored())  # gradients come reduced
+        self._spreading, self._blueprint = own.spreading, blueprint
 
     def begin(self) -> None:
         """Gradients of which ranks have summands are added up side by side, and stay there."""
@@ -422,6 +436,30 @@ class SpreadingWalk(Walk):
         self._drop(number, "returning", "directions")
 
 
+class LocalWalk(Walk):
+    """All parameters of one process."""
+
+    def __init__(self, ledger: Ledger, blueprint: Blueprint) -> None:
+        super().__init__(0, 0, ledger, blueprint.stored(0))
+        self._blueprint = blueprint
+
+    def operands(self, number: int) -> list[Operand]:
+        """All at once."""
+        blocks_of = self._blueprint.optimizer.holdings.blocks
+        return [
+            Operand(index, param, shape)
+            for index, group in enumerate(self._blueprint.groups)
+            for param in group["params"]
+            for shape in _shapes(param, blocks_of[param])
+        ]
+
+
+def _shapes(param: torch.Tensor, blocks: Sequence[Block] | None) -> list[tuple[int, ...]]:
+    if blocks is None:
+        return [(param.numel(),)]
+    return [shape for block in blocks for shape in block.matrices]
+
+
 def _lies_together(item: Item, route: Route) -> bool:
     """Whether a part of a direction is one stretch: dims after the first long one are whole.
 
@@ -432,51 +470,3 @@ def _lies_together(item: Item, route: Route) -> bool:
     sizes = item.part.in_block.sizes
     first = next((dim for dim, size in enumerate(sizes) if size > 1), len(sizes))
     return sizes[first + 1 :] == route.box.sizes[first + 1 :]
-
-
-class CopiedWalk(SharingWalk):
-    """DTensors of a mesh that other meshes have copies of."""
-
-    def __init__(
-        self,
-        number: int,
-        parts: CopiedParts,
-        mesh_place: int,
-        place: int,
-        ledger: Ledger,
-        blueprint: Blueprint,
-    ) -> None:
-        super().__init__(number, parts.by_mesh_place[mesh_place], place, ledger)
-        self._parts, self._mesh_place = parts, mesh_place
-        self._blocks = SpreadingWalk(number, parts.by_place[place], mesh_place, ledger, blueprint)
-
-    def on_collect(self, number: int) -> None:
-        self._blocks.on_collect(number)
-
-    def on_transform(self, number: int) -> None:
-        self._blocks.on_transform(number)
-
-    def on_giveback(self, number: int) -> None:
-        self._blocks.on_giveback(number)
-
-    def on_apply(self, number: int) -> None:
-        self._blocks.on_apply(number)
-
-    def on_average(self, number: int) -> None:
-        """Wait; what are summands still is added up over the mesh, side by side."""
-        super().on_average(number)
-        wide = torch.promote_types(self._transfers[number].reduce.dtype, torch.float32)
-        sums = self._parts.sums(number, self._mesh_place, self._place)
-        for place, elements in enumerate(sums.values()):
-            self._add(f"sum in mesh {place}", number, elements * wide.itemsize)
-        if all(self._parts.summands[piece.param] for piece in self._owned(number).pieces):
-            super().updated(number)
-
-    def updated(self, number: int) -> None:
-        """Averaged gradients of blocks stay until the step is over, and what they lie in."""
-        blocks = [piece.param for piece in self._owned(number).pieces if piece.block is not None]
-        if all(self._parts.summands[param] for param in blocks):
-            super().updated(number)
-        for place, summands in enumerate(self._parts.sums(number, self._mesh_place, self._place)):
-            if summands not in [self._parts.summands[param] for param in blocks]:
-                self._drop(number, f"sum in mesh {place}")

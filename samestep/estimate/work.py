@@ -214,9 +214,8 @@ def local_work(blueprint: Blueprint, hardware: Hardware) -> Work:
 def elementwise_work(spreading: Spreading, hardware: Hardware) -> Work:
     """AdamW's parameters of a mesh, on every rank its parts."""
     members = zip(spreading.params, spreading.specs, spreading.held, strict=True)
-    alike: dict[tuple[int, int], list[ShardedSpec]] = defaultdict(
-        list
-    )  # layers have the same boxes
+    # Layers have the same boxes.
+    alike: dict[tuple[int, int], list[ShardedSpec]] = defaultdict(list)
     for param, spec, held in members:
         if spec.blocks is None:
             alike[id(held.boxes), param.dtype.itemsize].append(held)

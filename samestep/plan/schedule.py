@@ -142,7 +142,8 @@ class Measure:
     """Combine what `metrics()` tells of the updates."""
 
 
-OfBucket = Reduce | Average | Gather | Place | Collect | Transform | GiveBack | Apply
+OfChunk = Collect | Transform | GiveBack | Apply
+OfBucket = Reduce | Average | Gather | Place | OfChunk
 OfWindow = Fetch | Return
 Operation = OfBucket | OfWindow | Agree | Clip | Update | Measure
 Schedule = tuple[Operation, ...]

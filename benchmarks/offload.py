@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import samestep
 from benchmarks import gpt_config, heading, write_json
+from samestep.bench.gpu.measure import give_back_memory, settle
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.memory import RankMemory, rank_memory
 from samestep.models.gpt import GPT
@@ -116,16 +117,12 @@ def planned(options: Options, optimizer: samestep.MuonAdamW) -> RankMemory:
     return rank_memory(blueprint(optimizer, one_axis(1), device=torch.device(options.device)), 0)
 
 
-def synchronize(options: Options) -> None:
-    if options.device == "cuda":
-        torch.cuda.synchronize()
-
-
 def seconds(options: Options, run: Callable[[], object]) -> float:
-    synchronize(options)
+    device = torch.device(options.device)
+    settle(device)
     begin = time.perf_counter()
     run()
-    synchronize(options)
+    settle(device)
     return time.perf_counter() - begin
 
 
@@ -182,7 +179,7 @@ def timed(
     memory = 0
     if step is not None and options.device == "cuda":
         backward(params, -1)
-        synchronize(options)
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         step()
         memory = torch.cuda.max_memory_allocated()
@@ -323,8 +320,7 @@ def run_training(options: Options) -> dict[str, Any]:
             print(f"  does not fit: {str(error).split('.')[0]}")
             found[where] = {"fits": False, "planned": plan.peak}
         gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
+        give_back_memory(torch.device(options.device))
     return {"found": found}
 
 

@@ -155,3 +155,10 @@ def test_a_gpu_orthogonalizes_so_many_elements_at_once():
     assert temporaries(None) == kernel_peak(8, 64, 64)
     assert temporaries(3 * 64 * 64) == kernel_peak(3, 64, 64)
     assert temporaries(1) == kernel_peak(1, 64, 64)
+
+
+def test_more_ranks_than_a_parameter_has_rows():
+    """Some hold nothing of it, and are planned all the same."""
+    plan = blueprint_of(LAYOUTS["fsdp2_parallel"], Large(3, 100), 100, "fast")
+    first, last = rank_memory(plan, 0), rank_memory(plan, 99)  # 96 elements of a norm
+    assert 0 < last.state < first.state

@@ -425,8 +425,9 @@ def test_fused_is_not_loaded_and_not_compiled():
 def test_fused_is_taken_where_a_step_is_fused_anyway(device, kept):
     """Trainers ask for it on CUDA, where torch's kernel for CPU is not what runs."""
     param = SimpleNamespace(
-        device=torch.device(device), is_floating_point=lambda: True, layout=torch.strided
-    )
+        device=torch.device(device), is_floating_point=lambda: True, layout=torch.strided,
+        dtype=torch.float32,
+    )  # fmt: skip
     group = {"params": [param], "rule": "adamw", "fused": True}
     refuse_unsupported(0, group, compiled=False, ranks=1)
     assert group["fused"] is kept

@@ -475,3 +475,15 @@ def test_a_model_that_changed_is_not_what_remainders_are_of(dtype):
     model.to(dtype)
     with pytest.raises(RuntimeError, match=r"'plain' is torch.float.. now, and .* another dtype"):
         opt.step()
+
+
+def test_master_copies_in_32_bits_beside_weights_that_need_none():
+    """A bfloat16 model with norms in 32 bits: only what is narrow has a copy."""
+    model = nn.Sequential(nn.Linear(64, 64, bias=False).bfloat16(), nn.LayerNorm(64))
+    kept = {"master_weight": torch.float32}
+    opt = samestep.MuonAdamW(model, lr=1e-3, master_weights=True, state_dtypes=kept)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    opt.step()
+    copies = ["master_weight" in opt.state[param] for param in model.parameters()]
+    assert copies == [True, False, False]

@@ -308,7 +308,7 @@ def _refuse_format(name: str, param: Tensor, group: Group, *, masters: bool) -> 
             f'state_dtypes["{MASTER}"] is {what}, and there are no master copies of {name!r}: '
             "build the optimizer with master_weights=True"
         )
-    if kept == param.dtype:
+    if kept == param.dtype and param.dtype.itemsize <= 2:  # wider ones have no copy
         raise ValueError(
             f'state_dtypes["{MASTER}"] is {kept}, and so is {name!r} itself: a copy would have no '
             "more digits than it; give torch.float32, or leave it out"

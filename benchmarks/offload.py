@@ -209,14 +209,21 @@ def measured(options: Options, rule: str, rate: float, alone: float) -> Iterator
         del model, optimizer, state
 
 
+def peer(name: str) -> Any:
+    """What another library calls so, with the memory of those before it given back; or None."""
+    gc.collect()
+    try:
+        return resolve_name(name)
+    except ImportError as error:
+        print(f"{name} is not there: {error}")
+        return None
+
+
 def torchao(options: Options, rate: float, alone: float) -> Iterator[Measured]:
     """Its AdamW on the CPU: gradients go there in backward, parameters come back."""
-    try:
-        make: Any = resolve_name("torchao.optim:CPUOffloadOptimizer")
-    except ImportError as error:
-        print(f"torchao is not there: {error}")
+    make = peer("torchao.optim:CPUOffloadOptimizer")
+    if make is None:
         return
-    gc.collect()
     model = model_of(options, "cuda")
     params = list(model.parameters())
     optimizer = make(params, torch.optim.AdamW, lr=1e-3, fused=True)
@@ -228,12 +235,9 @@ def torchao(options: Options, rate: float, alone: float) -> Iterator[Measured]:
 
 def deepspeed(options: Options, rate: float, alone: float) -> Iterator[Measured]:
     """ZeRO-Offload, stage 2 on one rank: AdamW on the CPU, with main parameters there."""
-    try:
-        initialize: Any = resolve_name("deepspeed:initialize")
-    except ImportError as error:
-        print(f"DeepSpeed is not there: {error}")
+    initialize = peer("deepspeed:initialize")
+    if initialize is None:
         return
-    gc.collect()
     for key, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 29517}.items():
         os.environ.setdefault(key, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -59,18 +59,30 @@ def give(params, mesh, places, step, lacking=(), zeros=False):
         )
 
 
+def held(params):
+    return {name: param.to_local().clone() for name, param in params.items()}
+
+
+def stepped(params, opt):
+    """Why the step was refused, which changes nothing; None: it was not."""
+    before = held(params)
+    try:
+        opt.step()
+    except RuntimeError as error:
+        assert all(torch.equal(before[name], params[name].to_local()) for name in SHAPES)
+        return str(error)
+    return None
+
+
 def trained(mesh, placed, given, lacking, **how):
     """Three steps, in the second of which ranks lack gradients: an error, or what they hold."""
     params, opt = build(mesh, placed)
     for step in range(3):
         give(params, mesh, given, step, lacking if step == 1 else (), **how)
-        before = {name: param.to_local().clone() for name, param in params.items()}
-        try:
-            opt.step()
-        except RuntimeError as error:
-            assert all(torch.equal(before[name], params[name].to_local()) for name in SHAPES)
-            return str(error)
-    return {name: param.to_local().clone() for name, param in params.items()}
+        refused = stepped(params, opt)
+        if refused is not None:
+            return refused
+    return held(params)
 
 
 # Where copies are, how gradients come, who lacks one: it is an error that names two ranks.
@@ -129,13 +141,10 @@ def averaged(data, lacking, zeros=False):
     for step in range(3):
         own = [(name, (place,)) for name, (*where,) in lacking if where == [at, place]]
         give(params, model, [COPIES], step + 10 * at, own if step == 1 else (), zeros=zeros)
-        before = {name: param.to_local().clone() for name, param in params.items()}
-        try:
-            opt.step()
-        except RuntimeError as error:
-            assert all(torch.equal(before[name], params[name].to_local()) for name in SHAPES)
-            return str(error)
-    return {name: param.to_local().clone() for name, param in params.items()}
+        refused = stepped(params, opt)
+        if refused is not None:
+            return refused
+    return held(params)
 
 
 @pytest.mark.parametrize(("data", "lacks", "has"), [(2, (1, 0), 3), (3, (2, 1), 4)])

@@ -308,6 +308,7 @@ def test_a_rank_that_never_arrives_is_named_with_its_stack(run, marks):
 
 def test_the_limit_counts_from_when_all_ranks_have_begun(marks, monkeypatch):
     asked = []
+    was_asked = marks / "was asked"
 
     def begin_late():
         time.sleep(0.3)
@@ -315,11 +316,16 @@ def test_the_limit_counts_from_when_all_ranks_have_begun(marks, monkeypatch):
 
     def timeout():
         asked.append(len(list(marks.iterdir())))
+        was_asked.touch()
         return HANG
 
+    def stay_until_it_was_asked(rank):
+        eventually(was_asked.exists)  # else ranks may be done before the parent looks again
+        return all_reduced(rank)
+
     monkeypatch.setattr(gc, "freeze", begin_late)  # which a rank calls first
-    assert run_forked(3, all_reduced, timeout=timeout) == [3.0] * 3
-    assert set(asked) == {3}
+    assert run_forked(3, stay_until_it_was_asked, timeout=timeout) == [3.0] * 3
+    assert asked[0] == 3
 
 
 @pytest.mark.parametrize("collective", [all_reduced, lambda rank: dist.new_group([0, 1])])

@@ -13,11 +13,11 @@ import triton.language as tl
 
 from samestep.kernels.small import (
     joined,
-    lower_half,
     random_bits,
     read_state,
+    signed_bits,
     split,
-    upper_half,
+    unsigned_bits,
     write_state,
 )
 
@@ -241,8 +241,8 @@ def adamw(
         else:
             bits = random_bits(origin, offsets, 0, step, PLACES)
         if FIRST_RANDOM:
-            first_bits = lower_half(bits)
+            first_bits = signed_bits(bits)
         if SECOND_RANDOM:
-            second_bits = upper_half(bits)
+            second_bits = unsigned_bits(bits)
     write_state(first, inside, first_scale, there, m, first_bits)
     write_state(second, inside, second_scale, there, v, second_bits)

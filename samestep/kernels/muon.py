@@ -6,7 +6,8 @@ momentum (one pass: gradient and momentum in, momentum and 16-bit direction out)
 Products are in float16, whose range is small: a power of two brings each direction to a norm of
 8 to 16 and changes no digit. The norm is known only after the pass that writes the direction, so
 that pass takes the power of the step before; where it has become another one (when a norm passes a
-power of two), the direction is written once more. So no result depends on an earlier step.
+power of two), the direction is written once more. So no result depends on an earlier step. Where
+momenta are kept in fewer bits, that pass writes bfloat16, and a short one multiplies.
 
 Of blocks that came together from parts only the middle is done here: `parts` has their ends.
 """
@@ -272,21 +273,27 @@ class _Numbers(NamedTuple):
 def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
     """Update momenta and write directions; what scales those to norm 1, (count,)."""
     blocks, options = source[0], step.options
-    if isinstance(blocks, MuonBlocks) and blocks.rounding is not None:
+    own = blocks if isinstance(blocks, MuonBlocks) else None
+    if own is not None and own.rounding is not None:
         assert source[1] is not None
-        count_step(blocks.rounding.steps, source[1].writes, step)
-    if options["equilibrate"] and _in_bfloat16(options):
-        # Rows of any size: their digits are all there, until they have one norm.
+        count_step(own.rounding.steps, source[1].writes, step)
+    small = own is not None and own.state_dtype is not tl.float32
+    if (options["equilibrate"] or small) and _in_bfloat16(options):
+        # In bfloat16 at first, which has all digits of rows of any size, and needs no power. A
+        # small momentum is rounded in this pass: nobody could write a direction again.
         given = directions.view(torch.bfloat16)
         numbers = _numbers(_pass(source, given, step)(None), step)
-        return _equilibrated(blocks, given, directions, numbers, step)
+        if options["equilibrate"]:
+            return _equilibrated(blocks, given, directions, numbers, step)
+        _multiply(given, directions, numbers.powers)
+        return numbers.scales
     run = _pass(source, directions, step)
-    if isinstance(blocks, MuonBlocks) and blocks.state_dtype is tl.float32:
-        numbers = _numbers(run(blocks.powers), step, blocks.powers)
-        _write_again(blocks, source[1], directions, numbers, step)
+    if own is not None and not small:
+        numbers = _numbers(run(own.powers), step, own.powers)
+        _write_again(own, source[1], directions, numbers, step)
     else:
         numbers = _numbers(run(None, only_sums=True), step)
-        run(numbers.powers, only_writes=True)
+        run(numbers.powers)
     if options["equilibrate"]:
         return _equilibrated(blocks, directions, directions, numbers, step)
     return numbers.scales
@@ -295,8 +302,6 @@ def _directions(source: Source, directions: Tensor, step: Step) -> Tensor:
 def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tensor]:
     """The pass over gradients and momenta: called with powers, it gives sums of squares."""
     count, short, long = directions.shape
-    programs = tiles(short) * tiles(long)
-    sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
     blocks, grads = source
     rounding = None
     if isinstance(blocks, GivenBlocks):
@@ -307,10 +312,12 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
         given, momenta, writes = grads.addresses, blocks.momenta.addresses, grads.writes
         aligned = grads.aligned and blocks.momenta.aligned and blocks.lie is None
         dtypes, rounding = (grads.dtype, blocks.state_dtype), blocks.rounding
+    cut = tiled(None if rounding is None else rounding.block or None)  # a scale's whole block
+    high, wide = (long, short) if blocks.tall else (short, long)
+    programs = -(-high // cut["ROWS"]) * -(-wide // cut["COLS"])
+    sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
 
-    def launch(powers: Tensor | None, sums: Tensor | None, cut: dict[str, Any]) -> None:
-        high, wide = (long, short) if blocks.tall else (short, long)
-        programs = -(-high // cut["ROWS"]) * -(-wide // cut["COLS"])
+    def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
         muon_tiles.momentum[(programs, count)](
             given,
             momenta,
@@ -327,22 +334,21 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
             state_dtype=dtypes[1],
             GIVEN=grads is None,
             BFLOAT16=_in_bfloat16(step.options),
+            ONLY_SUMS=only_sums,
             ALIGNED=aligned,
             **cut,
         )
-
-    def run(powers: Tensor | None, *, only_sums: bool = False, only_writes: bool = False) -> Tensor:
-        block = 0 if rounding is None else rounding.block
-        if block and not only_sums:
-            # A scale needs its whole block: other tiles. Sums are always those of the same.
-            if not only_writes:
-                launch(None, sums, {**tiled(), "ONLY_SUMS": True})
-            launch(powers, None, {**tiled(block), "ONLY_SUMS": False})
-        else:
-            launch(powers, sums, {**tiled(), "ONLY_SUMS": only_sums})
         return sums
 
     return run
+
+
+def _multiply(given: Tensor, directions: Tensor, powers: Tensor) -> None:
+    """bfloat16 into float16 in the same memory, (count, short, long), each times its power."""
+    count, size = len(given), given[0].numel()
+    muon_tiles.multiplied[(-(-size // call.CHUNK), count)](
+        given, directions, powers, size, BLOCK=call.CHUNK, num_warps=8
+    )
 
 
 def _numbers(

@@ -17,7 +17,7 @@ from samestep.kernels.elementwise import (
     seen_gradient,
     store_value,
 )
-from samestep.kernels.small import lower_half, random_bits, read_state, write_state
+from samestep.kernels.small import random_bits, read_state, signed_bits, write_state
 
 
 @triton.jit
@@ -147,7 +147,7 @@ def momentum(
     origins,  # (count, 4): see `call.Origins`; RANDOM
     directions,  # (count, short, long), padded; the transpose of a tall block
     powers,  # (count,): the direction is multiplied with it; None: not
-    sums,  # (count, tiles): the squares of the direction, not multiplied; None: not wanted
+    sums,  # (count, tiles): the squares of the direction, not multiplied
     only_if,
     writes,  # (count,): 0 leaves a momentum as it is
     mu,
@@ -163,7 +163,7 @@ def momentum(
     grad_dtype: tl.constexpr,
     state_dtype: tl.constexpr,
     step_dtype: tl.constexpr,
-    Q: tl.constexpr,  # elements of a block of codes; they are written by tiles so wide alone
+    Q: tl.constexpr,  # elements of a block of codes, and columns of a tile; 0: there are no codes
     RANDOM: tl.constexpr,
     PLACES: tl.constexpr,
     GIVEN: tl.constexpr,  # the direction is there already: no momentum
@@ -191,20 +191,16 @@ def momentum(
         grad = pointer_in(grads, number, grad_dtype, ALIGNED) + offsets
         state = pointer_in(momenta, number, state_dtype, ALIGNED) + offsets
         scale, there = None, inside
-        if Q:
+        if Q:  # one for each row of the tile
             scale = pointer_in(scales, number, tl.float32, False) + row * (cols // Q)
-            if COLS > Q:
-                scale += col // Q
-            else:  # one for each row of the tile
-                scale += first_col // Q
-                there = (row < rows) & (first_col < cols)
+            scale += first_col // Q
+            there = (row < rows) & (first_col < cols)
         m, u = new_momentum(
             grad, state, scale, inside, there, mu, factor, EMA, NESTEROV, MAXIMIZE
         )  # fmt: skip
     u = rounded_direction(tl.where(inside, u, 0.0), BFLOAT16)
-    if sums is not None:
-        wide = u.to(tl.float64)
-        tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
+    wide = u.to(tl.float64)
+    tl.store(sums + number * tl.num_programs(0) + tile, tl.sum(wide * wide))
     if not ONLY_SUMS:
         if not GIVEN:
             written = is_written(only_if, writes, number)
@@ -212,13 +208,29 @@ def momentum(
             if RANDOM:
                 step = tl.load(pointer_in(steps, number, step_dtype, False))
                 origin = origins + 4 * number
-                bits = lower_half(random_bits(origin, row * cols + col, 0, step, PLACES))
+                bits = signed_bits(random_bits(origin, row * cols + col, 0, step, PLACES))
             write_state(state, inside & written, scale, there & written, m, bits)
         if powers is not None:
             u = u * tl.load(powers + number)
         x = u.to(directions.dtype.element_ty)
         own = directions + number.to(tl.int64) * short * long
         write_direction(own, x, row, col, first_row, first_col, short, long, TALL, ROWS, COLS)
+
+
+@triton.jit
+def multiplied(
+    given,  # (count, size) bfloat16
+    directions,  # the same memory: float16
+    powers,  # (count,)
+    size,
+    BLOCK: tl.constexpr,
+):
+    """A part of one direction, times its power."""
+    number = tl.program_id(1)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    begin, inside = number.to(tl.int64) * size, place < size
+    x = tl.load(given + begin + place, inside, 0.0).to(tl.float32) * tl.load(powers + number)
+    tl.store(directions + begin + place, x.to(directions.dtype.element_ty), inside)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def index_word(origin, start, within, PLACES: tl.constexpr):
 
 @triton.jit
 def random_bits(origin, start, within, step, PLACES: tl.constexpr):
-    """uint32 of elements of the local tensor, for both halves.
+    """uint32 of elements of the local tensor, of which both halves are drawn.
 
     `start` is where runs, or parts of them, begin, and `within` where an element is from there.
     """
@@ -54,20 +54,19 @@ def random_bits(origin, start, within, step, PLACES: tl.constexpr):
     second = mixed(first ^ GOLDEN)
     word += first
     word = (word ^ (word >> 16)) * FIRST + second
-    word = (word ^ (word >> 15)) * SECOND
-    return word ^ (word >> 16)
+    return (word ^ (word >> 15)) * SECOND
 
 
 @triton.jit
-def lower_half(bits):
-    """The 16 bits for state with signs, int32."""
-    return (bits & 0xFFFF).to(tl.int32)
-
-
-@triton.jit
-def upper_half(bits):
-    """The 16 bits for second moments, int32."""
+def signed_bits(bits):
+    """The 16 bits for state with signs, int32: the upper half, which needs no last mixing."""
     return (bits >> 16).to(tl.int32)
+
+
+@triton.jit
+def unsigned_bits(bits):
+    """The 16 bits for second moments, int32."""
+    return ((bits ^ (bits >> 16)) & 0xFFFF).to(tl.int32)
 
 
 @triton.jit
@@ -92,7 +91,6 @@ def decoded(codes, scale):
 @triton.jit
 def encoded(values, bits, SIGNED: tl.constexpr):
     """Codes of blocks (rows, Q), and their scales (rows, 1); `bits` from 0 to 65535."""
-    MOST: tl.constexpr = 127 if SIGNED else 255
     word = values.to(tl.int32, bitcast=True)
     size_word = word & 0x7FFFFFFF
     # Of bits, since these are ordered as magnitudes are, and NaN is the largest of all.
@@ -101,21 +99,30 @@ def encoded(values, bits, SIGNED: tl.constexpr):
     power = tl.where(largest < 2.0**-32, 2.0**64, tl.where(largest > 2.0**64, 2.0**-64, 1.0))
     scale = tl.where(largest == 0, 1.0, largest * power)
     size = size_word.to(tl.float32, bitcast=True) * power
-    # A guess, as in plain torch; by quick operations, since it is made good.
-    code = tl.sqrt(size * tl.where(scale_word < 0x7F800000, 1.0 / scale, float("nan")))
-    if not SIGNED:
-        code = tl.sqrt(code)
-    code = tl.floor(code * MOST - 0.01)
-    code = tl.maximum(tl.where(code < MOST - 1, code, MOST - 1.0), 0.0)  # also for NaN
-    near = ratios(code + 1.0, SIGNED) * scale
-    more = near <= size
-    far = ratios(tl.where(more, code + 2.0, code), SIGNED) * scale
-    code = tl.where(more, code + 1.0, code)
-    line = (bits.to(tl.float32) + 0.5) * 1.52587890625e-05  # 2^-16
-    code = tl.where(tl.abs(far - near) * line < size - tl.minimum(near, far), code + 1.0, code)
+    finite = scale_word < 0x7F800000
     if SIGNED:
+        square = size * tl.where(finite, tl.div_rn(16129.0, scale), float("nan"))
+        # The last of the root's digits may be another one than in plain torch. Where it decides,
+        # the value is beside a code, which it then gets in any case: `rules.stored` has the room.
+        code = tl.floor(tl.sqrt(square))
+        code = tl.where(code < 126.0, code, 126.0)  # also for NaN
+        gap = tl.fma(code, 2.0, 1.0)
+        # 14 bits and a half as the digits behind 1.
+        line = (((bits << 7) & 0x7FFE00) | 0x3F800100).to(tl.float32, bitcast=True)
+        more = tl.fma(line, gap, -gap) < tl.fma(-code, code, square)
+        code = tl.where(more, code + 1.0, code)
         code = tl.where(word < 0, -code, code).to(tl.int8)
     else:
+        # A guess, as in plain torch; by quick operations, since it is made good.
+        code = tl.sqrt(tl.sqrt(size * tl.where(finite, 1.0 / scale, float("nan"))))
+        code = tl.floor(code * 255.0 - 0.01)
+        code = tl.maximum(tl.where(code < 254.0, code, 254.0), 0.0)  # also for NaN
+        near = ratios(code + 1.0, SIGNED) * scale
+        more = near <= size
+        far = ratios(tl.where(more, code + 2.0, code), SIGNED) * scale
+        code = tl.where(more, code + 1.0, code)
+        line = (bits.to(tl.float32) + 0.5) * 1.52587890625e-05  # 2^-16
+        code = tl.where(tl.abs(far - near) * line < size - tl.minimum(near, far), code + 1.0, code)
         code = tl.where((values > 0) & (code == 0), 1.0, code).to(tl.int32).to(tl.uint8)
     return code, largest
 

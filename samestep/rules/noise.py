@@ -3,7 +3,7 @@
 Rounding at random needs bits that every layout draws alike. So they come from no generator, whose
 numbers follow the order of calls, but from a hash: the seed is that of the parameter's name, the
 place is the flat index in the whole tensor, the count that of the parameter's steps. A hash has 32
-bits: the lower half is for state with signs, the upper one for second moments, so that a kernel
+bits: the upper half is for state with signs, the lower one for second moments, so that a kernel
 that has both needs one hash. `samestep.kernels.small` has the same.
 """
 
@@ -24,13 +24,13 @@ WORD = 0xFFFFFFFF
 FIRST, SECOND = 0x7FEB352D, 0x846CA68B
 GOLDEN = 0x9E3779B1  # 2^32 over the golden ratio: spreads what differs in few bits
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "second_moment", "variance"})
-UPPER = 1 << 32  # in a seed: takes the upper half of the bits
+LOWER = 1 << 32  # in a seed: takes the lower half of the bits
 
 
 def seed_of(name: str, key: str) -> int:
     """32 bits of a parameter's name, and which half of random bits the state of this key takes."""
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "little")
-    return seed | (UPPER if key in SECOND_MOMENTS else 0)
+    return seed | (LOWER if key in SECOND_MOMENTS else 0)
 
 
 class Origin(NamedTuple):
@@ -86,7 +86,7 @@ class Noise(NamedTuple):
                 if last > WORD:
                     index = index ^ (index >> 32) * GOLDEN
                 bits = hashed(index.to(torch.int32).view(-1), *keys)
-                if self.seed & UPPER:
+                if not self.seed & LOWER:
                     bits >>= 16
                 bits &= 0xFFFF
                 begin = row * run + first

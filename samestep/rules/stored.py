@@ -8,9 +8,9 @@ A moment moves by less than half of such a step at a time and would stand still 
 to the nearest. So it is rounded to one of both neighbours at random, to the nearer one more often,
 and is right in the mean. The bits are those of `noise`: the same in every layout.
 
-Which codes are beside a value is found by comparing it with what they stand for, which is made of
-products in 32 bits that are rounded alike everywhere: torch on every device and the kernels
-(`samestep.kernels.small`) give the same bits, however they guess where to look.
+Which codes are beside a value is found by comparing numbers that are rounded alike everywhere, of
+products and quotients in 32 bits: torch on every device and the kernels (`samestep.kernels.small`)
+give the same bits, however they guess where to look.
 """
 
 import math
@@ -101,28 +101,51 @@ def _ratios(codes: Tensor, *, signed: bool) -> Tensor:
 
 def _codes(blocks: Tensor, scale: Tensor, bits: Tensor | None, *, signed: bool) -> Tensor:
     """Codes of blocks (n, q) with scales (n, 1)."""
-    most = SIGNED_MOST if signed else UNSIGNED_MOST
     # A power of two keeps what codes stand for away from where numbers lose digits.
     power = torch.where(scale < 2.0**-32, 2.0**64, torch.where(scale > 2.0**64, 2.0**-64, 1.0))
     scale = torch.where(scale == 0, 1.0, scale * power)
     size = blocks.abs() * power
+    finite = torch.where(scale.isfinite(), scale, math.nan)
+    if signed:
+        return _signed_codes(size, finite, bits).copysign_(blocks).to(torch.int8)
+    code = _unsigned_codes(size, scale, finite, bits)
+    return torch.maximum(code, blocks.gt(0).float(), out=code).to(torch.uint8)
+
+
+def _signed_codes(size: Tensor, scale: Tensor, bits: Tensor | None) -> Tensor:
+    """In squares of codes, of which codes stand for evenly many: c^2 <= y < c^2 + 2 c + 1.
+
+    The difference is exact. A line in 14 bits keeps 2^-15 of a step away from both codes: a root
+    that is one too few or too many there, as that of a GPU may be, leads to the same code.
+    """
+    y = size * torch.full_like(scale, SIGNED_MOST**2).div_(
+        scale
+    )  # a number's quotient rounds twice
+    most = SIGNED_MOST - 1.0
+    code = y.sqrt().floor_().nan_to_num_(nan=most).clamp_(max=most)
+    y -= code * code
+    gap = code.mul(2.0).add_(1.0)
+    gap *= 0.5 if bits is None else (bits.view(size.shape) >> 2).float().add_(0.5).mul_(2.0**-14)
+    code += gap.lt_(y)
+    return code
+
+
+def _unsigned_codes(size: Tensor, scale: Tensor, finite: Tensor, bits: Tensor | None) -> Tensor:
+    """By what codes stand for, with 16 bits: a second moment moves by little of a step."""
     # A guess at the code below, not more and at most one less; the last but one if not finite.
-    code = (size / torch.where(scale.isfinite(), scale, math.nan)).sqrt_()
-    if not signed:
-        code.sqrt_()
-    code = code.mul_(most).sub_(0.01).floor_().nan_to_num_(nan=most - 1.0).clamp_(0.0, most - 1.0)
+    most = UNSIGNED_MOST - 1.0
+    code = (size / finite).sqrt_().sqrt_().mul_(UNSIGNED_MOST).sub_(0.01).floor_()
+    code = code.nan_to_num_(nan=most).clamp_(0.0, most)
     # The value is beside what the next code stands for: above it, or below.
-    near = _ratios(code + 1, signed=signed).mul_(scale)
+    near = _ratios(code + 1, signed=False).mul_(scale)
     more = torch.le(near, size, out=torch.empty_like(near))  # as numbers, since masks take long
-    far = _ratios(torch.add(code, more, alpha=2), signed=signed).mul_(scale)
+    far = _ratios(torch.add(code, more, alpha=2), signed=False).mul_(scale)
     code += more
     low = torch.minimum(near, far)
     room = far.sub_(near).abs_()
-    room *= 0.5 if bits is None else bits.view(blocks.shape).float().add_(0.5).mul_(2.0**-16)
+    room *= 0.5 if bits is None else bits.view(size.shape).float().add_(0.5).mul_(2.0**-16)
     code += room.lt_(size - low)
-    if signed:
-        return code.copysign_(blocks).to(torch.int8)
-    return torch.maximum(code, blocks.gt(0).float(), out=code).to(torch.uint8)
+    return code
 
 
 def round_bf16(value: Tensor, noise: Noise) -> Tensor:

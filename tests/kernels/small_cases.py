@@ -18,7 +18,7 @@ from samestep.kernels.call import FUSION, Origins, Step
 from samestep.kernels.muon import MuonBlocks, muon_
 from samestep.rules.adamw import AdamWRule
 from samestep.rules.muon import MuonRule, variance_shape
-from samestep.rules.noise import UPPER, Noise, Origin, seed_of
+from samestep.rules.noise import LOWER, Noise, Origin, seed_of
 from samestep.rules.stored import (
     REMAINDER_KEY,
     decode,
@@ -67,7 +67,7 @@ def _coded(
     row = tl.arange(0, ROWS)[:, None]
     place = row * Q + tl.arange(0, Q)[None, :]
     bits = small.random_bits(origins, row * Q, tl.arange(0, Q)[None, :], tl.load(steps), PLACES)
-    bits = small.lower_half(bits) if SIGNED else small.upper_half(bits)
+    bits = small.signed_bits(bits) if SIGNED else small.unsigned_bits(bits)
     inside = place >= 0
     small.write_state(codes + place, inside, scales + row, row >= 0, tl.load(values + place), bits)
 
@@ -83,7 +83,7 @@ def _read(codes, scales, values, Q: tl.constexpr, ROWS: tl.constexpr):
 @triton.jit
 def _narrowed(values, out, origins, steps, PLACES: tl.constexpr, SIZE: tl.constexpr):
     place = tl.arange(0, SIZE)
-    bits = small.lower_half(small.random_bits(origins, place, 0, tl.load(steps), PLACES))
+    bits = small.signed_bits(small.random_bits(origins, place, 0, tl.load(steps), PLACES))
     small.write_state(out + place, place >= 0, None, None, tl.load(values + place), bits)
 
 
@@ -126,7 +126,7 @@ def test_codes_are_those_of_plain_torch(signed, offset, run, stride, places):
     if not signed:
         value = value.abs()
     shape, strides = ((rows * q,), (1,)) if not run else ((rows * q // run, run), (stride, 1))
-    noise = Noise(seed if signed else seed | UPPER, step, offset, strides)
+    noise = Noise(seed if signed else seed | LOWER, step, offset, strides)
     wanted = encode(value.view(shape), q, signed=signed, noise=noise)
     codes, scale = torch.empty_like(wanted[0]), torch.empty_like(wanted[1])
     table = Origins([Origin(offset, strides, {"exp_avg": seed})], [shape])

@@ -59,13 +59,17 @@ def compiled(kernel, types=(), **constants):
     return compile(source, target=HOPPER, options=options).asm["ptx"]
 
 
-def operations(ptx):
-    """How many of each kind of float32 arithmetic."""
+def operations(ptx, *, codes=0):
+    """How many of each kind of float32 arithmetic; `codes`: signed ones that a thread writes.
+
+    Only what encodes them is written as fma, three of each, all of which are exact.
+    """
     words = [line.split()[0] for line in ptx.splitlines() if line.strip()]
     others = ("mov", "cvt")  # rounding is rounding, of one value or of two at once
     words = [word for word in words if word.endswith(".f32") and not word.startswith(others)]
     found = Counter(words)
     assert found["mul.rn.f32"] + found["add.rn.f32"] > 0
+    assert found.pop("fma.rn.f32", 0) == 3 * codes
     assert not [word for word in found if word.startswith("fma")]
     return found
 
@@ -187,22 +191,26 @@ def test_adamw_with_small_state_compiles(name):
     types = {"scales": "*i64", "steps": "*i64", "origins": "*i64"}
     own = {**SMALL[name], "FIRST_RANDOM": True, "SECOND_RANDOM": True, "master_dtype": tl.int16}
     ptx = compiled_adamw(types, **own)
-    operations(ptx)  # no fma among them
+    operations(ptx, codes=16 if "Q" in own else 0)
     assert "ld.global.b8" not in ptx  # codes are read many at once
 
 
 def test_small_momentum_compiles():
-    """Of parts and of tall blocks, in tiles as wide as a block of codes; and the sums before."""
+    """Of parts and of tall blocks, in tiles as wide as a block of codes; and what follows."""
     given = {
         **dict.fromkeys(["EMA", "NESTEROV", "RANDOM", "ALIGNED", "TALL"], True), "PLACES": "far",
         **dict.fromkeys(["MAXIMIZE", "GIVEN"], False), "state_dtype": tl.int8, "Q": 256,
     }  # fmt: skip
     types = dict.fromkeys(["scales", "steps", "origins", "kept"], "*i64")
     wide = {**given, "ROWS": 16, "COLS": 256}
-    operations(compiled(part_tiles.momentum_of_parts, types, GRADS_ALIGNED=True, **wide))
+    ptx = compiled(part_tiles.momentum_of_parts, types, GRADS_ALIGNED=True, **wide)
+    operations(ptx, codes=32)
+    short = compiled(muon_tiles.multiplied, {"given": "*bf16", "size": "i32"}, BLOCK=4096, warps=8)
+    assert "ld.global.v4.b32" in short  # 16 bytes at once
+    assert "st.global.v4.b32" in short
     if SOAK:
-        operations(compiled(muon_tiles.momentum, types, ONLY_SUMS=False, sums=None, **wide))
-        operations(compiled(muon_tiles.momentum, types, ONLY_SUMS=True, powers=None, **given))
+        ptx = compiled(muon_tiles.momentum, types, ONLY_SUMS=False, powers=None, **wide)
+        operations(ptx, codes=32)
 
 
 @pytest.mark.parametrize("given", ["residue", "left_residue"])

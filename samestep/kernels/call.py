@@ -23,6 +23,7 @@ from samestep.rules.stored import SCALE_SUFFIX
 FUSION = False
 CHUNK = 4096  # elements of one tensor that one program works on
 TILE = 64  # rows and columns of a block or part that one program works on
+WIDE = 64  # columns of the tile, as large, of a block that is not turned
 # The same where state is rounded at random: that takes registers, and smaller programs leave room
 # for some of them to compute while others wait for memory.
 SMALL_CHUNK, SMALL_WARPS = 1024, 4
@@ -32,17 +33,23 @@ CODED_TILE, CODED_WARPS = 2048, 4  # elements of a tile as wide as a block of co
 T = TypeVar("T")
 
 
-def tiled(wide: int | None = None) -> dict[str, Any]:
-    """The constants of a launch on tiles: as high as wide, or so wide, for blocks of codes."""
+def tiled(codes: int = 0, *, turned: bool = True) -> dict[str, Any]:
+    """The constants of a launch on tiles: as high as wide, where some are read or written turned.
+
+    `codes`: how many share a scale; a tile has whole rows of them.
+    """
     rows, cols, warps = TILE, TILE, 4
-    if wide is not None:
-        rows, cols, warps = max(1, CODED_TILE // wide), wide, CODED_WARPS
+    if codes:
+        rows, cols, warps = max(1, CODED_TILE // codes), codes, CODED_WARPS
+    elif not turned:
+        rows, cols = max(1, TILE**2 // WIDE), WIDE
     return {"ROWS": rows, "COLS": cols, "num_warps": warps, "enable_fp_fusion": FUSION}
 
 
-def tiles(size: int) -> int:
-    """How many of them are beside each other."""
-    return -(-size // TILE)
+def tiles(rows: int, cols: int, cut: Mapping[str, Any]) -> int:
+    """How many of them a matrix has."""
+    found: int = -(-rows // cut["ROWS"]) * -(-cols // cut["COLS"])
+    return found
 
 
 class Step(NamedTuple):

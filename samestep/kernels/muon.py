@@ -232,7 +232,8 @@ def _step_along(
     """Decay and step; the squares of the directions, (count,), if they came up."""
     scalars, options = step.scalars, step.options
     factors, kind, squares = _factors(blocks, directions, step, grads.writes)
-    muon_tiles.step_along[(tiles(blocks.rows) * tiles(blocks.cols), blocks.count)](
+    cut = tiled(turned=blocks.tall)
+    muon_tiles.step_along[(tiles(blocks.rows, blocks.cols, cut), blocks.count)](
         blocks.targets.addresses,
         blocks.count,
         directions,
@@ -245,7 +246,8 @@ def _step_along(
             lr_factor(blocks.rows, blocks.cols, options["adjust_lr"], options["update_scale"])
         ),
         blocks.outliers,
-        min(call.TILE, blocks.rows, blocks.cols) * largest_singular_value(options) ** 2,
+        min(cut["ROWS"], cut["COLS"], blocks.rows, blocks.cols)
+        * largest_singular_value(options) ** 2,
         **_sizes(blocks, directions),
         **_lying(blocks),
         param_dtype=blocks.param_dtype,
@@ -256,7 +258,7 @@ def _step_along(
         INDEPENDENT=options["decay_form"] == "independent",
         BFLOAT16=_in_bfloat16(options),
         ALIGNED=blocks.targets.aligned and blocks.lie is None,
-        **tiled(),
+        **cut,
     )
     return squares
 
@@ -312,9 +314,8 @@ def _pass(source: Source, directions: Tensor, step: Step) -> Callable[..., Tenso
         given, momenta, writes = grads.addresses, blocks.momenta.addresses, grads.writes
         aligned = grads.aligned and blocks.momenta.aligned and blocks.lie is None
         dtypes, rounding = (grads.dtype, blocks.state_dtype), blocks.rounding
-    cut = tiled(None if rounding is None else rounding.block or None)  # a scale's whole block
-    high, wide = (long, short) if blocks.tall else (short, long)
-    programs = -(-high // cut["ROWS"]) * -(-wide // cut["COLS"])
+    cut = tiled(0 if rounding is None else rounding.block, turned=blocks.tall)
+    programs = tiles(*((long, short) if blocks.tall else (short, long)), cut)
     sums = torch.empty(count, programs, dtype=torch.float64, device=directions.device)
 
     def run(powers: Tensor | None, *, only_sums: bool = False) -> Tensor:
@@ -391,7 +392,8 @@ def _write_again(
     """Write the directions whose power has changed."""
     assert grads is not None
     count, short, long = directions.shape
-    in_block = tiles(short) * tiles(long)
+    cut = tiled(turned=blocks.tall)
+    in_block = tiles(*((long, short) if blocks.tall else (short, long)), cut)
     muon_tiles.direction_again[(min(AGAIN, in_block), count)](
         grads.addresses,
         blocks.momenta.addresses,
@@ -405,7 +407,7 @@ def _write_again(
         **_sizes(blocks, directions),
         **_lying(blocks),
         ALIGNED=grads.aligned and blocks.momenta.aligned and blocks.lie is None,
-        **tiled(),
+        **cut,
     )
 
 

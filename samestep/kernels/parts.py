@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.kernels import call, part_tiles
-from samestep.kernels.call import Origins, Step, Table, tiled
+from samestep.kernels import part_tiles
+from samestep.kernels.call import Origins, Step, Table, tiled, tiles
 from samestep.kernels.norm import DTYPES, STORED_DTYPES
 from samestep.rules.noise import Origin
 
@@ -112,7 +112,7 @@ class MomentumOfParts:
             for part, to in zip(parts, out, strict=True)
         )
         self.block = parts[0].block
-        self.cut = tiled(self.block or None)
+        self.cut = tiled(self.block)
         self.programs = programs([part.size for part in parts], device, self.cut)
         self.kept, self.places, self.step_dtype = None, "near", DTYPES[torch.float32]
         rounded = [(part.size, part.rounded) for part in parts if part.rounded is not None]
@@ -254,8 +254,8 @@ def programs(
     sizes: Sequence[Size], device: torch.device, cut: Mapping[str, Any] | None = None
 ) -> Tensor:
     """(programs, 2) int32: part, and tile of it."""
-    high, wide = (cut["ROWS"], cut["COLS"]) if cut else (call.TILE, call.TILE)
-    counts = torch.tensor([-(-size.rows // high) * -(-size.cols // wide) for size in sizes])
+    cut = tiled() if cut is None else cut
+    counts = torch.tensor([tiles(*size, cut) for size in sizes])
     parts = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     within = torch.arange(len(parts)) - firsts

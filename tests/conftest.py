@@ -22,11 +22,12 @@ import torch
 from hypothesis import settings
 
 from samestep.comm.groups import registry
-from tests import limits
+from tests import limits, quick_dtensors
 from tests.large_pages import use_large_pages
 from tests.left_behind import Belongings, adopt_orphans, own_temporary_folder
 from tests.own_process import reports_of_child
 from tests.ranks import prepare
+from tests.soak import SOAK
 
 torch.set_num_threads(1)
 # A job in the background ignores Ctrl-C, and so would all that tests start and interrupt.
@@ -35,7 +36,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Time per example depends on the machine's load; `make soak` looks at many more examples.
 settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
-settings.load_profile("soak" if os.environ.get("SAMESTEP_SOAK") else "test")
+settings.load_profile("soak" if SOAK else "test")
+if not SOAK and not os.environ.get("SAMESTEP_GPU"):
+    quick_dtensors.install()
 
 adopt_orphans()
 if torch.__version__.startswith("2.9."):  # it makes a folder for good when it is imported

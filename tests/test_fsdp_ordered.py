@@ -24,7 +24,7 @@ from tests.test_failures import die, messages_of
 from tests.test_sharded import OPTIONS, Net, fsdp, loss_of
 
 AXES = ("replicate", "shard")
-SHAPES = [(2,), (3,), (2, 2), *([(4,), (2, 3)] if SOAK else [])]
+SHAPES = [(3,), (2, 2), *([(2,), (4,), (2, 3)] if SOAK else [])]
 STEPS = 12 if SOAK else 4  # every expert, and one of them again
 
 
@@ -108,7 +108,7 @@ def test_sharded_training_has_the_bits_of_plain_training(shape):
         assert len(differing(results[2][1][0], expected)) > 20
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2)] if SOAK else [(2, 2)])
 def test_micro_batches_of_which_only_the_last_is_summed(shape):
     world = ranks_in(shape)
     expected = plain(world, micro_batches=2)

@@ -187,7 +187,7 @@ def counted_matrices():
         yield count
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 2), (4,)] if SOAK else [(3,), (2, 2)])
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (4,)] if SOAK else [(2, 2)])
 def test_orthogonalizations(shape):
     """One rank computes each block; if all gather, each of them does."""
     world = torch.Size(shape).numel()
@@ -641,7 +641,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, 4] if SOAK else [4])
 def test_ways_to_shard(world):
     """Resharded in part: on half of four ranks."""
     ways = [how for how in WRAPPERS if (how == "in part") == (world == 4)]

@@ -84,8 +84,7 @@ def by_one(rank, steps):
     return train(model, [one], rank, steps)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("first", ["Muon", "AdamW"])
+@pytest.mark.parametrize(("world", "first"), [(2, "Muon"), (4, "AdamW")])
 def test_both_in_one_backward_launch_in_their_steps(world, first):
     """In one order on all ranks, whatever gradients are missing; told once, on every rank."""
 

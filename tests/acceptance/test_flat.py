@@ -65,7 +65,7 @@ def different(found, expected):
     [
         (2, [PER_PARAMETER[0], flat("zero1", 1000, True, False), flat("zero2", 256, True, True)]),
         (3, [PER_PARAMETER[1], flat("zero2", 1000, True, True)]),
-    ],
+    ][0 if SOAK else 1 :],
 )
 def test_a_long_run_to_the_bit(world, modes):
     """A closed loop: every difference would stay and grow."""
@@ -82,11 +82,12 @@ def test_a_long_run_to_the_bit(world, modes):
                 flat("zero1", 256, False, False),
                 flat("zero2", 1000, True, False),
                 flat("zero2", EVERYTHING, True, True),
-            ],
+            ][0 if SOAK else 1 :],
         ),
-        (3, [flat("zero1", EVERYTHING, False, True), flat("zero2", EVERYTHING, False, False)]),
-        (4, [flat("zero1", 1000, True, True)]),
+        (3, [flat("zero1", EVERYTHING, False, True)]),
+        *([(3, [flat("zero2", EVERYTHING, False, False)])] if SOAK else []),
         *([(3, [flat("zero1", 1000, True, True)])] if SOAK else []),
+        *([(4, [flat("zero1", 1000, True, True)])] if SOAK else []),
         *([(5, [flat("zero1", EVERYTHING, False, True)])] if SOAK else []),
         *([(7, [flat("zero2", 256, True, True)])] if SOAK else []),
         *([(8, [flat("zero1", 1000, True, True)])] if SOAK else []),

@@ -26,7 +26,7 @@ STEPS, WIDTH, LAYERS = 50 if SOAK else 8, 16, 1  # more than the seven of a patt
 MODES = [("zero2", "ordered"), ("zero1", "ordered"), ("none", "ordered"), ("zero2", "fast")]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7, 8] if SOAK else [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 7, 8] if SOAK else [1, 3])
 def test_a_run_against_one_process(world):
     """Replicas to the bit, one process within the tolerances, ordered layouts to the bit."""
     expected, rules = single_process(WIDTH, LAYERS, world, STEPS)

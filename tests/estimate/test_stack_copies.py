@@ -51,7 +51,7 @@ OPTIONS = {
     "overrides": {"*.experts.*": {"rule": "muon"}, "*.router.weight": {"rule": "adamw"}},
 }
 ROWS = 8
-STEPS = 3
+STEPS = 3 if SOAK else 2
 OVERLAPS = {"buffers": "flat", "overlap_grad_reduce": True, "overlap_param_gather": True}
 
 

@@ -33,7 +33,7 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
     stages = list(distinct_stages(model, degrees))
     assert len(stages) >= least
     total = 0
-    for stage in stages:
+    for stage in stages if SOAK else stages[:2]:  # without and with experts
         figures, plan, timeline = stage_figures(model, degrees, settings, PRESETS["h800x8"], stage)
         assert plan.grid.ranks * degrees.pp == degrees.world
         assert figures.peak > figures.memory.parameters

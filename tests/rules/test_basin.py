@@ -259,13 +259,16 @@ def test_the_judge_sees_one_block_among_many():
         assert (failures, place) == (1, 617)
 
 
+COUNT = 3000 if SOAK else 1000
+
+
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("arithmetic", [FLOAT16, BFLOAT16], ids=["float16", "bfloat16"])
 def test_kernels_keep_equilibrated_blocks_in_bounds(arithmetic, execution):
     for seed, method in enumerate(NARROW):
         for steps in (5, 7):
             table, factor = step_coefficients(method, steps), POLYNOMIALS[method].norm_factor
-            blocks = blocks_of("equilibrated", (6, 12), 3000, seed, table, CPU)
+            blocks = blocks_of("equilibrated", (6, 12), COUNT, seed, table, CPU)
             found = emulated(blocks, table, execution, norm_factor=factor, arithmetic=arithmetic)
             assert_in_bounds(found, method, steps)
 

@@ -34,7 +34,7 @@ torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Time per example depends on the machine's load; `make soak` looks at many more examples.
-settings.register_profile("test", deadline=None, max_examples=30, derandomize=True)
+settings.register_profile("test", deadline=None, max_examples=20, derandomize=True)
 settings.register_profile("soak", deadline=None, max_examples=1000)
 settings.load_profile("soak" if SOAK else "test")
 if not SOAK and not os.environ.get("SAMESTEP_GPU"):

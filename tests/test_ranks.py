@@ -294,7 +294,9 @@ def test_a_rank_that_never_arrives_is_named_with_its_stack(run, marks):
     def fn(rank):
         return sleep_instead(rank) if rank == 1 else wait_for_it(rank)
 
-    error = failure(run, 3, fn, timeout=once(3, marks), grace=0.1)
+    # Threads are waited for as long, and a process only until its stack is there.
+    grace = 0.1 if run is run_threaded else HANG
+    error = failure(run, 3, fn, timeout=once(3, marks), grace=grace)
     awake.set()
     assert sorted(error.reports) == [0, 1, 2]
     for rank, report in error.reports.items():

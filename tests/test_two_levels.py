@@ -27,7 +27,7 @@ OPTIONS = {
     "max_grad_norm": 0.7,
     "overrides": {"qkv.weight": {"split_sizes": (8, 12, 4)}},
 }
-STEPS = 4
+STEPS = 4 if SOAK else 3  # every rank is left out once
 
 
 def train(rank, **options):
@@ -43,7 +43,7 @@ def train(rank, **options):
     return {name: p.detach().clone() for name, p in model.named_parameters()}, opt.whole_state()
 
 
-@pytest.mark.parametrize("ranks", [(4, 2), (6, 3), *([(6, 2), (8, 4), (8, 2)] if SOAK else [])])
+@pytest.mark.parametrize("ranks", [(6, 3), *([(4, 2), (6, 2), (8, 4), (8, 2)] if SOAK else [])])
 def test_the_bits_of_one_level(ranks):
     world, on_host = ranks
 

@@ -32,6 +32,7 @@ from benchmarks import (
 )
 from samestep.train.corpus import Corpus
 from tests.ranks import run_forked
+from tests.soak import SOAK
 
 FOLDER = Path(benchmarks.__file__).parent
 SCRIPTS = sorted(
@@ -217,6 +218,7 @@ def of_two_hosts(rank):
     return told
 
 
+@pytest.mark.skipif(not SOAK, reason="a model on four axes: make soak runs it")
 def test_a_rank_of_two_hosts():
     told = run_forked(4, of_two_hosts)
     assert [len(each["losses"]) for each in told] == [1] * 4

@@ -109,11 +109,12 @@ def loads(kind, layout, rank, world, saved):
                 )
             param.copy_(value)
     opt.load_state_dict(of_optimizer)
+    found = opt.whole_state()
     wrong = [
         f"{name} {key}"
         for name, state in whole.items()
         for key, value in state.items()
-        if not torch.equal(opt.whole_state()[name][key].reshape(value.shape), value)
+        if not torch.equal(found[name][key].reshape(value.shape), value)
     ]
     train(model, opt, range(BEFORE, BEFORE + LATER), rank, world)
     for name, value in at_end.items():

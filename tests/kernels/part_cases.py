@@ -371,7 +371,7 @@ def test_parts_have_the_bits_of_whole_blocks(kernels, shape, travel, options, fe
     if "compute_dtype" in travel:
         own["compute_dtype"] = travel["compute_dtype"]
     expected = values(*trained(**own))
-    if "offload" in options:
+    if "offload" in options and not QUICK:
         assert different(values(*trained(**own, offload=options["offload"])), expected) == []
     assert not kernels  # whole blocks have other ones
     assert different(on_ranks(kernels, shape, **travel, **options), expected) == []

@@ -162,18 +162,19 @@ MORE = {"shared_experts": 1, "null_experts": 2, "active_experts": 3}
 MORE |= {"balance_loss": 0.5, "z_loss": 0.05}
 ALL = replace(EXPERTS, **MORE, expert_products="grouped")
 ROOMY = replace(ALL, capacity=3.0)
+STAGES = replace(ALL, layers=2)
 TWO_RANKS = {
     "ep": (ALL, {"ep": 2}),
     "ep, the same tokens, room": (ROOMY, {"ep": 2, "ep_carries_data": False}),
     "tp": (ALL, {"tp": 2}),
     "tp sp, whole experts": (ALL, {**SP, "expert_tensor_parallel": 1}),
     "fsdp": (ALL, {}),
-    "pp": (ALL, {"pp": 2}),
+    "pp": (STAGES, {"pp": 2}),
 }
 FOUR_RANKS = {
     "tp sp ep": (ALL, {**SP, "ep": 2}),
     "tp sp fsdp": (ALL, SP),
-    "ep pp, recomputed": (ALL, {"ep": 2, "pp": 2}),
+    "ep pp, recomputed": (STAGES, {"ep": 2, "pp": 2}),
 }
 if not SOAK:  # "ep pp" has stages, too
     del TWO_RANKS["pp"], FOUR_RANKS["tp sp fsdp"]
@@ -249,7 +250,7 @@ def test_a_missing_divisor_is_seen(monkeypatch):
 
 def test_micro_batches_that_count_whole_are_seen(monkeypatch):
     monkeypatch.setattr("samestep.parallel.pipeline.set_share", lambda model, share: None)
-    found = kinds(mutant({"pp": 2}))
+    found = kinds(mutant({"pp": 2}, layers=2))
     assert {"gradient", "router"} <= found
 
 

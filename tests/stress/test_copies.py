@@ -25,11 +25,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "stress.md"
 # Presence by hand and by models, stacks, groups that come, saving, sums of micro-batches, a scaler:
 # each in the layouts that it is tried in here. `make soak` has all scenarios in all layouts.
 TELLING = {
-    "expert_stacks": ("ep_tp_dp_flat_gather_overlap", "ep_dp_zero1", "tp_dp_zero2"),
-    "conditional_compute": ("tp_dp_zero2_overlap", "ep_dp_zero2", "tp_dp_flat_zero1"),
+    "expert_stacks": ("ep_tp_dp_flat_gather_overlap", "ep_dp_zero1", "tp_dp_zero2", "tp_dp_none"),
+    "conditional_compute": (
+        "tp_dp_zero2_overlap",
+        "ep_dp_zero2",
+        "tp_dp_flat_zero1",
+        "tp_dp_zero1",
+    ),
     "megatron_conditional_live": ("tp_dp_flat_gather_overlap",),
-    "frozen_and_added": ("tp_dp_zero1", "tp_dp_flat_zero2"),
-    "resume": ("tp_dp_none", "ep_dp_flat_gather_overlap"),
+    "frozen_and_added": ("tp_dp_flat_zero2",),
+    "resume": ("ep_dp_flat_gather_overlap",),
     "uneven_accumulation_sharded": ("tp_dp_gather", "ep_dp_none"),
     "overflow_scaler": ("ep_tp_dp_zero2",),
 }

@@ -1,6 +1,5 @@
 """What a run leaves for people: log.jsonl, progress on the terminal, loss.png."""
 
-import io
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from samestep.tooling.output import write_files
+from samestep.tooling.output import png_file, write_files
 
 LOG = "log.jsonl"
 PICTURE = "loss.png"
@@ -89,9 +88,7 @@ def picture(rows: list[Row]) -> bytes:
     axes.grid(alpha=0.25)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
-    return content.getvalue()
+    return png_file(figure)
 
 
 class Display:

@@ -8,17 +8,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import samestep
-from samestep.comm.groups import registry
 from samestep.groups.state_flags import offload_of, state_dtypes_of
 from samestep.mesh import Degrees, DegreesError, build
 from samestep.mesh.contract import ContractError, ModelSizes
 from samestep.mesh.contract import check as check_contract
 from samestep.mesh.gates import CompileFacts, Decision, decide
 from samestep.models.gpt import GPT, gpt_plan, mean_loss
-from samestep.parallel import router_losses
 from samestep.parallel.lora import add_lora
-from samestep.parallel.pipeline import Pipeline
-from samestep.parallel.recompute import recompute
 from samestep.parallel.stack import Stack
 from samestep.tooling.request import BadRequestError
 from samestep.train.options import Layout, Options
@@ -43,20 +39,12 @@ class Placed(NamedTuple):
     """A model where it was asked to be."""
 
     optimizer: samestep.MuonAdamW
+    stack: Stack  # the mesh, and what was done
     # The ranks that divide a batch, and this one's place among them. Ranks of tensor parallel and
     # of a pipeline have the same place.
     seat: World
-    copies: int = 1  # how many ranks have each place
-    stack: Stack | None = None  # the mesh and what was done, where there is one
-    compiled: Decision | None = None  # what was asked of the compiler, what runs, and why
-
-    @property
-    def pipeline(self) -> Pipeline | None:
-        return None if self.stack is None else self.stack.pipeline
-
-    @property
-    def token_copies(self) -> int:
-        return 1 if self.stack is None else self.stack.token_copies
+    copies: int  # how many ranks have each place
+    compiled: Decision  # what was asked of the compiler, what runs, and why
 
 
 def degrees_of(options: Options, world: World) -> Degrees:
@@ -147,12 +135,6 @@ def place(model: GPT, options: Options, world: World) -> Placed:
     keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
     keywords["state_dtypes"] = state_dtypes_of(options.state)
     keywords["offload"] = offload_of(options.offload)
-    by_fsdp = options.placed in ("fsdp2", "hsdp")
-    if not by_fsdp and not options.meshed:
-        router_losses.place(model, registry.of(), world.size)
-        for block in model.blocks if options.recompute else ():
-            recompute(block)
-        return Placed(samestep.MuonAdamW(model, **keywords), world)
     degrees = degrees_of(options, world)
     sizes = {name: value for name, value in vars(degrees).items() if name != "world"}
     mesh = build(**sizes, device_type=world.device.type)
@@ -168,7 +150,7 @@ def place(model: GPT, options: Options, world: World) -> Placed:
         ordered=options.reduction == "ordered",
         adapt=_adapter(options, mesh) if options.lora else None,
         compile=decision.compile,
-        fsdp=by_fsdp,
+        fsdp=options.placed in ("fsdp2", "hsdp"),
         recompute=options.recompute,
     )
     seat = World(stack.batch_place, degrees.batch_ranks, world.device)
@@ -180,7 +162,7 @@ def place(model: GPT, options: Options, world: World) -> Placed:
             raise
         # An axis may cut what shares a scale.
         raise BadRequestError(f"--state {options.state}: {error}") from None
-    return Placed(optimizer, seat, copies, stack, decision)
+    return Placed(optimizer, stack, seat, copies, decision)
 
 
 def _overrides(options: Options) -> dict[Any, dict[str, Any]]:

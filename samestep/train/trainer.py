@@ -55,8 +55,8 @@ class Trainer:
         _use_one_result_every_time(options, world)
         torch.manual_seed(options.seed)
         self.model = GPT(options.model).to(world.device)
-        self.placed = place(self.model, options, world)
-        self.optimizer, self.seat = self.placed.optimizer, self.placed.seat
+        placed = place(self.model, options, world)
+        self.optimizer, self.stack, self.seat, self.copies, self.compiled = placed
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0  # steps that were done
         self.sequences = 0  # that were seen in them
@@ -84,14 +84,13 @@ class Trainer:
     def _train_step(self) -> None:
         options, world = self.options, self.world
         self._follow_schedules()
-        stack = self.placed.stack
-        place = (self.seat.rank,) if stack is None else stack.random_place
+        place = self.stack.random_place
         torch.manual_seed(mixed(options.seed, "step", self.step, *place))  # for dropout
         numbers = torch.arange(self.sequences, self.sequences + options.batch_size)
         starts = self.order.starts(self.seat.share(numbers))
         self.model.train()
         loss = torch.zeros((), dtype=torch.float64, device=world.device)
-        pipeline = self.placed.pipeline
+        pipeline = self.stack.pipeline
         if pipeline is not None:
             with self._autocast():
                 mean = pipeline.step(*self._batch(self.corpus.train, starts))
@@ -155,7 +154,7 @@ class Trainer:
         return torch.autocast(self.world.device.type, torch.bfloat16, enabled=enabled)
 
     def _balance_experts(self) -> None:
-        balance_experts(self.model, self.options.layers, self.placed.token_copies)
+        balance_experts(self.model, self.options.layers, self.stack.token_copies)
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -163,13 +162,13 @@ class Trainer:
         starts = self.seat.share(validation_starts(text, self.options.context, count))
         self.model.eval()
         loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        pipeline = self.placed.pipeline
+        pipeline = self.stack.pipeline
         if pipeline is not None:
             with self._autocast():
                 loss += pipeline.evaluate(*self._batch(text, starts)) * len(starts)
         for part in () if pipeline else self._micro_batches(starts, count):
             loss += self._summed_loss(text, part)
-        mean = self.world.total(loss).item() / count / self.placed.copies
+        mean = self.world.total(loss).item() / count / self.copies
         row: dict[str, Any] = {"step": self.step, "val_loss": mean}
         said = f"step {self.step}: validation loss {mean:.4f}"
         if self.options.capacity:
@@ -180,16 +179,15 @@ class Trainer:
 
     def _write_losses(self) -> None:
         """Tell of the steps since the last time; until here nobody has waited for a loss."""
-        options, placed = self.options, self.placed
-        rows, self._unwritten = self._unwritten, []
+        options, rows, self._unwritten = self.options, self._unwritten, []
         total = self.world.total(torch.stack([row["loss"] for row in rows]))
-        losses = (total / placed.copies).tolist()
+        losses = (total / self.copies).tolist()
         seconds = (time.perf_counter() - self._since) / len(rows)
         router = [row.pop("router") for row in rows]
         for row, loss in zip(rows, losses, strict=True):
             row |= {"grad_norm": float(row["grad_norm"]), "loss": loss, "seconds": seconds}
         if options.balance_loss or options.z_loss:
-            means = self.world.total(torch.stack(router)) / placed.token_copies / options.layers
+            means = self.world.total(torch.stack(router)) / self.stack.token_copies / options.layers
             for row, (balance, z) in zip(rows, means.tolist(), strict=True):
                 row |= {"balance_loss": balance, "z_loss": z}
         self.journal.add(*rows)
@@ -240,13 +238,13 @@ class Trainer:
 
     def _tell_mesh(self) -> None:
         """What every rank runs, told by each and compared before the first step."""
-        _, _, _, stack, compiled = self.placed
-        if stack is not None and self.options.meshed:
-            facts = stack.trace(tell=self.display.say_on_every_rank)
+        if self.options.meshed:
+            facts = self.stack.trace(tell=self.display.say_on_every_rank)
             self.journal.add({"step": self.step, "event": "mesh", **facts})
-        if compiled is not None and self.options.compile:
-            self.journal.add({"step": self.step, "event": "compile", **compiled.receipt()})
-            self.display.say(f"asked to compile, runs {compiled.actual}: {compiled.why}")
+        if self.options.compile:
+            self.journal.add({"step": self.step, "event": "compile", **self.compiled.receipt()})
+            told = f"asked to compile, runs {self.compiled.actual}: {self.compiled.why}"
+            self.display.say(told)
 
     def _source(self) -> Path | None:
         """Where to go on from. The first rank looks, lest a slow disk shows ranks different things.

@@ -47,6 +47,7 @@ from samestep.stress.scenario import Gradients, loss_giving
 from samestep.stress.training import (
     Training,
     backward,
+    local_part,
     mean_gradients,
     rank_gradients,
 )
@@ -73,8 +74,8 @@ class DTensorTraining(Training):
         }
 
     def _edit(self, param: Tensor, value: Tensor) -> None:
-        assert isinstance(param, DTensor)
-        param.to_local().copy_(self._part(param, value))
+        own = self._part(param, value) if isinstance(param, DTensor) else value
+        local_part(param).copy_(own)
 
     def _part(self, param: DTensor, whole: Tensor) -> Tensor:
         """What this rank holds of a tensor that is placed as a parameter is."""
@@ -131,7 +132,7 @@ class TwinTraining(DTensorTraining):
                 assert isinstance(param, DTensor)
                 grad = torch.empty_like(param, requires_grad=False)
                 assert isinstance(grad, DTensor)
-                grad.to_local().copy_(self._part(param, self._scaled(means[twin])))
+                grad.to_local().copy_(self._part(param, self._scaler.scale(means[twin])))
                 param.grad = grad
 
     def _mean_over_ranks(self, number: int) -> dict[Tensor, Tensor]:
@@ -340,7 +341,9 @@ class CopiesTraining(DTensorTraining):
                 members[name] = param.to_local(grad_placements=placements)
             else:
                 members[name] = param.view_as(param)
-        backward(self._scaled(loss_giving([grads[n] for n in members], list(members.values()))))
+        backward(
+            self._scaler.scale(loss_giving([grads[n] for n in members], list(members.values())))
+        )
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -356,22 +359,11 @@ class CopiesTraining(DTensorTraining):
         found = super().parameters()
         for name in found:
             if not self._cuts[name].is_cut:
-                found[name] = _local(self._named[name]).cpu().clone()
+                found[name] = local_part(self._named[name]).cpu().clone()
         return found
 
-    def _edit(self, param: Tensor, value: Tensor) -> None:
-        _local(param).copy_(self._part(param, value) if isinstance(param, DTensor) else value)
-
-    @torch.no_grad()
-    def _resume(self) -> None:
-        """Through the optimizer's own state dict: pieces of ranks, which torch's cannot take."""
-        self.optimizer.wait_for_parameters()
-        values = {name: _local(param).clone() for name, param in self._named.items()}
-        saved = copy.deepcopy(self.optimizer.state_dict())
-        self._start_anew()
-        for name, param in self._named.items():
-            _local(param).copy_(values[name])
-        self.optimizer.load_state_dict(saved)
+    # Through the optimizer's own state dict: pieces of ranks, which torch's cannot take.
+    _resume = Training._resume
 
 
 def share_out(given: Sequence[Tensor], copies: int, turn: int) -> list[Tensor | None]:
@@ -397,9 +389,3 @@ def _spread(
     owner, _, last = name.rpartition(".")
     new = nn.Parameter(spread, requires_grad=param.requires_grad)
     model.get_submodule(owner).register_parameter(last, new)
-
-
-def _local(param: Tensor) -> Tensor:
-    """What a rank has of a parameter, to read and write."""
-    local: Tensor = param.to_local() if isinstance(param, DTensor) else param
-    return local.detach()

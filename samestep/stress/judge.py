@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.stress.models import named_params
-from samestep.stress.rank import SCALER, Ending, Sample
+from samestep.stress.rank import Ending, Sample
 from samestep.stress.reference import Reference
 from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
@@ -42,7 +42,7 @@ from samestep.stress.scenario import (
     SetOptions,
     Train,
 )
-from samestep.stress.training import rank_gradients, without_onednn
+from samestep.stress.training import SCALER, rank_gradients, without_onednn
 
 PRESENCE_STEPS = 64  # how many the presence map shows
 

@@ -26,7 +26,6 @@ from samestep.stress.sharded_training import new_training
 from samestep.stress.training import Training, without_onednn
 
 Patch = Callable[[], AbstractContextManager[object]]
-SCALER = "GradScaler"  # its scale is state, too
 BEGUN = "begun"  # the checkpoint of `begin_alone`
 LAST_FLIGHTS = 32
 CHECKS_BY_ERROR: dict[type[Exception], str] = {
@@ -76,8 +75,6 @@ def take_sample(step: int, training: Training, recorder: FlightRecorder) -> Samp
         name: {key: value.cpu() for key, value in entries.items()}
         for name, entries in training.state().items()
     }
-    if training.scale is not None:
-        state[SCALER] = {"scale": torch.tensor(training.scale, dtype=torch.float64)}
     log = training.log(recorder)
     recorder.start()
     return Sample(step, params, state, *log)
@@ -91,71 +88,6 @@ def begin_alone(
     for step in range(steps):
         training.step(step)
     samestep.save(folder / BEGUN, training.model, training.optimizer)
-
-
-@dataclass(frozen=True)
-class Relay:
-    """The trainings of one rank, one after the other."""
-
-    scenario: Scenario
-    layout: Layout
-    rank: int
-    reduction: str
-    device: torch.device | None
-    folder: Path | None
-
-    def begin(self, step: int) -> Training:
-        """A new run, or one that goes on where one process has left it before that step."""
-        training = self._new(self.layout)
-        if step:
-            _load(self._path(BEGUN), training)
-        return training
-
-    def before(self, step: int, training: Training, recorder: FlightRecorder) -> Training:
-        """The training that takes a step: the same as before, or one that has loaded its state."""
-        place = self.scenario.goes_on(step)
-        if place is None or self.layout.one_process:
-            return training
-        recorder.stop()  # reading and writing is no part of the run
-        path = self._path(f"{self.layout.name}_{step}")
-        samestep.save(path, training.model, training.optimizer)
-        new = self._new(self.layout if place == "here" else self._another_layout())
-        _load(path, new)
-        new.take_over(training)
-        recorder.start()
-        return new
-
-    def _new(self, layout: Layout) -> Training:
-        options = {"reduction": self.reduction, "device": self.device}
-        return new_training(self.scenario, layout, self.rank, **options)
-
-    def _path(self, name: str) -> Path:
-        """In the first rank's folder: ranks of torchrun have each their own."""
-        assert self.folder is not None
-        path, group = self.folder / name, dist.group.WORLD
-        return path if group is None else gather_everywhere(path, group)[0]
-
-    def _another_layout(self) -> Layout:
-        """Half the registry away: plain parameters become DTensors, and the other way round.
-
-        One that is not in it counts as its last.
-        """
-        world = self.scenario.world
-        kind = type(self.scenario)
-        family = LAYOUT_SETS["xla"] if self.layout.parameters == "spmd" else LAYOUTS
-        known = [layout_named(name) for name in {**dict.fromkeys(family), self.layout.name: None}]
-        fitting = (each for each in known if not each.reason_against(kind, world))
-        layouts = [layout for layout in fitting if not layout.one_process]
-        here = layouts.index(self.layout)
-        return layouts[(here + len(layouts) // 2) % len(layouts)]
-
-
-def _load(path: Path, training: Training) -> None:
-    """Into a model of other weights, so that nothing is right by itself."""
-    with torch.no_grad():
-        for param in training.model.parameters():
-            param.add_(1.0)
-    samestep.load(path, training.model, training.optimizer)
 
 
 class Work(NamedTuple):
@@ -176,6 +108,68 @@ class Work(NamedTuple):
     begun: int = 0
 
 
+class Relay(NamedTuple):
+    """The trainings of one rank, one after the other."""
+
+    work: Work
+    rank: int
+    device: torch.device | None = None
+
+    def begin(self, step: int) -> Training:
+        """A new run, or one that goes on where one process has left it before that step."""
+        training = self._new(self.work.layout)
+        if step:
+            _load(self._path(BEGUN), training)
+        return training
+
+    def before(self, step: int, training: Training, recorder: FlightRecorder) -> Training:
+        """The training that takes a step: the same as before, or one that has loaded its state."""
+        place = self.work.scenario.goes_on(step)
+        if place is None or self.work.layout.one_process:
+            return training
+        recorder.stop()  # reading and writing is no part of the run
+        path = self._path(f"{self.work.layout.name}_{step}")
+        samestep.save(path, training.model, training.optimizer)
+        new = self._new(self.work.layout if place == "here" else self._another_layout())
+        _load(path, new)
+        new.take_over(training)
+        recorder.start()
+        return new
+
+    def _new(self, layout: Layout) -> Training:
+        options = {"reduction": self.work.reduction, "device": self.device}
+        return new_training(self.work.scenario, layout, self.rank, **options)
+
+    def _path(self, name: str) -> Path:
+        """In the first rank's folder: ranks of torchrun have each their own."""
+        assert self.work.folder is not None
+        path, group = self.work.folder / name, dist.group.WORLD
+        return path if group is None else gather_everywhere(path, group)[0]
+
+    def _another_layout(self) -> Layout:
+        """Half the registry away: plain parameters become DTensors, and the other way round.
+
+        One that is not in it counts as its last.
+        """
+        scenario, own = self.work.scenario, self.work.layout
+        family = LAYOUT_SETS["xla"] if own.parameters == "spmd" else LAYOUTS
+        known = [layout_named(name) for name in {**dict.fromkeys(family), own.name: None}]
+        layouts = [
+            layout
+            for layout in known
+            if not layout.one_process and not layout.reason_against(type(scenario), scenario.world)
+        ]
+        return layouts[(layouts.index(own) + len(layouts) // 2) % len(layouts)]
+
+
+def _load(path: Path, training: Training) -> None:
+    """Into a model of other weights, so that nothing is right by itself."""
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.add_(1.0)
+    samestep.load(path, training.model, training.optimizer)
+
+
 def run_rank(
     work: Work,
     rank: int,
@@ -192,7 +186,7 @@ def run_rank(
         if work.scenario.churns:
             recorder.on_launch.append(lambda record: _churn(record, device))
         try:
-            relay = Relay(work.scenario, work.layout, rank, work.reduction, device, work.folder)
+            relay = Relay(work, rank, device)
             step = 0 if work.layout.one_process else work.begun
             training = relay.begin(step)
             while step < work.steps:

@@ -6,7 +6,7 @@ see the same gradients.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +144,17 @@ class Scenario:
         return None
 
 
+class Wanted(NamedTuple):
+    """A gradient that is asked for: of which parameter, and whose in which step."""
+
+    name: str
+    place: int  # of the parameter in the model
+    param: Tensor
+    step: int
+    rank: int
+    micro: int
+
+
 class GradientScenario(Scenario):
     """A scenario that says which gradient each parameter has, instead of computing a loss."""
 
@@ -152,10 +163,8 @@ class GradientScenario(Scenario):
         self._known: dict[tuple[int, int, int], Gradients] = {}
         self._room = KEPT_ELEMENTS
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
-        """The gradient of the parameter at `place` of the model; None: it has none."""
+    def gradient(self, of: Wanted) -> Tensor | None:
+        """What the scenario gives; None: the parameter has none."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, step: int, rank: int, micro: int) -> Tensor | None:
@@ -175,7 +184,7 @@ class GradientScenario(Scenario):
         found = {}
         for place, (name, param) in enumerate(named_params(model).items()):
             if param.requires_grad:
-                grad = self.gradient(name, place, param, step, rank, micro)
+                grad = self.gradient(Wanted(name, place, param, *key))
                 if grad is not None:
                     found[name] = grad
         size = sum(grad.numel() for grad in found.values())
@@ -183,6 +192,10 @@ class GradientScenario(Scenario):
             self._known[key] = found
             self._room -= size
         return found
+
+    def drawn(self, of: Wanted) -> Tensor:
+        """One of a rank's own."""
+        return self.random(of.param.shape, of.place, of.step, of.rank)
 
     def random(self, shape: Sequence[int], *key: int) -> Tensor:
         """Normal numbers of full rank, the same for the same key."""
@@ -239,7 +252,5 @@ class _Given(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor | None, ...]:
-        (factor,) = scale
-        if factor.device.type != "cpu":  # where the gradients are
-            return None, *(grad.to(factor.device) * factor for grad in ctx.grads)
-        return None, *(grad * factor for grad in ctx.grads)
+        (factor,) = scale  # on the device; gradients are on the host
+        return None, *(grad.to(factor.device) * factor for grad in ctx.grads)

@@ -91,7 +91,7 @@ class FSDPTraining(DTensorTraining):
         assert isinstance(self._root, FSDPModule)
         for micro in range(count):
             self._root.set_requires_gradient_sync(self._sums_every_time or micro == count - 1)
-            backward(self._scaled(self._root(number, micro)))
+            backward(self._scaler.scale(self._root(number, micro)))
         if self._sums_every_time:
             for param in self._named.values():
                 if isinstance(param.grad, DTensor):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import samestep
 from samestep.comm.diagnosis.recorder import FlightRecorder
@@ -26,8 +27,9 @@ from samestep.stress.scenario import (
     Train,
 )
 
+SCALER = "GradScaler"  # its scale is state, too
 # Powers of two: scaling and unscaling changes no bit.
-SCALER: dict[str, Any] = {
+SCALING: dict[str, Any] = {
     "init_scale": 2.0**10, "growth_interval": 5, "growth_factor": 2.0, "backoff_factor": 0.5
 }  # fmt: skip
 
@@ -56,10 +58,8 @@ class Training:
                 for param in self.model.parameters():
                     param.add_(0.01 * rank)
         self.optimizer = self._new_optimizer()
-        self._scaler = None
-        if scenario.scales:
-            # In one process torch's own.
-            self._scaler = samestep.GradScaler(self._device.type, **SCALER)
+        # In one process it does what torch's own does.
+        self._scaler = samestep.GradScaler(self._device.type, **SCALING, enabled=scenario.scales)
 
     @property
     def _named(self) -> dict[str, nn.Parameter]:
@@ -84,16 +84,9 @@ class Training:
         for event in self.scenario.events(number):
             self._apply(event)
         self._make_gradients(number)
-        if self._scaler is None:
-            self.optimizer.step()
-        else:
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
         self.optimizer.zero_grad()
-
-    @property
-    def scale(self) -> float | None:
-        return None if self._scaler is None else self._scaler.get_scale()
 
     def parameters(self) -> dict[str, Tensor]:
         """All parameters by name, on the host. Collective where ranks hold parts."""
@@ -101,8 +94,12 @@ class Training:
         return {name: param.detach().cpu().clone() for name, param in self._named.items()}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """All of the optimizer's state by name, whole. Collective."""
-        return self.optimizer.whole_state()
+        """All of the optimizer's state by name, whole; a scale is state, too. Collective."""
+        found = self.optimizer.whole_state()
+        if self.scenario.scales:
+            scale = self._scaler.get_scale()
+            found[SCALER] = {"scale": torch.tensor(scale, dtype=torch.float64)}
+        return found
 
     def program(self) -> dict[str, int]:
         """What was counted of XLA's program, if there is one."""
@@ -122,7 +119,7 @@ class Training:
     def _make_gradients(self, number: int) -> None:
         if self.layout.one_process:
             for param, grad in mean_gradients(self.scenario, self.model, number).items():
-                param.grad = self._scaled(grad)
+                param.grad = self._scaler.scale(grad)
             return
         count = self.scenario.micro_batches(number)
         for micro in range(count):
@@ -130,12 +127,9 @@ class Training:
             with self.optimizer.no_sync() if waits else nullcontext():
                 loss = self.scenario.loss(self.model, number, self.rank, micro)
                 if loss is not None:
-                    backward(self._scaled(loss))
+                    backward(self._scaler.scale(loss))
             if micro < count - 1 and self.scenario.accumulation == "synchronize":
                 self.optimizer.synchronize()
-
-    def _scaled(self, value: Tensor) -> Tensor:
-        return value if self._scaler is None else self._scaler.scale(value)
 
     def _apply(self, event: Event) -> None:
         match event:
@@ -170,14 +164,18 @@ class Training:
         members = [(name, named[name]) for name in event.names]
         self.optimizer.add_param_group({"params": members, **event.options})
 
+    @torch.no_grad()
     def _resume(self) -> None:
         """Through bytes, as through a file, into a new model and a new optimizer."""
+        self.optimizer.wait_for_parameters()
+        values = {name: local_part(param) for name, param in self._named.items()}
         file = io.BytesIO()
-        torch.save({"model": self.model.state_dict(), "opt": self.optimizer.state_dict()}, file)
+        torch.save({"model": values, "opt": self.optimizer.state_dict()}, file)
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         self._start_anew()
-        self.model.load_state_dict(saved["model"])
+        for name, param in self._named.items():
+            local_part(param).copy_(saved["model"][name])
         self.optimizer.load_state_dict(saved["opt"])
 
     def _start_anew(self) -> None:
@@ -188,6 +186,12 @@ class Training:
         for event in self._added:
             self._add(event)
         self._train(trained)
+
+
+def local_part(param: Tensor) -> Tensor:
+    """What a rank has of a parameter, to read and write."""
+    local: Tensor = param.to_local() if isinstance(param, DTensor) else param
+    return local.detach()
 
 
 def rank_gradients(scenario: Scenario, model: nn.Module, step: int, rank: int) -> list[Gradients]:

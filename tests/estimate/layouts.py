@@ -45,8 +45,8 @@ class AllPresent(GradientScenario):
         ]
         return {**RATES, "crossover": 64, "bucket_size": 1500, "groups": groups, **self.more}
 
-    def gradient(self, name, place, param, step, rank, micro):
-        return self.random(param.shape, place, step, rank)
+    def gradient(self, of):
+        return self.drawn(of)
 
 
 class Clipped(AllPresent):

@@ -8,7 +8,7 @@ import pytest
 import samestep
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.layouts import LAYOUTS
-from samestep.stress.rank import Relay
+from samestep.stress.rank import Relay, Work
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG
@@ -50,7 +50,8 @@ def test_every_layout_has_another_to_go_on_in(world):
     there = {}
     for layout in LAYOUTS.values():
         if not layout.one_process and layout.reason_against(type(scenario), world) is None:
-            there[layout.name] = Relay(scenario, layout, 0, "ordered", None, None)._another_layout()
+            work = Work(scenario, layout, 1, frozenset(), "ordered")
+            there[layout.name] = Relay(work, 0)._another_layout()
     assert all(name != other.name for name, other in there.items())
     assert {other.parameters for other in there.values()} >= {"plain", "fsdp2", "tp_fsdp2"}
     assert there["zero2"].parameters != "plain"

@@ -15,6 +15,7 @@ from samestep.stress.scenario import (
     GradientScenario,
     Loop,
     Scenario,
+    Wanted,
     on_device_of,
 )
 
@@ -48,11 +49,9 @@ class FourPatterns(TinyScenario):
         """A low rate: the gradients push one way, and rounding grows with the parameters."""
         return {**super().options(), "lr": 2**-9, "bucket_size": 2000}
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
-        value = PATTERNS[step % 4][rank % 2]
-        return None if value is None else torch.full_like(param, value)
+    def gradient(self, of: Wanted) -> Tensor | None:
+        value = PATTERNS[of.step % 4][of.rank % 2]
+        return None if value is None else torch.full_like(of.param, value)
 
 
 class FourPatternsRandom(TinyScenario):
@@ -61,11 +60,9 @@ class FourPatternsRandom(TinyScenario):
     name = "dist_adamw_muon_random"
     story = "the same patterns, each parameter in a phase of its own, random full-rank gradients"
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
-        value = PATTERNS[(step + place) % 4][rank % 2]
-        return None if value is None else value * self.random(param.shape, place, step, rank)
+    def gradient(self, of: Wanted) -> Tensor | None:
+        value = PATTERNS[(of.step + of.place) % 4][of.rank % 2]
+        return None if value is None else value * self.drawn(of)
 
 
 class UnevenAccumulation(TinyScenario):
@@ -77,10 +74,9 @@ class UnevenAccumulation(TinyScenario):
     def micro_batches(self, step: int) -> int:
         return 3
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
+    def gradient(self, of: Wanted) -> Tensor | None:
         """Present in two of three micro-batches, in one, or in none."""
+        _, place, param, step, rank, micro = of
         nowhere, not_here = (place + step) % 5 == 4, (place + step + rank) % 4 == 1
         if nowhere or not_here or (micro + rank + place + step) % (2 + rank % 2) == 0:
             return None
@@ -210,16 +206,14 @@ class FixedCapacity(GradientScenario):
             ],
         }
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
-        grad = self.random(param.shape, place, step, rank)
-        if name == "stack":
+    def gradient(self, of: Wanted) -> Tensor | None:
+        grad = self.drawn(of)
+        if of.name == "stack":
             for expert in range(len(grad)):
-                if not self._has_tokens(expert, step, rank):
+                if not self._has_tokens(expert, of.step, of.rank):
                     grad[expert] = 0
-        elif name.startswith("expert") and not self._has_tokens(place, step, rank):
-            return self.without_tokens(param)
+        elif of.name.startswith("expert") and not self._has_tokens(of.place, of.step, of.rank):
+            return self.without_tokens(of.param)
         return grad
 
     def without_tokens(self, param: Tensor) -> Tensor | None:
@@ -268,13 +262,12 @@ class ExpertStacks(ConditionalCompute):
         ]
         return {**super().options(), "groups": groups}
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
+    def gradient(self, of: Wanted) -> Tensor | None:
         """Zeros for experts without tokens, None where there is none for the whole stack."""
-        grad = self.random(param.shape, place, step, rank)
-        if param.dim() < 3:
-            return None if (step + place + rank) % 3 == 0 else grad
-        having = [self._has_tokens(expert, step + place, rank) for expert in range(len(grad))]
+        grad = self.drawn(of)
+        if of.param.dim() < 3:
+            return None if (of.step + of.place + of.rank) % 3 == 0 else grad
+        turn = of.step + of.place
+        having = [self._has_tokens(expert, turn, of.rank) for expert in range(len(grad))]
         grad[[not has for has in having]] = 0
         return grad if any(having) else None

@@ -17,6 +17,7 @@ from samestep.stress.scenario import (
     Resume,
     SetOptions,
     Train,
+    Wanted,
 )
 from samestep.stress.scenarios.patterns import FourPatternsRandom, TinyScenario
 
@@ -53,12 +54,10 @@ class FrozenAndAdded(TinyScenario):
             return (Train(("adam", "mu_a_1"), False),)
         return (Train(("adam", "mu_a_1"), True),) if step % 20 == 14 else ()
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
-        if (step + place + rank) % 4 == 3:
+    def gradient(self, of: Wanted) -> Tensor | None:
+        if (of.step + of.place + of.rank) % 4 == 3:
             return None
-        return self.random(param.shape, place, step, rank)
+        return self.drawn(of)
 
 
 class NotFinite(FourPatternsRandom):
@@ -71,13 +70,11 @@ class NotFinite(FourPatternsRandom):
         """No limit, but the check."""
         return {**super().options(), "max_grad_norm": math.inf, "crossover": SMALL_TOO}
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
+    def gradient(self, of: Wanted) -> Tensor | None:
         """One bad element in one parameter of one rank; also of those that are replicated."""
-        grad = super().gradient(name, place, param, step, rank, micro)
-        number, phase = divmod(step, 7)
-        unlucky = phase >= 5 and rank == number % self.world and place == 4 * number % 6
+        grad = super().gradient(of)
+        number, phase = divmod(of.step, 7)
+        unlucky = phase >= 5 and of.rank == number % self.world and of.place == 4 * number % 6
         if grad is not None and unlucky:
             grad.view(-1)[number % grad.numel()] = math.inf if number % 2 else math.nan
         return grad
@@ -104,13 +101,11 @@ class Clipped(FourPatternsRandom):
         """A limit that most steps exceed."""
         return {**super().options(), "max_grad_norm": 1.0, "crossover": SMALL_TOO}
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
+    def gradient(self, of: Wanted) -> Tensor | None:
         """Ten times larger on odd ranks, and small in every fifth step."""
-        grad = super().gradient(name, place, param, step, rank, micro)
-        size = 10.0 if rank % 2 else 1.0
-        return None if grad is None else grad * (size if step % 5 else 0.001)
+        grad = super().gradient(of)
+        size = 10.0 if of.rank % 2 else 1.0
+        return None if grad is None else grad * (size if of.step % 5 else 0.001)
 
 
 class Schedules(FourPatternsRandom):
@@ -256,16 +251,14 @@ class FusedQKV(GradientScenario):
         groups = [{"params": ["adam"], "rule": "adamw"}, fused, {**muon, "params": ["[qkv]"]}]
         return {**RATES, "crossover": 32, "bucket_size": 400, "groups": groups}
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
+    def gradient(self, of: Wanted) -> Tensor | None:
         """The parts of the fused matrix's, present on the same ranks."""
-        if (step + rank) % 3 == 0 or (step % 7 == 6 and name != "adam"):
+        if (of.step + of.rank) % 3 == 0 or (of.step % 7 == 6 and of.name != "adam"):
             return None
-        if name == "adam":
-            return self.random(param.shape, 1, step, rank)
-        whole = self.random(self.stored, 0, step, rank)
-        return whole if name == "fused" else self.apart(whole)["qkv".index(name)]
+        if of.name == "adam":
+            return self.random(of.param.shape, 1, of.step, of.rank)
+        whole = self.random(self.stored, 0, of.step, of.rank)
+        return whole if of.name == "fused" else self.apart(whole)["qkv".index(of.name)]
 
     def broken_promise(self, params: Mapping[str, Tensor]) -> str | None:
         """Fused and separate matrices are equal, bit for bit."""

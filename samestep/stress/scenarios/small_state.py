@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.stress.models import TINY_GROUPS, Matrices
-from samestep.stress.scenario import Place
+from samestep.stress.scenario import Place, Wanted
 from samestep.stress.scenarios.patterns import FourPatternsRandom
 
 
@@ -70,11 +70,9 @@ class Remainders(EightBits):
     def options(self) -> dict[str, Any]:
         return {**super().options(), "master_weights": True}
 
-    def gradient(
-        self, name: str, place: int, param: Tensor, step: int, rank: int, micro: int
-    ) -> Tensor | None:
+    def gradient(self, of: Wanted) -> Tensor | None:
         """Eighths, times what no power of two divides: their mean has few bits, as bfloat16 has."""
-        grad = super().gradient(name, place, param, step, rank, micro)
+        grad = super().gradient(of)
         if grad is None:
             return None
         odd = self.world // (self.world & -self.world)

@@ -9,7 +9,6 @@ those that run again replace what was there, so the table can be made bit by bit
 import copy
 import json
 import math
-import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -37,6 +36,7 @@ from samestep.parallel.replicas import check_replicas
 from samestep.parallel.router_losses import collect, set_share
 from samestep.parallel.stack import Stack
 from samestep.placements.parts.gradients import combine_gradients
+from samestep.stress.receipt import versions
 from samestep.stress.scenarios.hybrid import HybridGPT, gpt_without_ones, noisy_tokens
 from samestep.tooling.output import write_files
 from samestep.tooling.request import parse_flags
@@ -44,11 +44,6 @@ from samestep.tooling.request import parse_flags
 COMPARED = (0, 1, 9, 19)  # steps whose gradients are compared
 THRESHOLDS = {"gradient": 1e-5, "loss": 1e-4, "router": 1e-5, "adamw": 2e-5, "muon": 3e-4}
 LEARNING_RATE = 1e-3
-# Of an outcome: the largest of all ranks counts.
-WORST = (
-    "largest_gradient", "loss", "router", "norm", "adamw", "muon", "seconds", "graphs",
-    "recompiled",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,11 +112,19 @@ class Outcome:
         known = math.inf if math.isnan(distance) else distance
         setattr(self, what, max(getattr(self, what), known))
 
+    def see_gradient(self, name: str, found: Tensor | None, expected: Tensor) -> None:
+        before = self.gradient
+        self.see("gradient", math.inf if found is None else _distance(found, expected))
+        self.see("largest_gradient", float(expected.abs().max()))
+        if self.gradient > before:
+            self.gradient_of = name
+
     def merged(self, other: "Outcome") -> "Outcome":
         worse = self if self.gradient >= other.gradient else other
-        both = {key: max(getattr(self, key), getattr(other, key)) for key in WORST}
-        clipped = min(self.clipped, other.clipped)
-        return Outcome(**{**vars(worse), **both, "clipped": clipped, "trace": self.trace})
+        numbers = {key for key, value in vars(self).items() if isinstance(value, int | float)}
+        largest = {key: max(getattr(self, key), getattr(other, key)) for key in numbers}
+        largest["clipped"] = min(self.clipped, other.clipped)
+        return replace(self, **largest, gradient_of=worse.gradient_of)
 
     def failures(self) -> list[str]:
         found = [
@@ -223,8 +226,8 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
     for step in range(case.steps + case.more):
         tokens = tokens_of(case, step)[rows * stack.batch_place :][:rows]
         loss = stack.backward(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-        if step in expected.gradients:
-            _compare_gradients(case, model, optimizer, expected.gradients[step], outcome)
+        for name, grad in _gradients(stack, optimizer) if step in expected.gradients else ():
+            outcome.see_gradient(name, grad, expected.gradients[step][name])
         optimizer.step()
         optimizer.zero_grad()
         optimizer.wait_for_parameters()
@@ -253,26 +256,13 @@ def run_rank(rank: int, case: Case, expected: Reference) -> Outcome:
     return outcome
 
 
-def _compare_gradients(
-    case: Case,
-    model: nn.Module,
-    optimizer: samestep.MuonAdamW,
-    expected: Mapping[str, Tensor],
-    outcome: Outcome,
-) -> None:
+def _gradients(stack: Stack, optimizer: samestep.MuonAdamW) -> Iterator[tuple[str, Tensor | None]]:
     """What FSDP2 and tensor parallel leave, or what the optimizer has made of copies."""
-    if case.shares is None:
-        combine_gradients(model.parameters())
-    for name, param in model.named_parameters():
-        if not param.requires_grad:
-            continue
-        grad = param.grad if case.shares is None else optimizer.full_gradient(name)
-        whole = expected[name]
-        before = outcome.gradient
-        outcome.see("gradient", math.inf if grad is None else _distance(grad, whole))
-        outcome.see("largest_gradient", float(whole.abs().max()))
-        if outcome.gradient > before:
-            outcome.gradient_of = name
+    if stack.fsdp:
+        combine_gradients(stack.model.parameters())
+    for name, param in stack.model.named_parameters():
+        if param.requires_grad:
+            yield name, param.grad if stack.fsdp else optimizer.full_gradient(name)
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:
@@ -410,15 +400,8 @@ def _run(case: Case, timeout: float) -> dict[str, Any]:
     gates = [gate.name for gate in GATES]
     degrees = Degrees(case.ranks, **case.mesh)
     decision = decide(bool(case.compile), degrees, facts, open_gates=gates, environment={})
-    asked = {
-        "ranks": case.ranks,
-        "mesh": dict(case.mesh),
-        "model": asdict(case.model),
-        "sequences": case.sequences,
-        "lora": case.lora,
-        "recompute": case.recompute,
-        "compile": decision.receipt(),
-    }
+    keys = ("ranks", "mesh", "model", "sequences", "lora", "recompute")
+    asked = {key: asdict(case)[key] for key in keys} | {"compile": decision.receipt()}
     try:
         # Stages compile one after the other, and the others wait in a collective.
         limits = {"timeout": timeout, "collective_timeout": timeout}
@@ -442,11 +425,7 @@ def _receipt(rows: Mapping[str, Any]) -> bytes:
         "command": "python -m samestep.stress.matrix",
         "thresholds": THRESHOLDS,
         "gradients_compared_in_steps": [step + 1 for step in COMPARED],
-        "versions": {
-            "samestep": samestep.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
         "rows": dict(rows),
         "verdict": "pass" if all(row["verdict"] == "pass" for row in rows.values()) else "fail",
     }

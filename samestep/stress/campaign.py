@@ -27,12 +27,12 @@ from typing import Any, NoReturn
 import torch
 
 from samestep.launch.forked import end_with
-from samestep.stress.judge import Expected, Finding, Judge, SampleVerdict, due_steps, expected_run
+from samestep.stress.judge import Expected, Finding, Judge, SampleVerdict, expected_run
 from samestep.stress.layouts import layout_named
 from samestep.stress.mutants import Mutant
 from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
 from samestep.stress.ranks import ForkedRanks, Ranks, XlaDevices
-from samestep.stress.scenario import MakeModel, Recorded, Scenario
+from samestep.stress.scenario import CLOSED_LOOP_STEPS, MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import scenario_named
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
@@ -54,8 +54,13 @@ class Case:
     also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
 
     def due(self, scenario: Scenario) -> set[int]:
-        extra = {step for step in self.also_after if step <= self.steps}
-        return due_steps(scenario, self.steps, self.sample_every) | extra
+        """When there are samples: every so many steps, and at the end.
+
+        Of a closed loop also where it is last held against the reference.
+        """
+        known = {*range(self.sample_every, self.steps + 1, self.sample_every), *self.also_after}
+        last = {min(self.steps, CLOSED_LOOP_STEPS)} if scenario.loop == "closed" else set()
+        return {step for step in known if step <= self.steps} | last | {self.steps}
 
 
 CasesByScenario = Sequence[Sequence[Case]]
@@ -67,6 +72,7 @@ class CaseResult:
 
     status: exact, within_tolerance, failed, interrupted, or does_not_apply: it was not run.
     reason: why it does not apply.
+    ended: False if Ctrl-C came first, and this is what was known then.
     """
 
     case: Case
@@ -76,6 +82,8 @@ class CaseResult:
     endings: dict[int, Ending] = field(default_factory=dict)
     seconds: float = 0.0
     reason: str = ""
+    presence: Presence = field(default_factory=dict)
+    ended: bool = True
 
     @property
     def positions(self) -> dict[int, str]:
@@ -84,7 +92,7 @@ class CaseResult:
         return dict(sorted(known.items()))
 
 
-OnResult = Callable[[CaseResult, Presence], None]
+OnResult = Callable[[CaseResult], None]
 
 
 class _Trial:
@@ -97,14 +105,21 @@ class _Trial:
 
     def result(self, endings: dict[int, Ending] | None = None) -> CaseResult:
         """What came of it; without endings: until it was interrupted."""
-        judge = self.judge
-        if endings is None:
-            status = "failed" if judge.findings else "interrupted"
-        else:
+        judge, seconds = self.judge, time.monotonic() - self._start
+        status = "failed" if judge.findings else "interrupted"
+        if endings is not None:
             judge.end(endings)
             status = judge.status()
-        seconds = time.monotonic() - self._start
-        return CaseResult(self.case, status, judge.findings, judge.verdicts, endings or {}, seconds)
+        return CaseResult(
+            self.case,
+            status,
+            judge.findings,
+            judge.verdicts,
+            endings or {},
+            seconds,
+            presence=judge.expected.presence,
+            ended=endings is not None,
+        )
 
 
 class Campaign:
@@ -120,8 +135,6 @@ class Campaign:
         self._scenario: Scenario
         self._expected: Expected
         self.first_layout: dict[int, Sample] = {}  # by step; the others are held against it
-        self.presence: dict[str, Presence] = {}  # by scenario
-        self.interrupted: CaseResult | None = None  # what was known of a case at Ctrl-C
 
     def run(self, case: Case, patch: Patch = nullcontext) -> CaseResult:
         """Run one case to its end, whatever that is; only Ctrl-C comes through."""
@@ -132,7 +145,7 @@ class Campaign:
     def run_all(
         self,
         cases: Sequence[Case],
-        on_result: Callable[[CaseResult], None],
+        on_result: OnResult,
         progress: Progress = lambda case, step, worst: None,
         patch: Patch = nullcontext,
     ) -> None:
@@ -167,19 +180,18 @@ class Campaign:
         try:
             self._prepare(cases, lambda step: progress(cases[0], step, 0.0))
         except KeyboardInterrupt:
-            self.interrupted = CaseResult(cases[0], "interrupted", [], [])
+            on_result(CaseResult(cases[0], "interrupted", [], [], ended=False))
             raise
         begin_next()
         try:
-            saves = self._scenario.saves
-            with TemporaryDirectory(prefix="stress_") if saves else nullcontext() as name:
-                folder = None if name is None else Path(name)  # for checkpoints
-                begun = 0 if folder is None else self._begun_alone(cases, folder)
+            with TemporaryDirectory(prefix="stress_") as name:
+                folder = Path(name)  # for checkpoints
+                begun = self._begun_alone(cases, folder)
                 works = [self._work(case, patch, folder, begun) for case in cases]
                 self._ranks.run(works, on_sample, on_end)
         except KeyboardInterrupt:
             if trial is not None:
-                self.interrupted = trial.result()
+                on_result(trial.result())
             raise
 
     def _begun_alone(self, cases: Sequence[Case], folder: Path) -> int:
@@ -191,7 +203,7 @@ class Campaign:
             self._ranks.aside(lambda device: begin_alone(scenario, steps, folder, device))
         return steps
 
-    def _work(self, case: Case, patch: Patch, folder: Path | None, begun: int) -> Work:
+    def _work(self, case: Case, patch: Patch, folder: Path, begun: int) -> Work:
         due = frozenset(case.due(self._scenario))
         layout = layout_named(case.layout)
         return Work(self._scenario, layout, case.steps, due, case.reduction, patch, folder, begun)
@@ -223,10 +235,9 @@ class Campaign:
             scenario = Recorded(scenario, expected.gradients)
         self._scenario, self._expected, self._shared_by = scenario, expected, key
         self.first_layout = {}
-        self.presence[first.scenario] = expected.presence
 
 
-def _does_not_apply(case: Case, on_result: Callable[[CaseResult], None]) -> bool:
+def _does_not_apply(case: Case, on_result: OnResult) -> bool:
     """Whether a scenario makes no sense in a layout; that is a result."""
     reason = layout_named(case.layout).reason_against(scenario_named(case.scenario), case.world)
     if reason is not None:
@@ -312,7 +323,6 @@ class Lanes:
     def __init__(self, count: int, campaign: Callable[[], Campaign]) -> None:
         self.count = count
         self._campaign = campaign
-        self.interrupted: list[CaseResult] = []  # what was known of cases at Ctrl-C
 
     def run(self, scenarios: CasesByScenario, on_result: OnResult, progress: Progress) -> None:
         """Run the cases of all scenarios; Ctrl-C ends every lane and comes through."""
@@ -332,7 +342,6 @@ class Lanes:
                 process.terminate()
             if isinstance(reason, KeyboardInterrupt):
                 del hear["step"]
-                hear["interrupted"] = self.interrupted.append
                 with suppress(LaneDiedError):
                     self._listen(list(lanes.values()), hear, lambda: None)
             raise
@@ -378,18 +387,11 @@ class Lanes:
             end_with(parent)  # Ctrl-C is for the parent, which then ends its lanes
             torch.set_num_threads(1)
             campaign = self._campaign()
-
-            def on_result(result: CaseResult) -> None:
-                _send(pipe, "result", result, campaign.presence.get(result.case.scenario, {}))
-
-            try:
+            with suppress(KeyboardInterrupt):  # the parent has heard how far the case was
                 while (place := pipe.recv()) is not None:
-                    report = partial(_send, pipe, "step")
-                    campaign.run_all(scenarios[place], on_result, report)
+                    tell = partial(_send, pipe, "result"), partial(_send, pipe, "step")
+                    campaign.run_all(scenarios[place], *tell)
                     _send(pipe, "free")
-            except KeyboardInterrupt:
-                if campaign.interrupted is not None:
-                    _send(pipe, "interrupted", campaign.interrupted)
             _send(pipe, "ends")
             os._exit(0)
         except Exception:

@@ -22,7 +22,6 @@ from samestep.stress.campaign import (
     MutantResult,
     MutantRunner,
     OnResult,
-    Presence,
     Stopped,
     stopped_once,
 )
@@ -370,9 +369,12 @@ class Session:
             display.done(len(self.progress.entries))
             self.progress.open()  # another run may have it
 
-        def on_result(result: CaseResult, presence: Presence) -> None:
+        def on_result(result: CaseResult) -> None:
+            if not result.ended:
+                self.interrupted.append(result)
+                return
             new = key(result.case) not in self.progress.entries
-            self.progress.add(case_entry(result), presence, seconds())
+            self.progress.add(case_entry(result), result.presence, seconds())
             if self.speaks:
                 display.done(new)
                 for line in findings_lines(result):
@@ -384,12 +386,8 @@ class Session:
         with display if self.speaks else nullcontext():
             if self.torchrun is not None or self.options.lanes == 1:
                 self._run_in_order(scenarios, on_result, display)
-                return
-            lanes = Lanes(self.options.lanes, self._campaign)
-            try:
-                lanes.run(scenarios, on_result, display.step)
-            finally:
-                self.interrupted += lanes.interrupted
+            else:
+                Lanes(self.options.lanes, self._campaign).run(scenarios, on_result, display.step)
 
     def _run_in_order(
         self, scenarios: Sequence[Sequence[Case]], on_result: OnResult, display: Display
@@ -401,15 +399,10 @@ class Session:
         def on_case(result: CaseResult) -> None:
             nonlocal broken
             broken = any(ending.error is not None for ending in result.endings.values())
-            on_result(result, campaign.presence.get(result.case.scenario, {}))
+            on_result(result)
 
         for alike in scenarios:
-            try:
-                campaign.run_all(alike, on_case, display.step)
-            except KeyboardInterrupt:
-                if campaign.interrupted is not None:
-                    self.interrupted.append(campaign.interrupted)
-                raise
+            campaign.run_all(alike, on_case, display.step)
             if self.torchrun is not None and broken:
                 if self.speaks:
                     display.console.print(

@@ -44,13 +44,7 @@ from samestep.comm.meshes import held, mesh_group, whole_tensor
 from samestep.comm.messages import gather_everywhere
 from samestep.stress.models import named_params
 from samestep.stress.scenario import Gradients, loss_giving
-from samestep.stress.training import (
-    Training,
-    backward,
-    local_part,
-    mean_gradients,
-    rank_gradients,
-)
+from samestep.stress.training import Training, local_part, mean_gradients, rank_gradients
 
 
 class DTensorTraining(Training):
@@ -341,9 +335,8 @@ class CopiesTraining(DTensorTraining):
                 members[name] = param.to_local(grad_placements=placements)
             else:
                 members[name] = param.view_as(param)
-        backward(
-            self._scaler.scale(loss_giving([grads[n] for n in members], list(members.values())))
-        )
+        loss = loss_giving([grads[name] for name in members], list(members.values()))
+        torch.autograd.backward(self._scaler.scale(loss))
 
     @torch.no_grad()
     def _follow(self) -> None:

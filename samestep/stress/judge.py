@@ -63,17 +63,6 @@ class Expected:
     gradients: list[list[Gradients]] = field(default_factory=list)
 
 
-def sampled_steps(steps: int, every: int) -> list[int]:
-    """Numbers of steps taken at which samples are due: every so many, and at the end."""
-    return sorted({*range(every, steps + 1, every), steps})
-
-
-def due_steps(scenario: Scenario, steps: int, every: int) -> set[int]:
-    """When samples are due; of a closed loop also where it is last held against the reference."""
-    last = {min(steps, CLOSED_LOOP_STEPS)} if scenario.loop == "closed" else set()
-    return last | set(sampled_steps(steps, every))
-
-
 def expected_run(
     scenario: Scenario, due: Collection[int], progress: Callable[[int], None] = lambda step: None
 ) -> Expected:

@@ -94,7 +94,7 @@ class Work(NamedTuple):
     """A case as its ranks see it. `patch` changes the code under test while it runs.
 
     due: the steps after which a sample is taken.
-    folder: where checkpoints are kept, if the scenario has any.
+    folder: where checkpoints are kept.
     begun: the steps that `one_process` has taken, and saved there.
     """
 
@@ -104,7 +104,7 @@ class Work(NamedTuple):
     due: frozenset[int]
     reduction: str
     patch: Patch = nullcontext
-    folder: Path | None = None
+    folder: Path = Path()
     begun: int = 0
 
 
@@ -142,7 +142,6 @@ class Relay(NamedTuple):
 
     def _path(self, name: str) -> Path:
         """In the first rank's folder: ranks of torchrun have each their own."""
-        assert self.work.folder is not None
         path, group = self.work.folder / name, dist.group.WORLD
         return path if group is None else gather_everywhere(path, group)[0]
 

@@ -50,7 +50,7 @@ from samestep.stress.layouts import Layout
 from samestep.stress.models import GPT, named_params
 from samestep.stress.scenario import Scenario
 from samestep.stress.scenarios.hybrid import ConditionalGPT, HybridGPT
-from samestep.stress.training import Training, backward
+from samestep.stress.training import Training
 from samestep.stress.xla_training import XlaTraining
 
 
@@ -91,7 +91,7 @@ class FSDPTraining(DTensorTraining):
         assert isinstance(self._root, FSDPModule)
         for micro in range(count):
             self._root.set_requires_gradient_sync(self._sums_every_time or micro == count - 1)
-            backward(self._scaler.scale(self._root(number, micro)))
+            torch.autograd.backward(self._scaler.scale(self._root(number, micro)))
         if self._sums_every_time:
             for param in self._named.values():
                 if isinstance(param.grad, DTensor):
@@ -172,7 +172,7 @@ class TwoOptimizers(Training):
         for step in range(self.STEPS):
             loss = self.scenario.loss(copy, step, self.rank, 0)
             if loss is not None:
-                backward(loss)
+                torch.autograd.backward(loss)
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="two optimizers have gradients")
                 for optimizer in both:

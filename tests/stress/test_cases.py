@@ -181,12 +181,13 @@ def test_what_was_found_before_ctrl_c_is_kept():
             on_sample([first, replace(first, params=moved)])
             raise KeyboardInterrupt
 
-    campaign = Campaign(Interrupted())
+    campaign, results = Campaign(Interrupted()), []
     with pytest.raises(KeyboardInterrupt):
-        campaign.run(Case("clipped", "zero2", 2, 4, 2))
-    assert campaign.interrupted.status == "failed"
-    assert [finding.check for finding in campaign.interrupted.findings] == ["replicas"]
-    assert [sample.step for sample in campaign.interrupted.samples] == [2]
+        campaign.run_all([Case("clipped", "zero2", 2, 4, 2)], results.append)
+    (found,) = results
+    assert (found.status, found.ended) == ("failed", False)
+    assert [finding.check for finding in found.findings] == ["replicas"]
+    assert [sample.step for sample in found.samples] == [2]
 
 
 def test_a_killed_rank_is_a_result():

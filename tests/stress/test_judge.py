@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from samestep.stress.campaign import Case
 from samestep.stress.judge import (
     LIMITS,
     STATE_LIMIT,
     Expected,
     Judge,
     difference,
-    due_steps,
-    sampled_steps,
 )
 from samestep.stress.rank import Ending, Sample
 from samestep.stress.scenarios import SCENARIOS
@@ -36,6 +35,10 @@ def judge(scenario="dist_adamw_muon", base=None, exact=True):
     expected = Expected(samples=reference, families=families)
     kind = SCENARIOS[scenario]
     return Judge(kind(0, 2), expected, base or {}, exact)
+
+
+def due(scenario, steps, every, **more):
+    return Case(scenario, "none", 2, steps, every, **more).due(SCENARIOS[scenario](0, 2))
 
 
 def checks(judged):
@@ -223,16 +226,16 @@ def test_state_of_fast_layouts_has_a_limit():
 
 
 def test_a_closed_loop_is_sampled_where_it_can_be_compared():
-    closed, opened = (SCENARIOS[name](0, 2) for name in ("empty_expert", "clipped"))
-    assert due_steps(closed, 1000, 400) == {100, 400, 800, 1000}
-    assert due_steps(closed, 50, 400) == {50}
-    assert due_steps(opened, 1000, 400) == {400, 800, 1000}
+    assert due("empty_expert", 1000, 400) == {100, 400, 800, 1000}
+    assert due("empty_expert", 50, 400) == {50}
+    assert due("clipped", 1000, 400) == {400, 800, 1000}
 
 
 def test_when_samples_are_due():
-    assert sampled_steps(10, 4) == [4, 8, 10]
-    assert sampled_steps(8, 4) == [4, 8]
-    assert sampled_steps(3, 100) == [3]
+    assert due("clipped", 10, 4) == {4, 8, 10}
+    assert due("clipped", 8, 4) == {4, 8}
+    assert due("clipped", 3, 100) == {3}
+    assert due("clipped", 8, 4, also_after=(3, 9)) == {3, 4, 8}
 
 
 PROGRAM = {

@@ -30,17 +30,16 @@ class Instant(Campaign):
     def run_all(self, cases, on_result, progress=None, patch=None):
         for case in cases:
             progress(case, 1, 0.0)
-            self.presence[case.scenario] = {"p": [os.getpid()]}
-            on_result(CaseResult(case, "exact", [], []))
+            on_result(CaseResult(case, "exact", [], [], presence={"p": [os.getpid()]}))
 
 
 def test_every_case_has_its_result_and_its_steps():
     results, steps = [], []
     lanes = Lanes(2, Instant)
-    lanes.run(cases(), lambda *result: results.append(result), lambda *step: steps.append(step))
-    assert sorted(r.case.scenario for r, _ in results) == sorted(SCENARIOS)
+    lanes.run(cases(), results.append, lambda *step: steps.append(step))
+    assert sorted(r.case.scenario for r in results) == sorted(SCENARIOS)
     assert sorted(case.scenario for case, _, _ in steps) == sorted(SCENARIOS)
-    assert os.getpid() not in {presence["p"][0] for _, presence in results}
+    assert os.getpid() not in {result.presence["p"][0] for result in results}
 
 
 @pytest.mark.parametrize("end", [lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: 1 / 0])
@@ -50,7 +49,7 @@ def test_a_lane_that_dies_or_fails_is_told(end):
             end()
 
     with pytest.raises(LaneDiedError, match=r"a lane of the harness (died|failed)"):
-        Lanes(2, Ends).run(cases(), lambda *result: None, lambda *step: None)
+        Lanes(2, Ends).run(cases(), lambda result: None, lambda *step: None)
 
 
 def test_receipts_are_those_of_one_lane(tmp_path, no_torchrun, monkeypatch):

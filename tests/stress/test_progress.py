@@ -48,13 +48,13 @@ class FakeCampaign(Campaign):
     def run_all(self, cases, on_result, progress):
         for case in cases:
             if len(self.ran) == self.stop_after:
-                self.interrupted = CaseResult(case, "interrupted", [], [])
+                on_result(CaseResult(case, "interrupted", [], [], ended=False))
                 raise Stopped(signal.SIGINT)
             self.ran.append((case.scenario, case.layout))
-            self.presence[case.scenario] = {"p": [2, 0, 1, 2]}
             near = Distance(adam=self.away)
             samples = [SampleVerdict(step, Distance(), near, None, 0, True) for step in (2, 4)]
-            on_result(CaseResult(case, "exact", [], samples, {0: Ending(4)}, seconds=1.0))
+            told = {"seconds": 1.0, "presence": {"p": [2, 0, 1, 2]}}
+            on_result(CaseResult(case, "exact", [], samples, {0: Ending(4)}, **told))
 
 
 @pytest.fixture

@@ -28,12 +28,12 @@ import torch
 
 from samestep.launch.forked import end_with
 from samestep.stress.judge import Expected, Finding, Judge, SampleVerdict, expected_run
-from samestep.stress.layouts import layout_named
+from samestep.stress.layouts import EVERY_LAYOUT
 from samestep.stress.mutants import Mutant
 from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
 from samestep.stress.ranks import ForkedRanks, Ranks, XlaDevices
 from samestep.stress.scenario import CLOSED_LOOP_STEPS, MakeModel, Recorded, Scenario
-from samestep.stress.scenarios import scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
 Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
@@ -205,11 +205,11 @@ class Campaign:
 
     def _work(self, case: Case, patch: Patch, folder: Path, begun: int) -> Work:
         due = frozenset(case.due(self._scenario))
-        layout = layout_named(case.layout)
+        layout = EVERY_LAYOUT[case.layout]
         return Work(self._scenario, layout, case.steps, due, case.reduction, patch, folder, begun)
 
     def _judge(self, case: Case) -> Judge:
-        layout = layout_named(case.layout)
+        layout = EVERY_LAYOUT[case.layout]
         return Judge(
             self._scenario,
             self._expected,
@@ -224,7 +224,7 @@ class Campaign:
     def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
         """Have a reference with the samples of all cases: the one that is known, or a new one."""
         first = cases[0]
-        kind = scenario_named(first.scenario)
+        kind = EVERY_SCENARIO[first.scenario]
         scenario = kind(first.seed, first.world, self._make_model if kind.takes_any_model else None)
         due = set[int]().union(*(case.due(scenario) for case in cases))
         key = (first.scenario, first.world, first.reduction, first.seed)
@@ -239,7 +239,7 @@ class Campaign:
 
 def _does_not_apply(case: Case, on_result: OnResult) -> bool:
     """Whether a scenario makes no sense in a layout; that is a result."""
-    reason = layout_named(case.layout).reason_against(scenario_named(case.scenario), case.world)
+    reason = EVERY_LAYOUT[case.layout].reason_against(EVERY_SCENARIO[case.scenario], case.world)
     if reason is not None:
         on_result(CaseResult(case, "does_not_apply", [], [], reason=reason))
     return reason is not None

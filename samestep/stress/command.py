@@ -26,7 +26,7 @@ from samestep.stress.campaign import (
     stopped_once,
 )
 from samestep.stress.compare import changes_table, compare, read_receipt
-from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS
 from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Progress, go_on, key
@@ -40,7 +40,7 @@ from samestep.stress.report.numbers import (
     to_reference,
     worst,
 )
-from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO
 from samestep.tooling.output import check_folder, write_files
 from samestep.tooling.request import BadRequestError, number_of_ranks
 
@@ -212,9 +212,9 @@ def closing_sentence(verdict: str, cases: Sequence[Entry], mutants: Sequence[Mut
 
 def known_table() -> Table:
     table = Table("", "name", "story")
-    for name, scenario in {**SCENARIOS, **SCENARIOS_ON_REQUEST}.items():
+    for name, scenario in EVERY_SCENARIO.items():
         table.add_row("scenario", name, scenario.story)
-    for name, layout in {**LAYOUTS, **LAYOUTS_ON_REQUEST}.items():
+    for name, layout in EVERY_LAYOUT.items():
         table.add_row("layout", name, layout.story)
     for name, mutant in {**MUTANTS, **XLA_MUTANTS}.items():
         table.add_row("mutant", name, mutant.story)
@@ -345,7 +345,7 @@ class Session:
         names = options.scenarios()
         found = []
         for name in names:
-            usual = (SCENARIOS.get(name) or scenario_named(name)).layouts or tuple(LAYOUTS)
+            usual = EVERY_SCENARIO[name].layouts or tuple(LAYOUTS)
             if self.device == "xla":
                 usual = LAYOUT_SETS["xla"]
             sets = {"all": usual, **LAYOUT_SETS}

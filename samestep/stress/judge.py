@@ -24,6 +24,7 @@ and of one XLA program for all devices
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from samestep.stress.scenario import (
     SetOptions,
     Train,
 )
-from samestep.stress.training import SCALER, rank_gradients, without_onednn
+from samestep.stress.training import SCALER, added, rank_gradients, without_onednn
 
 PRESENCE_STEPS = 64  # how many the presence map shows
 
@@ -90,7 +91,8 @@ def _run(scenario: Scenario, due: Collection[int], progress: Callable[[int], Non
     scale = _Scale()
     for step in range(max(due)):
         _apply_events(scenario, step, model, reference)
-        by_rank = _gradients(scenario, model, step)
+        rounds = (rank_gradients(scenario, model, step, rank) for rank in range(scenario.world))
+        by_rank = [reduce(added, of_rank) for of_rank in rounds]
         if scenario.loop == "recorded":
             expected.gradients.append(by_rank)
         names = [name for group in reference.groups for name in group["param_names"]]
@@ -125,18 +127,6 @@ class _Scale:
             self.value /= 2
         elif self._taken == 5:
             self.value, self._taken = self.value * 2, 0
-
-
-def _gradients(scenario: Scenario, model: nn.Module, step: int) -> list[Gradients]:
-    """Per rank the sum of its micro-batches' gradients."""
-    by_rank = []
-    for rank in range(scenario.world):
-        total: Gradients = {}
-        for grads in rank_gradients(scenario, model, step, rank):
-            for name, grad in grads.items():
-                total[name] = total[name] + grad if name in total else grad
-        by_rank.append(total)
-    return by_rank
 
 
 def _apply_events(scenario: Scenario, step: int, model: nn.Module, reference: Reference) -> None:

@@ -1,7 +1,9 @@
 """The layouts under test. A new layout adds itself here and inherits every scenario."""
 
+from collections import ChainMap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,19 +21,19 @@ Parameters = Literal[
 class Layout:
     """Where parameters, gradients and state live: keywords of the optimizer.
 
-    one_process: all ranks' gradients are averaged and applied by a single process.
-    parameters: `sharded_training` tells what the kinds are.
     mesh: of "hybrid" ones, the arguments of `samestep.mesh.build`; of "copies", the sizes of the
         axes that have parts.
+    parameters: `sharded_training` tells what the kinds are.
+    one_process: all ranks' gradients are averaged and applied by a single process.
     turn: of "copies", how the first parameter is cut; the next ones are in the other ways.
     """
 
     name: str
     story: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    one_process: bool = False
-    parameters: Parameters = "plain"
     mesh: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Parameters = "plain"
+    one_process: bool = False
     turn: int = 0
 
     def reason_against(self, scenario: "type[Scenario]", world: int) -> str | None:
@@ -87,16 +89,13 @@ class Layout:
 LAYOUTS: dict[str, Layout] = {}  # what `all` means
 # For scenarios that ask for them: too slow for every run.
 LAYOUTS_ON_REQUEST: dict[str, Layout] = {}
+EVERY_LAYOUT = ChainMap(LAYOUTS_ON_REQUEST, LAYOUTS)
 
 
 def register(layout: Layout, *, on_request: bool = False) -> None:
-    if layout.name in LAYOUTS or layout.name in LAYOUTS_ON_REQUEST:
+    if layout.name in EVERY_LAYOUT:
         raise ValueError(f"there is a layout {layout.name!r} already")
     (LAYOUTS_ON_REQUEST if on_request else LAYOUTS)[layout.name] = layout
-
-
-def layout_named(name: str) -> Layout:
-    return (LAYOUTS if name in LAYOUTS else LAYOUTS_ON_REQUEST)[name]
 
 
 _ZERO1, _ZERO2 = {"sharding": "zero1"}, {"sharding": "zero2"}
@@ -183,64 +182,63 @@ _TENSOR, _EXPERT = {"model": 2}, {"expert": 2}
 _PLAIN_TP = "tensor parallel, in copies along a data axis"
 _PLAIN_EP = "experts on an axis of their own, in copies along a data axis"
 _BOTH = {**_OVERLAP, **_LATE}
-_COPIES: tuple[tuple[str, str, dict[str, Any], dict[str, int]], ...] = (
-    ("tp_dp_none", f"{_PLAIN_TP}; everything on every copy", {"sharding": "none"}, _TENSOR),
-    ("tp_dp_zero1", f"{_PLAIN_TP}; zero1", _ZERO1, _TENSOR),
-    ("tp_dp_zero2", f"{_PLAIN_TP}; zero2", _ZERO2, _TENSOR),
-    (
+_copies = partial(Layout, parameters="copies")
+_COPIES = (
+    _copies("tp_dp_none", f"{_PLAIN_TP}; everything on every copy", {"sharding": "none"}, _TENSOR),
+    _copies("tp_dp_zero1", f"{_PLAIN_TP}; zero1", _ZERO1, _TENSOR),
+    _copies("tp_dp_zero2", f"{_PLAIN_TP}; zero2", _ZERO2, _TENSOR),
+    _copies(
         "tp_dp_gather",
         f"{_PLAIN_TP}; every rank of a mesh computes all of its blocks",
         {**_ZERO2, "muon_schedule": "gather"},
         _TENSOR,
     ),
-    (
+    _copies(
         "tp_dp_zero2_overlap",
         f"{_PLAIN_TP}; zero2, reduced inside backward",
         {**_ZERO2, **_OVERLAP},
         _TENSOR,
     ),
-    ("tp_dp_flat_zero1", f"{_PLAIN_TP}; flat buffers, zero1", {**_FLAT, **_ZERO1}, _TENSOR),
-    ("tp_dp_flat_zero2", f"{_PLAIN_TP}; flat buffers, zero2", {**_FLAT, **_ZERO2}, _TENSOR),
-    (
+    _copies("tp_dp_flat_zero1", f"{_PLAIN_TP}; flat buffers, zero1", {**_FLAT, **_ZERO1}, _TENSOR),
+    _copies("tp_dp_flat_zero2", f"{_PLAIN_TP}; flat buffers, zero2", {**_FLAT, **_ZERO2}, _TENSOR),
+    _copies(
         "tp_dp_flat_gather_overlap",
         f"{_PLAIN_TP}; flat buffers, zero2, both overlaps, NaN until waited for",
         {**_FLAT, **_ZERO2, **_BOTH},
         _TENSOR,
     ),
-    ("tp4_dp_zero2", "the same over meshes of four; zero2", _ZERO2, {"model": 4}),
-    ("ep_dp_none", f"{_PLAIN_EP}; everything on every copy", {"sharding": "none"}, _EXPERT),
-    ("ep_dp_zero1", f"{_PLAIN_EP}; zero1", _ZERO1, _EXPERT),
-    ("ep_dp_zero2", f"{_PLAIN_EP}; zero2", _ZERO2, _EXPERT),
-    (
+    _copies("tp4_dp_zero2", "the same over meshes of four; zero2", _ZERO2, {"model": 4}),
+    _copies("ep_dp_none", f"{_PLAIN_EP}; everything on every copy", {"sharding": "none"}, _EXPERT),
+    _copies("ep_dp_zero1", f"{_PLAIN_EP}; zero1", _ZERO1, _EXPERT),
+    _copies("ep_dp_zero2", f"{_PLAIN_EP}; zero2", _ZERO2, _EXPERT),
+    _copies(
         "ep_dp_flat_gather_overlap",
         f"{_PLAIN_EP}; flat buffers, zero2, both overlaps, NaN until waited for",
         {**_FLAT, **_ZERO2, **_BOTH},
         _EXPERT,
     ),
-    (
+    _copies(
         "ep_tp_dp_zero2",
         "experts cut twice, all else tensor parallel with copies along the expert axis too; zero2",
         _ZERO2,
         _EXPERT | _TENSOR,
     ),
-    (
+    _copies(
         "ep_tp_dp_flat_gather_overlap",
         "the same with flat buffers, zero2, both overlaps, NaN until waited for",
         {**_FLAT, **_ZERO2, **_BOTH},
         _EXPERT | _TENSOR,
     ),
 )
-for _turn, (_name, _story, _options, _sizes) in enumerate(_COPIES):
-    register(
-        Layout(_name, _story, _options, parameters="copies", mesh=_sizes, turn=_turn),
-        on_request=True,
-    )
+for _turn, _layout in enumerate(_COPIES):
+    register(replace(_layout, turn=_turn), on_request=True)
 # One program for all devices of XLA, each of which stands for a rank.
-_SPMD: tuple[tuple[str, str, dict[str, Any], dict[str, int]], ...] = (
-    ("xla_data", "one XLA program: parameters on every device, state in parts", {}, {}),
-    ("xla_none", "one XLA program: everything on every device", {"sharding": "none"}, {}),
-    ("xla_fsdp", "one XLA program: parameters and state in parts", {}, {"fsdp": 1}),
-    (
+_spmd = partial(Layout, parameters="spmd")
+_SPMD = (
+    _spmd("xla_data", "one XLA program: parameters on every device, state in parts", {}, {}),
+    _spmd("xla_none", "one XLA program: everything on every device", {"sharding": "none"}, {}),
+    _spmd("xla_fsdp", "one XLA program: parameters and state in parts", {}, {"fsdp": 1}),
+    _spmd(
         "xla_model",
         "one XLA program: matrices cut by rows and columns in turn over pairs of devices, in "
         "copies along a data axis that share the state",
@@ -248,13 +246,13 @@ _SPMD: tuple[tuple[str, str, dict[str, Any], dict[str, int]], ...] = (
         {"model": 2},
     ),
 )
-for _name, _story, _options, _sizes in _SPMD:
-    register(Layout(_name, _story, _options, parameters="spmd", mesh=_sizes), on_request=True)
+for _layout in _SPMD:
+    register(_layout, on_request=True)
 
 # Names for several layouts at once.
 LAYOUT_SETS: dict[str, tuple[str, ...]] = {
-    "copies": ("one_process", *(name for name, *_ in _COPIES)),
-    "xla": tuple(name for name, *_ in _SPMD),
+    "copies": ("one_process", *(layout.name for layout in _COPIES)),
+    "xla": tuple(layout.name for layout in _SPMD),
     "quick": (
         "one_process",
         "none",
@@ -272,8 +270,8 @@ def table_of_copies() -> str:
         "| layout | copies along | parts along | ranks on 4, on 8 | sharding | buffers | overlap |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, _, options, sizes in _COPIES:
-        layout, both = LAYOUTS_ON_REQUEST[name], len(sizes) > 1
+    for layout in _COPIES:
+        options, sizes, both = layout.options, layout.mesh, len(layout.mesh) > 1
         ranks = []
         for world in (4, 8):
             own = layout.mesh_sizes(world)
@@ -285,7 +283,7 @@ def table_of_copies() -> str:
         if "muon_schedule" in options:
             sharding += f", {options['muon_schedule']}"
         row = (
-            f"`{name}`",
+            f"`{layout.name}`",
             "data; data and expert for what is no expert" if both else "data",
             "expert and model; model" if both else next(iter(sizes)),
             ", ".join(ranks),

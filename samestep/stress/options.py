@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,10 +17,10 @@ import samestep
 from samestep.groups.distribution import Reduction
 from samestep.launch import TorchrunRank
 from samestep.launch.forked import nccl_devices
-from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, LAYOUTS_ON_REQUEST
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS
 from samestep.stress.models import gpt, named_params
 from samestep.stress.scenario import RATES, MakeModel, seeded
-from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS
 from samestep.tooling.request import BadRequestError, in_one_line, named_function, spelled
 from samestep.xla import runtime
 
@@ -104,9 +105,9 @@ class Options:
     def check(self) -> None:
         """Raise BadRequestError for what can never run."""
         for name in () if self.scenario == "all" else self.scenario.split(","):
-            _known("--scenario", name, {**SCENARIOS, **SCENARIOS_ON_REQUEST})
+            _known("--scenario", name, EVERY_SCENARIO)
         if self.layout != "all":
-            _known("--layout", self.layout, {**LAYOUTS, **LAYOUTS_ON_REQUEST, **LAYOUT_SETS})
+            _known("--layout", self.layout, {**EVERY_LAYOUT, **LAYOUT_SETS})
         for name in ("steps", "other_steps", "sample_every", "lanes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -193,21 +194,21 @@ class Options:
             return tuple(dict.fromkeys(self.scenario.split(",")))
         any_model = self.model == "tiny"
         known = [*SCENARIOS, *(("schedules_to_zero",) if self.device == "xla" else ())]
-        return tuple(n for n in known if any_model or scenario_named(n).takes_any_model)
+        return tuple(n for n in known if any_model or EVERY_SCENARIO[n].takes_any_model)
 
     def make_model(self) -> MakeModel | None:
         """The factory of the model, None for the scenarios' own."""
         if self.model == "tiny":
             return None
         for name in self.scenarios():
-            if not scenario_named(name).takes_any_model:
+            if not EVERY_SCENARIO[name].takes_any_model:
                 raise BadRequestError(
                     f"scenario {name!r} has a model of its own: leave out --model"
                 )
         return own_model(self.model, gpt if self.model == "gpt" else None, self.seed)
 
 
-def _known(flag: str, name: str, known: dict[str, Any]) -> None:
+def _known(flag: str, name: str, known: Mapping[str, Any]) -> None:
     if name not in known:
         raise BadRequestError(f"{flag} {name!r} is not known; there is: all, {', '.join(known)}")
 

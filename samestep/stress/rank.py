@@ -20,7 +20,7 @@ from samestep.mesh.build import DuplicateGroupError
 from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
 from samestep.placements.whole.piece_state import PiecesDisagreeError
-from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, Layout, layout_named
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, Layout
 from samestep.stress.scenario import Scenario
 from samestep.stress.sharded_training import new_training
 from samestep.stress.training import Training, without_onednn
@@ -152,7 +152,7 @@ class Relay(NamedTuple):
         """
         scenario, own = self.work.scenario, self.work.layout
         family = LAYOUT_SETS["xla"] if own.parameters == "spmd" else LAYOUTS
-        known = [layout_named(name) for name in {**dict.fromkeys(family), own.name: None}]
+        known = [EVERY_LAYOUT[name] for name in {**dict.fromkeys(family), own.name: None}]
         layouts = [
             layout
             for layout in known

@@ -182,9 +182,6 @@ class ForkedRanks:
         start = time.monotonic()
         with Mailbox(world, on_sample, on_end) as mailbox:
 
-            def fn(rank: int) -> None:
-                self._take_part(rank, works, mailbox)
-
             def limit() -> float:
                 if mailbox.problem is not None:
                     return 0.0  # nobody would hear of what they find
@@ -195,7 +192,7 @@ class ForkedRanks:
             reports: dict[int, str] = {}
             try:
                 limits: dict[str, Any] = {"timeout": limit, "collective_timeout": self.watchdog}
-                run_forked(self.processes or world, fn, **limits)
+                run_forked(self.processes or world, self._take_part, works, mailbox, **limits)
             except RanksFailed as failed:
                 reports = failed.reports
         if mailbox.ended == len(works):

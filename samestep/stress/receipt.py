@@ -25,11 +25,11 @@ from jsonschema.validators import extend
 import samestep
 from samestep.stress.campaign import CaseResult, MutantResult
 from samestep.stress.judge import LIMITS, STATE_LIMIT, Distance, SampleVerdict
-from samestep.stress.layouts import layout_named
+from samestep.stress.layouts import EVERY_LAYOUT
 from samestep.stress.rank import Ending
 from samestep.stress.report.numbers import number
 from samestep.stress.scenario import MakeModel
-from samestep.stress.scenarios import scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO
 from samestep.version import __version__
 
 PACKAGE = Path(samestep.__file__).parent
@@ -65,7 +65,7 @@ def receipt(
         "ran": dict(ran),
         "thresholds": {**LIMITS, "state": STATE_LIMIT},
         "scenarios": {name: _scenario(name, presence.get(name, {})) for name in names},
-        "layouts": {name: {"story": layout_named(name).story} for name in layouts},
+        "layouts": {name: {"story": EVERY_LAYOUT[name].story} for name in layouts},
         "cases": list(cases),
         "mutants": [_mutant(result) for result in mutants],
     }
@@ -88,7 +88,7 @@ def machine() -> dict[str, Any]:
 
 
 def _scenario(name: str, presence: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-    kind = scenario_named(name)
+    kind = EVERY_SCENARIO[name]
     rows = [list(row) for row in presence.values()]
     shown = {"params": list(presence), "ranks_with_gradient": rows}
     return {"story": kind.story, "loop": kind.loop, "presence": shown}

@@ -17,6 +17,7 @@ from torch import Tensor
 Options = Mapping[str, Any]  # of one group, complete
 State = dict[str, Tensor]
 Triple = tuple[float, float, float]
+Updated = tuple[Tensor, State]
 
 # Every option that changes the result, with the value of a group that does not name it.
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -145,17 +146,9 @@ class Reference:
             for name in group["param_names"]:
                 if name in averaged:
                     grad = averaged[name] * (-factor if group["maximize"] else factor)
-                    self._update(name, grad, group)
+                    now = self.params[name], grad, self.state[name]
+                    self.params[name], self.state[name] = RULES[group["rule"]](name, *now, group)
         return True
-
-    def _update(self, name: str, grad: Tensor, group: Options) -> None:
-        param, state = self.params[name], self.state[name]
-        if group["rule"] == "adamw":
-            self.params[name], self.state[name] = adamw(param, grad, state, group)
-        elif group["rule"] == "adamuon":
-            self.params[name], self.state[name] = adamuon(name, param, grad, state, group)
-        else:
-            self.params[name], self.state[name] = muon(name, param, grad, state, group)
 
     def _param(self, name: str) -> Tensor:
         if name not in self.params:
@@ -216,7 +209,7 @@ def initial_state(name: str, param: Tensor, group: Options) -> State:
 # --- AdamW ---------------------------------------------------------------------------------
 
 
-def adamw(param: Tensor, grad: Tensor, state: State, options: Options) -> tuple[Tensor, State]:
+def adamw(name: str, param: Tensor, grad: Tensor, state: State, options: Options) -> Updated:
     """m <- b1 m + (1 - b1) g;  v <- b2 v + (1 - b2) g^2;  with amsgrad the largest v so far counts.
 
     p <- p (1 - lr wd) - lr m' / (sqrt(v') + eps),  m' = m / (1 - b1^t),  v' = v / (1 - b2^t)
@@ -252,9 +245,7 @@ def adamw(param: Tensor, grad: Tensor, state: State, options: Options) -> tuple[
 # --- Muon ----------------------------------------------------------------------------------
 
 
-def muon(
-    name: str, param: Tensor, grad: Tensor, state: State, options: Options
-) -> tuple[Tensor, State]:
+def muon(name: str, param: Tensor, grad: Tensor, state: State, options: Options) -> Updated:
     """Momentum of the whole parameter, then each block by itself."""
     momentum, direction = accumulate(state["momentum_buffer"], grad, options)
     new_param, new_state = param.clone(), {"momentum_buffer": momentum}
@@ -271,9 +262,7 @@ def muon(
     return new_param, new_state
 
 
-def adamuon(
-    name: str, param: Tensor, grad: Tensor, state: State, options: Options
-) -> tuple[Tensor, State]:
+def adamuon(name: str, param: Tensor, grad: Tensor, state: State, options: Options) -> Updated:
     """Of each block:  u = orthogonalized sign(m);  v <- b2 v + (1 - b2) u^2.
 
     u / (sqrt(v) + eps) is brought to the norm sqrt(min(rows, cols)), and is then a direction like
@@ -459,3 +448,6 @@ def new_block(block: Tensor, update: Tensor, options: Options) -> Tensor:
         decay = float(options["weight_decay"])
     decayed = (update * block >= 0) if options["cautious"] else torch.ones_like(block)
     return block - decay * block * decayed - lr * factor * update
+
+
+RULES = {"adamw": adamw, "muon": muon, "adamuon": adamuon}

@@ -200,12 +200,15 @@ def rank_gradients(scenario: Scenario, model: nn.Module, step: int, rank: int) -
     count = scenario.micro_batches(step)
     sums: Gradients = {}
     for micro in range(count):
-        for name, grad in _gradients(scenario, model, step, rank, micro).items():
-            sums[name] = sums[name] + grad if name in sums else grad
+        sums = added(sums, _gradients(scenario, model, step, rank, micro))
         if scenario.accumulation == "synchronize" or micro == count - 1:
             rounds.append(sums)
             sums = {}
     return rounds
+
+
+def added(sums: Gradients, grads: Gradients) -> Gradients:
+    return sums | {n: sums[n] + grad if n in sums else grad for n, grad in grads.items()}
 
 
 def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro: int) -> Gradients:

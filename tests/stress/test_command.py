@@ -25,13 +25,13 @@ from samestep.stress import command
 from samestep.stress.campaign import Case, CaseResult, MutantResult, Stopped, stopped_once
 from samestep.stress.command import Display, Session, left_out, results_table
 from samestep.stress.judge import Finding
-from samestep.stress.layouts import LAYOUTS, layout_named
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.options import Options, own_model
 from samestep.stress.rank import Ending
 from samestep.stress.ranks import TorchrunRanks
 from samestep.stress.receipt import check_receipt
-from samestep.stress.scenarios import scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO
 from tests.limits import HANG, TEST, eventually, limit
 from tests.ranks import RanksFailed, run_forked
 from tests.soak import SOAK
@@ -117,13 +117,13 @@ def test_what_quick_stands_for():
     assert Options(steps=7).quickened() == Options(steps=7)
     cases = Session(usual, None, Console()).cases()
     assert len(cases) == 7 * 6
-    kinds = {layout_named(case.layout).parameters for case in cases}
+    kinds = {EVERY_LAYOUT[case.layout].parameters for case in cases}
     assert {"plain", "fsdp2", "tp_fsdp2"} <= kinds
     assert not [case for case in cases if _reason_against(case)]
 
 
 def _reason_against(case):
-    return layout_named(case.layout).reason_against(scenario_named(case.scenario), case.world)
+    return EVERY_LAYOUT[case.layout].reason_against(EVERY_SCENARIO[case.scenario], case.world)
 
 
 def test_quick_beside_what_it_is(capsys):

@@ -9,9 +9,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from samestep.stress.command import Session
 from samestep.stress.dtensor_training import KINDS, share_out
-from samestep.stress.layouts import LAYOUT_SETS, LAYOUTS, layout_named, table_of_copies
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, table_of_copies
 from samestep.stress.options import Options
-from samestep.stress.scenarios import SCENARIOS, scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS
 from samestep.stress.sharded_training import new_training
 from samestep.tooling.request import BadRequestError
 from tests.ranks import run_forked
@@ -67,7 +67,7 @@ def test_every_layout_is_exact_on_other_numbers_of_ranks(world):
 
 def test_where_they_apply():
     def ranks(name, world):
-        layout = layout_named(name)
+        layout = EVERY_LAYOUT[name]
         if layout.reason_against(SCENARIOS["clipped"], world) is not None:
             return None
         return tuple(layout.mesh_sizes(world).values())
@@ -78,7 +78,7 @@ def test_where_they_apply():
     assert [ranks("tp4_dp_zero2", world) for world in (2, 4, 6, 8)] == [None, None, None, (2, 4)]
     both = [ranks("ep_tp_dp_zero2", world) for world in (2, 4, 6, 8)]
     assert both == [None, (1, 2, 2), None, (2, 2, 2)]
-    assert layout_named("tp_dp_none").reason_against(SCENARIOS["different_start"], 4) is not None
+    assert EVERY_LAYOUT["tp_dp_none"].reason_against(SCENARIOS["different_start"], 4) is not None
 
 
 # --- gradients -----------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ def test_parameters_are_cut_in_every_way_and_ranks_lack_gradients_in_every_way()
     def job(rank):
         found = {}
         for name in ("tp_dp_zero1", "ep_dp_zero1"):
-            scenario = scenario_named("expert_stacks")(0, 4)
-            training = new_training(scenario, layout_named(name), rank)
+            scenario = EVERY_SCENARIO["expert_stacks"](0, 4)
+            training = new_training(scenario, EVERY_LAYOUT[name], rank)
             grads = [
                 [scenario.known_gradients(training._twin, step, other, 0) for other in range(4)]
                 for step in range(12)

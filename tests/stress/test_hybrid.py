@@ -7,10 +7,10 @@ import pytest
 from samestep.comm.diagnosis.recorder import FlightRecorder
 from samestep.stress.campaign import Campaign, Case
 from samestep.stress.command import Session
-from samestep.stress.layouts import LAYOUTS, LAYOUTS_ON_REQUEST, Layout, layout_named, register
+from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS, LAYOUTS_ON_REQUEST, Layout, register
 from samestep.stress.options import Options
 from samestep.stress.ranks import ForkedRanks
-from samestep.stress.scenarios import SCENARIOS, SCENARIOS_ON_REQUEST, scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS, SCENARIOS_ON_REQUEST
 from samestep.stress.sharded_training import GroupLogs
 from tests.limits import HANG
 from tests.ranks import run_forked
@@ -57,7 +57,7 @@ def test_a_layout_has_one_name():
     ],
 )
 def test_where_they_apply(scenario, layout, world, reason):
-    assert layout_named(layout).reason_against(scenario_named(scenario), world) == reason
+    assert EVERY_LAYOUT[layout].reason_against(EVERY_SCENARIO[scenario], world) == reason
 
 
 # With the number of their layouts that fit four ranks.
@@ -68,7 +68,7 @@ FITTING |= {"fused_qkv_cut": 2, "hybrid_conditional": 5}
 @pytest.mark.parametrize("scenario", FITTING if SOAK else ["hybrid_gpt"])
 def test_layouts_are_near_the_reference_and_replicas_the_same(scenario):
     campaign = Campaign(ForkedRanks(4, watchdog=HANG))
-    layouts = scenario_named(scenario).layouts if SOAK else ["hybrid_pp_ep"]
+    layouts = EVERY_SCENARIO[scenario].layouts if SOAK else ["hybrid_pp_ep"]
     results = []
     campaign.run_all([Case(scenario, layout, 4, 2, 2) for layout in layouts], results.append)
     ran = [result for result in results if result.status != "does_not_apply"]

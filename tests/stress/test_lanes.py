@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from samestep import cli
-from samestep.stress import command, options
+from samestep.stress import options
 from samestep.stress.campaign import Campaign, Case, CaseResult, LaneDiedError, Lanes
 from tests.limits import eventually
 from tests.stress.forked_command import running
@@ -53,9 +53,8 @@ def test_a_lane_that_dies_or_fails_is_told(end):
 
 
 def test_receipts_are_those_of_one_lane(tmp_path, no_torchrun, monkeypatch):
-    few = {name: command.SCENARIOS[name] for name in SCENARIOS}
-    for module in (command, options):
-        monkeypatch.setattr(module, "SCENARIOS", few)
+    few = {name: options.SCENARIOS[name] for name in SCENARIOS}
+    monkeypatch.setattr(options, "SCENARIOS", few)
     receipts = []
     for lanes in ("1", "2"):
         out = tmp_path / lanes

@@ -9,9 +9,9 @@ from samestep.placements.whole.reduction import GradientReducer
 from samestep.rules import muon
 from samestep.stress.campaign import MutantRunner
 from samestep.stress.judge import CHECKS
-from samestep.stress.layouts import layout_named
+from samestep.stress.layouts import EVERY_LAYOUT
 from samestep.stress.mutants import MUTANTS
-from samestep.stress.scenarios import scenario_named
+from samestep.stress.scenarios import EVERY_SCENARIO
 from tests.limits import limit
 from tests.soak import SOAK
 
@@ -69,15 +69,15 @@ def test_a_patch_that_changes_nothing_is_not_caught(runner):
 def test_mutants_name_what_exists():
     for mutant in MUTANTS.values():
         assert mutant.expected in CHECKS
-        assert scenario_named(mutant.scenario).name == mutant.scenario
-        assert layout_named(mutant.layout).name == mutant.layout
+        assert EVERY_SCENARIO[mutant.scenario].name == mutant.scenario
+        assert EVERY_LAYOUT[mutant.layout].name == mutant.layout
         assert mutant.story
 
 
 def test_every_check_has_a_bug_that_it_has_to_catch():
     assert {mutant.expected for mutant in USUAL.values()} == set(CHECKS)
     pairs = [
-        {(mutant.expected, layout_named(mutant.layout).parameters) for mutant in some.values()}
+        {(mutant.expected, EVERY_LAYOUT[mutant.layout].parameters) for mutant in some.values()}
         for some in (MUTANTS, USUAL)
     ]
     assert pairs[0] == pairs[1]

@@ -32,9 +32,7 @@ ARGUMENTS = ["stress", "--steps", "4", "--sample-every", "2"]
 def few_cases(no_torchrun, monkeypatch):
     """Two scenarios in four layouts."""
     names = ("dist_adamw_muon", "clipped")
-    scenarios = {name: command.SCENARIOS[name] for name in names}
-    for module in (command, options):
-        monkeypatch.setattr(module, "SCENARIOS", scenarios)
+    monkeypatch.setattr(options, "SCENARIOS", {name: options.SCENARIOS[name] for name in names})
     monkeypatch.setattr(command, "LAYOUTS", {name: LAYOUTS[name] for name in FEW})
 
 

@@ -1,5 +1,7 @@
 """Every scenario, by name."""
 
+from collections import ChainMap
+
 from samestep.stress.scenario import Scenario
 from samestep.stress.scenarios import hybrid, patterns, recipes, small_state
 
@@ -50,7 +52,4 @@ SCENARIOS_ON_REQUEST: dict[str, type[Scenario]] = {
         hybrid.FusedQKVCut,
     )
 }
-
-
-def scenario_named(name: str) -> type[Scenario]:
-    return (SCENARIOS if name in SCENARIOS else SCENARIOS_ON_REQUEST)[name]
+EVERY_SCENARIO = ChainMap(SCENARIOS_ON_REQUEST, SCENARIOS)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,37 +31,14 @@ from samestep.launch.forked import end_with
 from samestep.stress.judge import Expected, Finding, Judge, SampleVerdict, expected_run
 from samestep.stress.layouts import EVERY_LAYOUT
 from samestep.stress.mutants import Mutant
-from samestep.stress.rank import Ending, Patch, Sample, Work, begin_alone
+from samestep.stress.rank import Case, Ending, Patch, Sample, Work, begin_alone
 from samestep.stress.ranks import ForkedRanks, Ranks, XlaDevices
-from samestep.stress.scenario import CLOSED_LOOP_STEPS, MakeModel, Recorded, Scenario
+from samestep.stress.scenario import MakeModel, Recorded, Scenario
 from samestep.stress.scenarios import EVERY_SCENARIO
 
 Progress = Callable[["Case", int, float], None]  # steps taken, worst difference so far
 Presence = Mapping[str, Sequence[int]]  # parameter -> ranks that have a gradient, by step
 HEALTHY_WATCHDOG = 120.0  # seconds; a slow collective of a busy machine is no hang
-
-
-@dataclass(frozen=True)
-class Case:
-    """One scenario in one layout."""
-
-    scenario: str
-    layout: str
-    world: int
-    steps: int
-    sample_every: int
-    reduction: str = "ordered"
-    seed: int = 0
-    also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
-
-    def due(self, scenario: Scenario) -> set[int]:
-        """When there are samples: every so many steps, and at the end.
-
-        Of a closed loop also where it is last held against the reference.
-        """
-        known = {*range(self.sample_every, self.steps + 1, self.sample_every), *self.also_after}
-        last = {min(self.steps, CLOSED_LOOP_STEPS)} if scenario.loop == "closed" else set()
-        return {step for step in known if step <= self.steps} | last | {self.steps}
 
 
 CasesByScenario = Sequence[Sequence[Case]]
@@ -95,33 +73,6 @@ class CaseResult:
 OnResult = Callable[[CaseResult], None]
 
 
-class _Trial:
-    """A case that is running."""
-
-    def __init__(self, case: Case, judge: Judge) -> None:
-        self.case, self.judge = case, judge
-        self.samples: dict[int, Sample] = {}
-        self._start = time.monotonic()
-
-    def result(self, endings: dict[int, Ending] | None = None) -> CaseResult:
-        """What came of it; without endings: until it was interrupted."""
-        judge, seconds = self.judge, time.monotonic() - self._start
-        status = "failed" if judge.findings else "interrupted"
-        if endings is not None:
-            judge.end(endings)
-            status = judge.status()
-        return CaseResult(
-            self.case,
-            status,
-            judge.findings,
-            judge.verdicts,
-            endings or {},
-            seconds,
-            presence=judge.expected.presence,
-            ended=endings is not None,
-        )
-
-
 class Campaign:
     """Cases on the same ranks, with what they share: models, references, the first layout.
 
@@ -153,45 +104,39 @@ class Campaign:
         cases = [case for case in cases if not _does_not_apply(case, on_result)]
         if not cases:
             return
-        trial: _Trial | None = None
-        left = iter(cases)
+        left: deque[Work] = deque()
+        judge: Judge | None = None
 
         def begin_next() -> None:
-            nonlocal trial
-            case = next(left, None)
-            trial = None if case is None else _Trial(case, self._judge(case))
-            if case is not None:
-                progress(case, 0, 0.0)
+            nonlocal judge
+            judge = Judge(left.popleft(), self._expected, dict(self.first_layout)) if left else None
+            if judge is not None:
+                progress(judge.work.case, 0, 0.0)
 
         def on_sample(of_ranks: Sequence[Sample]) -> None:
-            assert trial is not None
-            first = of_ranks[0]
-            trial.samples[first.step] = first
-            trial.judge.add(of_ranks)
-            progress(trial.case, first.step, trial.judge.worst)
+            assert judge is not None
+            judge.add(of_ranks)
+            progress(judge.work.case, of_ranks[0].step, judge.worst)
 
         def on_end(endings: dict[int, Ending]) -> None:
-            assert trial is not None
-            result = trial.result(endings)
-            self.first_layout = self.first_layout or trial.samples
+            assert judge is not None
+            result = _result(judge, endings)
+            self.first_layout = self.first_layout or judge.samples
             begin_next()
             on_result(result)
 
         try:
             self._prepare(cases, lambda step: progress(cases[0], step, 0.0))
-        except KeyboardInterrupt:
-            on_result(CaseResult(cases[0], "interrupted", [], [], ended=False))
-            raise
-        begin_next()
-        try:
             with TemporaryDirectory(prefix="stress_") as name:
                 folder = Path(name)  # for checkpoints
                 begun = self._begun_alone(cases, folder)
-                works = [self._work(case, patch, folder, begun) for case in cases]
+                works = [Work(case, self._scenario, patch, folder, begun) for case in cases]
+                left.extend(works)
+                begin_next()
                 self._ranks.run(works, on_sample, on_end)
         except KeyboardInterrupt:
-            if trial is not None:
-                on_result(trial.result())
+            nothing = CaseResult(cases[0], "interrupted", [], [], ended=False)
+            on_result(nothing if judge is None else _result(judge))
             raise
 
     def _begun_alone(self, cases: Sequence[Case], folder: Path) -> int:
@@ -202,24 +147,6 @@ class Campaign:
             scenario = self._scenario
             self._ranks.aside(lambda device: begin_alone(scenario, steps, folder, device))
         return steps
-
-    def _work(self, case: Case, patch: Patch, folder: Path, begun: int) -> Work:
-        due = frozenset(case.due(self._scenario))
-        layout = EVERY_LAYOUT[case.layout]
-        return Work(self._scenario, layout, case.steps, due, case.reduction, patch, folder, begun)
-
-    def _judge(self, case: Case) -> Judge:
-        layout = EVERY_LAYOUT[case.layout]
-        return Judge(
-            self._scenario,
-            self._expected,
-            dict(self.first_layout),
-            # Sums inside a layer have another order when it is cut, and XLA chooses its own.
-            exact=case.reduction == "ordered" and layout.parameters not in ("hybrid", "spmd"),
-            ranks=1 if layout.one_process else case.world,
-            due=case.due(self._scenario),
-            shares_state=layout.options.get("sharding") != "none",
-        )
 
     def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
         """Have a reference with the samples of all cases: the one that is known, or a new one."""
@@ -235,6 +162,18 @@ class Campaign:
             scenario = Recorded(scenario, expected.gradients)
         self._scenario, self._expected, self._shared_by = scenario, expected, key
         self.first_layout = {}
+
+
+def _result(judge: Judge, endings: dict[int, Ending] | None = None) -> CaseResult:
+    """What came of a case; without endings: until it was interrupted."""
+    status = "failed" if judge.findings else "interrupted"
+    if endings is not None:
+        judge.end(endings)
+        status = judge.status()
+    seen = judge.findings, judge.verdicts, endings or {}, time.monotonic() - judge.started
+    return CaseResult(
+        judge.work.case, status, *seen, presence=judge.expected.presence, ended=endings is not None
+    )
 
 
 def _does_not_apply(case: Case, on_result: OnResult) -> bool:

@@ -16,7 +16,6 @@ from rich.table import Column, Table
 from samestep.launch import TorchrunRank, torchrun_rank
 from samestep.stress.campaign import (
     Campaign,
-    Case,
     CaseResult,
     Lanes,
     MutantResult,
@@ -30,6 +29,7 @@ from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS
 from samestep.stress.mutants import MUTANTS, XLA_MUTANTS
 from samestep.stress.options import Options
 from samestep.stress.progress import Entry, Progress, go_on, key
+from samestep.stress.rank import Case
 from samestep.stress.ranks import ForkedRanks, Ranks, TorchrunRanks, XlaDevices
 from samestep.stress.receipt import case_entry, check_receipt, code_digest, machine, receipt
 from samestep.stress.report import render

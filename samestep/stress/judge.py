@@ -22,6 +22,7 @@ and of one XLA program for all devices
     memory      no device holds much more state than an even part
 """
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.stress.models import named_params
-from samestep.stress.rank import Ending, Sample
+from samestep.stress.rank import Ending, Sample, Work
 from samestep.stress.reference import Reference
 from samestep.stress.scenario import (
     CLOSED_LOOP_STEPS,
@@ -225,25 +226,32 @@ class Judge:
     """Takes the samples of all ranks as they come.
 
     base: another layout's samples by step, of the same scenario and world size.
-    exact: whether layouts must agree to the bit.
-    ranks: how many there are; each has to say how it ended.
-    due: the steps after which there has to be a sample.
-    shares_state: whether devices of one program divide the state.
+    samples: of the first rank, by step.
     """
 
-    scenario: Scenario
+    work: Work
     expected: Expected
     base: Mapping[int, Sample]
-    exact: bool
-    ranks: int = 1
-    due: Collection[int] = ()
-    shares_state: bool = True
+    samples: dict[int, Sample] = field(default_factory=dict)
     verdicts: list[SampleVerdict] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def scenario(self) -> Scenario:
+        return self.work.scenario
+
+    @property
+    def exact(self) -> bool:
+        """Whether layouts must agree to the bit."""
+        # Sums inside a layer have another order when it is cut, and XLA chooses its own.
+        anyhow = self.work.layout.parameters in ("hybrid", "spmd")
+        return self.work.case.reduction == "ordered" and not anyhow
 
     def add(self, ranks: Sequence[Sample]) -> SampleVerdict:
         """Judge the samples that all ranks took after the same step."""
         first, step = ranks[0], ranks[0].step
+        self.samples[step] = first
         comparable = self.scenario.loop != "closed" or step <= CLOSED_LOOP_STEPS
         replicas = self._largest([self._distance(other, first) for other in ranks[1:]])
         reference = None
@@ -276,10 +284,10 @@ class Judge:
                     first_line = f"raised {lines[-1]}" if lines[0] == "raised:" else lines[0]
                     self._find(kind, ending.step, f"rank {rank}: {first_line}")
                     return
-        for rank in range(self.ranks):
+        for rank in range(1 if self.work.layout.one_process else self.work.case.world):
             if rank not in endings:
                 self._find("error", 0, f"rank {rank} has not told how it ended")
-        for step in sorted(set(self.due) - {verdict.step for verdict in self.verdicts}):
+        for step in sorted(self.work.due - self.samples.keys()):
             self._find("error", step, f"there is no sample of all ranks after step {step}")
         if endings and (program := next(iter(endings.values())).program):
             self._judge_program(program, max(ending.step for ending in endings.values()))
@@ -296,7 +304,8 @@ class Judge:
             message = f"the host read from devices {program['host_reads']} times inside steps"
             self._find("host_reads", step, message)
         held, even = program["state_bytes"], program["even_state_bytes"]
-        if self.shares_state and held > PADDING * even:
+        shared = self.work.layout.options.get("sharding") != "none"
+        if shared and held > PADDING * even:
             message = f"a device holds {held} bytes of state, and {even} would be an even part"
             self._find("memory", step, message)
 

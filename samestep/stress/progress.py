@@ -17,8 +17,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from samestep.stress.campaign import Case, Presence
+from samestep.stress.campaign import Presence
 from samestep.stress.compare import read_receipt
+from samestep.stress.rank import Case
 from samestep.stress.receipt import commit
 from samestep.tooling.output import write_files
 from samestep.tooling.request import BadRequestError, spelled

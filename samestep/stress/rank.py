@@ -21,7 +21,7 @@ from samestep.mesh.replicate_list import ReplicateListError
 from samestep.parallel.replicas import ReplicasDifferError
 from samestep.placements.whole.piece_state import PiecesDisagreeError
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUT_SETS, LAYOUTS, Layout
-from samestep.stress.scenario import Scenario
+from samestep.stress.scenario import CLOSED_LOOP_STEPS, Scenario
 from samestep.stress.sharded_training import new_training
 from samestep.stress.training import Training, without_onednn
 
@@ -90,22 +90,50 @@ def begin_alone(
     samestep.save(folder / BEGUN, training.model, training.optimizer)
 
 
+@dataclass(frozen=True)
+class Case:
+    """One scenario in one layout."""
+
+    scenario: str
+    layout: str
+    world: int
+    steps: int
+    sample_every: int
+    reduction: str = "ordered"
+    seed: int = 0
+    also_after: tuple[int, ...] = ()  # further samples, where shorter cases have theirs
+
+    def due(self, scenario: Scenario) -> set[int]:
+        """When there are samples: every so many steps, and at the end.
+
+        Of a closed loop also where it is last held against the reference.
+        """
+        known = {*range(self.sample_every, self.steps + 1, self.sample_every), *self.also_after}
+        last = {min(self.steps, CLOSED_LOOP_STEPS)} if scenario.loop == "closed" else set()
+        return {step for step in known if step <= self.steps} | last | {self.steps}
+
+
 class Work(NamedTuple):
     """A case as its ranks see it. `patch` changes the code under test while it runs.
 
-    due: the steps after which a sample is taken.
     folder: where checkpoints are kept.
     begun: the steps that `one_process` has taken, and saved there.
     """
 
+    case: Case
     scenario: Scenario
-    layout: Layout
-    steps: int
-    due: frozenset[int]
-    reduction: str
     patch: Patch = nullcontext
     folder: Path = Path()
     begun: int = 0
+
+    @property
+    def layout(self) -> Layout:
+        return EVERY_LAYOUT[self.case.layout]
+
+    @property
+    def due(self) -> set[int]:
+        """The steps after which a sample is taken."""
+        return self.case.due(self.scenario)
 
 
 class Relay(NamedTuple):
@@ -137,7 +165,7 @@ class Relay(NamedTuple):
         return new
 
     def _new(self, layout: Layout) -> Training:
-        options = {"reduction": self.work.reduction, "device": self.device}
+        options = {"reduction": self.work.case.reduction, "device": self.device}
         return new_training(self.work.scenario, layout, self.rank, **options)
 
     def _path(self, name: str) -> Path:
@@ -188,11 +216,12 @@ def run_rank(
             relay = Relay(work, rank, device)
             step = 0 if work.layout.one_process else work.begun
             training = relay.begin(step)
-            while step < work.steps:
+            due = work.due
+            while step < work.case.steps:
                 training = relay.before(step, training, recorder)
                 training.step(step)
                 step += 1
-                if step in work.due:
+                if step in due:
                     send(take_sample(step, training, recorder))
         except Exception as caught:
             error = caught

@@ -185,7 +185,7 @@ class ForkedRanks:
             def limit() -> float:
                 if mailbox.problem is not None:
                     return 0.0  # nobody would hear of what they find
-                steps = works[min(mailbox.ended, len(works) - 1)].steps
+                steps = works[min(mailbox.ended, len(works) - 1)].case.steps
                 since = mailbox.since - start
                 return since + max(self.least_limit, steps * world * 0.2) + 10 * self.watchdog
 

@@ -12,8 +12,9 @@ import pytest
 
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.stress import ranks
-from samestep.stress.campaign import Campaign, Case
+from samestep.stress.campaign import Campaign
 from samestep.stress.layouts import LAYOUTS, Layout, register
+from samestep.stress.rank import Case
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG, TEST, limit

@@ -22,13 +22,13 @@ from rich.console import Console
 import samestep
 from samestep import cli
 from samestep.stress import command
-from samestep.stress.campaign import Case, CaseResult, MutantResult, Stopped, stopped_once
+from samestep.stress.campaign import CaseResult, MutantResult, Stopped, stopped_once
 from samestep.stress.command import Display, Session, left_out, results_table
 from samestep.stress.judge import Finding
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS
 from samestep.stress.mutants import MUTANTS
 from samestep.stress.options import Options, own_model
-from samestep.stress.rank import Ending
+from samestep.stress.rank import Case, Ending
 from samestep.stress.ranks import TorchrunRanks
 from samestep.stress.receipt import check_receipt
 from samestep.stress.scenarios import EVERY_SCENARIO

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from samestep.stress.campaign import Campaign, Case
+from samestep.stress.campaign import Campaign
+from samestep.stress.rank import Case
 from samestep.stress.ranks import ForkedRanks
 from tests.gpu import needs_gpu
 from tests.limits import HANG

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from samestep.comm.diagnosis.recorder import FlightRecorder
-from samestep.stress.campaign import Campaign, Case
+from samestep.stress.campaign import Campaign
 from samestep.stress.command import Session
 from samestep.stress.layouts import EVERY_LAYOUT, LAYOUTS, LAYOUTS_ON_REQUEST, Layout, register
 from samestep.stress.options import Options
+from samestep.stress.rank import Case
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.scenarios import EVERY_SCENARIO, SCENARIOS, SCENARIOS_ON_REQUEST
 from samestep.stress.sharded_training import GroupLogs

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from samestep.stress.campaign import Case
 from samestep.stress.judge import (
     LIMITS,
     STATE_LIMIT,
@@ -13,7 +12,7 @@ from samestep.stress.judge import (
     Judge,
     difference,
 )
-from samestep.stress.rank import Ending, Sample
+from samestep.stress.rank import Case, Ending, Sample, Work
 from samestep.stress.scenarios import SCENARIOS
 
 
@@ -28,13 +27,14 @@ def moved(original, name, by):
     return replace(original, params=params)
 
 
-def judge(scenario="dist_adamw_muon", base=None, exact=True):
+def judge(scenario="dist_adamw_muon", base=None, exact=True, world=1, steps=5, layout="zero2"):
     wide = {name: value.double() for name, value in sample().params.items()}
     reference = {step: sample(step, params=wide) for step in (5, 200)}
     families = {"adam": "adam", "a": "mu_a", "b": "mu_b"}
     expected = Expected(samples=reference, families=families)
-    kind = SCENARIOS[scenario]
-    return Judge(kind(0, 2), expected, base or {}, exact)
+    reduction = "ordered" if exact else "fast"
+    case = Case(scenario, layout, world, steps, steps, reduction, also_after=(5,))
+    return Judge(Work(case, SCENARIOS[scenario](0, world)), expected, base or {})
 
 
 def due(scenario, steps, every, **more):
@@ -46,7 +46,7 @@ def checks(judged):
 
 
 def test_equal_samples_are_exact():
-    judged = judge(base={5: sample()})
+    judged = judge(base={5: sample()}, world=2)
     verdict = judged.add([sample(), sample()])
     judged.end({0: Ending(5), 1: Ending(5)})
     assert (judged.status(), judged.findings, judged.worst) == ("exact", [], 0.0)
@@ -167,15 +167,14 @@ def test_a_run_of_which_nothing_is_known_is_not_clean():
 
 
 def test_every_rank_has_to_say_how_it_ended():
-    judged = judge()
-    judged.ranks = 3
+    judged = judge(world=3)
+    judged.add([sample()] * 3)
     judged.end({0: Ending(5), 2: Ending(5)})
     assert [f.message for f in judged.findings] == ["rank 1 has not told how it ended"]
 
 
 def test_every_sample_that_is_due_has_to_come():
-    judged = judge()
-    judged.ranks, judged.due = 2, {5, 200}
+    judged = judge(world=2, steps=200)
     judged.add([sample(), sample()])
     judged.end({0: Ending(200), 1: Ending(200)})
     assert checks(judged) == ["error"]
@@ -184,7 +183,8 @@ def test_every_sample_that_is_due_has_to_come():
 
 
 def test_fingerprints_are_compared():
-    judged = judge()
+    judged = judge(world=2)
+    judged.add([sample(), sample()])
     judged.end({0: Ending(3, fingerprint="a"), 1: Ending(3, fingerprint="b")})
     assert checks(judged) == ["plan"]
 
@@ -254,12 +254,15 @@ PROGRAM = {
 def test_a_program_of_xla(key, value, check):
     """As much as allowed passes, and one more fails."""
     clean, judged = judge(), judge()
+    for each in (clean, judged):
+        each.add([sample()])
     clean.end({0: Ending(5, program=PROGRAM)})
     judged.end({0: Ending(5, program={**PROGRAM, key: value})})
     assert (checks(clean), checks(judged)) == ([], [check])
 
 
 def test_state_that_is_not_shared_may_be_whole():
-    judged = replace(judge(), shares_state=False)
+    judged = judge(layout="none")
+    judged.add([sample()])
     judged.end({0: Ending(5, program={**PROGRAM, "state_bytes": 4000})})
     assert checks(judged) == []

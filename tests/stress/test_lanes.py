@@ -10,7 +10,8 @@ import pytest
 
 from samestep import cli
 from samestep.stress import options
-from samestep.stress.campaign import Campaign, Case, CaseResult, LaneDiedError, Lanes
+from samestep.stress.campaign import Campaign, CaseResult, LaneDiedError, Lanes
+from samestep.stress.rank import Case
 from tests.limits import eventually
 from tests.stress.forked_command import running
 

@@ -14,11 +14,11 @@ import torch
 
 from samestep import cli
 from samestep.stress import command, options, progress
-from samestep.stress.campaign import Campaign, Case, CaseResult, Stopped
+from samestep.stress.campaign import Campaign, CaseResult, Stopped
 from samestep.stress.judge import Distance, SampleVerdict
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.progress import Progress
-from samestep.stress.rank import Ending
+from samestep.stress.rank import Case, Ending
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import code_digest, commit
 from samestep.tooling.request import BadRequestError

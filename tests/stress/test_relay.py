@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 
 import samestep
-from samestep.stress.campaign import Campaign, Case
+from samestep.stress.campaign import Campaign
 from samestep.stress.layouts import LAYOUTS
-from samestep.stress.rank import Relay, Work
+from samestep.stress.rank import Case, Relay, Work
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.scenarios import SCENARIOS
 from tests.limits import HANG
@@ -50,7 +50,7 @@ def test_every_layout_has_another_to_go_on_in(world):
     there = {}
     for layout in LAYOUTS.values():
         if not layout.one_process and layout.reason_against(type(scenario), world) is None:
-            work = Work(scenario, layout, 1, frozenset(), "ordered")
+            work = Work(Case("resume_midrun", layout.name, world, 1, 1), scenario)
             there[layout.name] = Relay(work, 0)._another_layout()
     assert all(name != other.name for name, other in there.items())
     assert {other.parameters for other in there.values()} >= {"plain", "fsdp2", "tp_fsdp2"}

@@ -6,9 +6,10 @@ import json
 import pytest
 from rich.console import Console
 
-from samestep.stress.campaign import Campaign, Case
+from samestep.stress.campaign import Campaign
 from samestep.stress.command import closing_sentence, left_out, results_table
 from samestep.stress.layouts import LAYOUTS
+from samestep.stress.rank import Case
 from samestep.stress.ranks import ForkedRanks
 from samestep.stress.receipt import case_entry
 from samestep.stress.scenarios import SCENARIOS

@@ -49,7 +49,7 @@ def render(receipt: Receipt) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"duration": duration, "size": size}
+    environment.filters |= {"duration": duration, "size": size, "counted": count}
     return environment.get_template("report.html.jinja").render(
         receipt=receipt,
         asked=receipt["asked"],
@@ -60,6 +60,7 @@ def render(receipt: Receipt) -> str:
         matrix=matrix(receipt),
         sections=[_section(receipt, name) for name in receipt["scenarios"]],
         statuses=STATUSES,
+        loops=LOOPS,
         plots=plots,
         presence=SimpleNamespace(CELL=CELL, ROW=ROW, cells=cells),
     )
@@ -73,9 +74,7 @@ def _section(receipt: Receipt, name: str) -> dict[str, Any]:
     return {
         "name": name,
         "anchor": anchor(name),
-        "story": scenario["story"],
-        "loop": scenario["loop"],
-        "loop_story": LOOPS[scenario["loop"]],
+        "scenario": scenario,
         "statuses": [
             (status, f"{count(by_status[status], 'layout')} {words}")
             for status, (_, words) in STATUSES.items()
@@ -230,7 +229,7 @@ def matrix(receipt: Receipt) -> dict[str, Any]:
 
     `is_dense`: there are so many layouts that a page has room for little about each.
     """
-    layouts = {name: layout["story"] for name, layout in receipt["layouts"].items()}
+    layouts = receipt["layouts"]
     rows = []
     for scenario in receipt["scenarios"]:
         of_scenario = [case for case in receipt["cases"] if case["scenario"] == scenario]
@@ -251,9 +250,8 @@ def anchor(scenario: str) -> str:
 
 
 def cell(case: Case, limits: Mapping[str, float]) -> SimpleNamespace:
-    """One case: its status as a symbol and in words, numbers for a reader, and all in a tip."""
-    symbol, label = STATUSES[case["status"]]
-    numbers, tip = [], [f"{case['scenario']} in {case['layout']}: {label}"]
+    """One case: its status, numbers for a reader, and all in a tip."""
+    numbers, tip = [], [f"{case['scenario']} in {case['layout']}: {STATUSES[case['status']][1]}"]
     for name, pick in (("ranks", between_replicas), ("layouts", to_first_layout)):
         if (apart := worst([case], pick)) is not None:
             tip.append(f"{name} {short(apart.distance)} apart")
@@ -273,8 +271,7 @@ def cell(case: Case, limits: Mapping[str, float]) -> SimpleNamespace:
         tip.append(case["reason"])
     elif case["steps_taken"] < case["steps"]:
         numbers.append(f"after {case['steps_taken']:,} steps")
-    shown = {"status": case["status"], "symbol": symbol, "label": label, "numbers": numbers}
-    return SimpleNamespace(**shown, tip="; ".join(tip))
+    return SimpleNamespace(status=case["status"], numbers=numbers, tip="; ".join(tip))
 
 
 # --- failures: findings, where each rank was, and where ranks went different ways ----------------
@@ -284,31 +281,20 @@ Operation = tuple[str, str, int, str]  # kind, name, elements, dtype
 
 
 def failure(case: Case) -> dict[str, Any]:
-    """A case that failed, or was interrupted, and the last operations of its ranks, newest first.
+    """A case that failed, or was interrupted, and the last operations of its ranks.
 
     parts_at, parting: the first operation that ranks do not share, and what is told of it.
     """
-    symbol, label = STATUSES[case["status"]]
     taken = f"{case['steps_taken']:,} of {count(case['steps'], 'step')}"
     dumps = {rank: dump for rank, dump in _by_rank(case["flights"]).items() if dump.get("records")}
     parts_at, told = parting(dumps) or (None, None)
     return {
-        "layout": case["layout"],
-        "status": case["status"],
-        "symbol": symbol,
-        "headline": f"{label} after {taken}",
-        "findings": case["findings"],
+        "case": case,
+        "headline": f"{STATUSES[case['status']][1]} after {taken}",
         "positions": positions(case["positions"]),
         "parts_at": parts_at,
         "parting": told,
-        "ranks": [
-            {
-                "rank": rank,
-                "launched": count(dump.get("count", len(dump["records"])), "operation"),
-                "flights": sorted(dump["records"], key=lambda record: -record["number"]),
-            }
-            for rank, dump in dumps.items()
-        ],
+        "dumps": dumps,
     }
 
 
@@ -420,7 +406,7 @@ COLOURS = 6
 
 
 def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
-    """One row per case, and (colour, kind) as legend; None if no case has any collective."""
+    """One row per case, with bars; (colour, kind) as legend; None if there is no collective."""
     found = {kind for case in cases for kind in case["collectives"]}
     kinds = [kind for kind in KINDS if kind in found] + sorted(found.difference(KINDS))
     if not kinds:
@@ -428,17 +414,7 @@ def traffic(cases: Sequence[Case]) -> SimpleNamespace | None:
     units = {"sent": size, "waited": duration, "in_flight": duration}
     bars = [_bars(cases, kinds, key, text) for key, text in units.items()]
     rows = [
-        SimpleNamespace(
-            layout=case["layout"],
-            per_step=f"{case['collectives_per_step']:.4g}",
-            seconds=duration(case["seconds"]),
-            kinds=[
-                SimpleNamespace(name=kind, totals=case["collectives"][kind])
-                for kind in kinds
-                if kind in case["collectives"]
-            ],
-            **dict(zip(units, of_case, strict=True)),
-        )
+        SimpleNamespace(case=case, bars=of_case)
         for case, *of_case in zip(cases, *bars, strict=True)
     ]
     return SimpleNamespace(rows=rows, legend=[(colour_of(kind), kind) for kind in kinds])

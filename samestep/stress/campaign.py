@@ -127,7 +127,8 @@ class Campaign:
 
         try:
             self._prepare(cases, lambda step: progress(cases[0], step, 0.0))
-            with TemporaryDirectory(prefix="stress_") as name:
+            saves = self._scenario.saves
+            with TemporaryDirectory(prefix="stress_") if saves else nullcontext("") as name:
                 folder = Path(name)  # for checkpoints
                 begun = self._begun_alone(cases, folder)
                 works = [Work(case, self._scenario, patch, folder, begun) for case in cases]

@@ -116,7 +116,7 @@ class Case:
 class Work(NamedTuple):
     """A case as its ranks see it. `patch` changes the code under test while it runs.
 
-    folder: where checkpoints are kept.
+    folder: where checkpoints are kept, if the scenario has any.
     begun: the steps that `one_process` has taken, and saved there.
     """
 

@@ -205,6 +205,7 @@ class ResumedMidrun(Resumed):
     story = (
         "begun in one process, loaded on all ranks, later in a new run, another layout, and back"
     )
+    saves = True
     begun_alone = 5
 
     def events(self, step: int) -> Sequence[Event]:

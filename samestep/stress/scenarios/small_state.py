@@ -22,6 +22,7 @@ class EightBits(FourPatternsRandom):
     name = "small_state_8bit"
     story = "moments in 8 bits, resumed twice; `adam_odd` and `mu_b_odd` stay in 32"
     takes_any_model = False
+    saves = True
     limits: ClassVar[Mapping[str, float] | None] = {"adam": 0.05, "mu_a": 0.05, "mu_b": 0.05}
     state_dtypes: ClassVar[Any] = "8bit/32"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,14 +15,6 @@ from samestep.tooling.warn import warn_user
 
 # A recipe by name, "auto", what is known by name of a parameter, or None for none.
 Asked = str | Mapping[str, Group] | None
-
-
-class _Scope(NamedTuple):
-    """A module with a configuration that has a recipe; `path` ends with a dot, or is empty."""
-
-    path: str
-    recipe: str
-    lines: list[Line]
 
 
 def overrides(model: nn.Module, recipe: Asked = "auto") -> dict[str, Group]:
@@ -47,16 +39,16 @@ def known_of(
     if isinstance(recipe, Mapping):
         return _as_given(recipe, parameters)
     found: dict[str, Group] = {}
-    for scope in _scopes(model, recipe):
+    for path, kind, lines in _scopes(model, recipe):
         for name, param, _ in parameters:
-            if not name.startswith(scope.path):
+            if not name.startswith(path):
                 continue
-            inside = whole_name(name.removeprefix(scope.path))
-            for line in scope.lines:
+            inside = whole_name(name.removeprefix(path))
+            for line in lines:
                 # A leading dot: patterns begin with one for whole parts of a name.
                 if fnmatchcase(f".{inside}", line.pattern):
-                    own = {**line.options, "reason": f"{scope.recipe}: {line.reason}"}
-                    if _fits(name, param, own, scope.recipe):
+                    own = {**line.options, "reason": f"{kind}: {line.reason}"}
+                    if _fits(name, param, own, kind):
                         found[name] = own
     return found
 
@@ -89,7 +81,8 @@ def _fits(name: str, param: Tensor, own: Group, recipe: str) -> bool:
     return True
 
 
-def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
+def _scopes(model: nn.Module, recipe: str | None) -> Iterator[tuple[str, str, list[Line]]]:
+    """Modules whose configuration has a recipe: path as in `configured`, recipe, its lines."""
     if recipe is None:
         return
     if recipe != "auto":
@@ -99,7 +92,7 @@ def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
             )
         config = getattr(unwrapped(model), "config", None)
         try:
-            yield _Scope("", recipe, RECIPES[recipe](config))
+            yield "", recipe, RECIPES[recipe](config)
         except AttributeError as error:
             raise ValueError(
                 f"recipe {recipe!r} reads the model's configuration, and {error}: give the model a "
@@ -108,7 +101,7 @@ def _scopes(model: nn.Module, recipe: str | None) -> Iterator[_Scope]:
         return
     for path, kind, config in configured(model):
         if kind in RECIPES:
-            yield _Scope(path, kind, RECIPES[kind](config))
+            yield path, kind, RECIPES[kind](config)
 
 
 def configured(model: nn.Module) -> Iterator[tuple[str, str, Any]]:

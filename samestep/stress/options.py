@@ -205,7 +205,7 @@ class Options:
                 raise BadRequestError(
                     f"scenario {name!r} has a model of its own: leave out --model"
                 )
-        return own_model(self.model, gpt if self.model == "gpt" else None, self.seed)
+        return own_model(self.model, self.seed)
 
 
 def _known(flag: str, name: str, known: Mapping[str, Any]) -> None:
@@ -216,18 +216,17 @@ def _known(flag: str, name: str, known: Mapping[str, Any]) -> None:
 # --- a model of the user's own: found, tried, and refused in one line if need be -----------------
 
 
-def own_model(path: str, make: MakeModel | None, seed: int) -> MakeModel:
-    """A function that gives the model again and again; `make` is None for `path` to be looked up.
+def own_model(path: str, seed: int) -> MakeModel:
+    """A function that gives the model again and again.
 
     The factory runs twice, here and now: ranks get copies, so that a slow one holds up nobody.
     """
-    if make is None:
-        where, _, name = path.rpartition(":")
-        if not where or not name:
-            raise BadRequestError(
-                f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
-            )
-        make = named_function(path, "--model")
+    where, _, name = path.rpartition(":")
+    if path != "gpt" and not (where and name):
+        raise BadRequestError(
+            f"--model {path!r} is not tiny, gpt or PATH:FACTORY, such as mymodels:make_model"
+        )
+    make = gpt if path == "gpt" else named_function(path, "--model")
     first, second = _made(make, path, seed), _made(make, path, seed)
     _check(first, path)
     _compare(named_params(first), named_params(second), path)

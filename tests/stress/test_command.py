@@ -387,7 +387,7 @@ def test_a_factory_file_may_import_files_beside_it_and_define_dataclasses(tmp_pa
     (folder / "with_siblings.py").write_text(textwrap.dedent(SIBLINGS))
     (folder / "beside_it.py").write_text("WIDTH = 5")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    make = own_model(f"{folder}/with_siblings.py:make", None, 0)
+    make = own_model(f"{folder}/with_siblings.py:make", 0)
     assert make().weight.shape == (3, 5)
     for name in ("with_siblings", "beside_it"):
         del sys.modules[name]

@@ -34,7 +34,6 @@ Severity = Literal["worse", "better", "changed"]
 Entry = Mapping[str, Any]
 Pair = tuple[Case, Case]
 Pairs = Mapping[str, tuple[Entry | None, Entry | None]]  # None: only one receipt has it
-Status = Callable[[Entry], tuple[str, bool]]  # in words, and whether it is a bad one
 
 GROWTH = 2.0  # of a distance, from which on it is told
 NOISE = 1.5  # of a time, below which it is not
@@ -93,9 +92,9 @@ def compare(first: Receipt, second: Receipt) -> list[Change]:
     )
     return [
         *_verdict(first, second),
-        *_come_and_gone("run", cases, same_choice, _failed_status),
+        *_come_and_gone("run", cases, same_choice),
         *chain.from_iterable(look(w, *pair) for look in of_cases for w, pair in both.items()),
-        *_come_and_gone("mutant", mutants, same_mutants, _escaped_status),
+        *_come_and_gone("mutant", mutants, same_mutants),
         *_mutants(mutants),
         *_scenarios(first["scenarios"], second["scenarios"]),
         *_surroundings(first, second),
@@ -153,20 +152,23 @@ def _times(first: Receipt, second: Receipt, both: Mapping[str, Pair]) -> Iterato
 # --- cases -----------------------------------------------------------------------------------
 
 
-def _come_and_gone(noun: str, pairs: Pairs, same: bool, status: Status) -> Iterator[Change]:
+def _come_and_gone(noun: str, pairs: Pairs, same: bool) -> Iterator[Change]:
     """What only one receipt has; nobody's loss if not the `same` was asked for."""
     for where, (old, new) in pairs.items():
         if new is None and old is not None:
-            text, _ = status(old)
+            text, _ = _ended(old)
             yield Change("worse" if same else "changed", where, noun, text, "gone")
         elif old is None and new is not None:
-            text, bad = status(new)
+            text, bad = _ended(new)
             good: Severity = "better" if same else "changed"
             yield Change("worse" if bad else good, where, noun, "not there", text)
 
 
-def _failed_status(case: Entry) -> tuple[str, bool]:
-    return STATUSES[case["status"]][1], case["status"] == "failed"
+def _ended(entry: Entry) -> tuple[str, bool]:
+    """Of a case or a mutant: how it ended, in words, and whether that is bad."""
+    if "caught" in entry:
+        return "caught" if entry["caught"] else "escaped", not entry["caught"]
+    return STATUSES[entry["status"]][1], entry["status"] == "failed"
 
 
 def _status(where: str, old: Case, new: Case) -> Iterator[Change]:
@@ -233,10 +235,6 @@ def _costs(where: str, old: Case, new: Case) -> Iterator[Change]:
 # --- mutants and scenarios -------------------------------------------------------------------
 
 
-def _escaped_status(mutant: Entry) -> tuple[str, bool]:
-    return "caught" if mutant["caught"] else "escaped", not mutant["caught"]
-
-
 def _mutants(pairs: Pairs) -> Iterator[Change]:
     for where, (old, new) in pairs.items():
         if old is None or new is None:
@@ -253,7 +251,7 @@ def _mutants(pairs: Pairs) -> Iterator[Change]:
 
 
 def _catch(mutant: Entry) -> str:
-    return f"caught by {enumeration(mutant['by'])}" if mutant["by"] else _escaped_status(mutant)[0]
+    return f"caught by {enumeration(mutant['by'])}" if mutant["by"] else _ended(mutant)[0]
 
 
 def _scenarios(old: Mapping[str, Entry], new: Mapping[str, Entry]) -> Iterator[Change]:

@@ -8,7 +8,7 @@ names and values travel.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,23 +25,13 @@ NAME = "check of copies on other meshes"
 KINDS = 8  # of DTensors that a rank tells of; what is beyond is told as one
 
 
-class Part(NamedTuple):
-    """What this rank holds of a DTensor."""
-
-    kind: Kind
-    name: str
-    local: Tensor
-
-    def described(self, number: int) -> list[Any]:
-        """What other ranks must know to compare it; `number` is its checksum."""
-        dtype = str(self.local.dtype).removeprefix("torch.")
-        return [self.kind, self.name, dtype, list(self.local.shape), number]
+Part = tuple[Kind, str, Tensor]  # what this rank holds of a DTensor
 
 
 class OutsideCopies:
     """The DTensors of this rank whose meshes leave out some of the ranks; others are not kept."""
 
-    def __init__(self, tensors: Iterable[tuple[Kind, str, Tensor]], ranks: RankGroup) -> None:
+    def __init__(self, tensors: Iterable[Part], ranks: RankGroup) -> None:
         self._ranks = ranks
         alike: dict[str, list[Part]] = {}
         inside: dict[Any, bool] = {}
@@ -52,7 +42,7 @@ class OutsideCopies:
             if mesh not in inside:
                 inside[mesh] = set(ranks.members) <= set(mesh.mesh.flatten().tolist())
             if not inside[mesh]:
-                part = Part(kind, name, tensor.to_local().detach())
+                part = kind, name, tensor.to_local().detach()
                 alike.setdefault(_place(tensor), []).append(part)
         kinds = list(alike.items())
         if len(kinds) > KINDS:
@@ -61,7 +51,7 @@ class OutsideCopies:
             kinds[KINDS - 1 :] = [(place, [part for _, parts in rest for part in parts])]
         self._kinds: dict[int, list[Part]] = {}
         for place, parts in kinds:
-            lines = [f"{part.kind} {part.name} {tuple(part.local.shape)}" for part in parts]
+            lines = [f"{kind} {name} {tuple(local.shape)}" for kind, name, local in parts]
             self._kinds[text_checksum("\n".join([place, *lines]))] = parts
 
     def __bool__(self) -> bool:
@@ -69,11 +59,9 @@ class OutsideCopies:
 
     def drifts(self) -> list[Drift]:
         """Where copies differ; the same on every rank. Collective, and the host waits."""
-        sums = {
-            key: checksums([part.local for part in parts]) for key, parts in self._kinds.items()
-        }
+        sums = {key: checksums([p for _, _, p in parts]) for key, parts in self._kinds.items()}
         own = [value for key, numbers in sums.items() for value in (key, int(checksum(numbers)))]
-        self._device = next(iter(self._kinds.values()))[0].local.device
+        self._device = next(iter(self._kinds.values()))[0][2].device
         row = torch.tensor(own + [0] * (2 * KINDS - len(own)), device=self._device)
         holders: dict[int, dict[int, int]] = {}  # by kind: place of a rank, and its checksum
         for place, told in enumerate(gather_rows(NAME, row, self._ranks)):
@@ -91,8 +79,10 @@ class OutsideCopies:
     ) -> list[Drift]:
         mine = {
             str(key): [
-                part.described(number)
-                for part, number in zip(self._kinds[key], sums[key].tolist(), strict=True)
+                [kind, name, str(local.dtype).removeprefix("torch."), list(local.shape), number]
+                for (kind, name, local), number in zip(
+                    self._kinds[key], sums[key].tolist(), strict=True
+                )
             ]
             for key in differing
             if key in self._kinds
@@ -105,7 +95,7 @@ class OutsideCopies:
             lists = [of_ranks[place][str(key)] for place in places]
             for index, entries in enumerate(zip(*lists, strict=True)):
                 if len({entry[-1] for entry in entries}) > 1:
-                    part = self._kinds[key][index].local if key in self._kinds else None
+                    part = self._kinds[key][index][2] if key in self._kinds else None
                     found += self._drift(entries[0], places, part)
         return found
 

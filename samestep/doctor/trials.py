@@ -15,9 +15,11 @@ def step_on_two_ranks(timeout: float) -> bool:
 
     Raises what `launch.run_forked` does: RanksFailed, or RuntimeError where nothing can be forked.
     """
-    of_ranks = run_forked(2, _rank, timeout=timeout, collective_timeout=timeout)
+    cpu = torch.device("cpu")
+    limits = {"timeout": timeout, "collective_timeout": timeout}
+    of_ranks = run_forked(2, lambda rank: _step(_gradients(rank), cpu), **limits)
     mean = [(first + second) / 2 for first, second in zip(*map(_gradients, (0, 1)), strict=True)]
-    alone = _step(mean, torch.device("cpu"))
+    alone = _step(mean, cpu)
     return all(
         torch.equal(own, expected)
         for stepped in of_ranks
@@ -35,10 +37,6 @@ def step_on(device: torch.device) -> float:
         for own, expected, before in zip(there, here, start, strict=True)
     ]
     return float(torch.stack(away).max())
-
-
-def _rank(rank: int) -> list[Tensor]:
-    return _step(_gradients(rank), torch.device("cpu"))
 
 
 def _step(gradients: list[Tensor], device: torch.device) -> list[Tensor]:

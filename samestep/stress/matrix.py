@@ -287,7 +287,9 @@ KINDS = replace(
 LANE = GPTConfig(context=128, width=128, layers=16, heads=4, kv_heads=2, experts=8, expert_size=64)
 ROOMY_LANE = replace(LANE, capacity=4.0)
 SP = {"tp": 2, "sequence_parallel": True}
+EP_SAME = {"ep": 2, "ep_carries_data": False}
 OWN_TOKENS = {**SP, "ep": 2}
+WHOLE_EXPERTS = {**OWN_TOKENS, "expert_tensor_parallel": 1}
 EP_PP = {"ep": 2, "pp": 2}
 SAME_TOKENS = {**OWN_TOKENS, "ep_carries_data": False}
 ZERO2 = {"sharding": "zero2"}
@@ -296,12 +298,12 @@ ROWS = (
     Case("TP", 2, DENSE, {"tp": 2}),
     Case("TP, SP", 2, DENSE, SP),
     Case("EP", 2, EXPERTS, {"ep": 2}),
-    Case("EP, the same tokens", 2, EXPERTS, {"ep": 2, "ep_carries_data": False}),
+    Case("EP, the same tokens", 2, EXPERTS, EP_SAME),
     Case("PP", 2, DENSE, {"pp": 2}),
     Case("FSDP2", 2, DENSE, {}),
     Case("HSDP", 4, DENSE, {"replicate": 2}),
     Case("TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}),
-    Case("TP x EP, whole experts", 4, EXPERTS, {**SP, "ep": 2, "expert_tensor_parallel": 1}),
+    Case("TP x EP, whole experts", 4, EXPERTS, WHOLE_EXPERTS),
     Case("TP, SP x EP", 4, EXPERTS, {**SP, "ep": 2}),
     Case("TP x PP", 4, DENSE, {"tp": 2, "pp": 2}),
     Case("TP, SP x PP", 4, DENSE, {**SP, "pp": 2}),
@@ -319,19 +321,11 @@ ROWS = (
     Case("TP, SP x flat zero1", 4, DENSE, SP, shares=FLAT),
     Case("TP, SP x none", 4, DENSE, SP, shares={"sharding": "none"}),
     Case("EP x zero2", 4, EXPERTS, {"ep": 2}, shares=ZERO2),
-    Case(
-        "EP, the same tokens x zero2", 4, EXPERTS, {"ep": 2, "ep_carries_data": False}, shares=ZERO2
-    ),
+    Case("EP, the same tokens x zero2", 4, EXPERTS, EP_SAME, shares=ZERO2),
     Case("PP x zero2", 4, DENSE, {"pp": 2}, shares=ZERO2),
     Case("TP x PP x flat zero1", 8, DENSE, {"tp": 2, "pp": 2}, shares=FLAT),
     Case("TP, SP x EP x zero2", 8, EXPERTS, {**SP, "ep": 2}, shares=ZERO2),
-    Case(
-        "TP, SP x EP x zero2, whole experts",
-        8,
-        EXPERTS,
-        {**SP, "ep": 2, "expert_tensor_parallel": 1},
-        shares=ZERO2,
-    ),
+    Case("TP, SP x EP x zero2, whole experts", 8, EXPERTS, WHOLE_EXPERTS, shares=ZERO2),
     Case("LoRA, TP, SP x FSDP2", 4, DENSE, SP, lora=True),
     Case("LoRA, TP x EP", 4, EXPERTS, {"tp": 2, "ep": 2}, lora=True),
     Case("LoRA, PP x FSDP2", 4, DENSE, {"pp": 2}, lora=True),

@@ -145,11 +145,12 @@ class ForkedRanks:
     `aside` is what one process computes beside them, given their device.
     """
 
+    least_limit = 120.0  # seconds that a case has
+    processes: int | None = None  # that are forked; None: one for each rank
+
     def __init__(self, world: int, watchdog: float, device: str = "cpu") -> None:
         self.world = world
         self.watchdog = watchdog
-        self.least_limit = 120.0  # seconds that a case has
-        self.processes: int | None = None  # that are forked; None: one for each rank
         self._on_gpu = device == "cuda"
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
@@ -354,9 +355,7 @@ COMPILES = 1800.0  # seconds: every kind of step is compiled once, the slowest i
 class XlaDevices(ForkedRanks):
     """A process for every case, so that none finds the programs of another one compiled."""
 
-    def __init__(self, world: int, watchdog: float) -> None:
-        super().__init__(world, watchdog)
-        self.least_limit, self.processes = COMPILES, 1
+    least_limit, processes = COMPILES, 1
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         for work in works:

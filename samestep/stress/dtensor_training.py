@@ -114,22 +114,21 @@ class TwinTraining(DTensorTraining):
         return Shard(place % 2) if param.dim() > 1 else Replicate()
 
     def _make_gradients(self, number: int) -> None:
-        twins, mine = named_params(self._twin), self._named
         if self.scenario.loop == "closed":
             self._follow()
             means = self._mean_over_ranks(number)
         else:
             means = mean_gradients(self.scenario, self._twin, number)
-        for name, twin in twins.items():
-            if twin in means:
-                param = mine[name]
-                assert isinstance(param, DTensor)
-                grad = torch.empty_like(param, requires_grad=False)
-                assert isinstance(grad, DTensor)
-                grad.to_local().copy_(self._part(param, self._scaler.scale(means[twin])))
-                param.grad = grad
+        mine = self._named
+        for name, mean in means.items():
+            param = mine[name]
+            assert isinstance(param, DTensor)
+            grad = torch.empty_like(param, requires_grad=False)
+            assert isinstance(grad, DTensor)
+            grad.to_local().copy_(self._part(param, self._scaler.scale(mean)))
+            param.grad = grad
 
-    def _mean_over_ranks(self, number: int) -> dict[Tensor, Tensor]:
+    def _mean_over_ranks(self, number: int) -> Gradients:
         """As `mean_gradients`; each rank computes its own, and they travel in one collective."""
         twins = named_params(self._twin)
         (mine,) = rank_gradients(self.scenario, self._twin, number, self.rank)  # in one round
@@ -140,8 +139,8 @@ class TwinTraining(DTensorTraining):
         ranks = [sum(sizes)] * self._group.size
         of_ranks = gather_segments("gradients of twins", segment, ranks, self._group).wait()
         flags, *means = torch.split(sum_in_order(of_ranks) / len(ranks), sizes)
-        known = zip(flags.tolist(), twins.values(), means, strict=True)
-        return {twin: mean.view(twin.shape) for flag, twin, mean in known if flag}
+        known = zip(flags.tolist(), twins.items(), means, strict=True)
+        return {name: mean.view(twin.shape) for flag, (name, twin), mean in known if flag}
 
     @torch.no_grad()
     def _follow(self) -> None:

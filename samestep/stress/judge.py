@@ -273,17 +273,16 @@ class Judge:
 
     def end(self, endings: Mapping[int, Ending]) -> None:
         """Judge how the ranks ended, and whether everything was seen that had to be."""
-        failed = {rank: ending for rank, ending in endings.items() if ending.error is not None}
         # A rank that fails leaves the others hanging: its own error is the one to tell.
-        for kind in ("plan", "contract", "replicas", "state", "error", "hang"):
-            for rank, ending in sorted(failed.items()):
-                if ending.kind == kind:
-                    assert ending.error is not None
-                    lines = ending.error.strip().split("\n")
-                    # Of a traceback the last one says what it was.
-                    first_line = f"raised {lines[-1]}" if lines[0] == "raised:" else lines[0]
-                    self._find(kind, ending.step, f"rank {rank}: {first_line}")
-                    return
+        order = ("plan", "contract", "replicas", "state", "error", "hang")
+        failed = [(order.index(e.kind), rank) for rank, e in endings.items() if e.kind is not None]
+        if failed:
+            place, rank = min(failed)
+            lines = str(endings[rank].error).strip().split("\n")
+            # Of a traceback the last one says what it was.
+            first_line = f"raised {lines[-1]}" if lines[0] == "raised:" else lines[0]
+            self._find(order[place], endings[rank].step, f"rank {rank}: {first_line}")
+            return
         for rank in range(1 if self.work.layout.one_process else self.work.case.world):
             if rank not in endings:
                 self._find("error", 0, f"rank {rank} has not told how it ended")

@@ -118,8 +118,9 @@ class Training:
 
     def _make_gradients(self, number: int) -> None:
         if self.layout.one_process:
-            for param, grad in mean_gradients(self.scenario, self.model, number).items():
-                param.grad = self._scaler.scale(grad)
+            named = self._named
+            for name, grad in mean_gradients(self.scenario, self.model, number).items():
+                named[name].grad = self._scaler.scale(grad)
             return
         count = self.scenario.micro_batches(number)
         for micro in range(count):
@@ -224,21 +225,20 @@ def _gradients(scenario: Scenario, model: nn.Module, step: int, rank: int, micro
     return found
 
 
-def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> dict[Tensor, Tensor]:
+def mean_gradients(scenario: Scenario, model: nn.Module, step: int) -> Gradients:
     """The mean over all ranks, added in rank order in fp32; only what any rank has."""
     by_rank = [rank_gradients(scenario, model, step, rank) for rank in range(scenario.world)]
-    sums: dict[Tensor, Tensor] = {}
-    params = named_params(model)
-    present = {name for rounds in by_rank for grads in rounds for name in grads}
-    for number in range(len(by_rank[0])):
-        contributions = [rounds[number] for rounds in by_rank]
-        for name in sorted(present):
-            param = params[name]
-            grads = [each.get(name, torch.zeros_like(param)) for each in contributions]
+    params, sums = named_params(model), Gradients()
+    present = sorted({name for rounds in by_rank for grads in rounds for name in grads})
+    for contributions in zip(*by_rank, strict=True):
+        parts = {}
+        for name in present:
+            zeros = torch.zeros_like(params[name])
             # What was recorded is on the host.
-            part = reduce(torch.add, [grad.to(param.device) for grad in grads]).detach()
-            sums[param] = sums[param] + part if param in sums else part
-    return {param: total / len(by_rank) for param, total in sums.items()}
+            grads = [each.get(name, zeros).to(zeros.device) for each in contributions]
+            parts[name] = reduce(torch.add, grads).detach()
+        sums = added(sums, parts)
+    return {name: total / len(by_rank) for name, total in sums.items()}
 
 
 @contextmanager

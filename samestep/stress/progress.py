@@ -34,8 +34,6 @@ ASKED = (
 RAN = ("world_size", "actual_backend", "device", "runtime_mode", "machine", "code")
 
 Entry = Mapping[str, Any]  # a case as the receipt tells it
-
-
 Key = tuple[str, str]  # scenario and layout: they name a case of a run
 
 

@@ -269,7 +269,7 @@ def adamuon(name: str, param: Tensor, grad: Tensor, state: State, options: Optio
     Muon's. Second moments lie block after block.
     """
     momentum, direction = accumulate(state["momentum_buffer"], grad, options)
-    new_param, second_moments = param.clone(), []
+    new_param, second_moment = param.clone(), state["second_moment"].clone()
     beta2, eps = float(options["variance_beta2"]), float(options["variance_eps"])
     begin = 0
     directions = blocks_of(name, direction, options)
@@ -278,14 +278,13 @@ def adamuon(name: str, param: Tensor, grad: Tensor, state: State, options: Optio
     ):
         block = given[rows].sign() if options["sign"] else given[rows]
         update = orthogonalize(block, options)
-        old = state["second_moment"][begin : begin + update.numel()].view(update.shape)
-        second_moments.append((beta2 * old + (1 - beta2) * update.square()).flatten())
+        moment = second_moment[begin : begin + update.numel()].view(update.shape)
+        moment.copy_(beta2 * moment + (1 - beta2) * update.square())
         begin += update.numel()
-        update = update / (second_moments[-1].view(update.shape).sqrt() + eps)
+        update = update / (moment.sqrt() + eps)
         if options["renormalize"]:
             update = update * (math.sqrt(min(update.shape)) / max(norm(update), 1e-6))
         matrix[rows] = new_block(matrix[rows], update, options)
-    second_moment = torch.cat(second_moments) if second_moments else state["second_moment"]
     return new_param, {"momentum_buffer": momentum, "second_moment": second_moment}
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -33,18 +33,6 @@ KEYWORDS: dict[Layout, dict[str, Any]] = {
     "fsdp2": {},  # parameters are DTensors, and stay where they are
     "hsdp": {},
 }
-
-
-class Placed(NamedTuple):
-    """A model where it was asked to be."""
-
-    optimizer: samestep.MuonAdamW
-    stack: Stack  # the mesh, and what was done
-    # The ranks that divide a batch, and this one's place among them. Ranks of tensor parallel and
-    # of a pipeline have the same place.
-    seat: World
-    copies: int  # how many ranks have each place
-    compiled: Decision  # what was asked of the compiler, what runs, and why
 
 
 def degrees_of(options: Options, world: World) -> Degrees:
@@ -129,7 +117,8 @@ def micro_batches(options: Options, degrees: Degrees) -> int:
     return options.pp if options.micro_batch is None else rows // options.micro_batch
 
 
-def place(model: GPT, options: Options, world: World) -> Placed:
+def place(model: GPT, options: Options, world: World) -> tuple[samestep.MuonAdamW, Stack, Decision]:
+    """Lay a model out as asked: its optimizer, its mesh, and whether it is compiled, and why."""
     same = ("lr", "weight_decay", "momentum", "max_grad_norm", "reduction")
     keywords = {key: getattr(options, key) for key in same}
     keywords |= {"overrides": _overrides(options), **KEYWORDS[options.placed]}
@@ -153,16 +142,13 @@ def place(model: GPT, options: Options, world: World) -> Placed:
         fsdp=options.placed in ("fsdp2", "hsdp"),
         recompute=options.recompute,
     )
-    seat = World(stack.batch_place, degrees.batch_ranks, world.device)
-    copies = world.size // degrees.batch_ranks
     try:
-        optimizer = stack.optimizer(**keywords)
+        return stack.optimizer(**keywords), stack, decision
     except ValueError as error:
         if not options.state.startswith("8bit"):
             raise
         # An axis may cut what shares a scale.
         raise BadRequestError(f"--state {options.state}: {error}") from None
-    return Placed(optimizer, stack, seat, copies, decision)
 
 
 def _overrides(options: Options) -> dict[Any, dict[str, Any]]:

@@ -55,8 +55,11 @@ class Trainer:
         _use_one_result_every_time(options, world)
         torch.manual_seed(options.seed)
         self.model = GPT(options.model).to(world.device)
-        placed = place(self.model, options, world)
-        self.optimizer, self.stack, self.seat, self.copies, self.compiled = placed
+        self.optimizer, self.stack, self.compiled = place(self.model, options, world)
+        # The ranks that divide a batch, and this one's place among them. Ranks of tensor parallel
+        # and of a pipeline have the same place.
+        self.seat = World(self.stack.batch_place, self.stack.mesh.degrees.batch_ranks, world.device)
+        self.copies = world.size // self.seat.size  # how many ranks have each place
         self.rates = [group["lr"] for group in self.optimizer.param_groups]
         self.step = 0  # steps that were done
         self.sequences = 0  # that were seen in them

@@ -120,7 +120,7 @@ def runs_and_offloads(rank, commands):
     """The statuses of runs, and which of them keep state on the host."""
     asked = [parse(words, "train") for words in commands]
     alone = World(0, 1, torch.device("cpu"))
-    built = [place(GPT(options.model), options, alone).optimizer for options in asked]
+    built = [place(GPT(options.model), options, alone)[0] for options in asked]
     return run_all(rank, commands), ["offload = state" in opt.layout_lines() for opt in built]
 
 

@@ -80,7 +80,7 @@ class Campaign:
     """
 
     def __init__(self, ranks: Ranks, make_model: MakeModel | None = None) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._make_model = make_model
         self._shared_by: tuple[Any, ...] | None = None
         self._scenario: Scenario
@@ -134,7 +134,7 @@ class Campaign:
                 works = [Work(case, self._scenario, patch, folder, begun) for case in cases]
                 left.extend(works)
                 begin_next()
-                self._ranks.run(works, on_sample, on_end)
+                self.ranks.run(works, on_sample, on_end)
         except KeyboardInterrupt:
             nothing = CaseResult(cases[0], "interrupted", [], [], ended=False)
             on_result(nothing if judge is None else _result(judge))
@@ -146,7 +146,7 @@ class Campaign:
         steps = min(self._scenario.begun_alone, first_sample - 1)
         if steps:
             scenario = self._scenario
-            self._ranks.aside(lambda device: begin_alone(scenario, steps, folder, device))
+            self.ranks.aside(lambda device: begin_alone(scenario, steps, folder, device))
         return steps
 
     def _prepare(self, cases: Sequence[Case], progress: Callable[[int], None]) -> None:
@@ -158,7 +158,7 @@ class Campaign:
         key = (first.scenario, first.world, first.reduction, first.seed)
         if key == self._shared_by and due <= self._expected.samples.keys():
             return  # also a shorter case, if the longer one has its samples
-        expected = self._ranks.aside(lambda _: expected_run(scenario, due, progress))
+        expected = self.ranks.aside(lambda _: expected_run(scenario, due, progress))
         if scenario.loop == "recorded":
             scenario = Recorded(scenario, expected.gradients)
         self._scenario, self._expected, self._shared_by = scenario, expected, key

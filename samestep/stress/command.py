@@ -394,20 +394,12 @@ class Session:
     ) -> None:
         """One scenario after the other; ranks of torchrun cannot be started again."""
         campaign = self._campaign()
-        broken = False
-
-        def on_case(result: CaseResult) -> None:
-            nonlocal broken
-            broken = any(ending.error is not None for ending in result.endings.values())
-            on_result(result)
-
         for alike in scenarios:
-            campaign.run_all(alike, on_case, display.step)
-            if self.torchrun is not None and broken:
+            campaign.run_all(alike, on_result, display.step)
+            if campaign.ranks.broken:
                 if self.speaks:
-                    display.console.print(
-                        "Ranks of torchrun cannot be started again: stopping here."
-                    )
+                    told = "Ranks of torchrun cannot be started again: stopping here."
+                    display.console.print(told)
                 break
 
     def _campaign(self) -> Campaign:

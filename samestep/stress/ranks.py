@@ -147,6 +147,7 @@ class ForkedRanks:
 
     least_limit = 120.0  # seconds that a case has
     processes: int | None = None  # that are forked; None: one for each rank
+    broken = False  # new ones can always be forked
 
     def __init__(self, world: int, watchdog: float, device: str = "cpu") -> None:
         self.world = world
@@ -243,6 +244,7 @@ class TorchrunRanks:
         self._store, _, _ = next(dist.rendezvous("env://", timeout=START))
         self._pulse = Pulse(self._store, place.rank, watchdog)
         self._cases = 0
+        self.broken = False  # a case has failed, and none can follow
 
     def run(self, works: Sequence[Work], on_sample: OnSample, on_end: OnEnd) -> None:
         """Run cases up to the first that fails; only rank 0 hears of all samples and endings."""
@@ -250,6 +252,7 @@ class TorchrunRanks:
             endings = self._run_one(work, on_sample)
             on_end(endings)
             if any(ending.error is not None for ending in endings.values()):
+                self.broken = True
                 return
 
     def aside(self, compute: Callable[[torch.device | None], Result]) -> Result:

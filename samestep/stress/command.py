@@ -310,7 +310,7 @@ class Session:
             for result in self.interrupted
             if key(result.case) not in progress.entries  # else it ran again
         }
-        names = [key(case) for case in self.cases()]
+        cases = [ended[name] for name in map(key, self.cases()) if name in ended]
         ran = {
             **self._ran(),
             "command": progress.stretches[-1]["command"],
@@ -318,14 +318,8 @@ class Session:
             "seconds": float(sum(stretch["seconds"] for stretch in progress.stretches)),
             "stretches": progress.stretches,
         }
-        return receipt(
-            asked=self._asked(),
-            ran=ran,
-            cases=[ended[name] for name in names if name in ended],
-            mutants=self.mutants,
-            presence=progress.presence,
-            interrupted=interrupted,
-        )
+        presence = progress.presence
+        return receipt(self._asked(), ran, cases, self.mutants, presence, interrupted=interrupted)
 
     def _write(self, *, interrupted: bool) -> str:
         content = self._content(interrupted=interrupted)

@@ -43,12 +43,12 @@ ENVIRONMENT = (
 
 
 def receipt(
-    *,
     asked: Mapping[str, Any],
     ran: Mapping[str, Any],
     cases: Sequence[Mapping[str, Any]],
     mutants: Sequence[MutantResult],
     presence: Mapping[str, Mapping[str, Sequence[int]]],
+    *,
     interrupted: bool,
 ) -> dict[str, Any]:
     """Everything, for JSON; `receipt.schema.json` describes it. `cases` are from `case_entry`."""

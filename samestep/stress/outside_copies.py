@@ -8,7 +8,7 @@ names and values travel.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,13 +25,18 @@ NAME = "check of copies on other meshes"
 KINDS = 8  # of DTensors that a rank tells of; what is beyond is told as one
 
 
-Part = tuple[Kind, str, Tensor]  # what this rank holds of a DTensor
+class Part(NamedTuple):
+    """What this rank holds of a DTensor."""
+
+    kind: Kind
+    name: str
+    local: Tensor
 
 
 class OutsideCopies:
     """The DTensors of this rank whose meshes leave out some of the ranks; others are not kept."""
 
-    def __init__(self, tensors: Iterable[Part], ranks: RankGroup) -> None:
+    def __init__(self, tensors: Iterable[tuple[Kind, str, Tensor]], ranks: RankGroup) -> None:
         self._ranks = ranks
         alike: dict[str, list[Part]] = {}
         inside: dict[Any, bool] = {}
@@ -42,7 +47,7 @@ class OutsideCopies:
             if mesh not in inside:
                 inside[mesh] = set(ranks.members) <= set(mesh.mesh.flatten().tolist())
             if not inside[mesh]:
-                part = kind, name, tensor.to_local().detach()
+                part = Part(kind, name, tensor.to_local().detach())
                 alike.setdefault(_place(tensor), []).append(part)
         kinds = list(alike.items())
         if len(kinds) > KINDS:
@@ -59,9 +64,9 @@ class OutsideCopies:
 
     def drifts(self) -> list[Drift]:
         """Where copies differ; the same on every rank. Collective, and the host waits."""
-        sums = {key: checksums([p for _, _, p in parts]) for key, parts in self._kinds.items()}
+        sums = {key: checksums([p.local for p in parts]) for key, parts in self._kinds.items()}
         own = [value for key, numbers in sums.items() for value in (key, int(checksum(numbers)))]
-        self._device = next(iter(self._kinds.values()))[0][2].device
+        self._device = next(iter(self._kinds.values()))[0].local.device
         row = torch.tensor(own + [0] * (2 * KINDS - len(own)), device=self._device)
         holders: dict[int, dict[int, int]] = {}  # by kind: place of a rank, and its checksum
         for place, told in enumerate(gather_rows(NAME, row, self._ranks)):
@@ -77,16 +82,13 @@ class OutsideCopies:
     def _located(
         self, differing: Mapping[int, Mapping[int, int]], sums: Mapping[int, Tensor]
     ) -> list[Drift]:
-        mine = {
-            str(key): [
+        mine = {}
+        for key in differing.keys() & self._kinds.keys():
+            parts = zip(self._kinds[key], sums[key].tolist(), strict=True)
+            mine[str(key)] = [
                 [kind, name, str(local.dtype).removeprefix("torch."), list(local.shape), number]
-                for (kind, name, local), number in zip(
-                    self._kinds[key], sums[key].tolist(), strict=True
-                )
+                for (kind, name, local), number in parts
             ]
-            for key in differing
-            if key in self._kinds
-        }
         texts = gather_texts(NAME, json.dumps(mine), self._ranks, self._device)
         of_ranks = [json.loads(text) for text in texts]
         found = []
@@ -95,7 +97,7 @@ class OutsideCopies:
             lists = [of_ranks[place][str(key)] for place in places]
             for index, entries in enumerate(zip(*lists, strict=True)):
                 if len({entry[-1] for entry in entries}) > 1:
-                    part = self._kinds[key][index][2] if key in self._kinds else None
+                    part = self._kinds[key][index].local if key in self._kinds else None
                     found += self._drift(entries[0], places, part)
         return found
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from samestep.comm.integrity.agreement import (
 from samestep.comm.integrity.checksum import checksum, checksums, text_checksum
 from samestep.comm.integrity.differences import Value, locate
 from samestep.groups.param_groups import LAYOUT_KEYS, Group, parameter_names
-from samestep.groups.routing import without_wrappers
+from samestep.groups.routing import unwrapped, without_wrappers
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.registry import mesh_of
 from samestep.placements.whole.in_flight import wait_for_anyone
@@ -170,7 +170,7 @@ class _Entry(NamedTuple):
 def _entries(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, ranks: RankGroup, buffers: bool
 ) -> Iterator[tuple[RankGroup, _Entry]]:
-    plain = _unwrapped(model)
+    plain = unwrapped(model)
     names = _names(model, optimizer)
     groups = [] if optimizer is None else optimizer.param_groups
     shared = optimizer.shared_parameters if isinstance(optimizer, RuleOptimizer) else ()
@@ -198,7 +198,7 @@ def _entries(
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[Tensor, str]:
-    named = _unwrapped(model).named_parameters()
+    named = unwrapped(model).named_parameters()
     names: dict[Tensor, str] = {param: without_wrappers(name) for name, param in named}
     for index, group in enumerate([] if optimizer is None else optimizer.param_groups):
         for name, param in zip(parameter_names(group, index), group["params"], strict=True):
@@ -241,12 +241,6 @@ def _outside(
             ("state", f"{name}.{key}", value) for key, value in state.get(param, {}).items()
         ]
     return OutsideCopies(tensors, ranks)
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
-        return cast(nn.Module, model.module)
-    return model
 
 
 def _is_plain(tensor: Tensor) -> bool:

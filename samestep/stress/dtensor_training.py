@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import reduce
 from math import prod
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -197,9 +197,8 @@ def device_mesh(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> De
     return _meshes[key]
 
 
-Kind = Literal["rows", "columns", "summands", "plain", "whole"]
 # What parameters are, one after the other. Where only experts are cut, the last three.
-KINDS: tuple[Kind, ...] = ("rows", "columns", "summands", "plain", "whole")
+KINDS = ("rows", "columns", "summands", "plain", "whole")
 
 
 class Cut(NamedTuple):

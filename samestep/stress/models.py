@@ -6,7 +6,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from samestep.groups.routing import without_wrappers
+from samestep.groups.routing import unwrapped, without_wrappers
 
 Places = list[tuple[str, nn.Module, str]]  # name in groups, the module that has it, name there
 _places: WeakKeyDictionary[nn.Module, Places] = WeakKeyDictionary()
@@ -20,9 +20,7 @@ def named_params(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     places = _places.get(model)
     if places is None:
-        inner = model
-        while isinstance(inner, nn.DataParallel):
-            inner = inner.module
+        inner = unwrapped(model)
         places = [_place(inner, name) for name, _ in inner.named_parameters()]
         _places[model] = places
     return {name: getattr(owner, last) for name, owner, last in places}

@@ -40,7 +40,7 @@ from samestep.comm.collectives import gather_segments, sum_in_order
 from samestep.comm.diagnosis import recorder
 from samestep.comm.diagnosis.recorder import FlightRecorder, Record
 from samestep.comm.groups import registry
-from samestep.comm.meshes import held, mesh_group, whole_tensor
+from samestep.comm.meshes import held, mesh_group, own_box, whole_tensor
 from samestep.comm.messages import gather_everywhere
 from samestep.stress.models import named_params
 from samestep.stress.scenario import Gradients, loss_giving
@@ -74,8 +74,7 @@ class DTensorTraining(Training):
     def _part(self, param: DTensor, whole: Tensor) -> Tensor:
         """What this rank holds of a tensor that is placed as a parameter is."""
         if param not in self._slices:
-            group = mesh_group(param.device_mesh)
-            self._slices[param] = held(param, group).boxes[group.rank].slices
+            self._slices[param] = own_box(param).slices
         return whole[self._slices[param]]
 
     def _new_model(self) -> nn.Module:

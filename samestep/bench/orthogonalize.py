@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from samestep.bench.gpu.measure import (
     power_law,
     take_turn,
 )
-from samestep.bench.gpu.options import Contestant, SharedOptions, parser_for, peer, read
+from samestep.bench.gpu.options import FOLDER, Contestant, SharedOptions, peer, read, who
 from samestep.bench.gpu.report import Panel, Screen, accuracy_cells, begin, draw, leave, number
 from samestep.estimate.work import least_flops
 from samestep.kernels.choice import missing_products
@@ -36,8 +37,18 @@ from samestep.tooling.request import BadRequestError
 
 # Functions that orthogonalize a 16-bit batch (B, m, n): ours, torch's, and peers'
 
-Shape = tuple[int, int, int]
 QUINTIC = POLYNOMIALS["newton-schulz"].coefficients[0]
+
+
+class Shape(NamedTuple):
+    """A batch of matrices."""
+
+    matrices: int
+    rows: int
+    cols: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
 
 
 class Function(NamedTuple):
@@ -120,38 +131,31 @@ SHAPES = (
 MOST_ON_CPU = 1 << 16  # elements
 
 
-class Options(SharedOptions):
-    """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
-
-    shapes: Sequence[Shape]
-    rounds: int
-
-
-def parse(words: Sequence[str], prog: str) -> Options:
-    out = "out/bench-orthogonalize"
-    parser = parser_for(prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=10, out=out)
-    parser.add_argument(
-        "--shape", dest="shapes", nargs="+", type=shape_of, default=[*map(shape_of, SHAPES)],
-        metavar="BxMxN", help=f"batches to orthogonalize ({' '.join(SHAPES)})",
-    )  # fmt: skip
-    options = Options()
-    read(parser, options, CONTESTANTS, words)
-    options.shapes = tuple(dict.fromkeys(options.shapes))
-    if options.device == "cpu" and any(prod(shape) > MOST_ON_CPU for shape in options.shapes):
-        raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
-    return options
-
-
 def shape_of(text: str) -> Shape:
     """Read "12x768x3072"."""
     if not re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", text):
         raise BadRequestError(f"--shape must be like 12x768x3072, got {text!r}")
-    count, rows, cols = map(int, text.split("x"))
-    return count, rows, cols
+    return Shape(*map(int, text.split("x")))
 
 
-def name_of(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape))
+@dataclass
+class Options(SharedOptions):
+    """Time the orthogonalization of 16-bit batches on this GPU: ours, torch's, and peers'."""
+
+    variants: Annotated[tuple[str, ...], who(CONTESTANTS)] = ()
+    out: Annotated[Path, FOLDER] = Path("out/bench-orthogonalize")
+    rounds: Annotated[int, "turns of each contestant"] = 10
+    shape: Annotated[tuple[Shape, ...], "batches to orthogonalize, BxMxN", shape_of] = tuple(
+        map(shape_of, SHAPES)
+    )
+
+
+def parse(words: Sequence[str], prog: str) -> Options:
+    options = read(Options, CONTESTANTS, words, prog)
+    options.shape = tuple(dict.fromkeys(options.shape))
+    if options.device == "cpu" and any(prod(shape) > MOST_ON_CPU for shape in options.shape):
+        raise BadRequestError(f"--device cpu is for --shape of at most {MOST_ON_CPU} elements")
+    return options
 
 
 # All contestants in turns on one batch
@@ -262,7 +266,7 @@ def lines(leads: Sequence[Lead], shapes: int) -> list[str]:
     least, states = min(leads, key=lambda each: each.ratio), ("NOT MET", "met")
     return [
         f"{states[least.ratio >= EVERY_SHAPE]:12} at least as fast as the best peer on every "
-        f"shape: least {least.ratio:.2f} x {least.best_peer} on {name_of(least.shape)}",
+        f"shape: least {least.ratio:.2f} x {least.best_peer} on {least.shape}",
         f"{states[mean >= MEAN]:12} geometric mean: {mean:.2f}, bar >= {MEAN:g}",
     ]
 
@@ -277,7 +281,7 @@ def run(options: Options) -> int:
     content["shapes"] = []
     panels: list[Panel] = []
     leads: list[Lead] = []
-    for shape in options.shapes:
+    for shape in options.shape:
         measurement = Measurement(shape, device)
         results = measurement.run(contestants, options.rounds, options.warmup)
         del measurement
@@ -285,9 +289,9 @@ def run(options: Options) -> int:
         ahead = lead(shape, results)
         leads += [] if ahead is None else [ahead]
         told = as_json(shape, results, ahead, ceilings)
-        panels.append(Panel(name_of(shape), results, told["floor_ms"]))
+        panels.append(Panel(str(shape), results, told["floor_ms"]))
         times = [f"{r.contestant.name} {'out' if r.ms is None else f'{r.ms:.3g}'}" for r in results]
-        screen.progress(f"{name_of(shape)} ms: {', '.join(times)}")
+        screen.progress(f"{shape} ms: {', '.join(times)}")
         content["shapes"].append(told)
         content["geometric_mean_of_leads"] = geometric_mean(leads)
         content["bars"] = lines(leads, len(panels))
@@ -323,7 +327,7 @@ def show(content: Mapping[str, Any], names: Sequence[str], screen: Screen) -> No
     """What the receipt says."""
     times, rates, accuracy = [], [], []
     for told in content["shapes"]:
-        shape, everybody = name_of(told["shape"]), told["contestants"]
+        shape, everybody = str(Shape(*told["shape"])), told["contestants"]
         medians = [None if each["failed"] else each["ms"]["median"] for each in everybody]
         ahead = [number(told["lead"]), told["best_peer"] or "-"]
         times.append([shape, *(number(ms, 3) for ms in medians), *ahead])

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from samestep.bench.gpu.measure import (
     settle,
     take_turn,
 )
-from samestep.bench.gpu.options import SharedOptions, chosen, forget_compiled, parser_for, read
+from samestep.bench.gpu.options import FOLDER, SharedOptions, chosen, forget_compiled, read, who
 from samestep.bench.gpu.report import (
     Panel,
     Screen,
@@ -39,25 +40,23 @@ from samestep.models.parameter_sets import SETS, Shapes, count
 from samestep.tooling.request import BadRequestError
 
 
+@dataclass
 class Options(SharedOptions):
     """Time one optimizer step on this GPU: ours, in several forms, and peers in the same rounds."""
 
-    sets: Sequence[str]
-    rounds: int
+    variants: Annotated[tuple[str, ...], who(CONTESTANTS)] = ()
+    out: Annotated[Path, FOLDER] = Path("out/bench-step")
+    rounds: Annotated[int, "turns of each contestant"] = 20
+    set: Annotated[tuple[str, ...], f"parameters to step: {', '.join(SETS)}"] = (
+        "gpt-1280",
+        "gpt-2048",
+    )
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    parser = parser_for(
-        prog, Options.__doc__, CONTESTANTS, warmup=3, rounds=20, out="out/bench-step"
-    )
-    parser.add_argument(
-        "--set", dest="sets", nargs="+", default=["gpt-1280", "gpt-2048"], metavar="NAME",
-        help=f"parameters to step: {', '.join(SETS)} (gpt-1280 gpt-2048)",
-    )  # fmt: skip
-    options = Options()
-    read(parser, options, CONTESTANTS, words)
-    options.sets = chosen("--set", options.sets, list(SETS))
-    if options.device == "cpu" and options.sets != ("tiny",):
+    options = read(Options, CONTESTANTS, words, prog)
+    options.set = chosen("--set", options.set, list(SETS))
+    if options.device == "cpu" and options.set != ("tiny",):
         raise BadRequestError("--device cpu is slow, and only for --set tiny")
     return options
 
@@ -215,7 +214,7 @@ def run(options: Options) -> int:
     device, ceilings, content = begin("samestep step", options, screen)
     content["sets"] = []
     panels: list[Panel] = []
-    for name in options.sets:
+    for name in options.set:
         results = _measure_set(name, options, device, screen)
         judged = verdicts(name, results) if device.type == "cuda" else []
         told = as_json(name, results, judged, ceilings)

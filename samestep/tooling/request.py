@@ -1,7 +1,9 @@
 """What is asked of a command: its flags, a function by its name, ranks; the error if it cannot be.
 
 Flags are read with what Python brings, for commands that need no extras. The fields of a dataclass
-are the flags: `Annotated[type, "help"]`, with a default.
+are the flags: `Annotated[type, "help"]`, or a type alone, with a default. Of a `tuple[type, ...]`
+several values may be given, at once or one by one. What reads a value, if not its type, is a third
+word of the annotation.
 """
 
 import argparse
@@ -11,8 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType, NoneType
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from types import ModuleType, NoneType, UnionType
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from samestep.launch import TorchrunRank
 
@@ -36,11 +38,12 @@ def parse_flags(options: type[T], words: Sequence[str], prog: str) -> T:
     parser = Parser(prog=prog, description=options.__doc__, allow_abbrev=False)
     hints = get_type_hints(options, include_extras=True)
     for option in fields(options):  # type: ignore[arg-type]
-        hint, text = get_args(hints[option.name])
-        parser.add_argument(
-            spelled(option.name), default=option.default, **_argument(hint, text, option.default)
-        )
-    return options(**vars(parser.parse_args(words)))
+        hint, text, read = hints[option.name], "", None
+        if get_origin(hint) is Annotated:
+            hint, text, read, *_ = *get_args(hint), None
+        parser.add_argument(spelled(option.name), **_argument(hint, text, option.default, read))
+    given = vars(parser.parse_args(words)).items()
+    return options(**{name: tuple(v) if isinstance(v, list) else v for name, v in given})
 
 
 def spelled(name: str) -> str:
@@ -48,14 +51,25 @@ def spelled(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _argument(hint: Any, text: str, default: object) -> dict[str, Any]:
+def _argument(hint: Any, text: str, default: Any, read: Any) -> dict[str, Any]:
+    """What argparse is told of a field."""
+    if get_origin(hint) is UnionType:
+        hint = next(one for one in get_args(hint) if one is not NoneType)
     if hint is bool:
-        return {"action": argparse.BooleanOptionalAction, "help": text}
-    text = text if default is None else f"{text} ({default})"
+        return {"action": argparse.BooleanOptionalAction, "default": default, "help": text}
+    several: dict[str, Any] = {"default": default}
+    if get_origin(hint) is tuple:
+        hint, *others = get_args(hint)
+        several["nargs"] = 1 + len(others)
+        if others == [...]:  # those that are given do not come on top of the default
+            several = {"nargs": "+", "action": "extend", "default": argparse.SUPPRESS}
+        default = " ".join(map(str, default))
+    if default not in (None, ""):
+        text = f"{text} ({default})".lstrip()
     if get_origin(hint) is Literal:
-        return {"choices": get_args(hint), "help": text}
-    kind = next(one for one in get_args(hint) or (hint,) if one is not NoneType)
-    return {"type": kind, "metavar": kind.__name__.upper(), "help": text}
+        return {"choices": get_args(hint), "help": text, **several}
+    kind = read or hint
+    return {"type": kind, "metavar": hint.__name__.upper(), "help": text, **several}
 
 
 def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: int) -> int:

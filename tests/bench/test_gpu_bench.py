@@ -18,7 +18,7 @@ from samestep.bench.gpu import measure, report
 from samestep.bench.gpu.measure import Ceilings, kernels, reason, take_turn, times_of
 from samestep.bench.gpu.options import make_importable, peer, revisions
 from samestep.bench.orthogonalize import CONTESTANTS as FUNCTIONS
-from samestep.bench.orthogonalize import Measurement
+from samestep.bench.orthogonalize import Measurement, Shape
 from samestep.bench.orthogonalize import Result as FunctionResult
 from samestep.bench.step import verdicts
 from samestep.bench.step_contestants import as_matrices, make_parameters
@@ -412,8 +412,8 @@ def test_bars_of_orthogonalization():
     first = [function("ours", 1.0), function("ours-float16", 0.5), function("torch-gram", 1.8)]
     second = [function("ours", 2.0), function("torch-gram", 3.0), function("gram", 1.6)]
     leads = [
-        orthogonalize.lead((1, 2, 3), first),
-        orthogonalize.lead((2, 2, 3), second),
+        orthogonalize.lead(Shape(1, 2, 3), first),
+        orthogonalize.lead(Shape(2, 2, 3), second),
     ]
     assert [(each.best_peer, each.ratio) for each in leads] == [("torch-gram", 1.8), ("gram", 0.8)]
     assert orthogonalize.geometric_mean(leads) == pytest.approx(1.2)
@@ -421,4 +421,4 @@ def test_bars_of_orthogonalization():
     assert every.startswith("NOT MET")
     assert "least 0.80 x gram on 2x2x3" in every
     assert "geometric mean: 1.20" in mean
-    assert orthogonalize.lead((1, 2, 3), first[:2]) is None
+    assert orthogonalize.lead(Shape(1, 2, 3), first[:2]) is None

@@ -8,7 +8,8 @@ not: they get them here as trainings write it by hand, and take part without as 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,17 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 import samestep
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
+from samestep.bench.client.training import DTYPES, Client, ClientOptions, Dtype, read_client
 from samestep.bench.gpu.measure import reason
-from samestep.bench.gpu.options import Contestant, at_least, device_of, make_importable, peer
+from samestep.bench.gpu.options import (
+    FOLDER,
+    Contestant,
+    at_least,
+    device_of,
+    make_importable,
+    peer,
+    who,
+)
 from samestep.bench.step_contestants import BETAS, DECAY, dion_muon, fused_adamw
 from samestep.models.gpt import mean_loss, rotate
 from samestep.tooling.request import BadRequestError
@@ -155,66 +164,6 @@ def from_transformers(shape: LlamaShape, positions: int, dtype: torch.dtype) -> 
     return model
 
 
-# Options
-
-VOCABULARY = 256  # bytes
-HEAD_WIDTH = 64
-RISE, END = 0.1, 0.1  # of the steps until the learning rate is there; of it, what is left at last
-MODELS = ("transformers", "builtin")
-
-
-class Options(ClientOptions):
-    """Train a Llama with main weights: ours, torch's AdamW, and dion's Muon."""
-
-    cpu_dtype = "bfloat16"
-    model: str
-    width: int
-    lr: float
-
-    @property
-    def shape(self) -> LlamaShape:
-        """Heads of 64 channels, a quarter as many for keys and values; SwiGLU of 8/3 the width."""
-        heads = self.width // HEAD_WIDTH
-        return LlamaShape(
-            vocab_size=VOCABULARY,
-            hidden_size=self.width,
-            intermediate_size=-(-8 * self.width // (3 * HEAD_WIDTH)) * HEAD_WIDTH,
-            num_hidden_layers=self.layers,
-            num_attention_heads=heads,
-            num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
-        )
-
-
-# The model
-
-
-def make_model(options: Options, seed: int) -> nn.Module:
-    """A model with the weights of a seed, in the dtype of its passes."""
-    torch.manual_seed(seed)
-    dtype, device = DTYPES[options.dtype], device_of(options.device)
-    if options.model == "builtin":
-        return Llama(options.shape).to(device=device, dtype=dtype)
-    return from_transformers(options.shape, options.sequence, dtype).to(device)
-
-
-def transformers_version(options: Options) -> str | None:
-    """Of what the model comes from; BadRequestError where that is asked for and missing."""
-    if options.model == "builtin":
-        return None
-    try:
-        return str(peer("transformers").__version__)
-    except ImportError as error:
-        raise BadRequestError(
-            f"--model transformers cannot be had ({reason(error)}): pip install transformers, or "
-            "--model builtin for the same shapes without it"
-        ) from error
-
-
-def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-    found = model(inputs)
-    return mean_loss(getattr(found, "logits", found), targets)
-
-
 # The optimizers
 
 
@@ -289,6 +238,9 @@ def contestants(lr: float = 1e-3) -> tuple[Contestant, ...]:
     )  # fmt: skip
 
 
+RISE, END = 0.1, 0.1  # of the steps until the learning rate is there; of it, what is left at last
+
+
 def set_rate(optimizer: Any, step: int, steps: int) -> None:
     rise = max(1, round(RISE * steps))
     fallen = max(0, step + 1 - rise) / max(1, steps - rise)
@@ -299,19 +251,75 @@ def set_rate(optimizer: Any, step: int, steps: int) -> None:
         group["lr"] = group["initial_lr"] * share
 
 
+# Options
+
+VOCABULARY = 256  # bytes
+HEAD_WIDTH = 64
+
+
+@dataclass
+class Options(ClientOptions):
+    """Train a Llama with main weights: ours, torch's AdamW, and dion's Muon."""
+
+    variants: Annotated[tuple[str, ...], who(contestants())] = ()
+    out: Annotated[Path, FOLDER] = Path("out/bench-llama")
+    dtype: Annotated[Dtype, "of the passes"] = "bfloat16"
+    model: Annotated[
+        Literal["transformers", "builtin"],
+        "whose: transformers or builtin, the same shapes written out here",
+    ] = "transformers"
+    width: Annotated[int, "channels"] = 768
+    lr: Annotated[float, "peak learning rate of all"] = 1e-3
+
+    @property
+    def shape(self) -> LlamaShape:
+        """Heads of 64 channels, a quarter as many for keys and values; SwiGLU of 8/3 the width."""
+        heads = self.width // HEAD_WIDTH
+        return LlamaShape(
+            vocab_size=VOCABULARY,
+            hidden_size=self.width,
+            intermediate_size=-(-8 * self.width // (3 * HEAD_WIDTH)) * HEAD_WIDTH,
+            num_hidden_layers=self.layers,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 4 if heads % 4 == 0 else heads,
+        )
+
+
+# The model
+
+
+def make_model(options: Options, seed: int) -> nn.Module:
+    """A model with the weights of a seed, in the dtype of its passes."""
+    torch.manual_seed(seed)
+    dtype, device = DTYPES[options.dtype], device_of(options.device)
+    if options.model == "builtin":
+        return Llama(options.shape).to(device=device, dtype=dtype)
+    return from_transformers(options.shape, options.sequence, dtype).to(device)
+
+
+def transformers_version(options: Options) -> str | None:
+    """Of what the model comes from; BadRequestError where that is asked for and missing."""
+    if options.model == "builtin":
+        return None
+    try:
+        return str(peer("transformers").__version__)
+    except ImportError as error:
+        raise BadRequestError(
+            f"--model transformers cannot be had ({reason(error)}): pip install transformers, or "
+            "--model builtin for the same shapes without it"
+        ) from error
+
+
+def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    found = model(inputs)
+    return mean_loss(getattr(found, "logits", found), targets)
+
+
 # The command
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    options, known = Options(), contestants()
-    parser = client_parser(prog, options, known, "out/bench-llama")
-    parser.add_argument(
-        "--model", choices=MODELS, default=MODELS[0],
-        help=f"whose: {' or '.join(MODELS)}, the same shapes written out here ({MODELS[0]})",
-    )  # fmt: skip
-    parser.add_argument("--width", type=int, default=768, help="channels (768)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate of all (0.001)")
-    read_client(parser, options, known, words)
+    options = read_client(Options, contestants(), words, prog)
     at_least(HEAD_WIDTH, options, "width")
     if options.width % HEAD_WIDTH:
         raise BadRequestError(f"--width must be a multiple of {HEAD_WIDTH}, got {options.width}")

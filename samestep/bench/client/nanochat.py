@@ -9,8 +9,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
+from dataclasses import dataclass
 from math import cos, pi
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 from unittest import mock
 
 import torch
@@ -18,9 +20,9 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.bench.client.report import run_client
-from samestep.bench.client.training import DTYPES, Client, ClientOptions, client_parser, read_client
+from samestep.bench.client.training import DTYPES, Client, ClientOptions, read_client
 from samestep.bench.gpu.measure import reason
-from samestep.bench.gpu.options import Contestant, device_of, make_importable, peer
+from samestep.bench.gpu.options import FOLDER, Contestant, device_of, make_importable, peer, who
 from samestep.presets import preset_options
 from samestep.tooling.request import BadRequestError
 
@@ -29,13 +31,6 @@ WIDTH_PER_LAYER = 64
 HEAD_WIDTH = 128
 WEIGHT_DECAY = 0.28  # of its training script, for matrices
 SPEED = {12: 0.67, 20: 0.62}  # the most of nanochat's time that ours may take, by layers
-
-
-class Options(ClientOptions):
-    """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
-
-    cpu_dtype = "float32"
-    lr_scale: float
 
 
 # Groups
@@ -107,6 +102,58 @@ def set_groups(optimizer: Any, step: int, steps: int) -> None:
             group["weight_decay"] = muon_decay(step, steps)
 
 
+# The optimizers
+
+
+def its_optimizer(model: nn.Module, lr_scale: float = 1.0) -> Any:
+    """As the model sets it up; every learning rate times `lr_scale`."""
+    with redirect_stdout(sys.stderr):
+        optimizer: Any = model.setup_optimizer(weight_decay=WEIGHT_DECAY)  # type: ignore[operator]
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = lr_scale * group["lr"]
+    return optimizer
+
+
+def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> samestep.MuonAdamW:
+    """Ours for the same groups; like nanochat's, without 32-bit copies of 16-bit embeddings."""
+    groups = its_optimizer(model, lr_scale).param_groups
+    mapped = [our_group(group) for group in groups]
+    return samestep.MuonAdamW(mapped, master_weights=False, **options)
+
+
+def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
+    def ours(**options: Any) -> Callable[[nn.Module], Any]:
+        return lambda model: our_optimizer(model, lr_scale, **options)
+
+    mine: dict[str, Any] = {"ours": True, "rival": "nanochat"}
+    aside = mine | {"default": False}
+    return (
+        Contestant("nanochat", "nanochat's own", lambda model: its_optimizer(model, lr_scale)),
+        Contestant("ours", "samestep.MuonAdamW with default options", ours(), **mine),
+        Contestant("ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **aside),
+        Contestant("ours-eager", "the same, cuda_graph=False", ours(cuda_graph=False), **aside),
+        Contestant(
+            "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)", ours(), **aside,
+            kernels=False,
+        ),
+    )  # fmt: skip
+
+
+# Options
+
+
+@dataclass
+class Options(ClientOptions):
+    """Train nanochat's model with its own optimizer and with ours, and compare loss and time."""
+
+    variants: Annotated[tuple[str, ...], who(contestants())] = ()
+    out: Annotated[Path, FOLDER] = Path("out/bench-nanochat")
+    lr_scale: Annotated[
+        float,
+        "times every learning rate; its training script would take sqrt(bytes of a step / 524288)",
+    ] = 1.0
+
+
 # The model
 
 
@@ -157,55 +204,11 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
-# The optimizers
-
-
-def its_optimizer(model: nn.Module, lr_scale: float = 1.0) -> Any:
-    """As the model sets it up; every learning rate times `lr_scale`."""
-    with redirect_stdout(sys.stderr):
-        optimizer: Any = model.setup_optimizer(weight_decay=WEIGHT_DECAY)  # type: ignore[operator]
-    for group in optimizer.param_groups:
-        group["lr"] = group["initial_lr"] = lr_scale * group["lr"]
-    return optimizer
-
-
-def our_optimizer(model: nn.Module, lr_scale: float = 1.0, **options: Any) -> samestep.MuonAdamW:
-    """Ours for the same groups; like nanochat's, without 32-bit copies of 16-bit embeddings."""
-    groups = its_optimizer(model, lr_scale).param_groups
-    mapped = [our_group(group) for group in groups]
-    return samestep.MuonAdamW(mapped, master_weights=False, **options)
-
-
-def contestants(lr_scale: float = 1.0) -> tuple[Contestant, ...]:
-    def ours(**options: Any) -> Callable[[nn.Module], Any]:
-        return lambda model: our_optimizer(model, lr_scale, **options)
-
-    mine: dict[str, Any] = {"ours": True, "rival": "nanochat"}
-    aside = mine | {"default": False}
-    return (
-        Contestant("nanochat", "nanochat's own", lambda model: its_optimizer(model, lr_scale)),
-        Contestant("ours", "samestep.MuonAdamW with default options", ours(), **mine),
-        Contestant("ours-graph", "the same, cuda_graph=True", ours(cuda_graph=True), **aside),
-        Contestant("ours-eager", "the same, cuda_graph=False", ours(cuda_graph=False), **aside),
-        Contestant(
-            "ours-plain-torch", "the same without kernels (SAMESTEP_KERNELS=0)", ours(), **aside,
-            kernels=False,
-        ),
-    )  # fmt: skip
-
-
 # The command
 
 
 def parse(words: Sequence[str], prog: str) -> Options:
-    options, known = Options(), contestants()
-    parser = client_parser(prog, options, known, "out/bench-nanochat")
-    parser.add_argument(
-        "--lr-scale", type=float, default=1.0,
-        help="times every learning rate; its training script would take sqrt(bytes of a step / "
-        "524288) (1)",
-    )  # fmt: skip
-    read_client(parser, options, known, words)
+    options = read_client(Options, contestants(), words, prog)
     if not 0 < options.lr_scale < float("inf"):
         raise BadRequestError(f"--lr-scale must be above 0, got {options.lr_scale}")
     return options

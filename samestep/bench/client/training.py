@@ -8,7 +8,6 @@ and after `optimizer.step()`: that is the optimizer's time, and the host's until
 others nothing is awaited inside, as in a training: that is the time of an iteration.
 """
 
-import argparse
 import copy
 import gc
 import math
@@ -19,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,28 +32,34 @@ from samestep.bench.gpu.measure import (
     settle,
     times_of,
 )
-from samestep.bench.gpu.options import Contestant, SharedOptions, at_least, parser_for, read
-from samestep.tooling.request import BadRequestError, Parser
+from samestep.bench.gpu.options import Contestant, SharedOptions, at_least, read
+from samestep.tooling.request import BadRequestError
 from samestep.train.corpus import Corpus, Order, load_corpus, load_file, validation_starts, windows
 
 # What every client can be asked
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+Dtype = Literal["bfloat16", "float32"]
+DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+@dataclass
 class ClientOptions(SharedOptions):
-    """How a client is trained."""
+    """How a client is trained. What is None here depends on the device, and is set when read."""
 
-    cpu_dtype: str  # of the passes on a CPU, unless --dtype names one
-    layers: int
-    steps: int
-    seeds: Sequence[int]
-    batch: int
-    sequence: int
-    dtype: str
-    compile: bool
-    every: int
-    data: Path | None
+    warmup: Annotated[int, "turns that are not counted"] = 10
+    layers: Annotated[int, "of the model; the width follows"] = 12
+    steps: Annotated[int, "of each training"] = 500
+    batch: Annotated[int, "sequences of a step"] = 16
+    sequence: Annotated[int, "bytes of a sequence"] = 1024
+    every: Annotated[int, "steps between losses on the screen"] = 50
+    seeds: Annotated[
+        tuple[int, ...], "each decides the initial weights and the batches of one training"
+    ] = (0, 1, 2)
+    dtype: Annotated[Dtype, "of the passes (bfloat16; float32 on a CPU)"] = None  # type: ignore[assignment]
+    compile: Annotated[bool, "compile the model (on CUDA; not on a CPU)"] = None  # type: ignore[assignment]
+    data: Annotated[
+        Path | None, "a file to train on (the sources of Python's standard library)"
+    ] = None
 
     def corpus(self) -> Corpus:
         """The text, as bytes; BadRequestError where it is too short."""
@@ -71,45 +76,14 @@ class ClientOptions(SharedOptions):
         return corpus
 
 
-def client_parser(
-    prog: str, options: ClientOptions, contestants: Sequence[Contestant], out: str
-) -> Parser:
-    parser = parser_for(prog, options.__doc__, contestants, warmup=10, out=out)
-    for name, default, text in (
-        ("--layers", 12, "of the model; the width follows"),
-        ("--steps", 500, "of each training"),
-        ("--batch", 16, "sequences of a step"),
-        ("--sequence", 1024, "bytes of a sequence"),
-        ("--every", 50, "steps between losses on the screen"),
-    ):
-        parser.add_argument(name, type=int, default=default, help=f"{text} ({default})")
-    parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED",
-        help="each decides the initial weights and the batches of one training (0 1 2)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=tuple(DTYPES), default=None,
-        help=f"of the passes (bfloat16; {options.cpu_dtype} on a CPU)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--compile", action=argparse.BooleanOptionalAction, default=None,
-        help="compile the model (on CUDA; not on a CPU)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--data", type=Path, default=None,
-        help="a file to train on (the sources of Python's standard library)",
-    )  # fmt: skip
-    return parser
+ClientT = TypeVar("ClientT", bound=ClientOptions)
 
 
 def read_client(
-    parser: Parser,
-    options: ClientOptions,
-    contestants: Sequence[Contestant],
-    words: Sequence[str],
-) -> None:
-    """Fill in the options; refuses values that cannot run, before anything is made."""
-    read(parser, options, contestants, words)
+    kind: type[ClientT], contestants: Sequence[Contestant], words: Sequence[str], prog: str
+) -> ClientT:
+    """Refuses values that cannot run, before anything is made."""
+    options = read(kind, contestants, words, prog)
     at_least(1, options, "layers", "steps", "batch", "every")
     at_least(2, options, "sequence")
     if options.warmup > options.steps - 2:
@@ -124,8 +98,9 @@ def read_client(
         raise BadRequestError(f"--data {str(options.data)!r} is not a file")
     options.seeds = tuple(dict.fromkeys(options.seeds))
     on_gpu = options.device == "cuda"
-    options.dtype = options.dtype or ("bfloat16" if on_gpu else options.cpu_dtype)
+    options.dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
     options.compile = on_gpu if options.compile is None else options.compile
+    return options
 
 
 # The trainings

@@ -1,27 +1,16 @@
 """What every benchmark of a GPU can be asked, and the peers that `--peer-path` leads to."""
 
-import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from samestep.tooling.request import BadRequestError, Parser
-
-
-class SharedOptions(argparse.Namespace):
-    """What every benchmark here can be asked; a parser fills it in."""
-
-    variants: Sequence[str]
-    warmup: int
-    peer_path: Sequence[Path]
-    out: Path
-    device: str
-    command: str  # as it was given
+from samestep.tooling.request import BadRequestError, parse_flags
 
 
 class Contestant(NamedTuple):
@@ -38,46 +27,37 @@ class Contestant(NamedTuple):
     rival: str = ""  # of ours: whom its loss and times are compared with
 
 
-def parser_for(
-    prog: str,
-    description: str | None,
-    contestants: Sequence[Contestant],
-    *,
-    warmup: int,
-    out: str,
-    rounds: int | None = None,
-) -> Parser:
-    """With `--rounds` where contestants take turns."""
-    parser = Parser(prog=prog, description=description, allow_abbrev=False)
-    usual = [contestant.name for contestant in contestants if contestant.default]
+def who(contestants: Sequence[Contestant]) -> str:
+    """Can take part: the help of `--variants`."""
     left_out = [contestant.name for contestant in contestants if not contestant.default]
     names = ", ".join(contestant.name for contestant in contestants)
     unless = f"all but {' and '.join(left_out)}" if left_out else "all"
-    parser.add_argument(
-        "--variants", nargs="+", default=usual, metavar="NAME",
-        help=f"who takes part: {names} ({unless})",
-    )  # fmt: skip
-    parser.add_argument(
-        "--warmup", type=int, default=warmup, help=f"turns that are not counted ({warmup})"
-    )
-    parser.add_argument(
-        "--peer-path", type=Path, action="append", default=[], metavar="PATH",
-        help="a checkout of nanochat, dion or gram-newton-schulz; may be given several times",
-    )  # fmt: skip
-    parser.add_argument(
-        "--out", type=Path, default=Path(out), help=f"folder for results; made if missing ({out})"
-    )
-    parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to try it (cuda)"
-    )
-    if rounds is not None:
-        parser.add_argument(
-            "--rounds", type=int, default=rounds, help=f"turns of each contestant ({rounds})"
-        )
-    return parser
+    return f"who takes part: {names} ({unless})"
 
 
-def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
+FOLDER = "folder for results; made if missing"  # the help of `--out`
+
+
+@dataclass
+class SharedOptions:
+    """What every benchmark here can be asked."""
+
+    command = ""  # as it was given; no flag, since it has no type
+
+    variants: Annotated[tuple[str, ...], who(())] = ()
+    warmup: Annotated[int, "turns that are not counted"] = 3
+    peer_path: Annotated[
+        tuple[Path, ...],
+        "a checkout of nanochat, dion or gram-newton-schulz; may be given several times",
+    ] = ()
+    out: Annotated[Path, FOLDER] = Path("out")
+    device: Annotated[Literal["cuda", "cpu"], "cpu: only to try it"] = "cuda"
+
+
+OptionsT = TypeVar("OptionsT", bound=SharedOptions)
+
+
+def at_least(least: int, given: object, *names: str) -> None:
     for name in names:
         value = getattr(given, name)
         if value < least:
@@ -85,22 +65,21 @@ def at_least(least: int, given: argparse.Namespace, *names: str) -> None:
 
 
 def read(
-    parser: Parser,
-    options: SharedOptions,
-    contestants: Sequence[Contestant],
-    words: Sequence[str],
-) -> None:
-    """Fill in the options; refuses values that cannot run, before anything is made."""
-    parser.parse_args(words, options)
+    kind: type[OptionsT], contestants: Sequence[Contestant], words: Sequence[str], prog: str
+) -> OptionsT:
+    """Refuses values that cannot run, before anything is made."""
+    options = parse_flags(kind, words, prog)
     at_least(1, options, *(name for name in ("rounds", "warmup") if hasattr(options, name)))
     for path in options.peer_path:
         if not path.is_dir():
             raise BadRequestError(f"--peer-path {str(path)!r} is not a folder")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise BadRequestError("--device cuda needs a CUDA device, and there is none here")
+    usual = [contestant.name for contestant in contestants if contestant.default]
     names = [contestant.name for contestant in contestants]
-    options.variants = chosen("--variants", options.variants, names)
-    options.command = shlex.join([*parser.prog.split(), *words])
+    options.variants = chosen("--variants", options.variants or usual, names)
+    options.command = shlex.join([*prog.split(), *words])
+    return options
 
 
 def device_of(name: str) -> torch.device:

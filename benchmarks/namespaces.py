@@ -1,9 +1,6 @@
-"""Network namespaces as hosts of one machine.
+"""Network namespaces as hosts of one machine, or as ranks with a network card of their own.
 
-    two_hosts   two of them, with a name and an address each, and a link between
-    cards       a namespace for each rank of some hosts, whose card is slow towards other hosts
-
-Needs Linux and root (`ip netns`, `unshare`; `tc` for cards).
+Needs Linux and root (`ip netns`, `unshare`; `tc` for cards that are slow).
 """
 
 import os
@@ -17,11 +14,9 @@ from pathlib import Path
 
 from samestep.tooling.request import BadRequestError
 
-HOSTS = ("samestep-north", "samestep-south")
-LINKS = ("ss-north", "ss-south")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+HOSTS = ("samestep-north", "samestep-south")  # what they are called, where a host is one card
 PORT = 29577
-CARD = "card"  # the network card of a rank
+CARD = "card"  # the network card of a rank, or of a host
 PACKET = 9000  # bytes of a packet between cards, as clusters have them
 SLOW = "1:20"  # the class of what goes to other hosts
 
@@ -47,48 +42,30 @@ def require_hosts() -> None:
         raise BadRequestError(f"two hosts cannot be made here: {reason}")
 
 
-@contextmanager
-def two_hosts() -> Iterator[None]:
-    """Two namespaces with a link between them; gone afterwards."""
-    _forget(HOSTS)
-    try:
-        _run("ip", "link", "add", LINKS[0], "type", "veth", "peer", "name", LINKS[1])
-        for host, link, address in zip(HOSTS, LINKS, ADDRESSES, strict=True):
-            _run("ip", "netns", "add", host)
-            _run("ip", "link", "set", link, "netns", host)
-            _run("ip", "-n", host, "addr", "add", f"{address}/24", "dev", link)
-            for each in (link, "lo"):
-                _run("ip", "-n", host, "link", "set", each, "up")
-        yield
-    finally:
-        _forget(HOSTS)
-        subprocess.run(["ip", "link", "del", LINKS[0]], capture_output=True)
-
-
 def cut_the_link() -> None:
-    """From now on nothing arrives, and nobody is told."""
-    _run("ip", "-n", HOSTS[1], "link", "set", LINKS[1], "down")
+    """Of the second host: from now on nothing arrives, and nobody is told."""
+    _run("ip", "-n", "card_1", "link", "set", CARD, "down")
 
 
 def torchrun(
     words: Sequence[str], number: int, hosts: int, ranks: int, log: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m torch.distributed.run ... words` on a host, in a session of its own."""
+    """Start `python -m torch.distributed.run ... words` on a host of one card."""
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", str(hosts),
         "--node-rank", str(number), "--nproc-per-node", str(ranks),
-        "--master-addr", ADDRESSES[0], "--master-port", str(PORT), *words,
+        "--master-addr", card_address(0, 1), "--master-port", str(PORT), *words,
     ]  # fmt: skip
     named = ["unshare", "--uts", "sh", "-c", f'hostname {HOSTS[number]}; exec "$@"', "sh"]
-    return _start(HOSTS[number], [*named, *command], LINKS[number], log, environment)
+    return _start(number, [*named, *command], log, environment)
 
 
 @contextmanager
-def cards(hosts: int, per_host: int, pace: float) -> Iterator[None]:
-    """A namespace for each rank: `card_0` and so on; gone afterwards.
+def cards(hosts: int, per_host: int = 1, pace: float | None = None) -> Iterator[None]:
+    """A namespace for each rank, or for a whole host: `card_0` and so on; gone afterwards.
 
-    What goes to, or comes from, a rank of another host passes at `pace` bytes per second, in each
-    direction of each rank's card; inside a host nothing holds it up.
+    What goes to, or comes from, a card of another host passes at `pace` bytes per second, if that
+    is given, in each direction of each card; inside a host nothing holds it up.
     """
     names = ["card_switch", *(f"card_{rank}" for rank in range(hosts * per_host))]
     _forget(names)
@@ -107,7 +84,9 @@ def cards(hosts: int, per_host: int, pace: float) -> Iterator[None]:
             for where, end, side in ((names[0], port, "src"), (name, CARD, "dst")):
                 _run("ip", "-n", where, "link", "set", end, "mtu", str(PACKET), "up")
                 others = [host for host in range(hosts) if host != rank // per_host]
-                _slow_down(where, end, pace, [f"ip {side} 10.78.{host}.0/24" for host in others])
+                matches = [f"ip {side} 10.78.{host}.0/24" for host in others]
+                if pace is not None:
+                    _slow_down(where, end, pace, matches)
         yield
     finally:
         _forget(names)
@@ -122,7 +101,7 @@ def card_address(rank: int, per_host: int) -> str:
 def start_on_card(
     words: Sequence[str], rank: int, hosts: int, per_host: int, log: Path, **environment: str
 ) -> subprocess.Popen[bytes]:
-    """Start `python words` as a rank of gloo, in a session of its own."""
+    """Start `python words` as a rank of gloo."""
     usual = {
         "RANK": str(rank),
         "WORLD_SIZE": str(hosts * per_host),
@@ -131,16 +110,16 @@ def start_on_card(
         "MASTER_ADDR": card_address(0, per_host),
         "MASTER_PORT": str(PORT),
     }
-    command = [sys.executable, *words]
-    return _start(f"card_{rank}", command, CARD, log, {**usual, **environment})
+    return _start(rank, [sys.executable, *words], log, {**usual, **environment})
 
 
 def _start(
-    namespace: str, words: Sequence[str], card: str, log: Path, environment: Mapping[str, str]
+    card: int, words: Sequence[str], log: Path, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes]:
-    usual = {"GLOO_SOCKET_IFNAME": card, "OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
+    """In a session of its own."""
+    usual = {"GLOO_SOCKET_IFNAME": CARD, "OMP_NUM_THREADS": "1", "ONEDNN_JIT_PROFILE": "0"}
     return subprocess.Popen(
-        ["ip", "netns", "exec", namespace, *words],
+        ["ip", "netns", "exec", f"card_{card}", *words],
         env={**os.environ, **usual, **environment},
         stdout=log.open("w"),  # a pipe may fill up
         stderr=subprocess.STDOUT,

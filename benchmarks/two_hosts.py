@@ -1,7 +1,7 @@
 """Two "hosts" on one machine: the hybrid lane on both, and what happens when one is cut off.
 
-Each host is a network namespace with a name of its own, joined by a pair of virtual links, and
-runs torchrun with half of the ranks. The same run on one host must give the same bits. Then the
+Each host is a network namespace with a name of its own, joined by virtual links, and runs
+torchrun with half of the ranks. The same run on one host must give the same bits. Then the
 link is cut in the middle of a run: every rank has to end, with an error, within the timeout.
 
     python -m benchmarks.two_hosts --out receipts/two_hosts
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks import run_script, write_json
-from benchmarks.namespaces import cut_the_link, end, require_hosts, torchrun, two_hosts
+from benchmarks.namespaces import cards, cut_the_link, end, require_hosts, torchrun
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
 from samestep.mesh import build
@@ -76,7 +76,7 @@ class Ended(NamedTuple):
 def run(options: Options, hosts: int, *, cut: bool = False) -> Ended:
     """Train with one torchrun per host; with one host it has all ranks."""
     since, ranks = time.time(), 2 * options.ranks_per_host // hosts
-    with two_hosts(), tempfile.TemporaryDirectory(prefix="two_hosts_") as folder:
+    with cards(2), tempfile.TemporaryDirectory(prefix="two_hosts_") as folder:
         marks = Path(folder)
         asked = json.dumps([options.layers, options.steps, options.timeout, folder])
         words = ["-m", "benchmarks.two_hosts"]

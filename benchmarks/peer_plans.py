@@ -219,24 +219,60 @@ def _in_turns(params: Sequence[Param], ranks: int) -> list[int]:
 # --- their time ------------------------------------------------------------------------------
 
 
-class _Clocks:
-    """Hosts and links of all ranks, as in `estimate.timeline`, while shares are iterated over.
+class Design(NamedTuple):
+    """How somebody shares a step among the ranks of a grid.
 
     overlaps: reductions with backward and gathers with the next forward, where there is a training;
-        gradients and parameters then lie in buffers, and nothing is put together.
+        gradients and parameters then lie in buffers, and nothing is put together. Those who do so
+        also clip.
     """
 
-    def __init__(
-        self, shares: Sequence[Share], grid: Grid, hardware: Hardware, overlaps: bool, clips: bool
-    ) -> None:
-        self._shares, self._grid, self._hardware = shares, grid, hardware
-        self._overlaps, self._clips = overlaps, clips
-        self.now, self._link, self.exposed = (grid.zeros() for _ in range(3))
-        self._sends = [share.transfers() or (None, None) for share in shares]
-        self._updates = [grid.spread(share.work(hardware)[0], share.peers) for share in shares]
+    shares: Sequence[Share]
+    grid: Grid
+    hardware: Hardware
+    overlaps: bool
+
+    def seconds(self, training: Training | None) -> tuple[float, float]:
+        """Of a step, or of the second of two iterations; and what of it is exposed, on average."""
+        clocks = _Clocks(self)
+        if training is not None:
+            clocks.iterate(training)
+        begun, exposed = clocks.now, clocks.exposed
+        clocks.iterate(training)
+        for number in [*clocks.gathers] if training is None else ():
+            clocks.wait_for_gather(number)
+        seconds = float(clocks.now.max()) - float(begun.min())
+        return seconds, float((clocks.exposed - exposed).mean())
+
+    def point(self, trainings: tuple[Training, Training], beside: int) -> Point:
+        """beside: bytes per rank of parameters, whole gradients, and what is gathered apart."""
+        sent, flops, state = (self.grid.zeros() for _ in range(3))
+        for share in self.shares:
+            for each in share.transfers() or ():
+                sent += each.spread(each.sent_by_all(), self.grid)
+            _, of_products, of_state = share.work(self.hardware)
+            flops += self.grid.spread(of_products, share.peers)
+            state += self.grid.spread(of_state, share.peers)
+        step, same, less = map(self.seconds, (None, *trainings))
+        return Point(
+            self.grid.ranks, *step, *same, less[0], float(sent.mean()), float(sent.max()),
+            float(flops.max() / flops.mean()), int((flops == 0).sum()),
+            round(float(state.max())) + beside, len(self.shares), 1,
+        )  # fmt: skip
+
+
+class _Clocks:
+    """Hosts and links of all ranks, as in `estimate.timeline`, while shares are iterated over."""
+
+    def __init__(self, design: Design) -> None:
+        self._shares, self._grid, self._hardware, self._overlaps = design
+        self.now, self._link, self.exposed = (self._grid.zeros() for _ in range(3))
+        self._sends = [share.transfers() or (None, None) for share in self._shares]
+        work = [(share.work(self._hardware)[0], share.peers) for share in self._shares]
+        self._updates = [self._grid.spread(*of_share) for of_share in work]
         # Bytes of putting together what travels, or of putting it back.
-        moved = [0 if overlaps else 2 * share.padded * DTYPE.itemsize for share in shares]
-        self._copies = [size / hardware.bytes_rate for size in moved]
+        moved = [2 * share.padded * DTYPE.itemsize for share in self._shares]
+        self._copies = [0 if self._overlaps else size / self._hardware.bytes_rate for size in moved]
         self.gathers: dict[int, tuple[Tensor, Tensor]] = {}  # on their way
 
     def iterate(self, training: Training | None) -> None:
@@ -262,7 +298,7 @@ class _Clocks:
             self._layers(training, "backward")
         for number in order[len(reductions) :]:
             reduce(number)
-        if self._clips:
+        if self._overlaps:
             for times in reductions:
                 self._wait(times)
             everyone = self._grid.peers(*self._grid.sizes)
@@ -315,55 +351,6 @@ class _Clocks:
                 self.now, self.exposed = self.now + seconds, self.exposed + seconds
 
 
-def seconds_of_peer(
-    shares: Sequence[Share],
-    grid: Grid,
-    hardware: Hardware,
-    training: Training | None,
-    *,
-    overlaps: bool,
-    clips: bool,
-) -> tuple[float, float]:
-    """Of a step, or of the second of two iterations; and how much of it is exposed, on average."""
-    clocks = _Clocks(shares, grid, hardware, overlaps, clips)
-    if training is not None:
-        clocks.iterate(training)
-    begun, exposed = clocks.now, clocks.exposed
-    clocks.iterate(training)
-    for number in [*clocks.gathers] if training is None else ():
-        clocks.wait_for_gather(number)
-    seconds = float(clocks.now.max()) - float(begun.min())
-    return seconds, float((clocks.exposed - exposed).mean())
-
-
-def peer_point(
-    shares: Sequence[Share],
-    grid: Grid,
-    hardware: Hardware,
-    trainings: tuple[Training, Training],
-    *,
-    overlaps: bool,
-    beside: int,
-) -> Point:
-    """beside: bytes per rank of parameters and whole gradients, and of what is gathered apart."""
-    sent, flops, state = (grid.zeros() for _ in range(3))
-    for share in shares:
-        for each in share.transfers() or ():
-            sent += each.spread(each.sent_by_all(), grid)
-        _, of_products, of_state = share.work(hardware)
-        flops += grid.spread(of_products, share.peers)
-        state += grid.spread(of_state, share.peers)
-    step, same, less = (
-        seconds_of_peer(shares, grid, hardware, training, overlaps=overlaps, clips=overlaps)
-        for training in (None, *trainings)
-    )
-    return Point(
-        grid.ranks, *step, *same, less[0], float(sent.mean()), float(sent.max()),
-        float(flops.max() / flops.mean()), int((flops == 0).sum()),
-        round(float(state.max())) + beside, len(shares), 1,
-    )  # fmt: skip
-
-
 def all_peers(
     plan: Blueprint, model: Model, hardware: Hardware, trainings: tuple[Training, Training]
 ) -> dict[str, Point]:
@@ -378,7 +365,5 @@ def all_peers(
     for name, shares in plans.items():
         overlaps, buffers = name != "nanochat", DTYPE.itemsize * sum(s.padded for s in shares)
         beside = 2 * buffers if overlaps else 2 * whole + buffers
-        found[name] = peer_point(
-            shares, plan.grid, hardware, trainings, overlaps=overlaps, beside=beside
-        )
+        found[name] = Design(shares, plan.grid, hardware, overlaps).point(trainings, beside)
     return found

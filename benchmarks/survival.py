@@ -167,14 +167,30 @@ def judge(
     return sum(not value <= limit for value in exact.values()), exact[place], place
 
 
-def survey(
-    result: Result, run: Run, polynomial: str, shapes: Sequence[Shape], blocks: int, until: float,
-    device: torch.device, seed: int,
-) -> None:  # fmt: skip
+class Trial:
+    """A combination on a device, and what has come of it."""
+
+    def __init__(self, combination: Combination, device: torch.device) -> None:
+        self.result = Result(combination.name)
+        self.polynomial, self.device = combination.polynomial, device
+        self.run = runner(combination, device)
+        self.larger = 32 if device.type == "cuda" else 1  # batches than on a CPU
+
+    def look(self, worst: Worst, given: Tensor, table: Sequence[Coefficients], where: str) -> None:
+        """Judge what comes of blocks, and note the worst of all so far."""
+        norm_factor = POLYNOMIALS[self.polynomial].norm_factor
+        failures, value, place = judge(self.run(given, table), table, norm_factor)
+        self.result.failures += failures
+        excess = value - basin_of(as_table(table), norm_factor).largest[-1]
+        if not excess <= worst.excess:
+            worst.excess, worst.value = excess, value
+            worst.where = where.format(place)
+
+
+def survey(trial: Trial, shapes: Sequence[Shape], blocks: int, until: float, seed: int) -> None:
     """Every shape with every kind, as many rounds as it takes; the steps go round on their own."""
-    rounds = itertools.cycle(STEPS)
-    norm_factor = POLYNOMIALS[polynomial].norm_factor
-    most = ELEMENTS * (32 if device.type == "cuda" else 1)
+    rounds, result = itertools.cycle(STEPS), trial.result
+    most = ELEMENTS * trial.larger
     cells = list(itertools.product(shapes, KINDS))
     weights = {shape: 1 / (shape[0] * shape[1]) ** 0.75 for shape in shapes}
     whole = sum(weights[shape] for shape, _ in cells)
@@ -188,34 +204,21 @@ def survey(
             share = blocks * weights[shape] / whole
             count = max(1, min(int(share) + 1, most // (4 * shape[0] * shape[1])))
             steps, seed = next(rounds), seed + 1
-            table = step_coefficients(polynomial, steps)
-            given = blocks_of(kind, shape, count, seed, table, device)
-            failures, value, place = judge(run(given, table), table, norm_factor)
-            result.blocks, result.failures = result.blocks + count, result.failures + failures
-            where = f"{shape[0]}x{shape[1]} {kind}, {steps} steps, seed {seed}, block {place}"
-            note(result.worst, value, table, norm_factor, f"{where} of {count}")
+            table = step_coefficients(trial.polynomial, steps)
+            given = blocks_of(kind, shape, count, seed, table, trial.device)
+            result.blocks += count
+            where = f"{shape[0]}x{shape[1]} {kind}, {steps} steps, seed {seed}"
+            trial.look(result.worst, given, table, f"{where}, block {{}} of {count}")
 
 
-def note(
-    worst: Worst, value: float, table: Sequence[Coefficients], norm_factor: float, where: str
-) -> None:
-    excess = value - basin_of(as_table(table), norm_factor).largest[-1]
-    if not excess <= worst.excess:
-        worst.excess, worst.value, worst.where = excess, value, where
-
-
-def climb(
-    result: Result, run: Run, polynomial: str, shapes: Sequence[Shape], until: float,
-    device: torch.device, seed: int,
-) -> None:  # fmt: skip
+def climb(trial: Trial, shapes: Sequence[Shape], until: float, seed: int) -> None:
     """Change blocks at random and keep what makes the largest singular value grow."""
-    norm_factor = POLYNOMIALS[polynomial].norm_factor
-    most = CHAINS * (32 if device.type == "cuda" else 1)
+    most, run, device = CHAINS * trial.larger, trial.run, trial.device
     turns = list(itertools.product((5, 3, 8), shapes))
     for number, (steps, shape) in enumerate(turns):
         now = time.perf_counter()
         end = now + max(0.0, until - now) / (len(turns) - number)
-        table = step_coefficients(polynomial, steps)
+        table = step_coefficients(trial.polynomial, steps)
         count = max(8, most // (shape[0] * shape[1]))
         given = blocks_of("dangerous", shape, count, seed + number, table, device, scaled=False)
         generator = torch.Generator(device).manual_seed(seed + number)
@@ -232,11 +235,9 @@ def climb(
                 quarter = max(1, count // 4)
                 given[order[-quarter:]] = given[order[:quarter]]
                 values[order[-quarter:]] = values[order[:quarter]]
-        failures, value, place = judge(run(given, table), table, norm_factor)
-        result.climbed += count * (rounds + 1)
-        result.failures += failures
+        trial.result.climbed += count * (rounds + 1)
         where = f"{shape[0]}x{shape[1]}, {steps} steps, seed {seed + number}, {rounds} rounds"
-        note(result.worst_climbed, value, table, norm_factor, f"{where}, block {place}")
+        trial.look(trial.result.worst_climbed, given, table, f"{where}, block {{}}")
 
 
 def _changes(given: Tensor, generator: torch.Generator) -> Tensor:
@@ -255,21 +256,20 @@ def _changes(given: Tensor, generator: torch.Generator) -> Tensor:
 def tried(combination: Combination, options: argparse.Namespace, seed: int) -> Result:
     device = torch.device(options.device)
     start = time.perf_counter()
-    result, run = Result(combination.name), runner(combination, device)
-    arguments = (result, run, combination.polynomial)
+    trial = Trial(combination, device)
     end = start + options.seconds
     graphs: Any = nullcontext()
     if device.type == "cuda":  # small ones are not recorded as graphs: every batch has a new shape
         graphs = patch("samestep.kernels.orthogonalize.SMALL", 0.0)
     with graphs:
-        survey(*arguments, SHAPES, options.blocks, start + 0.6 * options.seconds, device, seed)
+        survey(trial, SHAPES, options.blocks, start + 0.6 * options.seconds, seed)
         if options.large:
             now = time.perf_counter()
             until = now + max(0.0, 0.5 * (end - now))
-            survey(*arguments, LARGE, 3000, until, device, seed + 500_000)
-    climb(*arguments, CLIMBED, end, device, seed + 900_000)
-    result.seconds = round(time.perf_counter() - start, 1)
-    return result
+            survey(trial, LARGE, 3000, until, seed + 500_000)
+    climb(trial, CLIMBED, end, seed + 900_000)
+    trial.result.seconds = round(time.perf_counter() - start, 1)
+    return trial.result
 
 
 def line_of(result: Result) -> str:

@@ -5,7 +5,7 @@ from math import inf
 import pytest
 import torch
 
-from benchmarks.peer_plans import Param, layer_wise, nanochat, seconds_of_peer
+from benchmarks.peer_plans import Design, Param, layer_wise, nanochat
 from benchmarks.scaling import in_copies
 from samestep.estimate.cluster import Settings, stage_blueprint
 from samestep.estimate.grid import Peers, one_axis
@@ -66,7 +66,7 @@ def test_a_step_of_others_waits_for_links_and_for_owners():
     shares = nanochat(PARAMS)
     # Three reductions, 1 s each. The table is updated after the first (a piece of 2 s), two squares
     # after that (4 s), the wide one (2 s); the last gather takes 1 s more.
-    seconds, exposed = seconds_of_peer(shares, grid, machine, None, overlaps=False, clips=False)
+    seconds, exposed = Design(shares, grid, machine, overlaps=False).seconds(None)
     assert seconds == pytest.approx(1 + 2 + 4 + 2 + 1)
     # All wait for the first reduction; the first rank for the last gather, the next two for two of
     # them, and the last one, which has no matrix, for all three.

@@ -4,10 +4,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ import samestep
 from samestep.models.gpt import GPTConfig
 from samestep.tooling.output import json_file, write_files
 from samestep.tooling.request import BadRequestError
-
-if TYPE_CHECKING:
-    from rich.table import Table  # which not every script needs
 
 HEAD_WIDTH = 64
 VERSIONS = {"samestep": samestep.__version__, "torch": torch.__version__}
@@ -58,19 +55,11 @@ def batch(shape: Any, number: int) -> tuple[Tensor, Tensor]:
     return tokens, targets
 
 
-def number_table(
-    title: str, columns: Sequence[str], texts: int = 0, narrow: bool = False
-) -> "Table":
-    """Without rows yet; the first columns are texts, the others numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    look: Any = {"box": SIMPLE_HEAD, "padding": (0, 0, 0, 1), "show_edge": False} if narrow else {}
-    table = Table(title=title, **look)
-    for place, column in enumerate(columns):
-        justify: Any = "left" if place < texts else "right"
-        table.add_column(column, justify=justify, no_wrap=place < texts or narrow)
-    return table
+def slowest(seconds: float) -> float:
+    """Of all ranks."""
+    longest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return longest.item()
 
 
 def heading(script: str, options: Any, load_before: float | None = None) -> dict[str, Any]:

@@ -5,13 +5,12 @@ and worst. A peer's loop runs if `--peer-path` leads to its checkout. Needs torc
 """
 
 import argparse
-import importlib
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +18,10 @@ from torch import Tensor
 from benchmarks import write_json
 from benchmarks.hard_blocks import Shape, blocks_of
 from benchmarks.kernel_arithmetic import BFLOAT16, FLOAT16, OLD, OLD_SEGMENTS, emulated
-from samestep.bench.gpu.measure import Reference, our_reference, polynomial
+from samestep.bench.gpu.measure import our_reference, polynomial
+from samestep.bench.gpu.options import make_importable, peer
 from samestep.bench.gpu.report import describe
+from samestep.bench.orthogonalize import Function
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize
 
 SHAPES: tuple[Shape, ...] = ((6, 12), (64, 64), (128, 128), (128, 512), (256, 1024))
@@ -29,15 +30,7 @@ SPECTRA = ("gaussian", "power law", "steep", "low rank", "equilibrated", "uneven
 POLAR, QUINTIC = our_reference("polar-express"), our_reference("newton-schulz")
 
 
-class Contestant(NamedTuple):
-    """A function of a batch (B, rows, cols) float32, and the polynomial it is to compute."""
-
-    name: str
-    call: Callable[[Tensor], Tensor]
-    reference: Reference
-
-
-def contestants(device: torch.device) -> Iterator[Contestant]:
+def contestants(device: torch.device) -> Iterator[tuple[str, Function]]:
     """Ours as it runs on the device (emulated on a CPU), as it was, and who can be imported."""
     on_gpu = device.type == "cuda"
     emulated_polar = partial(emulated, table=USUAL_TABLE, norm_factor=POLAR.norm_factor)
@@ -54,18 +47,17 @@ def contestants(device: torch.device) -> Iterator[Contestant]:
         segments = OLD_SEGMENTS if wide else None
         return emulated_polar(X, execution="standard", arithmetic=OLD, segments=segments)
 
-    yield Contestant("ours, float16", ours(FLOAT16, torch.float16), POLAR)
-    yield Contestant("ours, bfloat16", ours(BFLOAT16, torch.bfloat16), POLAR)
-    yield Contestant("ours before, emulated", before, POLAR)
-    yield Contestant("nanochat's loop", _nanochat, POLAR)
-    its: Any = importlib.import_module("torch.optim._muon")
-    yield Contestant("torch", _each(its._zeropower_via_newtonschulz), QUINTIC)
+    yield "ours, float16", Function(ours(FLOAT16, torch.float16), POLAR)
+    yield "ours, bfloat16", Function(ours(BFLOAT16, torch.bfloat16), POLAR)
+    yield "ours before, emulated", Function(before, POLAR)
+    yield "nanochat's loop", Function(_nanochat, POLAR)
+    yield "torch", Function(_each(peer("torch.optim._muon")._zeropower_via_newtonschulz), QUINTIC)
     try:
-        dion = importlib.import_module("dion.polar_express").polar_express
+        dion = peer("dion.polar_express").polar_express
         # Not compiled: tuning its kernels takes minutes for each shape, and the rounding is that of
         # bfloat16 either way.
         plain = getattr(dion, "_torchdynamo_orig_callable", dion)
-        yield Contestant("dion", plain, POLAR._replace(norm_factor=1.02))
+        yield "dion", Function(plain, POLAR._replace(norm_factor=1.02))
     except ImportError as error:
         print(f"dion takes no part: {error}", file=sys.stderr)
 
@@ -89,10 +81,11 @@ def _nanochat(blocks: Tensor) -> Tensor:
     return found
 
 
-def distances(blocks: Tensor, contestant: Contestant) -> list[float]:
+def distances(blocks: Tensor, function: Function) -> list[float]:
     """Of each block, relative to the norm of the exact result."""
-    wanted = torch.stack([polynomial(block, contestant.reference) for block in blocks])
-    found = contestant.call(blocks.clone()).double()
+    assert function.reference is not None
+    wanted = torch.stack([polynomial(block, function.reference) for block in blocks])
+    found = function.call(blocks.clone()).double()
     norms = torch.linalg.matrix_norm(found - wanted) / torch.linalg.matrix_norm(wanted)
     return [float(norm) for norm in norms]
 
@@ -105,17 +98,17 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--peer-path", type=Path, action="append", default=[])
     parser.add_argument("--out", type=Path, default=Path("out/bench"))
     options = parser.parse_args(given)
-    sys.path[:0] = [str(path) for path in options.peer_path]
+    make_importable(options.peer_path)
     device = torch.device(options.device)
-    present = list(contestants(device))
-    print(f"{'':26s}" + "".join(f"{who.name:>24s}" for who in present))
+    present = dict(contestants(device))
+    print(f"{'':26s}" + "".join(f"{name:>24s}" for name in present))
     rows = []
     for shape in (*SHAPES, *(LARGE if options.large else ())):
         for number, kind in enumerate(SPECTRA):
             blocks = blocks_of(
                 kind, shape, options.blocks, number, USUAL_TABLE, device, scaled=False
             )
-            found = {who.name: distances(blocks, who) for who in present}
+            found = {name: distances(blocks, function) for name, function in present.items()}
             cells = {
                 name: {"median": statistics.median(of), "worst": max(of)}
                 for name, of in found.items()

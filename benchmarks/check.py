@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 import tyro
-from rich.console import Console
 
 import samestep
-from benchmarks import batch, gpt_config, heading, load_line, number_table, timed, write_json
+from benchmarks import batch, gpt_config, heading, load_line, timed, write_json
 from examples.gpt import GPT
-from samestep.launch import run_forked
+from samestep.bench.gpu.report import Screen
+from samestep.launch.forked import run_forked
 from samestep.stress import check
 from samestep.tooling.output import check_folder
 
@@ -93,16 +93,15 @@ def measure(rank: int, name: str, options: Options) -> tuple[Times, int]:
 
 def main(options: Options) -> None:
     check_folder(options.out)
-    console, results = Console(highlight=False), {}
+    screen, rows, results = Screen(), [], {}
     load = os.getloadavg()[0]
     title = f"one check on {options.ranks} ranks: seconds, medians of the slower rank"
     columns = ("", "gradients", "step", "check", "% of all", "% of steps", "locate")
-    table = number_table(title, columns, texts=1)
     for name in options.optimizers:
-        with console.status(f"{name} ..."):
-            per_rank = run_forked(
-                options.ranks, measure, name, options, timeout=3600, collective_timeout=300
-            )
+        screen.progress(f"{name} ...")
+        per_rank = run_forked(
+            options.ranks, measure, name, options, timeout=3600, collective_timeout=300
+        )
         parameters = per_rank[0][1]
         gradients, step, one_check, locate = (
             statistics.median(map(max, zip(*kinds, strict=True)))
@@ -110,20 +109,18 @@ def main(options: Options) -> None:
         )
         share = 100 * one_check / (STEPS_PER_CHECK * (gradients + step))
         share_of_optimizer = 100 * one_check / (STEPS_PER_CHECK * step)
-        table.add_row(
-            name, f"{gradients:.2f}", f"{step:.2f}", f"{one_check:.3f}", f"{share:.3f}",
-            f"{share_of_optimizer:.3f}", f"{locate:.3f}",
-        )  # fmt: skip
+        shown = one_check, share, share_of_optimizer, locate
+        rows.append([name, f"{gradients:.2f}", f"{step:.2f}", *(f"{each:.3f}" for each in shown)])
         results[name] = {
             "seconds": [times._asdict() for times, _ in per_rank],
             "percent_of_steps": share,
             "percent_of_optimizer_steps": share_of_optimizer,
         }
     receipt = heading("check", options, load) | {"parameters": parameters, "results": results}
-    console.print(table)
+    screen.table(title, columns, rows)
     worst = max(result["percent_of_steps"] for result in results.values())
     met = "met" if worst < BAR else "MISSED"
-    console.print(
+    screen.say(
         f"gradients: forward and backward. %: of {STEPS_PER_CHECK} times both, and of "
         f"{STEPS_PER_CHECK} optimizer steps. locate: a check that finds a difference.\n"
         f"{parameters / 1e6:.1f} million parameters. The bar of {BAR:g}% is {met}: at most "

@@ -19,16 +19,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 
 import samestep
-from benchmarks import timed, write_json
+from benchmarks import slowest, timed, write_json
 from benchmarks.cpu_step import gpt_parameters
+from samestep.bench.gpu.report import Screen
 from samestep.checkpoint import storage
 from samestep.checkpoint.logical import tensors_of
-from samestep.launch import run_forked
+from samestep.launch.forked import run_forked
 
 BARS = {"with checksums": 0.65, "without checksums": 0.9, "extra memory": 0.1, "blocked": 0.1}
 
@@ -54,12 +53,6 @@ def memory(field: str) -> int:
     """Bytes of this process: VmRSS now, or VmHWM at most."""
     line = next(li for li in Path("/proc/self/status").read_text().splitlines() if field in li)
     return int(line.split()[1]) * 1024
-
-
-def slowest(seconds: float) -> float:
-    longest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    return longest.item()
 
 
 def measure(rank: int, options: Options, folder: Path) -> dict[str, object]:
@@ -130,19 +123,20 @@ def main(options: Options) -> None:
         "extra memory": max(rank["extra"] / rank["held"] for rank in ranks),
         "blocked": medians["blocked"] / medians["async"],
     }
-    table = Table("", "seconds", "MB/s", title=f"{first['written'] / 1e6:,.0f} MB, two ranks")
-    for way in ("dcp", "ours", "ours unchecked", "async", "blocked"):
-        table.add_row(way, f"{medians[way]:.3f}", f"{first['written'] / medians[way] / 1e6:,.0f}")
-    console = Console()
-    console.print(table)
-    bars = Table("", "found", "bar", "")
-    met = {}
+    written = first["written"] / 1e6
+    rows = [
+        [way, f"{medians[way]:.3f}", f"{written / medians[way]:,.0f}"]
+        for way in ("dcp", "ours", "ours unchecked", "async", "blocked")
+    ]
+    screen = Screen()
+    screen.table(f"{written:,.0f} MB, two ranks", ("", "seconds", "MB/s"), rows)
+    bars, met = [], {}
     for name, value in found.items():
         least = "checksums" in name  # throughput is to be at least, memory and time at most that
         met[name] = value >= BARS[name] if least else value <= BARS[name]
         bar = f"{'>=' if least else '<='} {BARS[name]}"
-        bars.add_row(name, f"{value:.3f}", bar, "met" if met[name] else "not met")
-    console.print(bars)
+        bars.append([name, f"{value:.3f}", bar, "met" if met[name] else "not met"])
+    screen.table("", ("", "found", "bar", ""), bars)
     content = {
         "options": {**asdict(options), "out": str(options.out)},
         "torch": torch.__version__,

@@ -7,7 +7,6 @@ Newton-Schulz with the same scale, on the same gradients.
 
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,14 @@ from typing import Any
 
 import torch
 import tyro
-from rich.console import Console
 from torch import Tensor, nn
 
 import samestep
-from benchmarks import heading, number_table, write_json
+from benchmarks import heading, write_json
+from samestep.bench.gpu.measure import take_turn
+from samestep.bench.gpu.report import Screen
+from samestep.bench.step_contestants import with_gradients
+from samestep.models.parameter_sets import gpt
 from samestep.rules.orthogonalize import orthogonalize_flops
 
 # What users write today: one Newton-Schulz per matrix in fp32, beside torch's foreach AdamW
@@ -84,24 +86,15 @@ class Options:
     out: Path = Path("out/bench")
 
 
+CPU = torch.device("cpu")
 Parameters = list[nn.Parameter]
 
 
 def gpt_parameters(width: int, layers: int, vocabulary: int) -> tuple[Parameters, Parameters]:
     """(matrices, all other parameters), with random values and gradients."""
-    shapes = [(width, width)] * 4 + [(4 * width, width), (width, 4 * width)]
-    matrices = [nn.Parameter(torch.randn(shape) * 0.02) for _ in range(layers) for shape in shapes]
-    others = [nn.Parameter(torch.ones(width)) for _ in range(2 * layers + 1)]
-    others += [nn.Parameter(torch.randn(vocabulary, width) * 0.02) for _ in range(2)]
-    for param in matrices + others:
-        param.grad = torch.randn_like(param) * 1e-3
-    return matrices, others
-
-
-def milliseconds(step: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    step()
-    return 1e3 * (time.perf_counter() - start)
+    matrices, tables = gpt(width, layers, vocabulary)
+    norms = ((width,),) * (2 * layers + 1)
+    return with_gradients(matrices, CPU), with_gradients((*norms, *tables), CPU)
 
 
 def measure(width: int, options: Options) -> dict[str, float]:
@@ -130,7 +123,7 @@ def measure(width: int, options: Options) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in steps}
     for round_number in range(options.rounds + 1):
         for name, step in steps.items():
-            elapsed = milliseconds(step)
+            elapsed = take_turn(step, CPU).ms
             if round_number > 0:  # the first round allocates state and warms up
                 times[name].append(elapsed)
     result = {name: statistics.median(values) for name, values in times.items()}
@@ -146,22 +139,21 @@ def measure(width: int, options: Options) -> dict[str, float]:
 
 
 def main(options: Options) -> None:
-    console = Console()
+    screen = Screen()
+    results = {width: measure(width, options) for width in options.widths}
     columns = ["width", "parameters", "twin", "samestep", "ratio", "Muon", "AdamW", "GFLOP/s"]
-    table = number_table("optimizer step on CPU, ms (medians, interleaved)", columns)
-    results = {}
-    for width in options.widths:
-        with console.status(f"width {width} ..."):
-            r = results[width] = measure(width, options)
-        table.add_row(
+    rows = [
+        [
             str(width), f"{r['parameters'] / 1e6:.1f} M", f"{r['twin']:.1f}", f"{r['ours']:.1f}",
             f"{r['ratio']:.2f}",
             f"{r['ours_muon']:.1f} / {r['twin_muon']:.1f}",
             f"{r['ours_adamw']:.1f} / {r['twin_adamw']:.1f}",
             f"{r['ours_gflops_per_s']:.0f} / {r['twin_gflops_per_s']:.0f}",
-        )  # fmt: skip
-    console.print(table)
-    console.print("ratio: samestep / twin, smaller is better; pairs are samestep / twin")
+        ]
+        for width, r in results.items()
+    ]  # fmt: skip
+    screen.table("optimizer step on CPU, ms (medians, interleaved)", columns, rows, texts=0)
+    screen.say("ratio: samestep / twin, smaller is better; pairs are samestep / twin")
     receipt = {
         **heading("cpu_step", options),
         "python": platform.python_version(),

@@ -36,6 +36,7 @@ from samestep.bench.gpu.report import Screen, heading, leave, number
 from samestep.comm.integrity.checksum import checksum
 from samestep.groups.distribution import FILLS_A_GPU
 from samestep.models.gpt import GPT
+from samestep.models.parameter_sets import gpt
 from samestep.plan.links import LEAST_ELEMENTS
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution, orthogonalize_flops
@@ -160,11 +161,6 @@ class Report(NamedTuple):
     checksums: dict[Case, int]  # of all this rank holds in the end
 
 
-def blocks(width: int) -> list[tuple[int, int]]:
-    """The matrices of one layer of a GPT, (rows, cols)."""
-    return [*[(width, width)] * 4, (4 * width, width), (width, 4 * width)]
-
-
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=1280)
@@ -278,9 +274,9 @@ def run(options: argparse.Namespace, command: str) -> None:
     }
     content = reports[1][0].head
     # Plain: step by step with whole products, as the published figure counts.
-    layer = blocks(options.width)
-    computed = options.layers * sum(computed_flops(*block) for block in layer)
-    plain = options.layers * sum(orthogonalize_flops(*b, execution="standard") for b in layer)
+    matrices = gpt(options.width, options.layers, options.vocabulary).matrices
+    computed = sum(computed_flops(*sizes) for sizes in matrices)
+    plain = sum(orthogonalize_flops(m, n, execution="standard") for m, n in matrices)
     flops = {"computed": computed / 1e12, "plain": plain / 1e12}
     content |= {
         "width": options.width, "layers": options.layers, "vocabulary": options.vocabulary,

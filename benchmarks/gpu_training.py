@@ -31,18 +31,19 @@ from samestep.tooling.output import check_folder
 from samestep.train.corpus import Corpus, load_corpus
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def parser_of(description: str, steps: int, out: str) -> argparse.ArgumentParser:
+    """What every training of the GPT can be asked."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--sequences", type=int, default=16)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=Path("out/gpu-training"))
+    parser.add_argument("--out", type=Path, default=Path(out))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    return parser.parse_args(given)
+    return parser
 
 
 def summary(trainings: Sequence[Training]) -> dict[str, Any]:
@@ -69,6 +70,20 @@ def optimizer_for(options: argparse.Namespace, **more: Any) -> Callable[[nn.Modu
     return lambda model: samestep.MuonAdamW(model, lr=options.lr, max_grad_norm=1.0, **more)
 
 
+def asked_of(options: argparse.Namespace) -> ClientOptions:
+    """The same as of a client."""
+    return ClientOptions(
+        steps=options.steps, batch=options.sequences, sequence=options.context, compile=False,
+        every=options.steps, warmup=options.steps // 2,
+    )  # fmt: skip
+
+
+def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+        loss: Tensor = model.loss(inputs, targets)
+    return loss
+
+
 def train(
     variants: Sequence[Contestant],
     options: argparse.Namespace,
@@ -76,20 +91,11 @@ def train(
     say: Callable[[str], None],
 ) -> dict[str, list[Training]]:
     """Each variant from every seed, by its name."""
-    device = device_of(options.device)
-    asked = ClientOptions(
-        steps=options.steps, batch=options.sequences, sequence=options.context, compile=False,
-        every=options.steps, warmup=options.steps // 2,
-    )  # fmt: skip
+    device, asked = device_of(options.device), asked_of(options)
 
     def make_model(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         return GPT(config_of(options)).to(device)
-
-    def loss_of(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss: Tensor = model.loss(inputs, targets)
-        return loss
 
     client = Client("gpt", make_model, loss_of, lambda opt, n: set_rate(opt, n, options.steps), {})
     runs: dict[str, list[Training]] = {variant.name: [] for variant in variants}
@@ -148,4 +154,5 @@ def run(options: argparse.Namespace, command: str) -> None:
 
 if __name__ == "__main__":
     words = sys.argv[1:]
-    run(arguments(words), shlex.join(["python", "-m", "benchmarks.gpu_training", *words]))
+    parsed = parser_of(__doc__, 200, "out/gpu-training").parse_args(words)
+    run(parsed, shlex.join(["python", "-m", "benchmarks.gpu_training", *words]))

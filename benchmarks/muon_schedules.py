@@ -7,16 +7,16 @@ A rank waits for a transfer either because another rank has not launched it yet 
 uneven), or because it is on the link or behind others there (exposed communication).
 """
 
-import argparse
 import json
 import math
 import os
 import platform
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -27,13 +27,14 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 import samestep.optimizer.step
 from benchmarks import VERSIONS, Shape
-from benchmarks.modelled_link import FREE, ModelledLink, Speed, Transfer
+from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import Look, Panel, Trace, chrome_trace, picture
 from examples.gpt import GPT, GPTConfig
-from samestep.launch import run_forked
+from samestep.launch.forked import run_forked
 from samestep.optimizer.step import Handlers, execute
 from samestep.plan.schedule import Operation, Schedule, line_of
 from samestep.tooling.output import check_folder, json_file, write_files
+from samestep.tooling.request import parse_flags
 
 BAR = 1 / 3  # of what is exposed without a pipeline, at most
 
@@ -269,6 +270,26 @@ HEADS, KV_HEADS = 4, 1
 ONE_TURN = 1  # elements of a chunk: as small as can be, one block per owner
 LINKS = ("fast", "middle", "slow")  # by what transfers of a step cost, as a share of its computing
 
+
+@dataclass(frozen=True)
+class Options:
+    """How much communication of Muon over FSDP2 shows, in each schedule, on a modelled link."""
+
+    ranks: int = 4
+    rounds: Annotated[int, "steps of a case on a link"] = 5
+    width: int = SHAPE.width
+    layers: int = SHAPE.layers
+    ratios: Annotated[
+        tuple[float, float, float], "communication against computing, on each of the links"
+    ] = (0.3, 0.6, 0.9)
+    latency: Annotated[float, "seconds per transfer"] = 2e-4
+    clock: Annotated[
+        Clock, "cpu: computing time plus modelled waits, for a machine that has other work too"
+    ] = "wall"
+    out: Path = Path("out/bench")
+    draw: Annotated[Path | None, "only draw, what is in this folder"] = None
+
+
 CASES = (
     Case("gather", False),
     Case("gather", True),
@@ -360,7 +381,7 @@ class Training:
         return Trace(list(self._marks), transfers)
 
 
-def calibrate(training: Training, options: argparse.Namespace) -> dict[str, Speed]:
+def calibrate(training: Training, options: Options) -> dict[str, Speed]:
     """Links on which communication is the wanted share of computing, the same on all ranks."""
     free = Speed(0.0, math.inf)
     training.step(free)
@@ -376,7 +397,7 @@ def calibrate(training: Training, options: argparse.Namespace) -> dict[str, Spee
     return speeds
 
 
-def on_rank(rank: int, options: argparse.Namespace, shape: Shape, link: ModelledLink) -> RankResult:
+def on_rank(rank: int, options: Options, shape: Shape, link: ModelledLink) -> RankResult:
     link.install()
     marks = Marks(link.now)
     recorder = samestep.FlightRecorder()
@@ -410,31 +431,11 @@ DRAWN = {
 }
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5, help="steps of a case on a link")
-    parser.add_argument("--width", type=int, default=SHAPE.width)
-    parser.add_argument("--layers", type=int, default=SHAPE.layers)
-    parser.add_argument(
-        "--ratios", type=float, nargs=len(LINKS), default=[0.3, 0.6, 0.9],
-        help="communication against computing on the fast, the middle and the slow link",
-    )  # fmt: skip
-    parser.add_argument("--latency", type=float, default=2e-4, help="seconds per transfer")
-    parser.add_argument(
-        "--clock", choices=["wall", "cpu"], default="wall",
-        help="cpu: computing time plus modelled waits, for a machine that has other work too",
-    )  # fmt: skip
-    parser.add_argument("--out", type=Path, default=Path("out/bench"))
-    parser.add_argument("--draw", type=Path, help="only draw, what is in this folder")
-    return parser.parse_args(given)
-
-
 def traces_of(ranks: Sequence[RankResult], case: Case, link: str, number: int) -> list[Trace]:
     return [result.traces[case, link][number] for result in ranks]
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: Options) -> None:
     check_folder(options.out)
     load = [os.getloadavg()[0]]
     shape = replace(SHAPE, width=options.width, layers=options.layers)
@@ -508,7 +509,7 @@ def draw(folder: Path) -> None:
     print(f"written to {folder}: {', '.join(made)}")
 
 
-def main(options: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     if options.draw is None:
         run(options)
     else:
@@ -516,4 +517,4 @@ def main(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    main(arguments())
+    main(parse_flags(Options, sys.argv[1:], "python -m benchmarks.muon_schedules"))

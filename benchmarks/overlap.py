@@ -16,20 +16,18 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import samestep
-from benchmarks import Shape, batch, gpt_config, heading, load_line, number_table
+from benchmarks import Shape, batch, gpt_config, heading, load_line
 from benchmarks.modelled_link import FREE, Clock, ModelledLink, Speed, Transfer
 from benchmarks.timeline import WAITING, Look, Panel, Trace, chrome_trace
 from benchmarks.timeline import picture as draw
 from examples.gpt import GPT, GPTConfig
-from samestep.launch import run_forked
+from samestep.bench.gpu.report import Screen
+from samestep.launch.forked import run_forked
 from samestep.tooling.output import check_folder, json_file, write_files
-from samestep.tooling.progress import from_other_processes, progress_bar
 
 # Trainings whose communication may be hidden, run step after step on a modelled link
 
@@ -238,20 +236,22 @@ def row(samples: Samples, case: Case, link: str) -> Row:
     }
 
 
-def table(title: str, rows: Sequence[Row]) -> Table:
-    columns = ("step", "free", "busy", "exposed", "hidden", "wait", "skip", "less")
-    table = number_table(title, ("link", "layout", "overlap", *columns), texts=3, narrow=True)
-    for r in rows:
-        table.add_row(
-            r["link"],
-            f"{r['sharding']} P/{r['parts']}",
-            r["overlap"],
-            *(f"{r[key]:.0f}" for key in ("step", "compute", "busy", "exposed")),
-            f"{r['hidden']:.0%}",
-            *(f"{r[key]:.0f}" for key in ("waited", "skipping")),
-            "" if r["overlap"] == "none" else f"{r['falls_by']:.0%}",
-        )
-    return table
+COLUMNS = (
+    "link", "layout", "overlap", "step", "free", "busy", "exposed", "hidden", "wait", "skip",
+    "less",
+)  # fmt: skip
+
+
+def cells(r: Row) -> list[str]:
+    return [
+        r["link"],
+        f"{r['sharding']} P/{r['parts']}",
+        r["overlap"],
+        *(f"{r[key]:.0f}" for key in ("step", "compute", "busy", "exposed")),
+        f"{r['hidden']:.0%}",
+        *(f"{r[key]:.0f}" for key in ("waited", "skipping")),
+        "" if r["overlap"] == "none" else f"{r['falls_by']:.0%}",
+    ]
 
 
 def bar_line(row: Row) -> str:
@@ -336,7 +336,7 @@ def calibrate(training: Training, options: Options) -> dict[str, Speed]:
     }
 
 
-def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> RankResult:
+def on_rank(rank: int, options: Options, link: ModelledLink) -> RankResult:
     link.install()
     trainings = {case: Training(case, options.shape, link) for case in cases(options)}
     speeds = calibrate(trainings[Case("zero2", True, True)], options)
@@ -345,15 +345,13 @@ def on_rank(rank: int, options: Options, link: ModelledLink, report: Any) -> Ran
     samples: Samples = {
         (case, name): [] for case, names in cases(options).items() for name in names
     }
-    done = 0
     for number in range(options.rounds):
         turns = list(samples)
         for case, name in turns if number % 2 else reversed(turns):
             found, _ = trainings[case].run(speeds[name], options.steps, skip_at=3)
             samples[case, name].append(found)
-            done += 1
-            if rank == 0:
-                report(done, options.rounds * len(samples))
+        if rank == 0:
+            print(f"round {number + 1} of {options.rounds}", flush=True)
     recorder = samestep.FlightRecorder()
     link.take_names(recorder)
     traces = {}
@@ -374,14 +372,13 @@ def typical(results: list[RankResult], case: Case) -> list[Trace]:
 
 
 def main(options: Options) -> None:
-    console = Console(highlight=False)
+    screen = Screen()
     check_folder(options.out)
     load = os.getloadavg()[0]
     link = ModelledLink(RANKS, options.clock)
-    with progress_bar(console, "block") as show, from_other_processes(show) as report:
-        ranks: list[RankResult] = run_forked(
-            RANKS, on_rank, options, link, report, timeout=float("inf"), collective_timeout=300.0
-        )
+    ranks: list[RankResult] = run_forked(
+        RANKS, on_rank, options, link, timeout=float("inf"), collective_timeout=300.0
+    )
     first = ranks[0]
     merged = {
         key: [
@@ -394,23 +391,23 @@ def main(options: Options) -> None:
     muon = [r for r in rows if r["rule"] == "MuonAdamW"]
     main_rows = [r for r in muon if r["parts"] == 16]
     main_rows.sort(key=lambda r: (options.links.index(r["link"]), r["sharding"]))
-    console.print(table(f"{first.parameters / 1e6:.1f} M parameters", main_rows))
+    screen.table(f"{first.parameters / 1e6:.1f} M parameters", COLUMNS, map(cells, main_rows), 3)
     for r in main_rows:
         if r["overlap"] == "none":
             speed = first.speeds[r["link"]].bandwidth / 1e6
-            console.print(
+            screen.say(
                 f"{r['sharding']}, {r['link']} link ({speed:.1f} MB/s): communication is "
                 f"{r['busy'] / r['backward']:.0%} of backward"
             )
     for r in main_rows:
         if r["overlap"] == "both":
-            console.print(bar_line(r))
+            screen.say(bar_line(r))
     if not options.only_main:
         of_sizes = [r for r in muon if r["link"] == MIDDLE and r["overlap"] in ("none", "both")]
         of_adamw = [r for r in rows if r["rule"] == "AdamW"]
         for title, found in ("bucket sizes", of_sizes), ("AdamW alone: equal segments", of_adamw):
             found.sort(key=lambda r: (r["sharding"], r["parts"]))
-            console.print(table(title, found))
+            screen.table(title, COLUMNS, map(cells, found), 3)
     receipt = {
         **heading("overlap", options, load),
         "ranks": RANKS,
@@ -419,7 +416,7 @@ def main(options: Options) -> None:
         "links": {n: s._asdict() for n, s in first.speeds.items() if n != FREE},
         "rows": rows,
     }
-    console.print(
+    screen.say(
         "ms: medians of steps as long as the slower rank's. free: on a link that costs nothing. "
         "busy: the link.\nexposed: step minus free. wait: the same by time inside waits. skip: "
         "exposed in steps in which one rank\nleaves out a layer. less: by how much overlap makes "
@@ -439,7 +436,7 @@ def main(options: Options) -> None:
         ),
     }
     write_files(options.out, files)
-    console.print(f"written to {options.out}: {', '.join(files)}")
+    screen.say(f"written to {options.out}: {', '.join(files)}")
 
 
 if __name__ == "__main__":

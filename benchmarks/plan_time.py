@@ -21,17 +21,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import tyro
-from rich.console import Console
 
 import samestep
-from benchmarks import number_table, write_json
+from benchmarks import slowest, write_json
 from benchmarks.modelled_link import Clock, ModelledLink, Speed, Speeds
+from samestep.bench.gpu.report import Screen
 from samestep.estimate.blueprint import blueprint, one_axis
 from samestep.estimate.calibration import Measured, hardware, measure
 from samestep.estimate.hardware import Hardware, hardware_as_json
 from samestep.estimate.model import Decoder, Shape
 from samestep.estimate.timeline import simulate
-from samestep.launch import run_forked
+from samestep.launch.forked import run_forked
 from samestep.plan.links import Fabric, Link
 from samestep.tooling.output import check_folder
 from samestep.tooling.request import BadRequestError
@@ -129,14 +129,14 @@ def on_rank(rank: int, rounds: int, link: ModelledLink | None, hosts: int) -> Fo
                 link.set_speed(LATENCY, BANDWIDTH)
             begun = now()
             optimizer.step()
-            took = torch.tensor([now() - begun], dtype=torch.float64)
+            took = now() - begun
             if link is not None:
                 link.set_speed(0.0, math.inf)
                 link.transfers.clear()
             optimizer.zero_grad()
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            longest = slowest(took)
             if number:
-                seconds[key].append(float(took))
+                seconds[key].append(longest)
     return Found(before, measure(rank, measured, SIDES, now), seconds)
 
 
@@ -174,7 +174,7 @@ def mean_of(found: Found, ranks: int) -> Hardware:
 
 def main(options: Options) -> None:
     check_folder(options.out)
-    console = Console(highlight=False)
+    screen = Screen()
     rows: list[dict[str, Any]] = []
     machines = {}
     load, hosts = os.getloadavg(), options.hosts
@@ -220,19 +220,21 @@ def main(options: Options) -> None:
                     "parts_ms": {k: 1e3 * v for k, v in timeline.by_operation.items()},
                 }
             )
-    table = number_table(
+    screen.table(
         f"step, predicted and measured; load {load[0]:.1f} -> {os.getloadavg()[0]:.1f}",
         ("ranks", "model", "layout", "predicted ms", "measured ms", "range", "error"),
-    )
-    for row in rows:
-        table.add_row(
-            str(row["ranks"]), row["model"], row["layout"], f"{row['predicted_ms']:.1f}",
-            f"{row['measured_ms']:.1f}", f"{row['least_ms']:.1f} to {row['most_ms']:.1f}",
-            f"{row['error']:+.0%}",
-        )  # fmt: skip
-    console.print(table)
+        [
+            [
+                str(row["ranks"]), row["model"], row["layout"], f"{row['predicted_ms']:.1f}",
+                f"{row['measured_ms']:.1f}", f"{row['least_ms']:.1f} to {row['most_ms']:.1f}",
+                f"{row['error']:+.0%}",
+            ]
+            for row in rows
+        ],
+        texts=3,
+    )  # fmt: skip
     within = sum(abs(row["error"]) <= BAR for row in rows)
-    console.print(f"{within} of {len(rows)} within {BAR:.0%}")
+    screen.say(f"{within} of {len(rows)} within {BAR:.0%}")
     content = {
         "kind": "samestep plan time",
         "format": 1,

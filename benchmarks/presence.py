@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 import tyro
-from rich.console import Console
 
-from benchmarks import heading, number_table, timed, write_json
+from benchmarks import heading, timed, write_json
+from samestep.bench.gpu.report import Screen
 from samestep.comm.groups import registry
 from samestep.comm.presence import PresenceAgreement
-from samestep.launch import run_forked
+from samestep.launch.forked import run_forked
 from samestep.tooling.output import check_folder
 
 
@@ -41,16 +41,14 @@ def measure(rank: int, options: Options) -> list[float]:
 def main(options: Options) -> None:
     check_folder(options.out)
     title = f"presence of {options.parameters} parameters, ms per step"
-    table = number_table(title, ("ranks", "median", "least", "most"))
-    console, results = Console(), {}
+    screen, rows, results = Screen(), [], {}
     for ranks in options.ranks:
-        with console.status(f"{ranks} ranks ..."):
-            per_rank = run_forked(ranks, measure, options, timeout=300)
+        per_rank = run_forked(ranks, measure, options, timeout=300)
         slowest = [max(times) for times in zip(*per_rank, strict=True)]
         results[ranks] = slowest
         numbers = (statistics.median(slowest), min(slowest), max(slowest))
-        table.add_row(str(ranks), *(f"{number:.2f}" for number in numbers))
-    console.print(table)
+        rows.append([str(ranks), *(f"{number:.2f}" for number in numbers)])
+    screen.table(title, ("ranks", "median", "least", "most"), rows, texts=0)
     receipt = {**heading("presence", options), "milliseconds": results}
     write_json(options.out, "presence.json", receipt)
 

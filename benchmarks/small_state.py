@@ -14,7 +14,6 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,14 @@ import samestep
 from benchmarks import gpu_training, write_json
 from samestep.bench.client.llama import set_rate
 from samestep.bench.client.report import spread
-from samestep.bench.client.training import LAST
+from samestep.bench.client.training import LAST, Batches
 from samestep.bench.gpu.measure import in_turn, settle, take_turn, times_of
 from samestep.bench.gpu.options import device_of
+from samestep.bench.step_contestants import with_gradients
 from samestep.models.gpt import GPT
-from samestep.models.parameter_sets import SETS, Shapes, count, gpt
+from samestep.models.parameter_sets import SETS, count, gpt
 from samestep.tooling.output import check_folder
-from samestep.train.corpus import Corpus, Order, load_corpus, validation_starts, windows
+from samestep.train.corpus import Corpus, load_corpus
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 FORMATS: dict[str, Any] = {
@@ -56,14 +56,14 @@ class Entry(NamedTuple):
     name: str
     rule: str  # what updates the matrices
     dtype: torch.dtype
-    make: Callable[[list[Tensor]], torch.optim.Optimizer]
+    make: Callable[[Sequence[Tensor]], torch.optim.Optimizer]
 
 
 def ours(rule: str, form: str, master: str | None = None) -> Entry:
     """`master`: of bfloat16 parameters, "32 bits" or "remainder"."""
     asked = state_dtypes(form, *(["master_weight"] if master == "remainder" else []))
 
-    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+    def make(params: Sequence[Tensor]) -> torch.optim.Optimizer:
         options: Any = {"master_weights": master is not None, "state_dtypes": asked}
         if rule == "adamw":
             named = [(f"p{place}", param) for place, param in enumerate(params)]
@@ -112,16 +112,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(bytes_of(t) for state in states for t in state.values() if isinstance(t, Tensor))
 
 
-def make_parameters(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    torch.manual_seed(0)
-    params: list[Tensor] = []
-    for shape in (*shapes.matrices, *shapes.others):
-        param = torch.nn.Parameter((0.02 * torch.randn(shape, device=device)).to(dtype))
-        param.grad = (1e-3 * torch.randn(shape, device=device)).to(dtype)
-        params.append(param)
-    return params
-
-
 def run_step(options: argparse.Namespace, command: str) -> None:
     device = device_of(options.device)
     shapes = SETS[options.set] if options.set else gpt(options.width, options.layers, 256)
@@ -129,7 +119,11 @@ def run_step(options: argparse.Namespace, command: str) -> None:
     print(f"{total / 1e6:.1f}M parameters on {device}")
     print(f"{'rule':6} {'state':44} {'bytes/parameter':>15} {'ms':>9} {'spread':>8}")
     # All of them at once, so that they take turns: a chip that grows hot slows all alike.
-    optimizers = {one: one.make(make_parameters(shapes, one.dtype, device)) for one in entries()}
+    optimizers = {}
+    for one in entries():
+        torch.manual_seed(0)
+        params = with_gradients((*shapes.matrices, *shapes.others), device, one.dtype)
+        optimizers[one] = one.make(params)
     for optimizer in optimizers.values():
         for _ in range(options.warmup):
             optimizer.step()
@@ -164,24 +158,15 @@ class Trained(NamedTuple):
 def trained(options: argparse.Namespace, form: str, seed: int, corpus: Corpus) -> Trained:
     """Nobody waits for the device but now and then: times are not asked for here."""
     device = device_of(options.device)
-    order = Order(len(corpus.train), options.context, seed)
+    batches = Batches(corpus, gpu_training.asked_of(options), device, seed)
     torch.manual_seed(seed)
     model = GPT(gpu_training.config_of(options)).to(device)
     asked = state_dtypes(form) or None
     optimizer = gpu_training.optimizer_for(options, state_dtypes=asked)(model)
-
-    def loss_at(text: Tensor, starts: Tensor) -> Tensor:
-        inputs, targets = (part.contiguous() for part in windows(text, starts, options.context))
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss: Tensor = model.loss(inputs.to(device), targets.to(device))
-        return loss
-
     losses: list[Tensor] = []
     for number in range(options.steps):
         set_rate(optimizer, number, options.steps)
-        begin = number * options.sequences
-        starts = order.starts(torch.arange(begin, begin + options.sequences))
-        losses.append(loss_at(corpus.train, starts))
+        losses.append(gpu_training.loss_of(model, *batches.training(number)))
         torch.autograd.backward(losses[-1])
         optimizer.step()
         optimizer.zero_grad()
@@ -189,11 +174,8 @@ def trained(options: argparse.Namespace, form: str, seed: int, corpus: Corpus) -
         if (number + 1) % 100 == 0:
             print(f"seed {seed}, {form}: step {number + 1}, loss {losses[-1].item():.4f}")
     found = torch.stack(losses).tolist()
-    held = validation_starts(corpus.validation, options.context, 8 * options.sequences)
     with torch.no_grad():
-        held_out = [
-            loss_at(corpus.validation, part).item() for part in torch.split(held, options.sequences)
-        ]
+        held_out = [gpu_training.loss_of(model, *each).item() for each in batches.validation()]
     final = statistics.mean(found[-LAST:])
     return Trained(form, seed, final, statistics.mean(held_out), [round(x, 5) for x in found])
 
@@ -231,21 +213,12 @@ def where(device: torch.device) -> dict[str, str]:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = gpu_training.parser_of(__doc__, steps=1000, out="out/small-state")
     parser.add_argument("mode", choices=("step", "train"))
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it")
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--set", choices=SETS, help="step: these parameters, not width and layers")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--context", type=int, default=512)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--out", type=Path, default=Path("out/small-state"))
     return parser.parse_args(given)
 
 

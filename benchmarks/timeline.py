@@ -64,16 +64,12 @@ def picture(
     title: str, panels: Sequence[Panel], look: Look, *, longest: float, rank_height: float
 ) -> bytes:
     """One panel above the other, all `longest` seconds wide; needs matplotlib."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
     heights = [rank_height * len(panel.traces) + 0.9 for panel in panels]
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(12, sum(heights)), sharex=True, squeeze=False
-    )
+    figure = Figure(figsize=(12, sum(heights)))
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)
     for ax, panel in zip(axes.flat, panels, strict=True):
         _draw(ax, panel, look, longest)
         ax.set_title(panel.title, loc="left", fontsize=11, weight="bold")
@@ -85,9 +81,7 @@ def picture(
     )
     figure.suptitle(title, x=0.012, ha="left", fontsize=11)
     figure.tight_layout(rect=(0, 0.31 / sum(heights), 1, 1))
-    content = png_file(figure, dpi=130)
-    plt.close(figure)
-    return content
+    return png_file(figure, dpi=130)
 
 
 def _draw(ax: Any, panel: Panel, look: Look, longest: float) -> None:

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 import samestep
-from benchmarks import number_table, run_script, write_json
+from benchmarks import run_script, slowest, write_json
 from benchmarks.namespaces import bytes_to_other_hosts, cards, end, require_hosts, start_on_card
 from benchmarks.plan_time import MODELS, SIDES
+from samestep.bench.gpu.report import Screen
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
@@ -124,9 +124,7 @@ def pace_between(per_host: int) -> float:
         begun = time.perf_counter()
         exchange_segments("probe", buffer, [PROBE, PROBE], group).wait()
         seconds.append(time.perf_counter() - begun)
-    slowest = torch.tensor(statistics.median(seconds[1:]))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return 4 * PROBE / float(slowest)
+    return 4 * PROBE / slowest(statistics.median(seconds[1:]))
 
 
 def predicted_seconds(machine: Hardware, levels: int, layout: str) -> float:
@@ -197,24 +195,26 @@ def main(options: Options) -> int:
         between=Link(CPU_LINKS[1].latency, pace),
         measured={},
     )
-    table = number_table(
-        f"{HOSTS} hosts of {options.ranks_per_host} ranks, {options.pace / 1e6:g} MB/s each; "
-        f"load {load:.1f} -> {os.getloadavg()[0]:.1f}",
-        ("layout", "levels", "crossed, MB", "over least", "predicted ms", "measured ms", "error"),
-    )
+    screen, cells = Screen(), []
     for row in rows:
         row["predicted_ms"] = 1e3 * predicted_seconds(machine, row["levels"], row["layout"])
         row["over_least"] = row["crossed_bytes"] / row["least_bytes"]
         row["error"] = row["predicted_ms"] / row["measured_ms"] - 1
-        table.add_row(
-            row["layout"], str(row["levels"]), f"{row['crossed_bytes'] / 1e6:.2f}",
-            f"{row['over_least']:.3f}", f"{row['predicted_ms']:.0f}", f"{row['measured_ms']:.0f}",
-            f"{row['error']:+.0%}",
+        cells.append(
+            [
+                row["layout"], str(row["levels"]), f"{row['crossed_bytes'] / 1e6:.2f}",
+                f"{row['over_least']:.3f}", f"{row['predicted_ms']:.0f}",
+                f"{row['measured_ms']:.0f}", f"{row['error']:+.0%}",
+            ]
         )  # fmt: skip
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(f"pairs of ranks on different hosts exchange {pace / 1e6:.2f} MB/s")
-    console.print("\n".join(problems) or "the same bits on all ranks, in one level and in two")
+    screen.table(
+        f"{HOSTS} hosts of {options.ranks_per_host} ranks, {options.pace / 1e6:g} MB/s each; "
+        f"load {load:.1f} -> {os.getloadavg()[0]:.1f}",
+        ("layout", "levels", "crossed, MB", "over least", "predicted ms", "measured ms", "error"),
+        cells,
+    )
+    screen.say(f"pairs of ranks on different hosts exchange {pace / 1e6:.2f} MB/s")
+    screen.say("\n".join(problems) or "the same bits on all ranks, in one level and in two")
     receipt = {
         "kind": "samestep two levels",
         "format": 1,

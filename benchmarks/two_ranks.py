@@ -12,27 +12,24 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import tyro
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import samestep
-from benchmarks import batch, gpt_config, heading, load_line, number_table, write_json
+from benchmarks import batch, gpt_config, heading, load_line, write_json
 from benchmarks.cpu_step import Twin
 from examples.gpt import GPT
-from samestep.launch import run_forked
+from samestep.bench.gpu.report import Screen
+from samestep.launch.forked import run_forked
 from samestep.models.gpt import mean_loss
 from samestep.tooling.output import check_folder
-from samestep.tooling.progress import from_other_processes, progress_bar
 
 # Training loops, each with its own copy of one GPT. Those of samestep work on the plain model. The
 # others are what users write today: a DistributedDataParallel model, and an optimizer that runs in
@@ -213,7 +210,7 @@ def require_same_work(contest: Contest, field: dict[str, Training], start: GPT) 
     return largest
 
 
-def run_contest(contest: Contest, options: Options, report: Callable[[], None]) -> Summary:
+def run_contest(contest: Contest, options: Options, rank: int) -> Summary:
     torch.manual_seed(0)
     model = GPT(gpt_config(options.width, options.layers, vocab_size=options.vocabulary))
     built = {**contest.peers, **contest.ours}
@@ -221,7 +218,6 @@ def run_contest(contest: Contest, options: Options, report: Callable[[], None]) 
     for number in range(CHECKED_STEPS):
         for training in field.values():
             training.iterate(*batch(options, number))
-            report()
     difference = require_same_work(contest, field, model)
     # The floor has no communication and no optimizer.
     field = {FLOOR: Training(model, model, lambda: None, model.zero_grad), **field}
@@ -233,7 +229,8 @@ def run_contest(contest: Contest, options: Options, report: Callable[[], None]) 
             moments = training.iterate(*batch(options, CHECKED_STEPS + 1 + number))
             if number >= 0:
                 times[index, number] = torch.tensor(moments)
-            report()
+        if rank == 0:
+            print(f"{contest.name}: round {number + 1} of {contest.rounds}", flush=True)
     dist.all_reduce(times, dist.ReduceOp.MAX)  # an iteration ends when the last rank's does
     milliseconds = {
         name: dict(zip(KINDS, (1e3 * samples).T.tolist(), strict=True))
@@ -291,25 +288,22 @@ def summary(
     }
 
 
-def closing_table(result: Summary, width: int) -> Table:
-    millions = result["parameters"] / 1e6
-    title = f"{result['contest']}: width {width}, {millions:.1f} M parameters, {RANKS} gloo ranks"
-    columns = ["", "ms", "least-most", "after\nforward", "CPU\nms", "x\npeer", "floor", "MB"]
-    table = number_table(title, columns, texts=1, narrow=True)
-    floor = result["contestants"][FLOOR]["median_ms"]["iteration"]
-    for name, found in result["contestants"].items():
-        times, medians = found["samples_ms"]["iteration"], found["median_ms"]
-        table.add_row(
-            name,
-            f"{medians['iteration']:.0f}",
-            f"{min(times):.0f}-{max(times):.0f}",
-            f"{medians['after_forward']:.0f}",
-            f"{medians['cpu']:.0f}",
-            "" if name == FLOOR else f"{found['times_faster_than_best_peer']:.2f}",
-            f"{floor / medians['iteration']:.0%}",
-            f"{found['bytes_per_step_and_rank'] / 1e6:.0f}",
-        )
-    return table
+COLUMNS = ("", "ms", "least-most", "after forward", "CPU ms", "x peer", "floor", "MB")
+
+
+def cells(name: str, found: Summary, floor: float) -> list[str]:
+    """Of a contestant; floor: milliseconds without any."""
+    times, medians = found["samples_ms"]["iteration"], found["median_ms"]
+    return [
+        name,
+        f"{medians['iteration']:.0f}",
+        f"{min(times):.0f}-{max(times):.0f}",
+        f"{medians['after_forward']:.0f}",
+        f"{medians['cpu']:.0f}",
+        "" if name == FLOOR else f"{found['times_faster_than_best_peer']:.2f}",
+        f"{floor / medians['iteration']:.0%}",
+        f"{found['bytes_per_step_and_rank'] / 1e6:.0f}",
+    ]
 
 
 def bar_line(result: Summary, contest: Contest) -> str:
@@ -330,38 +324,26 @@ def bar_line(result: Summary, contest: Contest) -> str:
 # The command
 
 
-def measure(options: Options, console: Console) -> list[Summary]:
-    total = 0  # iterations
-    for contest in contests(options):
-        contestants = len(contest.peers) + len(contest.ours)
-        total += contestants * CHECKED_STEPS + (contestants + 1) * (1 + contest.rounds)
-
-    def on_rank(rank: int) -> list[Summary]:
-        done = count(1)
-        tell = report if rank == 0 else lambda done, total: None
-        return [
-            run_contest(contest, options, lambda: tell(next(done), total))
-            for contest in contests(options)
-        ]
-
-    with progress_bar(console, "iteration") as show, from_other_processes(show) as report:
-        values: list[list[Summary]] = run_forked(
-            RANKS, on_rank, timeout=float("inf"), collective_timeout=300.0
-        )
-    return values[0]
+def on_rank(rank: int, options: Options) -> list[Summary]:
+    return [run_contest(contest, options, rank) for contest in contests(options)]
 
 
 def main(options: Options) -> None:
-    console = Console(highlight=False)
+    screen = Screen()
     check_folder(options.out)
     load = os.getloadavg()[0]
-    results = measure(options, console)
+    ranks = run_forked(RANKS, on_rank, options, timeout=float("inf"), collective_timeout=300.0)
+    results: list[Summary] = ranks[0]
     for result, contest in zip(results, contests(options), strict=True):
-        console.print(closing_table(result, options.width))
-        console.print(bar_line(result, contest))
+        millions, contestants = result["parameters"] / 1e6, result["contestants"]
+        about = f"width {options.width}, {millions:.1f} M parameters, {RANKS} gloo ranks"
+        floor = contestants[FLOOR]["median_ms"]["iteration"]
+        rows = [cells(name, found, floor) for name, found in contestants.items()]
+        screen.table(f"{result['contest']}: {about}", COLUMNS, rows)
+        screen.say(bar_line(result, contest))
     ran = {"ranks": RANKS, "threads_per_rank": 1, "contests": results}
     receipt = {**heading("two_ranks", options, load), **ran}
-    console.print(
+    screen.say(
         "ms: median of whole iterations, each as long as the slower rank's. floor: the share of "
         "forward and backward alone. MB: sent per rank and step, by arithmetic.\n"
         + load_line(receipt)

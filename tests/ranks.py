@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import samestep
-from samestep import launch
-from samestep.launch import RanksFailed
+from samestep.launch import RanksFailed, forked
 from tests.limits import HANG, limit
 from tests.ranks_threaded import run_threaded
 
@@ -30,12 +29,12 @@ def run_forked(
     collective_timeout: float = limit(120.0),
     grace: float = limit(5.0),
 ) -> list[Any]:
-    """`samestep.launch.run_forked` with limits for hangs alone.
+    """`samestep.launch.forked.run_forked` with limits for hangs alone.
 
     A test that itself waits for one of them to pass gives a short one, by `tests.limits.limit`.
     """
     prepare()
-    return launch.run_forked(
+    return forked.run_forked(
         world_size,
         fn,
         *args,

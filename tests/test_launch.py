@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from samestep.launch import RanksFailed, forked, run_forked, torchrun_rank
+from samestep.launch import RanksFailed, forked, torchrun_rank
+from samestep.launch.forked import run_forked
 from tests.limits import HANG, TEST
 
 

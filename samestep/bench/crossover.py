@@ -9,7 +9,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -19,11 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from tyro.conf import arg
 
+from samestep.bench.gpu.report import Screen, leave
 from samestep.comm.collectives import (
     exchange_segments,
     gather_segments,
@@ -34,14 +33,14 @@ from samestep.comm.collectives import (
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.groups.crossover import Measurement, receipt
 from samestep.groups.distribution import Reduction
-from samestep.launch import TorchrunRank, run_forked, torchrun_rank
-from samestep.launch.forked import nccl_devices
+from samestep.launch import TorchrunRank, torchrun_rank
+from samestep.launch.forked import nccl_devices, run_forked
 from samestep.plan.transfers import prefers_exchange
 from samestep.rules import AdamWRule
 from samestep.rules.state import initial_state
 from samestep.stress.receipt import versions
-from samestep.tooling.output import check_folder, json_file, png_file, write_files
-from samestep.tooling.progress import from_other_processes, progress_bar
+from samestep.tooling.output import check_folder, png_file
+from samestep.tooling.progress import Report, progress_bar
 from samestep.tooling.request import BadRequestError, number_of_ranks
 from samestep.update.plain import Operand, StepScalars, update_elementwise
 
@@ -97,8 +96,6 @@ class Way:
 WARMUP = 2  # rounds that are not counted: they connect, allocate and fill caches
 STEPS_ELEMENTS = 1 << 18  # small parameters are stepped several times per measurement
 MOST_STEPS = 5
-
-Report = Callable[[int, int], None]  # rounds done, rounds in all
 
 
 class Job(NamedTuple):
@@ -271,35 +268,29 @@ def run(options: Options) -> None:
         _measure_under_torchrun(job, torchrun, lambda done, total: None)
         return
     check_folder(options.out)
-    console = Console(highlight=False)
+    screen = Screen()
     conditions = f"{ranks} {job.backend} ranks, {job.reduction} reduction, {job.rounds} rounds"
-    console.print(f"{conditions}, {len(job.sizes)} sizes up to {job.sizes[-1]:,} elements")
-    with progress_bar(console, "round") as show:
+    screen.say(f"{conditions}, {len(job.sizes)} sizes up to {job.sizes[-1]:,} elements")
+    with progress_bar("round") as report:
         if torchrun is not None:
-            measured = _measure_under_torchrun(job, torchrun, show)
+            measured = _measure_under_torchrun(job, torchrun, report)
         else:
-            measured = _measure_on_forked_ranks(job, ranks, show)
+            measured = _measure_on_forked_ranks(job, ranks, report)
     asked = {**asdict(options), "sizes": list(options.sizes), "out": str(options.out)}
     content = receipt(asked, _ran(options, ranks, job, measured), measured.measurements)
-    console.print(closing_table(measured.measurements, conditions))
-    console.print(verdict_text(content["crossover"], job.sizes))
-    files = {
-        "crossover.json": json_file(content, indent=2),
-        "crossover.png": draw(measured.measurements, content["crossover"], conditions),
-    }
-    write_files(options.out, files)
-    console.print(f"Wrote {' and '.join(files)} to {options.out}.", soft_wrap=True)
+    screen.table(conditions, COLUMNS, map(cells, measured.measurements), texts=0)
+    screen.say(verdict_text(content["crossover"], job.sizes))
+    picture = draw(measured.measurements, content["crossover"], conditions)
+    screen.wrote(leave(options.out, "crossover", content, picture), options.out)
 
 
-def closing_table(measurements: Sequence[Measurement], title: str) -> Table:
-    table = Table(title=title)
-    for column in ("elements", "all-reduce ms", "shard ms", "shard / all-reduce", "faster"):
-        table.add_column(column, justify="right")
-    for each in measurements:
-        faster = "all-reduce" if each.shard_ms > each.all_reduce_ms else "shard"
-        times = f"{each.all_reduce_ms:.3f}", f"{each.shard_ms:.3f}", f"{each.ratio:.2f}"
-        table.add_row(f"{each.size:,}", *times, faster)
-    return table
+COLUMNS = ("elements", "all-reduce ms", "shard ms", "shard / all-reduce", "faster")
+
+
+def cells(each: Measurement) -> list[str]:
+    faster = "all-reduce" if each.shard_ms > each.all_reduce_ms else "shard"
+    times = f"{each.all_reduce_ms:.3f}", f"{each.shard_ms:.3f}", f"{each.ratio:.2f}"
+    return [f"{each.size:,}", *times, faster]
 
 
 def verdict_text(crossover: int, sizes: Sequence[int]) -> str:
@@ -311,14 +302,13 @@ def verdict_text(crossover: int, sizes: Sequence[int]) -> str:
     return f"Sharding is at least as fast {where}: crossover={crossover}"
 
 
-def _measure_on_forked_ranks(job: Job, ranks: int, show: Report) -> Measured:
-    with from_other_processes(show) as report:
-        values: list[Measured] = run_forked(
-            ranks,
-            lambda rank: measure(job, rank, report if rank == 0 else lambda done, total: None),
-            timeout=math.inf,
-            collective_timeout=COLLECTIVE_TIMEOUT,
-        )
+def _measure_on_forked_ranks(job: Job, ranks: int, report: Report) -> Measured:
+    values: list[Measured] = run_forked(
+        ranks,
+        lambda rank: measure(job, rank, report if rank == 0 else lambda done, total: None),
+        timeout=math.inf,
+        collective_timeout=COLLECTIVE_TIMEOUT,
+    )
     return values[0]
 
 

@@ -1,6 +1,6 @@
 """Who takes part in `samestep bench step`: ours in several forms, peers at their best settings."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,8 +33,7 @@ class Parameters(NamedTuple):
 def make_parameters(shapes: Shapes, device: torch.device) -> Parameters:
     """Random parameters and gradients in fp32, the same for every contestant."""
     torch.manual_seed(0)
-    matrices = [_parameter(shape, device) for shape in shapes.matrices]
-    others = [_parameter(shape, device) for shape in shapes.others]
+    matrices, others = (with_gradients(some, device) for some in shapes)
     probes = [p for p in matrices if p.ndim == 2 and p.shape[0] == p.shape[1]][:2]
     falling = probes[1].grad
     assert falling is not None
@@ -42,10 +41,15 @@ def make_parameters(shapes: Shapes, device: torch.device) -> Parameters:
     return Parameters(matrices, others, probes)
 
 
-def _parameter(shape: Shape, device: torch.device) -> Parameter:
-    parameter = Parameter(torch.randn(shape, device=device).mul_(0.02))
-    parameter.grad = torch.randn(shape, device=device).mul_(GRADIENT)
-    return parameter
+def with_gradients(
+    shapes: Iterable[Shape], device: torch.device, dtype: torch.dtype = torch.float32
+) -> list[Parameter]:
+    found = []
+    for shape in shapes:
+        parameter = Parameter(torch.randn(shape, device=device).mul_(0.02).to(dtype))
+        parameter.grad = torch.randn(shape, device=device).mul_(GRADIENT).to(dtype)
+        found.append(parameter)
+    return found
 
 
 def as_matrices(parameters: Sequence[Parameter]) -> list[Parameter]:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import samestep
-from samestep.launch import run_forked
+from samestep.launch.forked import run_forked
 
 ROWS, COLUMNS = 64, 48
 CLOSE = 0.05  # of the size of an update: on a GPU Muon's products have 16 bits

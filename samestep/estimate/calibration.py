@@ -25,7 +25,7 @@ from samestep.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.estimate.options import Options
 from samestep.estimate.work import local_work
 from samestep.groups.param_groups import complete
-from samestep.launch import run_forked
+from samestep.launch.forked import run_forked
 from samestep.models.parameter_sets import SETS
 from samestep.plan.links import Link
 from samestep.rules import RULES

@@ -1,15 +1,11 @@
 """Ranks on this machine: started here, or joined where torchrun has started them.
 
-Without torch: for whoever only looks at its place, or only catches the failure of ranks.
+Without torch: for whoever only looks at its place, or only catches the failure of ranks; starting
+them is in `forked.py`.
 """
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    from samestep.launch.forked import run_forked
-
-__all__ = ["RanksFailed", "TorchrunRank", "run_forked", "torchrun_rank"]
+from typing import NamedTuple
 
 
 class RanksFailed(RuntimeError):  # noqa: N818
@@ -48,12 +44,3 @@ def _number(name: str, default: int | None = None) -> int:
     if not text.isdecimal():
         raise ValueError(f"{name}={text!r} in the environment is not a whole number")
     return int(text)
-
-
-def __getattr__(name: str) -> Any:
-    """What needs torch, when it is asked for."""
-    if name == "run_forked":
-        from samestep.launch.forked import run_forked
-
-        return run_forked
-    raise AttributeError(f"module 'samestep.launch' has no attribute {name!r}")

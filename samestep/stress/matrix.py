@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 import samestep
 from samestep.comm.collectives import total
 from samestep.comm.groups import registry
-from samestep.launch import RanksFailed, run_forked
+from samestep.launch import RanksFailed
+from samestep.launch.forked import run_forked
 from samestep.mesh import Degrees, Mesh, build
 from samestep.mesh.gates import GATES, CompileFacts, decide
 from samestep.models.gpt import GPT, GPTConfig, balance_experts, gpt_plan, mean_loss

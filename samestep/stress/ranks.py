@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.comm.messages import gather_on_first
-from samestep.launch import RanksFailed, TorchrunRank, run_forked
+from samestep.launch import RanksFailed, TorchrunRank
+from samestep.launch.forked import run_forked
 from samestep.stress.rank import Ending, Message, Sample, Work, run_rank
 from samestep.xla import runtime
 

@@ -13,8 +13,8 @@ from benchmarks.muon_schedules import (
     IDLE,
     RESULT,
     Case,
+    Options,
     Results,
-    arguments,
     computed,
     exposed,
     main,
@@ -156,5 +156,5 @@ def test_pictures_are_drawn_from_json(tmp_path):
         },
     }
     (tmp_path / RESULT).write_text(json.dumps(receipt))
-    main(arguments(["--draw", str(tmp_path)]))
+    main(Options(draw=tmp_path))
     assert {path.stem for path in tmp_path.glob("*.png")} == set(DRAWN)

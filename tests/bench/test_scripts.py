@@ -126,7 +126,8 @@ def test_gpu_training(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu_training, "load_corpus", lambda: Corpus(text, text, (), ()))
     words = ["--device", "cpu", "--width", "16", "--layers", "1", "--steps", "3", "--seeds", "0"]
     words += ["--sequences", "1", "--context", "8", "--out", str(tmp_path)]
-    gpu_training.run(gpu_training.arguments(words), "as a test")
+    options = gpu_training.parser_of("A test", 3, "").parse_args(words)
+    gpu_training.run(options, "as a test")
     content = written(tmp_path, "training_gpu.json")
     assert content["from_plain"] == [0.0]  # there are no kernels on a CPU
 

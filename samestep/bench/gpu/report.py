@@ -3,7 +3,7 @@
 import platform
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -45,10 +45,12 @@ class Screen:
         stream.write(f"[{time.perf_counter() - self._begin:6.1f} s] {text}\n")
         stream.flush()
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """The first column is text, the others numbers."""
+    def table(
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
+    ) -> None:
+        """The first columns are texts, the others numbers."""
         if find_spec("rich") is None:
-            self.say("\n" + plain_table(title, columns, rows))
+            self.say("\n" + plain_table(title, columns, rows, texts))
             return
         from rich.console import Console
         from rich.markup import escape
@@ -59,20 +61,23 @@ class Screen:
             console = Console(highlight=False, width=WIDTH)
         table = Table(title=escape(title))
         for number, column in enumerate(columns):
-            table.add_column(column, justify="right" if number else "left", overflow="fold")
+            justify: Any = "left" if number < texts else "right"
+            table.add_column(column, justify=justify, overflow="fold")
         for row in rows:
             table.add_row(*map(escape, row))
         console.print(table)
 
 
-def plain_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [columns, *rows]
-    first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    texts = [title]
-    for name, *cells in lines:
-        shown = (cell.rjust(width) for cell, width in zip(cells, others, strict=True))
-        texts.append("  ".join([name.ljust(first), *shown]).rstrip())
-    return "\n".join(texts)
+def plain_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1
+) -> str:
+    lines, said = [columns, *rows], [title]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    sides = "<" * texts + ">" * (len(columns) - texts)
+    for line in lines:
+        cells = zip(line, sides, widths, strict=True)
+        said.append("  ".join(f"{cell:{side}{width}}" for cell, side, width in cells).rstrip())
+    return "\n".join(said)
 
 
 def number(value: float | None, digits: int = 2) -> str:

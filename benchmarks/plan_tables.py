@@ -16,11 +16,11 @@ import tyro
 import samestep
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import kept_memory
-from samestep.estimate.model import distinct_stages, load_model
+from samestep.estimate.model import load_model
 from samestep.estimate.pictures import gantt
 from samestep.estimate.timeline import Timeline, chrome_trace, simulate
 from samestep.estimate.training import Training
@@ -54,7 +54,7 @@ def stages() -> Iterator[str]:
         cells = []
         for sharding in ("none", "zero1", "zero2", "zero3"):
             settings = Settings(sharding=sharding, muon=False, clip=False)
-            plan = stage_blueprint(model, Degrees(ranks), settings, PRESETS["h200x8"], 0)
+            plan = Job(model, Degrees(ranks), settings, PRESETS["h200x8"]).blueprint(0)
             kept = max(kept_memory(plan, rank) for rank in (0, ranks - 1))
             whole = 2 * model.parameters
             gradients = whole if sharding in ("none", "zero1") else whole / ranks
@@ -132,7 +132,7 @@ def overlap() -> Iterator[str]:
                 overlap_gathers=name == "both",
                 bucket_size=40_000_000,
             )  # fmt: skip
-            plan = stage_blueprint(model, Degrees(64), settings, PRESETS["a100x8"], 0)
+            plan = Job(model, Degrees(64), settings, PRESETS["a100x8"]).blueprint(0)
             timeline = simulate(plan, PRESETS["a100x8"], training=Training(tokens))
             base = base or timeline.seconds
             busy = float(timeline.link.mean())
@@ -155,12 +155,9 @@ def scale() -> Iterator[str]:
         ("llama-70b", Degrees(1024, tp=8), "zero2"),
     ):
         begun = time.process_time()
-        model = load_model(name, torch.bfloat16)
         settings = Settings(sharding=sharding)  # type: ignore[arg-type]
-        found = [
-            stage_figures(model, degrees, settings, PRESETS["h800x8"], stage)[0]
-            for stage in distinct_stages(model, degrees)
-        ]
+        job = Job(load_model(name, torch.bfloat16), degrees, settings, PRESETS["h800x8"])
+        found = [stage_figures(job, stage)[0] for stage in job.stages()]
         spent = time.process_time() - begun
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GB
         yield (
@@ -188,11 +185,11 @@ def copies() -> Iterator[str]:
         ("zero1", "flat"), ("zero2", "flat"), ("zero3", "per_parameter"),
     ):  # fmt: skip
         settings = Settings(sharding=sharding, buffers=buffers)  # type: ignore[arg-type]
-        hardware, stages = PRESETS["h200x8"], list(distinct_stages(model, degrees))
-        found = [stage_figures(model, degrees, settings, hardware, s)[0] for s in stages]
-        whole = [
-            stage_figures(model, degrees, settings, hardware, s, batch=batch)[0] for s in stages
-        ]
+        job = Job(model, degrees, settings, PRESETS["h200x8"])
+        with_batch = replace(job, batch=batch)
+        found, whole = (
+            [stage_figures(each, stage)[0] for stage in job.stages()] for each in (job, with_batch)
+        )
         worst = max(found, key=lambda each: each.memory.peak)
         peak, step = worst.memory.peak, f"{max(f.step_seconds for f in found):.2f} s"
         yield (

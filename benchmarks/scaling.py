@@ -21,16 +21,15 @@ import tyro
 from benchmarks.peer_plans import all_peers
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.estimate.model import Model, load_model
 from samestep.estimate.pictures import scaling_picture
-from samestep.estimate.placed import CopiedParts, Sharing
+from samestep.estimate.placed import Placed
 from samestep.estimate.scaling import RANKS, Point, as_json, numbers_of_ranks, point_of
 from samestep.estimate.timeline import simulate
 from samestep.estimate.training import training_of
 from samestep.mesh.degrees import Degrees
-from samestep.plan.transfers import BucketTransfers, gather_of
 from samestep.stress.report.numbers import duration, size
 from samestep.tooling.output import json_file, write_files
 
@@ -63,24 +62,14 @@ class Options:
 def in_copies(plan: Blueprint) -> Blueprint:
     """The same plan with unequal segments as an all-to-all of copies, in one level."""
 
-    def old(transfers: BucketTransfers) -> BucketTransfers:
-        gather = transfers.gather
-        if gather is not None and gather.sizes is not None:
-            gather = gather_of(gather.name, gather.dtype, gather.sizes, on_cpu=False, uneven=False)
-        return replace(transfers, reduce=transfers.reduce._replace(levels=1), gather=gather)
+    def old(placement: Placed) -> Placed:
+        known = {  # of many ranks it is one
+            id(each): replace(each, policy=each.policy._replace(uneven=False, levels=1))
+            for each in placement.sharings
+        }
+        return replace(placement, sharings=tuple(known[id(each)] for each in placement.sharings))
 
-    def shared(sharing: Sharing) -> Sharing:
-        transfers = tuple(map(old, sharing.shape.transfers))
-        policy = sharing.policy._replace(uneven=False, levels=1)
-        return replace(sharing, policy=policy, shape=sharing.shape._replace(transfers=transfers))
-
-    on_meshes = tuple(
-        replace(each, policy=each.policy._replace(uneven=False))
-        if isinstance(each, CopiedParts)
-        else each
-        for each in plan.on_meshes
-    )
-    return replace(plan, shared=tuple(map(shared, plan.shared)), on_meshes=on_meshes)
+    return replace(plan, placements=tuple(map(old, plan.placements)))
 
 
 def points(
@@ -88,24 +77,27 @@ def points(
 ) -> Iterator[tuple[str, Point]]:
     """Every plan on one number of ranks, by name."""
     settings = Settings()
+    job = Job(model, degrees, settings, hardware)
     batches = Batch(TOKENS), Batch(max(1, TOKENS * first // degrees.world))
-    weak, strong = (training_of(each, model, degrees, settings, hardware) for each in batches)
+    weak, strong = (training_of(replace(job, batch=each)) for each in batches)
     assert weak is not None
     assert strong is not None
 
     def of(plan: Blueprint) -> Point:
         return point_of(plan, hardware, degrees.world, weak, strong)
 
-    plan = stage_blueprint(model, degrees, settings, hardware, 0)
+    def plan_of(settings: Settings) -> Blueprint:
+        return replace(job, settings=settings).blueprint(0)
+
+    plan = plan_of(settings)
     yield "samestep", of(plan)
     flat = replace(settings, buffers="flat")
-    found = of(stage_blueprint(model, degrees, flat, hardware, 0))
+    found = of(plan_of(flat))
     waits = replace(flat, overlap_gathers=False)  # a step alone has no forward to gather in
-    alone = simulate(stage_blueprint(model, degrees, waits, hardware, 0), hardware)
+    alone = simulate(plan_of(waits), hardware)
     yield "samestep, flat", replace(found, step=alone.seconds, exposed=alone.exposed_seconds)
     if degrees.world <= MOST_BEFORE:
-        small = stage_blueprint(model, degrees, replace(settings, bucket_size=BEFORE), hardware, 0)
-        yield "before", of(in_copies(small))
+        yield "before", of(in_copies(plan_of(replace(settings, bucket_size=BEFORE))))
     yield from all_peers(plan, model, hardware, (weak, strong)).items()
 
 

@@ -77,14 +77,15 @@ class LayerMemory:
         self,
         shape: Shape,
         degrees: Degrees,
-        tokens: int,
+        batch: Batch,
         dtype: torch.dtype = torch.bfloat16,
         *,
         on_cpu: bool = False,
     ) -> None:
         self.shape, self.degrees, self.on_cpu = shape, degrees, on_cpu
-        self.tokens, self.width = tokens, dtype.itemsize
-        self.stream = tokens / degrees.tp if degrees.sequence_parallel else tokens
+        self.batch, self.tokens, self.dtype = batch, batch.tokens, dtype
+        self.width = dtype.itemsize
+        self.stream = self.tokens / degrees.tp if degrees.sequence_parallel else self.tokens
 
     @property
     def boundary(self) -> float:
@@ -207,59 +208,55 @@ class LayerMemory:
             held = ceil(shape.capacity * rows / shape.experts) * shape.experts
         return rows, held, held if degrees.ep_carries_data else held / degrees.ep
 
+    # --- of a rank -----------------------------------------------------------------------------
 
-def rank_activations(
-    shape: Shape,
-    degrees: Degrees,
-    batch: Batch,
-    stage: int,
-    dtype: torch.dtype,
-    *,
-    on_cpu: bool = False,
-) -> Activations:
-    """Of a rank of the pipeline (or of all, if there is none), when most is alive."""
-    memory = LayerMemory(shape, degrees, batch.tokens, dtype, on_cpu=on_cpu)
-    stages = degrees.pp * batch.stages_per_rank
-    layers = spread(shape.layers, stages)
-    passes = passes_of(stage, degrees.pp, batch.micro_batches, batch.stages_per_rank)
-    in_flight = most_in_flight(passes)
-    kept: list[Parts] = []
-    passing = 0.0
-    for number, count in in_flight.items():
-        blocks = [memory.block(layer, batch.recompute) for layer in layers[number]]
-        costs = [memory.block_passes(layer, batch.recompute) for layer in layers[number]]
-        kept += blocks * count
-        last = number == stages - 1
-        if last:
-            head = memory.head()
-            kept += [head] * count
-            # Beside the layers' own: the loss is over, and its part gone, when theirs begin.
-            passing = max(passing, memory.loss_passes())
-            costs = [cost - sum(head.values()) for cost in costs]
-        passing = max(passing, *costs)
-    if degrees.pp > 1:
-        kept.append({"stages": _of_stages(memory, in_flight, stages, batch.micro_batches)})
-    total = {name: round(size) for name, size in _sum(kept).items()}
-    return Activations(total, max(0, round(passing)), sum(in_flight.values()))
+    @property
+    def stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.degrees.pp * self.batch.stages_per_rank
 
+    def stage_layers(self) -> list[range]:
+        """The numbers of the layers of each stage."""
+        return spread(self.shape.layers, self.stages)
 
-def _of_stages(
-    memory: LayerMemory, in_flight: Mapping[int, int], stages: int, micro_batches: int
-) -> float:
-    """What torch's stages hold: results until backward, and room for what is received.
+    def of_rank(self, stage: int) -> Activations:
+        """Of a rank of the pipeline (or of all, if there is none), when most is alive."""
+        batch, degrees, layers = self.batch, self.degrees, self.stage_layers()
+        passes = passes_of(stage, degrees.pp, batch.micro_batches, batch.stages_per_rank)
+        in_flight = most_in_flight(passes)
+        kept: list[Parts] = []
+        passing = 0.0
+        for number, count in in_flight.items():
+            blocks = [self.block(layer, batch.recompute) for layer in layers[number]]
+            costs = [self.block_passes(layer, batch.recompute) for layer in layers[number]]
+            kept += blocks * count
+            if number == self.stages - 1:
+                head = self.head()
+                kept += [head] * count
+                # Beside the layers' own: the loss is over, and its part gone, when theirs begin.
+                passing = max(passing, self.loss_passes())
+                costs = [cost - sum(head.values()) for cost in costs]
+            passing = max(passing, *costs)
+        if degrees.pp > 1:
+            kept.append({"stages": self._of_stages(in_flight)})
+        total = {name: round(size) for name, size in _sum(kept).items()}
+        return Activations(total, max(0, round(passing)), sum(in_flight.values()))
 
-    That room is there for every micro-batch all the time. What is received is the input of the
-    first layer, which is counted there for those in flight.
-    """
-    found = 0.0
-    for stage, count in in_flight.items():
-        if stage > 0:
-            found += (micro_batches - count) * memory.boundary
-        if stage < stages - 1:
-            found += (micro_batches + count) * memory.boundary
-        else:
-            found += count * memory.logits()
-    return found
+    def _of_stages(self, in_flight: Mapping[int, int]) -> float:
+        """What torch's stages hold: results until backward, and room for what is received.
+
+        That room is there for every micro-batch all the time. What is received is the input of the
+        first layer, which is counted there for those in flight.
+        """
+        found, micro_batches = 0.0, self.batch.micro_batches
+        for stage, count in in_flight.items():
+            if stage > 0:
+                found += (micro_batches - count) * self.boundary
+            if stage < self.stages - 1:
+                found += (micro_batches + count) * self.boundary
+            else:
+                found += count * self.logits()
+        return found
 
 
 def _sum(parts: Sequence[Mapping[str, float]]) -> Parts:

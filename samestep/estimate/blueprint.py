@@ -24,13 +24,14 @@ from samestep.estimate.grid import per_peer as per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.host_windows import BucketWindows, HostUnit, bucket_windows, with_windows
 from samestep.estimate.placed import (
-    CopiedParts,
     GradientSum,
     OnRank,
     Placed,
     Sharing,
     Spreading,
     Summands,
+    answered_spreadings,
+    narrowed_sharings,
     on_rank,
 )
 from samestep.groups.distribution import Distribution
@@ -38,16 +39,14 @@ from samestep.groups.param_groups import Group
 from samestep.layout.boxes import Box, Cut, all_boxes, replicas
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.placements.local import KnownGroup, LocalParameters
-from samestep.placements.parts.block_exchange import planned as planned_blocks
-from samestep.placements.parts.block_exchange import transfers_of
 from samestep.placements.parts.held_parts import refuse_cut_scales
+from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.planned import levels_of
 from samestep.placements.whole.planned import planned as planned_shares
-from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ShardedSpec
-from samestep.plan.copied import CopiedAlong, copied_along
+from samestep.plan.copied import CopiedAlong, copied_along, copied_by_all
 from samestep.plan.links import Fabric, usual_links
 from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
@@ -87,8 +86,7 @@ class Blueprint:
     optimizer: RuleOptimizer
     grid: Grid
     everyone: Peers  # that the optimizer knows
-    shared: tuple[Sharing, ...]  # plain parameters
-    on_meshes: tuple[CopiedParts | Spreading, ...]
+    placements: tuple[Placed, ...]  # in the order of the schedule's numbers; (): one process
     device: torch.device
     clips: bool = False
     measures: bool = False
@@ -102,16 +100,6 @@ class Blueprint:
         return self.optimizer.holdings.distribution
 
     @property
-    def placements(self) -> tuple[Placed, ...]:
-        """In the order of the schedule's numbers; none: one process."""
-        return (*self.shared, *self.on_meshes)
-
-    @property
-    def spread(self) -> tuple[Spreading, ...]:
-        """DTensors whose gradients somebody else averages."""
-        return tuple(each for each in self.on_meshes if isinstance(each, Spreading))
-
-    @property
     def stages(self) -> Peers | None:
         """The ranks of a pipeline, one of each stage, that speak of norms and problems."""
         peers = self.grid.peers(*self.grid.beside)
@@ -120,14 +108,10 @@ class Blueprint:
     def reduced(self) -> list[tuple[int, Sharing]]:
         """Placements that are averaged by the optimizer, with their numbers.
 
-        Of DTensors as the first rank of a mesh has them.
+        Of DTensors as the first rank of a mesh has them, which has the largest parts.
         """
         found = enumerate(self.placements)
-        return [
-            (number, each if isinstance(each, Sharing) else each.widest)
-            for number, each in found
-            if not isinstance(each, Spreading)
-        ]
+        return [(number, each.sharings[0]) for number, each in found if each.sharings]
 
     def shared_by(self, bucket: BucketId) -> Sharing | None:
         """What a bucket is of, likewise; None: of what nobody averages here."""
@@ -139,7 +123,8 @@ class Blueprint:
             own.shape if self.distribution.offload is None else with_windows(own, self.groups)
             for own in self.on_rank(rank)
         ]
-        if not self.shared and (self.everyone.size == 1 or not shapes):
+        has_plain = any(not each.spreadings for each in self.placements)
+        if not has_plain and (self.everyone.size == 1 or not shapes):
             shapes.append(self._shape_of_local())  # as the optimizer does, also if it is empty
         return _schedule(
             tuple(shapes),
@@ -231,35 +216,49 @@ def blueprint(
         if (peers := _copies(grid, everyone, [o for o in lie.values() if o.mesh == mesh])).size > 1
     }
     beside = distribution.beside_dtensors() if meshes.keys() - copies.keys() else distribution
+
+    def members_of(mesh: object | None, indices: Sequence[int]) -> PlanMembers:
+        def is_there(param: Tensor) -> bool:
+            return (lie[param].mesh if param in lie else None) == mesh
+
+        blocks = optimizer.holdings.blocks
+        return optimizer.holdings.planner.members(groups, indices, blocks, is_there)
+
+    def sharing(
+        members: PlanMembers,
+        specs: tuple[ParamSpec, ...],
+        peers: Peers,
+        outer: Peers | None = None,
+        levels: int = 1,
+        summands: tuple[Summands | None, ...] = (),
+    ) -> Sharing:
+        plan = _shared_plan(specs, links(peers), beside, levels)
+        others = 1 if outer is None else outer.size
+        policy = beside.bucket_policy(peers.size, others, device, uneven=on_gpu, levels=levels)
+        watched = optimizer._in_flight.all_watched(members.params)
+        return Sharing(
+            members, members.params, plan, peers, outer, beside, policy, watched,
+            links(peers).per_host, summands=summands,
+        )  # fmt: skip
+
     plain: dict[Peers, list[int]] = {everyone: []}  # groups reduced over the same ranks
     for index, group in enumerate(groups):
         if any(param not in lie for param in group["params"]):
             plain.setdefault((own_peers or {}).get(index, everyone), []).append(index)
-    shared = []
+    placements: list[Placed] = []
     for peers, indices in plain.items():
         if not indices or everyone.size * (1 if outer is None else outer.size) == 1:
             continue  # one process: nothing is shared
-        members = optimizer.holdings.planner.members(
-            _only(groups, lie, None), indices, optimizer.holdings.blocks
-        )
-        own_outer = outer if peers == everyone else None
-        levels = 1
+        members = members_of(None, indices)
+        params, specs, *_ = members
+        own_outer, levels = outer if peers == everyone else None, 1
         if own_outer is None:
-            levels = levels_of(members.specs, links(peers), beside, on_cpu=not on_gpu)
-        plan = _shared_plan(members.specs, links(peers), beside, levels)
-        others = own_outer.size if own_outer else 1
-        policy = beside.bucket_policy(peers.size, others, device, uneven=on_gpu, levels=levels)
-        watched = optimizer._in_flight.all_watched(members.params)
-        shape = shape_of_shares(plan, members, beside, policy, watched=watched)
-        on_host = links(peers).per_host
-        shared.append(
-            Sharing(members.params, plan, peers, own_outer, beside, policy, shape, per_host=on_host)
-        )
-    on_meshes: list[CopiedParts | Spreading] = []
+            levels = levels_of(specs, links(peers), beside, on_cpu=not on_gpu)
+        shared = sharing(members, specs, peers, own_outer, levels)
+        compared = copied_by_all(len(params), peers.size) if beside.grads != "local" else ()
+        placements.append(Placed(params, specs, peers, grid.peers(), peers, compared, (shared,)))
     for mesh in meshes:
-        own = _only(groups, lie, mesh)
-        indices = [index for index, group in enumerate(own) if group["params"]]
-        members = optimizer.holdings.planner.members(own, indices, optimizer.holdings.blocks)
+        members = members_of(mesh, range(len(groups)))
         params, specs, *_ = members
         peers = grid.peers(*(axis for joined in mesh for axis in joined))
         if distribution.muon_schedule == "gather" and peers.size > MOST_GATHERING_RANKS:
@@ -267,7 +266,8 @@ def blueprint(
                 f"muon_schedule='gather' has every rank compute every block: it is planned for up "
                 f"to {MOST_GATHERING_RANKS} ranks, not {peers.size}; take 'parallel'"
             )
-        lying = [held_as(spec.shape, lie[p]) for p, spec in zip(params, specs, strict=True)]
+        overs = [lie[param] for param in params]
+        lying = [held_as(spec.shape, over) for spec, over in zip(specs, overs, strict=True)]
         held = tuple(
             ShardedSpec(spec.name, spec.shape, spec.blocks or (), found.boxes, found.replicas)
             for spec, found in zip(specs, lying, strict=True)
@@ -275,33 +275,22 @@ def blueprint(
         for spec, part in zip(specs, held, strict=True):
             refuse_cut_scales(spec, part.boxes)  # as ranks would
         if mesh in copies:
-            summands = tuple(_summands(grid, lie[param]) for param in params)
             shares = tuple(map(even_share, specs, (own.boxes for own in held)))
-            plan = _shared_plan(shares, links(copies[mesh]), beside)
-            policy = beside.bucket_policy(copies[mesh].size, 1, device, uneven=on_gpu)
-            watched = optimizer._in_flight.all_watched(params)
-            everywhere = grid.peers(*copies[mesh].axes, *peers.axes)
-            copied = _copied(grid, [lie[param] for param in params], copies[mesh].size)
-            parts = CopiedParts(
-                members, held, plan, copies[mesh], peers, everywhere, summands, copied, beside,
-                policy, device, watched,
-            )  # fmt: skip
-            assert len(parts.by_mesh_place) == peers.size  # or it raises, as ranks would
-            on_meshes.append(parts)
-            continue
-        exchange = planned_blocks(held, peers.size, distribution, device)
-        sums = _sums(params, [lie[param] for param in params], grid)
-        copied = _copied(grid, [lie[param] for param in params])
-        room = tuple(found.room for found in lying)
-        transfers = transfers_of(exchange, params, specs, peers.size, distribution, device)
-        on_meshes.append(
-            Spreading(
-                params, specs, held, exchange, transfers, peers, distribution, sums, copied, room
+            summands = tuple(_summands(grid, over) for over in overs)
+            even = sharing(members, shares, copies[mesh], summands=summands)
+            everywhere = grid.peers(*even.peers.axes, *peers.axes)
+            compared = _copied(grid, overs, even.peers.size)
+            sharings = narrowed_sharings(even, held, peers.size)
+            blocks = answered_spreadings(even, held, peers, device)
+            placements.append(
+                Placed(params, specs, even.peers, peers, everywhere, compared, sharings, blocks)
             )
-        )
-    return Blueprint(
-        optimizer, grid, everyone, tuple(shared), tuple(on_meshes), device, clips, measures
-    )
+            continue
+        room, sums = tuple(found.room for found in lying), _sums(params, overs, grid)
+        blocks = (Spreading.of(params, specs, held, peers, distribution, device, room, sums),)
+        compared = _copied(grid, overs)
+        placements.append(Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks))
+    return Blueprint(optimizer, grid, everyone, tuple(placements), device, clips, measures)
 
 
 def _fabric(peers: Peers, grid: Grid, device: torch.device, hardware: Hardware | None) -> Fabric:
@@ -351,22 +340,6 @@ def _copied(grid: Grid, lie: Sequence[SpreadOver], copies: int = 1) -> tuple[Cop
 def _sizes(grid: Grid, over: SpreadOver) -> list[int]:
     """Of the axes of a mesh."""
     return [prod(grid.sizes[axis] for axis in joined) for joined in over.mesh]
-
-
-def _only(
-    groups: Sequence[Group], lie: Mapping[Tensor, SpreadOver], mesh: object | None
-) -> list[Group]:
-    """The groups with only those parameters that lie on a mesh; None: plain ones."""
-    found = []
-    for group in groups:
-        kept = [
-            (name, param)
-            for name, param in zip(group["param_names"], group["params"], strict=True)
-            if (lie[param].mesh if param in lie else None) == mesh
-        ]
-        names, params = [name for name, _ in kept], [param for _, param in kept]
-        found.append({**group, "params": params, "param_names": names})
-    return found
 
 
 class _Held(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.placed import CopiedParts, Sharing, Spreading
+from samestep.estimate.placed import Sharing
 from samestep.estimate.work import owner_flops, shape_flops
 from samestep.placements.whole.planned import largest_block, legs_in_a_row
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
@@ -146,39 +146,39 @@ class Choices:
 def choices(plan: Blueprint, hardware: Hardware, within: float) -> Choices:
     """within: seconds of a step, or of an iteration."""
     buckets = [
-        _of_buckets(placement, plan.grid, hardware)
-        for placement in plan.placements
-        if not isinstance(placement, Spreading) and placement.peers.size > 1
+        _of_buckets(sharing, plan.grid, hardware)
+        for _, sharing in plan.reduced()
+        if sharing.peers.size > 1
     ]
     return Choices(buckets, _of_owners(plan, hardware, within))
 
 
-def _of_buckets(placement: Sharing | CopiedParts, grid: Grid, hardware: Hardware) -> BucketChoice:
-    fabric = hardware.fabric(placement.peers, grid)
-    buckets, params = placement.plan.buckets, placement.plan.params
+def _of_buckets(sharing: Sharing, grid: Grid, hardware: Hardware) -> BucketChoice:
+    fabric = hardware.fabric(sharing.peers, grid)
+    params, _, buckets = sharing.even or sharing.plan
     widths = [getattr(torch, spec.dtype.removeprefix("torch.")).itemsize for spec in params]
     in_bytes = sum(spec.numel * width for spec, width in zip(params, widths, strict=True))
-    given = placement.distribution.bucket_size
+    given = sharing.distribution.bucket_size
     elements = given or bucket_elements(sum(spec.numel for spec in params), in_bytes, fabric)
     largest = max(bucket.size * widths[bucket.params[0]] for bucket in buckets)
     link = fabric.ring()
     begins = link.seconds(fabric.ranks, 0)
-    exchanged = placement.policy.on_cpu or placement.policy.ordered
-    in_a_row = legs_in_a_row(len(buckets), on_cpu=placement.policy.on_cpu)
+    exchanged = sharing.policy.on_cpu or sharing.policy.ordered
+    in_a_row = legs_in_a_row(len(buckets), on_cpu=sharing.policy.on_cpu)
     one = fabric.exchange() if exchanged else link
     return BucketChoice(
-        placement.peers.name,
-        placement.peers.size,
+        sharing.peers.name,
+        sharing.peers.size,
         len(buckets),
         elements,
         given is not None,
         begins,
         in_bytes / link.bandwidth,
-        placement.policy.levels,
+        sharing.policy.levels,
         fabric.per_host,
         fabric.hosts,
         one.seconds(fabric.ranks, largest),
-        fabric.seconds_in_two(largest, largest_block(placement.specs), in_a_row)
+        fabric.seconds_in_two(largest, largest_block(sharing.members.specs), in_a_row)
         if fabric.has_levels
         else None,
     )

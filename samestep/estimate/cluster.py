@@ -12,7 +12,7 @@ model without a plan of its own, shares are guessed from the names that models u
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 import samestep
+from samestep.estimate.activations import Batch, LayerMemory
 from samestep.estimate.blueprint import Beside, Blueprint, Grid, Spread, SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.hardware import Hardware, device_of
-from samestep.estimate.model import Model, Shape, is_expert, layers_of, stage_of
+from samestep.estimate.model import Model, is_expert, layers_of, stage_of
 from samestep.groups.distribution import Offload
 from samestep.groups.routing import EMBEDDING_NAME
 from samestep.groups.state_flags import StateWord, state_dtypes_of
@@ -246,49 +247,85 @@ class Settings:
     offload: Offload | None = None
 
 
-def stage_blueprint(
-    model: Model, degrees: Degrees, settings: Settings, hardware: Hardware, stage: int
-) -> Blueprint:
-    """All ranks of one pipeline stage; raises BadRequestError for what does not exist."""
-    device = device_of(hardware)
-    _check(degrees, settings)
-    shards = settings.sharding == "zero3"
-    module = stage_of(model.module, stage, degrees.pp, settings.stages_per_rank)
-    _check_experts(module, degrees.ep)
-    optimizer = _optimizer(module, settings, shards)
-    if shards or degrees.tp * degrees.ep > 1:
-        shares = guessed_shares(degrees)
-        try:
-            return stack_blueprint(
-                optimizer, degrees, shares, stage=stage, fsdp=shards, device=device,
-                hardware=hardware,
-            )  # fmt: skip
-        except ValueError as error:  # flat buffers, and parts that are not equal
-            raise BadRequestError(str(error)) from error
-    grid = stack_grid(degrees, stage)
-    outer = grid.peers("replicate") if degrees.replicate > 1 else None
-    everyone = grid.peers("data")
-    return blueprint(
-        optimizer, grid, everyone=everyone, outer=outer, device=device, hardware=hardware
-    )
+@dataclass(frozen=True)
+class Job:
+    """What is planned: a model on a cluster, and what a rank is given per iteration, if known.
 
-
-def fsdp_units(module: nn.Module, degrees: Degrees, shape: Shape | None = None) -> list[Unit]:
-    """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
-
-    With a shape, experts see the tokens that choose them, not all.
+    Raises BadRequestError for what does not exist.
     """
-    found = layers_of(module)
-    layers = {} if found is None else {f"{found[0]}.{i}": m for i, m in enumerate(found[1])}
-    units = stack_units(module, layers, guessed_shares(degrees), degrees)
-    if shape is None or not shape.active_experts:
-        return units
-    chosen = shape.active_experts / shape.experts
-    return [
-        unit._replace(brings_tokens=unit.brings_tokens * chosen) if is_stack else unit
-        for unit in units
-        for is_stack in [all(param.ndim == 3 for param in unit.params)]
-    ]
+
+    model: Model
+    degrees: Degrees
+    settings: Settings
+    hardware: Hardware
+    batch: Batch | None = None
+
+    @property
+    def layers(self) -> LayerMemory | None:
+        """Of one micro-batch; None where nobody knows the batch or the shape of the model."""
+        if self.batch is None or self.model.shape is None:
+            return None
+        dtype, on_cpu = next(self.model.module.parameters()).dtype, self.hardware.on_cpu
+        return LayerMemory(self.model.shape, self.degrees, self.batch, dtype, on_cpu=on_cpu)
+
+    def module(self, stage: int) -> nn.Module:
+        """What a rank of the pipeline has."""
+        return stage_of(self.model.module, stage, self.degrees.pp, self.settings.stages_per_rank)
+
+    def stages(self) -> Iterator[int]:
+        """Of pipeline stages with the same shapes the first: their plans are the same.
+
+        And it holds the activations of the most micro-batches.
+        """
+        seen = set()
+        for stage in range(self.degrees.pp):
+            shapes = tuple(tuple(param.shape) for param in self.module(stage).parameters())
+            if shapes not in seen:
+                seen.add(shapes)
+                yield stage
+
+    def blueprint(self, stage: int) -> Blueprint:
+        """All ranks of one pipeline stage."""
+        degrees, hardware = self.degrees, self.hardware
+        device = device_of(hardware)
+        _check(degrees, self.settings)
+        shards = self.settings.sharding == "zero3"
+        module = self.module(stage)
+        _check_experts(module, degrees.ep)
+        optimizer = _optimizer(module, self.settings, shards)
+        if shards or degrees.tp * degrees.ep > 1:
+            shares = guessed_shares(degrees)
+            try:
+                return stack_blueprint(
+                    optimizer, degrees, shares, stage=stage, fsdp=shards, device=device,
+                    hardware=hardware,
+                )  # fmt: skip
+            except ValueError as error:  # flat buffers, and parts that are not equal
+                raise BadRequestError(str(error)) from error
+        grid = stack_grid(degrees, stage)
+        outer = grid.peers("replicate") if degrees.replicate > 1 else None
+        everyone = grid.peers("data")
+        return blueprint(
+            optimizer, grid, everyone=everyone, outer=outer, device=device, hardware=hardware
+        )
+
+    def units(self, stage: int) -> list[Unit]:
+        """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.
+
+        Experts see the tokens that choose them, where it is known how many do.
+        """
+        if self.settings.sharding != "zero3":
+            return []
+        module = self.module(stage)
+        found = layers_of(module)
+        layers = {} if found is None else {f"{found[0]}.{i}": m for i, m in enumerate(found[1])}
+        units = stack_units(module, layers, guessed_shares(self.degrees), self.degrees)
+        return [
+            unit._replace(brings_tokens=unit.brings_tokens * self.model.active_share)
+            if all(param.ndim == 3 for param in unit.params)
+            else unit
+            for unit in units
+        ]
 
 
 def _check(degrees: Degrees, settings: Settings) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from samestep.comm.presence import CODES
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
-from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
+from samestep.estimate.placed import Spreading
 from samestep.plan.block_exchange import ChunkTransfers
 from samestep.plan.schedule import (
     Agree,
@@ -152,21 +152,20 @@ class Launches:
         match operation:
             case Agree(number):
                 yield from self._agree(number)
-            case Average(bucket, sums, outer):
-                yield from self._of_bucket(bucket, sums, lambda own: own.sums)
+            case Average(bucket, _, outer) if self._blueprint.placements:  # or of one process
+                yield from self._of_bucket(bucket, lambda own: own.sums)
                 yield from self._over_outer(bucket, outer)
-                if bucket.placement < len(self._blueprint.placements):  # or of one process
-                    yield from self._in_mesh(bucket)
+                yield from self._in_mesh(bucket)
             case Clip():
                 yield from self._clip()
-            case Reduce(bucket, transfer):
-                yield from self._of_bucket(bucket, transfer, lambda own: own.reduce)
-            case Gather(bucket, transfer):
-                yield from self._of_bucket(bucket, transfer, lambda own: own.gather)
-            case Collect(chunk, transfer):
-                yield from self._of_chunk(chunk, transfer, lambda own: own.to)
-            case GiveBack(chunk, transfer):
-                yield from self._of_chunk(chunk, transfer, lambda own: own.back)
+            case Reduce(bucket):
+                yield from self._of_bucket(bucket, lambda own: own.reduce)
+            case Gather(bucket):
+                yield from self._of_bucket(bucket, lambda own: own.gather)
+            case Collect(chunk):
+                yield from self._of_chunk(chunk, lambda own: own.to)
+            case GiveBack(chunk):
+                yield from self._of_chunk(chunk, lambda own: own.back)
             case Measure():
                 elements = 2 * len(self._blueprint.groups)
                 everyone = self._blueprint.everyone
@@ -186,7 +185,7 @@ class Launches:
     def _all_holders(self) -> Peers | None:
         """All ranks that hold anything; None: those of every placement."""
         blueprint = self._blueprint
-        held_by = dict.fromkeys(map(_holders, blueprint.placements))
+        held_by = dict.fromkeys(each.everyone for each in blueprint.placements)
         if len(held_by) < 2:
             return None
         axes = {axis for peers in held_by for axis in peers.axes}
@@ -197,23 +196,19 @@ class Launches:
         if number == 0:
             yield from self._on_all("problems", CODES)
         placement = self._blueprint.placements[number]
-        asked: list[Peers | None] = [placement.peers]
         elements = len(placement.params) + sum(each.elements for each in placement.copied) + CODES
-        if isinstance(placement, Sharing):
-            asked.append(placement.outer)
-        elif isinstance(placement, CopiedParts):
-            asked.append(placement.mesh)
-        for peers in filter(None, asked):
+        outer = [each.outer for each in placement.sharings[:1]]
+        for peers in filter(None, (placement.peers, *outer, placement.mesh)):
             yield from _summed("presence", peers, torch.int64, elements)
-        if isinstance(placement, Spreading):
-            yield from self._gradient_sums(placement)
-        if placement.copied and _holders(placement) != self._all_holders():
+        for spreading in placement.spreadings:
+            yield from self._gradient_sums(spreading)
+        if placement.copied and placement.everyone != self._all_holders():
             yield from self._on_all("problems", CODES)
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint
         over = dict.fromkeys(
-            blueprint.everyone if isinstance(each, Sharing) else _holders(each)
+            each.everyone if each.spreadings else blueprint.everyone
             for each in blueprint.placements
         )
         for peers in over:
@@ -250,34 +245,28 @@ class Launches:
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 
     def _of_bucket(
-        self,
-        bucket: BucketId,
-        transfer: Transfer | None,
-        which: Callable[[BucketTransfers], Transfer | None],
+        self, bucket: BucketId, which: Callable[[BucketTransfers], Transfer | None]
     ) -> Iterator[Collective]:
         """A transfer between the ranks that have copies of a placement."""
-        if transfer is None:
-            return
         placement = self._blueprint.placements[bucket.placement]
         if placement.peers.size == 1:
             return
-        if isinstance(placement, CopiedParts):
-            shapes = [each.shape for each in placement.by_mesh_place]
-            found = tuple(which(shape.transfers[bucket.bucket]) for shape in shapes)
-            if len(set(map(id, found))) > 1:
-                yield Collective(found, placement.peers, among=placement.mesh)
-                return
-        yield Collective((transfer,), placement.peers)
+        found = [which(each.shape.transfers[bucket.bucket]) for each in placement.sharings]
+        if len(set(map(id, found))) > 1:
+            yield Collective(tuple(found), placement.peers, among=placement.mesh)
+        elif found[0] is not None:
+            yield Collective((found[0],), placement.peers)
 
     def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
         """Averaged gradients of which ranks of a mesh have summands."""
         placement = self._blueprint.placements[bucket.placement]
-        if not isinstance(placement, CopiedParts):
+        first = placement.sharings[0] if placement.sharings else None
+        if first is None or not first.summands:
             return
-        members = placement.widest.plan.buckets[bucket.bucket].params
-        grid, reduce = self._blueprint.grid, placement.widest.shape.transfers[bucket.bucket].reduce
+        members, grid = first.plan.buckets[bucket.bucket].params, self._blueprint.grid
+        reduce = first.shape.transfers[bucket.bucket].reduce
         wide = torch.promote_types(reduce.dtype, torch.float32)
-        for summands in dict.fromkeys(filter(None, (placement.summands[i] for i in members))):
+        for summands in dict.fromkeys(filter(None, (first.summands[i] for i in members))):
             if summands.peers.size == 1:
                 continue
             others = (a for a in placement.everyone.axes if a not in summands.peers.axes)
@@ -286,7 +275,7 @@ class Launches:
             for number in range(among.size):
                 rank = grid.rank_at(among, number)
                 mesh, place = (grid.place(rank, each) for each in (placement.mesh, placement.peers))
-                size = placement.by_mesh_place[mesh].sums(bucket.bucket, place).get(summands)
+                size = placement.sharings[mesh].sums(bucket.bucket, place).get(summands)
                 if size is None:
                     sums.append(None)
                 else:
@@ -295,19 +284,12 @@ class Launches:
                 yield Collective(tuple(sums), summands.peers, among=among)
 
     def _of_chunk(
-        self,
-        chunk: BucketId,
-        transfer: Transfer | None,
-        which: Callable[[ChunkTransfers], Transfer | None],
+        self, chunk: BucketId, which: Callable[[ChunkTransfers], Transfer | None]
     ) -> Iterator[Collective]:
         """A transfer between the ranks of a mesh; nothing, if nothing travels."""
         placement = self._blueprint.placements[chunk.placement]
-        if not isinstance(placement, CopiedParts):
-            if transfer is not None and transfer.elements and placement.peers.size > 1:
-                yield Collective((transfer,), placement.peers)
-            return
         found: list[Transfer | None] = []
-        for each in placement.by_place:
+        for each in placement.spreadings:
             own = None
             if chunk.bucket < len(each.transfers):
                 own = which(each.transfers[chunk.bucket])
@@ -319,18 +301,10 @@ class Launches:
         self, bucket: BucketId, by_place: Sequence[tuple[Transfer, ...]]
     ) -> Iterator[Collective]:
         """The transfers over groups that do the same, by place in the group."""
-        if not by_place:
-            return
-        sharing = self._blueprint.placements[bucket.placement]
-        assert isinstance(sharing, Sharing)
-        assert sharing.outer is not None
         for together in zip(*by_place, strict=True):
+            sharing = self._blueprint.placements[bucket.placement].sharings[0]
+            assert sharing.outer is not None
             yield Collective(together, sharing.outer, among=sharing.peers)
-
-
-def _holders(placement: Placed) -> Peers:
-    """All ranks that hold some of it."""
-    return placement.everyone if isinstance(placement, CopiedParts) else placement.peers
 
 
 def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Iterator[Collective]:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from samestep.estimate import tables
 from samestep.estimate.activations import Batch
-from samestep.estimate.cluster import STAGES, Settings, Stage, stage_blueprint
+from samestep.estimate.cluster import STAGES, Job, Settings, Stage
 from samestep.estimate.figures import (
     StageFigures,
     StageNeeds,
@@ -27,7 +27,7 @@ from samestep.estimate.figures import (
     stage_needs,
 )
 from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
-from samestep.estimate.model import Model, distinct_stages, load_model
+from samestep.estimate.model import load_model
 from samestep.estimate.options import Options as Options
 from samestep.estimate.options import not_counted, questions, read_batch, read_mesh
 from samestep.estimate.scaling import Point, as_json, batch_of, points, table_of
@@ -85,18 +85,17 @@ def _plan(options: Options) -> None:
     if options.out is not None:
         check_folder(options.out)
     settings = settings_of(options)
+    job = Job(model, degrees, settings, hardware, batch)
     console = Console(highlight=False)
     most = MOST_DRAWN if degrees.pp == 1 else DRAWN_OF_A_STAGE
     drawn = 0 if options.out is None else most
     figures, timelines = [], []
-    for stage in distinct_stages(model, degrees, settings.stages_per_rank):
-        found, _, timeline = stage_figures(
-            model, degrees, settings, hardware, stage, batch=batch, drawn=drawn
-        )
+    for stage in job.stages():
+        found, _, timeline = stage_figures(job, stage, drawn=drawn)
         figures.append(found)
         timelines.append(timeline)
     worst = max(figures, key=lambda each: each.peak)
-    every = _every_stage(model, degrees, settings, hardware, worst, batch)
+    every = _every_stage(job, worst)
     peaks = {stage: needs.peak for stage, needs in every.items()}
     has_activations = worst.activations is not None
     reserve = options.reserve
@@ -139,8 +138,7 @@ def _plan(options: Options) -> None:
     }  # fmt: skip
     curve: list[Point] = []
     if options.scaling:
-        of_rank = batch or batch_of(degrees, settings)
-        curve = list(points(model, degrees, settings, hardware, of_rank))
+        of_rank, curve = batch_of(job), list(points(job))
         content["scaling"] = {"batch": asdict(of_rank), "points": as_json(curve)}
         shown.append(table_of(curve, of_rank))
     gb = f"{hardware.device_memory / 1e9:.0f} GB"
@@ -198,26 +196,19 @@ def bubble_of(degrees: Degrees, batch: Batch) -> float:
     return float(bubble(degrees.pp, batch.micro_batches, batch.stages_per_rank))
 
 
-def _every_stage(
-    model: Model,
-    degrees: Degrees,
-    settings: Settings,
-    hardware: Hardware,
-    worst: StageFigures,
-    batch: Batch | None,
-) -> dict[Stage, StageNeeds]:
+def _every_stage(job: Job, worst: StageFigures) -> dict[Stage, StageNeeds]:
     """Of all stages that exist on this mesh."""
     every: dict[Stage, StageNeeds] = {}
+    settings = job.settings
     for stage in STAGES:
         if stage == settings.sharding:
             every[stage] = worst
             continue
         flat = settings.buffers == "flat" and stage in ("zero1", "zero2")
         buffers = "flat" if flat else "per_parameter"
-        other = replace(settings, sharding=stage, buffers=buffers)
+        other = replace(job, settings=replace(settings, sharding=stage, buffers=buffers))
         with suppress(BadRequestError):  # does not exist here
-            plan = stage_blueprint(model, degrees, other, hardware, worst.stage)
-            every[stage] = stage_needs(model, degrees, other, plan, worst.stage, batch)
+            every[stage] = stage_needs(other, other.blueprint(worst.stage), worst.stage)
     return every
 
 

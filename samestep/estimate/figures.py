@@ -12,18 +12,16 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any
 
-from samestep.estimate.activations import Activations, Batch, rank_activations
+from samestep.estimate.activations import Activations, Batch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.choices import Choices, choices
-from samestep.estimate.cluster import STAGES, Settings, Stage, fsdp_units, stage_blueprint
+from samestep.estimate.cluster import STAGES, Job, Stage
 from samestep.estimate.collectives import Collective, Launches
 from samestep.estimate.fsdp import fsdp_collectives, fsdp_peak, passes_1f1b
-from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import RankMemory, rank_memory, whole_gradients
-from samestep.estimate.model import Model, stage_of
-from samestep.estimate.placed import CopiedParts, Spreading
+from samestep.estimate.sends import LayerSends, StageSends
 from samestep.estimate.timeline import Timeline, simulate
-from samestep.estimate.training import layer_traffic, stage_traffic, training_of
+from samestep.estimate.training import training_of
 from samestep.estimate.walks import Then
 from samestep.estimate.work import OwnerBalance, balance
 from samestep.mesh.degrees import Degrees
@@ -104,39 +102,27 @@ class StageFigures(StageNeeds):
     operations: int
 
 
-def stage_needs(
-    model: Model,
-    degrees: Degrees,
-    settings: Settings,
-    plan: Blueprint,
-    stage: int,
-    batch: Batch | None = None,
-) -> StageNeeds:
-    module = stage_of(model.module, stage, degrees.pp, settings.stages_per_rank)
+def stage_needs(job: Job, plan: Blueprint, stage: int) -> StageNeeds:
+    degrees, batch = job.degrees, job.batch
     micro_batches = degrees.pp if batch is None else batch.micro_batches  # as many as stages
     memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
     traffic = list(_traffic(plan, Launches(plan).of_step(), "optimizer"))
-    of_units = Then(0, 0, 0)
-    if settings.sharding == "zero3":
-        units = fsdp_units(module, degrees, model.shape)
-        passes, times = "FB", micro_batches
-        if degrees.pp > 1:
-            passes, times = passes_1f1b(stage, degrees.pp, micro_batches), 1
-        found = _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
-        traffic += [each.times(times) for each in found]
-        of_units = fsdp_peak(units, passes)
-        memories = {rank: memory.or_then(of_units) for rank, memory in memories.items()}
+    units, passes, times = job.units(stage), "FB", micro_batches
+    if degrees.pp > 1:
+        passes, times = passes_1f1b(stage, degrees.pp, micro_batches), 1
+    found = _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
+    traffic += [each.times(times) for each in found]
+    of_units = fsdp_peak(units, passes)
+    memories = {rank: memory.or_then(of_units) for rank, memory in memories.items()}
     worst = max(memories, key=lambda rank: memories[rank].peak)
     beside, activations = memories[worst].at(of_units), None
-    if batch is not None and model.shape is not None:
-        on_cpu = plan.device.type == "cpu"
-        dtype = next(module.parameters()).dtype
-        activations = rank_activations(model.shape, degrees, batch, stage, dtype, on_cpu=on_cpu)
-        traffic += _of_model(model, degrees, plan, batch, stage, on_cpu=on_cpu)
-        if micro_batches > 1 and settings.sharding != "zero3":
+    if batch is not None and job.layers is not None:
+        activations = job.layers.of_rank(stage)
+        traffic += _of_model(plan, LayerSends(job.layers).of_rank(stage), degrees, batch)
+        if micro_batches > 1 and job.settings.sharding != "zero3":
             beside = beside.at(Then(whole_gradients(plan, worst), 0, 0))
     kept = [memory.stays for memory in memories.values()]
-    parameters = sum(param.numel() for param in module.parameters())
+    parameters = sum(param.numel() for param in job.module(stage).parameters())
     return StageNeeds(
         stage, parameters, worst, memories[worst], min(kept), max(kept), traffic, activations,
         beside,
@@ -144,13 +130,10 @@ def stage_needs(
 
 
 def _of_model(
-    model: Model, degrees: Degrees, plan: Blueprint, batch: Batch, stage: int, *, on_cpu: bool
+    plan: Blueprint, sends: StageSends, degrees: Degrees, batch: Batch
 ) -> Iterator[GroupTraffic]:
     """What layers and stages send."""
-    sends = stage_traffic(model, degrees, batch, stage, on_cpu=on_cpu)
-    if sends is None:
-        return
-    for each in _traffic(plan, layer_traffic(sends, batch), "layers"):
+    for each in _traffic(plan, sends.collectives(batch.recompute), "layers"):
         yield each.times(batch.micro_batches)
     if degrees.pp > 1:
         count = (sends.sends_forward + sends.sends_backward) * batch.micro_batches
@@ -159,24 +142,16 @@ def _of_model(
 
 
 def stage_figures(
-    model: Model,
-    degrees: Degrees,
-    settings: Settings,
-    hardware: Hardware,
-    stage: int,
-    *,
-    batch: Batch | None = None,
-    drawn: int = 0,
+    job: Job, stage: int, *, drawn: int = 0
 ) -> tuple[StageFigures, Blueprint, Timeline]:
     """Plan one stage and read everything off it; the timeline shows the first `drawn` ranks."""
-    plan = stage_blueprint(model, degrees, settings, hardware, stage)
+    plan = job.blueprint(stage)
     show = range(min(plan.grid.ranks, drawn))
-    training = training_of(batch, model, degrees, settings, hardware, stage)
-    timeline = simulate(plan, hardware, show=show, training=training)
+    timeline = simulate(plan, job.hardware, show=show, training=training_of(job, stage))
     figures = StageFigures(
-        **vars(stage_needs(model, degrees, settings, plan, stage, batch)),
+        **vars(stage_needs(job, plan, stage)),
         owners=[found for found in map(balance, plan.placements) if found is not None],
-        choices=choices(plan, hardware, timeline.seconds),
+        choices=choices(plan, job.hardware, timeline.seconds),
         step_seconds=timeline.seconds,
         parts=timeline.by_operation,
         exposed_seconds=timeline.exposed_seconds,
@@ -188,29 +163,24 @@ def stage_figures(
 
 def sample_ranks(plan: Blueprint) -> list[int]:
     """First, middle and last, and who holds the most blocks."""
-    found = {0, plan.grid.ranks // 2, plan.grid.ranks - 1}
+    grid = plan.grid
+    found = {0, grid.ranks // 2, grid.ranks - 1}
     for placement in plan.placements:
-        if isinstance(placement, Spreading):
-            owner = _busiest_owner(placement)
-        else:
-            owned = [0] * placement.peers.size
-            sharded = (bucket.filled for bucket in placement.plan.buckets if not bucket.replicated)
-            for rank, segment in chain.from_iterable(sharded):
-                owned[rank] += segment.size
-            owner = owned.index(max(owned))
-        found.add(plan.grid.rank_at(placement.peers, owner))
-        if isinstance(placement, CopiedParts):
-            of_mesh = _busiest_owner(placement.by_place[owner])
-            of_copies = plan.grid.rank_at(placement.peers, owner)  # axes of both are not the same
-            found.add(of_copies + plan.grid.rank_at(placement.mesh, of_mesh))
+        owned = [0] * placement.peers.size
+        for sharing in placement.sharings[:1]:
+            for bucket in (sharing.even or sharing.plan).buckets:
+                for place, segment in () if bucket.replicated else bucket.filled:
+                    owned[place] += segment.size
+        place = owned.index(max(owned))
+        of_peers = grid.rank_at(placement.peers, place)
+        found.add(of_peers)
+        for spreading in placement.spreadings[place : place + 1]:
+            in_mesh = [0] * placement.mesh.size
+            for route in chain.from_iterable(spreading.plan.chunks):
+                in_mesh[route.owner] += route.box.numel
+            # Axes of both are not the same.
+            found.add(of_peers + grid.rank_at(placement.mesh, in_mesh.index(max(in_mesh))))
     return sorted(found)
-
-
-def _busiest_owner(spreading: Spreading) -> int:
-    owned = [0] * spreading.peers.size
-    for route in chain.from_iterable(spreading.plan.chunks):
-        owned[route.owner] += route.box.numel
-    return owned.index(max(owned))
 
 
 def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[GroupTraffic]:

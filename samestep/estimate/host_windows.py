@@ -85,7 +85,7 @@ def _tensors(shapes: Mapping[str, Shape], stored: StoredTensors) -> tuple[Tensor
 def _pieces(sharing: Sharing, number: int, place: int, layout: StateLayout) -> list[HostUnit]:
     found = []
     for piece in sharing.owned(number, place).pieces:
-        if piece.block is not None and sharing.has_parts:
+        if piece.block is not None and sharing.even:
             continue  # comes with its chunk
         spec = sharing.specs[piece.param]
         shapes = {key: shape for key, (_, shape) in layout.spans[piece].items()}

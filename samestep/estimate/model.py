@@ -8,7 +8,7 @@ import copy
 import difflib
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from samestep.groups.routing import Elsewhere
-from samestep.mesh.degrees import Degrees
 from samestep.parallel.stages import spread
 from samestep.tooling.request import BadRequestError, in_one_line, named_function
 
@@ -300,6 +299,13 @@ class Model:
         """Elements."""
         return sum(param.numel() for param in self.module.parameters())
 
+    @property
+    def active_share(self) -> float:
+        """Of the experts those that a token chooses; all, where nobody knows."""
+        if self.shape is None or not self.shape.experts or not self.shape.active_experts:
+            return 1.0
+        return self.shape.active_experts / self.shape.experts
+
 
 def load_model(text: str, dtype: torch.dtype) -> Model:
     """Raises BadRequestError, in one line."""
@@ -420,17 +426,3 @@ def own_submodule(root: nn.Module, path: str) -> nn.Module:
         assert child is not None
         root._modules[part] = root = shallow(child)
     return root
-
-
-def distinct_stages(model: Model, degrees: Degrees, per_rank: int = 1) -> Iterator[int]:
-    """Of pipeline stages with the same shapes the first: their plans are the same.
-
-    And it holds the activations of the most micro-batches.
-    """
-    seen = set()
-    for stage in range(degrees.pp):
-        module = stage_of(model.module, stage, degrees.pp, per_rank)
-        shapes = tuple(tuple(param.shape) for param in module.parameters())
-        if shapes not in seen:
-            seen.add(shapes)
-            yield stage

@@ -3,8 +3,9 @@
 A rank asks by its places: which one it is among the ranks with copies, and which one in its mesh.
 """
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -19,32 +20,46 @@ from samestep.placements.placement import PlanMembers
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.planned import shape_of as shape_of_shares
 from samestep.plan.block_exchange import ChunkTransfers, ExchangePlan, ShardedSpec
-from samestep.plan.copied import CopiedAlong, copied_by_all
+from samestep.plan.copied import CopiedAlong
 from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketPolicy
 
 
+class Summands(NamedTuple):
+    """What ranks of a mesh have of a gradient: along some axes summands.
+
+    kinds: of all axes. Gradients that have the same are added up at once.
+    """
+
+    peers: Peers
+    kinds: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Sharing:
     """Parameters that peers hold copies of, and how they share the work on them.
 
-    has_parts: the copies are of parts; their blocks come together in `CopiedParts.blocks`.
+    members: as they are, whole; `params`: as a rank has them.
+    watched: modules wait for all of them.
     per_host: peers on each host, where buckets go in two levels.
+    even: the copies are of parts: the plan for an even share of everything, of which `plan` is what
+        a rank really has. Blocks come together in the mesh.
     summands: of each gradient, if the ranks of a mesh have summands of it.
     """
 
+    members: PlanMembers
     params: tuple[Tensor, ...]
     plan: ShardingPlan
     peers: Peers
     outer: Peers | None
     distribution: Distribution
     policy: BucketPolicy
-    shape: PlacementShape
-    has_parts: bool = False
+    watched: bool
     per_host: int = 1
-    summands: tuple["Summands | None", ...] = ()
+    even: ShardingPlan | None = None
+    summands: tuple[Summands | None, ...] = ()
 
     def place(self, peer: int) -> int:
         """Which segment of a bucket is a peer's: in two levels those of a column lie together."""
@@ -58,18 +73,24 @@ class Sharing:
         """In order of use."""
         return self.plan.params
 
-    @property
-    def copied(self) -> tuple[CopiedAlong, ...]:
-        """What ranks compare."""
-        if self.distribution.grads == "local":
-            return ()
-        return copied_by_all(len(self.params), self.peers.size)
+    @cached_property
+    def shape(self) -> PlacementShape:
+        """What the schedule of a rank depends on."""
+        shape = shape_of_shares(
+            self.plan, self.members, self.distribution, self.policy, watched=self.watched
+        )
+        if self.even is None:
+            return shape
+        return shape._replace(
+            has_parts=any(spec.blocks is not None for spec in self.specs),
+            bucket_sizes=tuple(bucket.size for bucket in self.even.buckets),
+        )
 
     def owned(self, number: int, place: int) -> Segment:
         """What a peer updates of a bucket."""
         return self.plan.buckets[number].owned(place)
 
-    def sums(self, number: int, place: int) -> dict["Summands", int]:
+    def sums(self, number: int, place: int) -> dict[Summands, int]:
         """Elements that a peer adds up over its mesh, of what it has averaged of a bucket."""
         found: dict[Summands, int] = {}
         for piece in self.owned(number, place).pieces if self.summands else ():
@@ -98,10 +119,26 @@ class Spreading:
     transfers: tuple[ChunkTransfers, ...]
     peers: Peers
     distribution: Distribution
-    sums: tuple[GradientSum, ...] = ()
-    copied: tuple[CopiedAlong, ...] = ()
     # Elements of each that every rank has room for; None: its own.
-    room: tuple[int | None, ...] = ()
+    room: tuple[int | None, ...]
+    sums: tuple[GradientSum, ...] = ()  # of gradients of which ranks have summands
+
+    @classmethod
+    def of(
+        cls,
+        params: tuple[Tensor, ...],
+        specs: tuple[ParamSpec, ...],
+        held: tuple[ShardedSpec, ...],
+        mesh: Peers,
+        distribution: Distribution,
+        device: torch.device,
+        room: tuple[int | None, ...],
+        sums: tuple[GradientSum, ...] = (),
+    ) -> "Spreading":
+        """Planned as ranks do."""
+        exchange = planned_blocks(held, mesh.size, distribution, device)
+        transfers = transfers_of(exchange, params, specs, mesh.size, distribution, device)
+        return cls(params, specs, held, exchange, transfers, mesh, distribution, room, sums)
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
@@ -114,121 +151,79 @@ class Spreading:
         return shape_of_blocks(self.transfers, self.distribution, self.specs, self.peers.size)
 
 
-class Summands(NamedTuple):
-    """What ranks of a mesh have of a gradient: along some axes summands.
-
-    kinds: of all axes. Gradients that have the same are added up at once.
-    """
-
-    peers: Peers
-    kinds: tuple[int, ...]
-
-
 @dataclass(frozen=True)
-class CopiedParts:
-    """DTensors of a mesh of which other meshes hold copies.
+class Placed:
+    """One placement on all ranks.
 
-    Ranks with copies of the same parts share the work on them, and for the blocks for which one of
-    them answers, its mesh brings these together.
+    Ranks with the same parts of everything, `peers`, share the work on them; ranks of a mesh have
+    the others of one copy. Plain parameters are a mesh of one rank, and DTensors that somebody else
+    averages have no peers.
 
-    peers: ranks with the same parts; mesh: with the others of one copy.
-    summands: of each gradient; None: ranks of a mesh have what they need.
+    everyone: all ranks that hold some of it.
+    copied: what ranks compare.
+    sharings: by place in the mesh, what peers share; where parts are equal, it is one. (): nothing.
+    spreadings: by place among peers, the blocks for which each answers, as DTensors of its mesh;
+        (): parameters are plain.
     """
 
-    members: PlanMembers
-    held: tuple[ShardedSpec, ...]
-    plan: ShardingPlan  # for an even share of everything
+    params: tuple[Tensor, ...]
+    specs: tuple[ParamSpec, ...]
     peers: Peers
     mesh: Peers
     everyone: Peers
-    summands: tuple[Summands | None, ...]
     copied: tuple[CopiedAlong, ...]
-    distribution: Distribution
-    policy: BucketPolicy
-    device: torch.device
-    watched: bool
+    sharings: tuple[Sharing, ...] = ()
+    spreadings: tuple[Spreading, ...] = ()
 
-    @property
-    def params(self) -> tuple[Tensor, ...]:
-        """As they are, whole."""
-        return tuple(self.members.params)
 
-    @property
-    def specs(self) -> tuple[ParamSpec, ...]:
-        """The same."""
-        return tuple(self.members.specs)
+def narrowed_sharings(
+    even: Sharing, held: Sequence[ShardedSpec], ranks: int
+) -> tuple[Sharing, ...]:
+    """How each rank of a mesh shares its parts with their copies, from how it is for even shares.
 
-    @cached_property
-    def has_blocks(self) -> bool:
-        return any(spec.blocks is not None for spec in self.specs)
+    Raises:
+        ValueError: Of flat buffers, where parts are not equal.
+    """
 
-    # --- between copies ----------------------------------------------------------------------
+    @cache
+    def sharing(specs: tuple[ParamSpec, ...]) -> Sharing:
+        plan = narrowed(even.plan, specs, flat=even.distribution.buffers == "flat")
+        pairs = zip(even.params, specs, strict=True)
+        params = tuple(_part(param, spec.shape) for param, spec in pairs)
+        return replace(even, params=params, plan=plan, even=even.plan)
 
-    @cached_property
-    def by_mesh_place(self) -> tuple[Sharing, ...]:
-        """How each rank of a mesh shares its parts with their copies; where parts are equal, one.
-
-        Raises:
-            ValueError: Of flat buffers, where they are not.
-        """
-        known: dict[tuple[ParamSpec, ...], Sharing] = {}
-        found = []
-        for place in range(self.mesh.size):
-            specs = tuple(
-                held_spec(share, held.boxes[place])
-                for share, held in zip(self.plan.params, self.held, strict=True)
+    return tuple(
+        sharing(
+            tuple(
+                held_spec(share, own.boxes[place])
+                for share, own in zip(even.specs, held, strict=True)
             )
-            if specs not in known:
-                known[specs] = self._sharing(specs)
-            found.append(known[specs])
-        return tuple(found)
-
-    def _sharing(self, specs: tuple[ParamSpec, ...]) -> Sharing:
-        plan = narrowed(self.plan, specs, flat=self.distribution.buffers == "flat")
-        shape = shape_of_shares(
-            plan, self.members, self.distribution, self.policy, watched=self.watched
         )
-        even = tuple(bucket.size for bucket in self.plan.buckets)
-        params = tuple(
-            _part(param, spec.shape) for param, spec in zip(self.params, specs, strict=True)
-        )
-        return Sharing(
-            params, plan, self.peers, None, self.distribution, self.policy,
-            shape._replace(has_parts=self.has_blocks, bucket_sizes=even), has_parts=True,
-            summands=self.summands,
-        )  # fmt: skip
+        for place in range(ranks)
+    )
 
-    @property
-    def widest(self) -> Sharing:
-        """Of the first rank of a mesh, which has the largest parts: what time is counted for."""
-        return self.by_mesh_place[0]
 
-    # --- blocks ------------------------------------------------------------------------------
-
-    @cached_property
-    def by_place(self) -> tuple[Spreading, ...]:
-        """The blocks for which each rank with copies answers, as DTensors of its mesh."""
-        known: dict[tuple[Piece, ...], Spreading] = {}
-        found = []
-        for place in range(self.peers.size):
-            pieces = tuple(piece for piece in self.plan.owned(place) if piece.block is not None)
-            if pieces not in known:
-                known[pieces] = self._spreading(place)
-            found.append(known[pieces])
-        return tuple(found)
-
-    def _spreading(self, place: int) -> Spreading:
-        items = answered_blocks(self.plan, self.held, place)
-        held = tuple(item.held for item in items)
-        specs = tuple(item.spec for item in items)
-        params = tuple(self.params[item.piece.param] for item in items)  # of which a dtype counts
-        ranks = self.mesh.size
-        exchange = planned_blocks(held, ranks, self.distribution, self.device)
-        transfers = transfers_of(exchange, params, specs, ranks, self.distribution, self.device)
-        return Spreading(
-            params, specs, held, exchange, transfers, self.mesh, self.distribution,
-            room=(None,) * len(held),
-        )  # fmt: skip
+def answered_spreadings(
+    even: Sharing, held: Sequence[ShardedSpec], mesh: Peers, device: torch.device
+) -> tuple[Spreading, ...]:
+    """The blocks for which each rank with copies answers."""
+    known: dict[tuple[Piece, ...], Spreading] = {}
+    found = []
+    for place in range(even.peers.size):
+        pieces = tuple(piece for piece in even.plan.owned(place) if piece.block is not None)
+        if pieces not in known:
+            items = answered_blocks(even.plan, held, place)
+            known[pieces] = Spreading.of(
+                tuple(even.params[item.piece.param] for item in items),  # of which a dtype counts
+                tuple(item.spec for item in items),
+                tuple(item.held for item in items),
+                mesh,
+                even.distribution,
+                device,
+                (None,) * len(items),
+            )
+        found.append(known[pieces])
+    return tuple(found)
 
 
 def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -237,9 +232,6 @@ def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
     if gradient_dtype(param) != param.dtype:
         part.grad_dtype = param.grad_dtype
     return part
-
-
-Placed = Sharing | CopiedParts | Spreading
 
 
 class OnRank(NamedTuple):
@@ -279,14 +271,10 @@ class OnRank(NamedTuple):
 
 def on_rank(placement: Placed, grid: Grid, rank: int | None) -> OnRank:
     """Of a rank; None: of the first, with as many chunks of blocks as any has."""
-    place = grid.place(rank or 0, placement.peers)
-    if isinstance(placement, Sharing):
-        return OnRank(placement, placement.place(place), None, 0)
-    if isinstance(placement, Spreading):
-        return OnRank(None, 0, placement, place)
-    if rank is None:
-        chunks = [len(each.transfers) for each in placement.by_place]
+    place, mesh_place = (grid.place(rank or 0, each) for each in (placement.peers, placement.mesh))
+    if rank is None and placement.spreadings:
+        chunks = [len(each.transfers) for each in placement.spreadings]
         place = chunks.index(max(chunks))
-    mesh_place = grid.place(rank or 0, placement.mesh)
-    sharing, spreading = placement.by_mesh_place[mesh_place], placement.by_place[place]
-    return OnRank(sharing, place, spreading, mesh_place)
+    sharing = placement.sharings[mesh_place] if placement.sharings else None
+    spreading = placement.spreadings[place] if placement.spreadings else None
+    return OnRank(sharing, sharing.place(place) if sharing else 0, spreading, mesh_place)

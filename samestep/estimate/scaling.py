@@ -9,12 +9,11 @@ import torch
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.choices import choices
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job
 from samestep.estimate.collectives import Launches
 from samestep.estimate.figures import sample_ranks
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.memory import rank_memory
-from samestep.estimate.model import Model, distinct_stages
 from samestep.estimate.tables import Table
 from samestep.estimate.timeline import simulate
 from samestep.estimate.training import Training, training_of
@@ -71,38 +70,26 @@ def numbers_of_ranks(degrees: Degrees, ranks: Sequence[int] = RANKS) -> list[int
     return found
 
 
-def batch_of(degrees: Degrees, settings: Settings) -> Batch:
-    """What a rank is given where nobody says: as many micro-batches as a pipeline has stages."""
-    return Batch(TOKENS // degrees.pp, degrees.pp, stages_per_rank=settings.stages_per_rank)
+def batch_of(job: Job) -> Batch:
+    """What a rank is given; where nobody says, as many micro-batches as a pipeline has stages."""
+    stages, per_rank = job.degrees.pp, job.settings.stages_per_rank
+    return job.batch or Batch(TOKENS // stages, stages, stages_per_rank=per_rank)
 
 
-def points(
-    model: Model, degrees: Degrees, settings: Settings, hardware: Hardware, batch: Batch
-) -> Iterator[Point]:
-    """One after the other; `batch`: of a rank."""
-    numbers = numbers_of_ranks(degrees, RANKS)
+def points(job: Job) -> Iterator[Point]:
+    """One after the other."""
+    numbers, batch = numbers_of_ranks(job.degrees, RANKS), batch_of(job)
     for ranks in numbers:
         divided = replace(batch, tokens=max(1, batch.tokens * numbers[0] // ranks))
-        yield point(model, replace(degrees, world=ranks), settings, hardware, batch, divided)
+        yield point(replace(job, degrees=replace(job.degrees, world=ranks), batch=batch), divided)
 
 
-def point(
-    model: Model,
-    degrees: Degrees,
-    settings: Settings,
-    hardware: Hardware,
-    batch: Batch,
-    divided: Batch,
-) -> Point:
+def point(job: Job, divided: Batch) -> Point:
     """One number of ranks; `divided`: a rank's batch where all ranks share one."""
-    found = []
-    for stage in distinct_stages(model, degrees, settings.stages_per_rank):
-        plan = stage_blueprint(model, degrees, settings, hardware, stage)
-        weak, strong = (
-            training_of(each, model, degrees, settings, hardware, stage)
-            for each in (batch, divided)
-        )
-        found.append(point_of(plan, hardware, degrees.world, weak, strong))
+    found, ranks = [], job.degrees.world
+    for stage in job.stages():
+        weak, strong = (training_of(each, stage) for each in (job, replace(job, batch=divided)))
+        found.append(point_of(job.blueprint(stage), job.hardware, ranks, weak, strong))
     slowest = max(found, key=lambda each: each.iteration)
     return replace(slowest, peak=max(each.peak for each in found))
 

@@ -20,12 +20,10 @@ from typing import NamedTuple
 
 import torch
 
-from samestep.estimate.activations import Batch, LayerMemory, Recompute
-from samestep.estimate.blueprint import Grid, Peers
+from samestep.estimate.activations import LayerMemory, Recompute
+from samestep.estimate.cluster import stack_grid
 from samestep.estimate.collectives import Collective
-from samestep.estimate.model import Shape
-from samestep.mesh.degrees import Degrees
-from samestep.parallel.stages import spread
+from samestep.estimate.grid import Peers
 from samestep.plan.transfers import Traffic, Transfer, of_segments
 
 
@@ -49,19 +47,10 @@ class Sends(NamedTuple):
 class LayerSends:
     """What the layers of a decoder send for one micro-batch."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        degrees: Degrees,
-        grid: Grid,
-        tokens: int,
-        dtype: torch.dtype,
-        *,
-        on_cpu: bool = False,
-    ) -> None:
-        self._shape, self._degrees, self._on_cpu = shape, degrees, on_cpu
-        self._tokens, self._dtype = tokens, dtype
-        self._memory = LayerMemory(shape, degrees, tokens, dtype, on_cpu=on_cpu)
+    def __init__(self, memory: LayerMemory) -> None:
+        self._memory, self._shape, self._degrees = memory, memory.shape, memory.degrees
+        self._tokens, self._dtype = memory.tokens, memory.dtype
+        grid = stack_grid(memory.degrees)
         self._model, self._expert = grid.peers("model"), grid.peers("expert")
 
     def embedding(self) -> Sends:
@@ -70,7 +59,7 @@ class LayerSends:
         moved = self._gather("embedding")
         if not self._degrees.sequence_parallel:
             return Sends((moved,))
-        if not self._on_cpu:  # DTensors have no exchange on gloo, and gather there
+        if not self._memory.on_cpu:  # DTensors have no exchange on gloo, and gather there
             own = self._tokens * self._shape.width // self._model.size
             moved = self._exchange("embedding", self._model, own)
         return Sends((moved,), (moved,))
@@ -97,9 +86,20 @@ class LayerSends:
         into, out = self._enter("head"), self._enter_backward("head")
         return Sends((*into, logits), out)
 
-    def boundary(self) -> int:
-        """Bytes that go from stage to stage."""
-        return round(self._memory.boundary)
+    def of_rank(self, stage: int) -> "StageSends":
+        """What the layers of one rank of the pipeline send, and what it sends to others."""
+        ranks, stages = self._degrees.pp, self._memory.stages
+        layers: dict[int, list[Sends]] = {}
+        for number in range(stage, stages, ranks):
+            own = [self.block(layer) for layer in self._memory.stage_layers()[number]]
+            if number == 0:
+                own.insert(0, self.embedding())
+            if number == stages - 1:
+                own.append(self.head())
+            layers[number] = own
+        after = sum(number < stages - 1 for number in layers) if ranks > 1 else 0
+        before = sum(number > 0 for number in layers) if ranks > 1 else 0
+        return StageSends(layers, round(self._memory.boundary), after, before)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -232,32 +232,15 @@ class StageSends(NamedTuple):
     """Of a rank of the pipeline and one micro-batch: by stage that it has, and boundaries."""
 
     layers: dict[int, list[Sends]]
-    boundary: int  # bytes
+    boundary: int  # bytes that go from stage to stage
     sends_forward: int  # stages of this rank that have one after them elsewhere
     sends_backward: int
 
-
-def stage_sends(
-    shape: Shape,
-    degrees: Degrees,
-    grid: Grid,
-    batch: Batch,
-    stage: int,
-    dtype: torch.dtype,
-    *,
-    on_cpu: bool = False,
-) -> StageSends:
-    """What the layers of one rank of the pipeline send, and what it sends to others."""
-    sends = LayerSends(shape, degrees, grid, batch.tokens, dtype, on_cpu=on_cpu)
-    stages = degrees.pp * batch.stages_per_rank
-    layers: dict[int, list[Sends]] = {}
-    for number in range(stage, stages, degrees.pp):
-        own = [sends.block(layer) for layer in spread(shape.layers, stages)[number]]
-        if number == 0:
-            own.insert(0, sends.embedding())
-        if number == stages - 1:
-            own.append(sends.head())
-        layers[number] = own
-    after = sum(number < stages - 1 for number in layers) if degrees.pp > 1 else 0
-    before = sum(number > 0 for number in layers) if degrees.pp > 1 else 0
-    return StageSends(layers, sends.boundary(), after, before)
+    def collectives(self, recompute: Recompute) -> list[Collective]:
+        """All that layers launch."""
+        return [
+            each
+            for layers in self.layers.values()
+            for layer in layers
+            for each in (*layer.forward, *layer.in_backward(recompute))
+        ]

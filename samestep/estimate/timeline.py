@@ -34,7 +34,7 @@ from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.grid import Peers, per_peer
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.links import BOTH, Counted, Leg, legs_of
-from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
+from samestep.estimate.placed import Placed, Sharing, Spreading
 from samestep.estimate.slots import Pass, Slot
 from samestep.estimate.training import Training
 from samestep.estimate.work import (
@@ -212,17 +212,19 @@ class _Simulator:
             else:
                 self._run_whole_units(training.units, run, flops, is_first=is_first)
             self._by_operation["FSDP2"] += self._now - self._computing - before
-        elif not self._blueprint.placements or self._blueprint.spread:
-            self._compute(_name(run), self._spread_or_alone() * flops)
+        elif elements := self._spread_or_alone():
+            self._compute(_name(run), elements * flops)
         self._layers_send(busy.forward if run.kind == "F" else busy.backward)
 
     def _spread_or_alone(self) -> float:
         """Elements of DTensors that a token meets on a rank; or in one process of everything."""
         found = 0.0
-        for spreading in self._blueprint.spread:
-            whole = sum(param.numel() for param in spreading.params)
-            share = self._tokens_of(spreading) / self._grid.sizes.get("model", 1)
-            if "expert" in spreading.peers.axes:
+        for placement in self._blueprint.placements:
+            if placement.sharings:
+                continue
+            whole = sum(param.numel() for param in placement.params)
+            share = self._tokens_of(placement) / self._grid.sizes.get("model", 1)
+            if "expert" in placement.mesh.axes:
                 share /= self._grid.sizes["expert"]
             found += whole * share
         if not self._blueprint.placements:
@@ -231,9 +233,7 @@ class _Simulator:
 
     def _tokens_of(self, placement: Placed) -> float:
         """Tokens that come to the parameters of a placement, in those of one rank."""
-        ranks = placement.mesh if isinstance(placement, CopiedParts) else placement.peers
-        is_expert = not isinstance(placement, Sharing) and "expert" in ranks.axes
-        return self._expert_tokens if is_expert else 1.0
+        return self._expert_tokens if "expert" in placement.mesh.axes else 1.0
 
     def _forward_shared(self, flops: float) -> None:
         for number, sharing in self._blueprint.reduced():
@@ -399,16 +399,13 @@ class _Simulator:
     def _of_blocks(self, chunk: BucketId, count: Callable[[Spreading, int], Tensor]) -> Tensor:
         """What ranks have of the blocks of a chunk; of copies each mesh has blocks of its own."""
         placement = self._blueprint.placements[chunk.placement]
-        if not isinstance(placement, CopiedParts):
-            assert isinstance(placement, Spreading)
-            return self._grid.spread(count(placement, chunk.bucket), placement.peers)
         nothing = torch.zeros(placement.mesh.size, dtype=torch.float64)
-        known = {id(each): each for each in placement.by_place}  # where all have the same
+        known = {id(each): each for each in placement.spreadings}  # where all have the same
         rows = {
             key: count(each, chunk.bucket) if chunk.bucket < len(each.plan.chunks) else nothing
             for key, each in known.items()
         }
-        together = torch.stack([rows[id(each)] for each in placement.by_place])
+        together = torch.stack([rows[id(each)] for each in placement.spreadings])
         return self._grid.spread_both(together, placement.peers, placement.mesh)
 
     def _seconds_of_chunk(self, spreading: Spreading, number: int) -> Tensor:
@@ -470,8 +467,7 @@ class _Simulator:
             if sharing is not None:
                 self._do(bucket_work(sharing, bucket.bucket, self._hardware), sharing.peers, share)
             elif bucket.placement < len(self._blueprint.placements):
-                spreading = self._blueprint.placements[bucket.placement]
-                assert isinstance(spreading, Spreading)
+                (spreading,) = self._blueprint.placements[bucket.placement].spreadings
                 self._do(elementwise_work(spreading, self._hardware), spreading.peers, share)
 
     def _copies(self, bucket: BucketId, transfer: Transfer | None) -> None:

@@ -297,14 +297,14 @@ class SharingWalk(Walk):
         return [
             Operand(specs[piece.param].group, params[piece.param], shape)
             for piece in self._owned(number).pieces
-            if piece.block is None or not self._sharing.has_parts
+            if piece.block is None or self._sharing.even is None
             for shape in (((piece.size,),) if piece.block is None else piece.block.matrices)
         ]
 
     def updated(self, number: int) -> None:
         """Averaged gradients of parts of blocks stay until the step is over, with all beside."""
         blocks = [piece.param for piece in self._owned(number).pieces if piece.block is not None]
-        stay = [self._sharing.summands[param] for param in blocks if self._sharing.has_parts]
+        stay = [self._sharing.summands[param] for param in blocks if self._sharing.even]
         if None not in stay:
             self._drop(number, "packed", "received", "sum")
         for place, summands in enumerate(self._sharing.sums(number, self._place)):

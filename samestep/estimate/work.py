@@ -20,7 +20,7 @@ from torch import Tensor
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, per_peer
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.placed import CopiedParts, Placed, Sharing, Spreading
+from samestep.estimate.placed import Placed, Sharing, Spreading
 from samestep.layout.blocks import Block
 from samestep.layout.owners import busiest_lower_bound
 from samestep.plan.block_exchange import ShardedSpec
@@ -139,8 +139,7 @@ class OwnerBalance:
 
 def balance(placement: Placed) -> OwnerBalance | None:
     """None if no matrix rule runs there."""
-    peers = placement.everyone if isinstance(placement, CopiedParts) else placement.peers
-    ranks = peers.size
+    ranks = placement.everyone.size
     blocks = [block_flops(block) for spec in placement.specs for block in spec.blocks or ()]
     if not blocks:
         return None
@@ -150,34 +149,28 @@ def balance(placement: Placed) -> OwnerBalance | None:
     mean = sum(flops) / ranks
     busiest = max(flops), busiest_lower_bound(blocks, ranks)
     ratios = (each / mean if mean else 1.0 for each in busiest)
-    return OwnerBalance(peers.name, ranks, count, sum(flops), *ratios)
+    return OwnerBalance(placement.everyone.name, ranks, count, sum(flops), *ratios)
 
 
 def owner_flops(placement: Placed, grid: Grid) -> Tensor:
     """FLOPs of the orthogonalizations of every rank: the shape of the grid."""
-    flops = _owned_flops(placement)
-    if isinstance(placement, CopiedParts):
-        return grid.spread_both(flops, placement.peers, placement.mesh)
-    return grid.spread(flops, placement.peers)
+    return grid.spread_both(_owned_flops(placement), placement.peers, placement.mesh)
 
 
 def _owned_flops(placement: Placed) -> Tensor:
-    """By peer, or (peers, ranks of their mesh)."""
-    if isinstance(placement, CopiedParts):
-        return torch.stack([_owned_flops(each) for each in placement.by_place])
-    flops = [0.0] * placement.peers.size
-    if isinstance(placement, Spreading):
-        for route in chain.from_iterable(placement.plan.chunks):
-            flops[route.owner] += block_flops(route.block)
-        return per_peer(flops)
-    for bucket in placement.plan.buckets:
+    """(peers, ranks of their mesh)."""
+    flops = [[0.0] * placement.mesh.size for _ in range(placement.peers.size)]
+    for own, spreading in zip(flops, placement.spreadings, strict=False):
+        for route in chain.from_iterable(spreading.plan.chunks):
+            own[route.owner] += block_flops(route.block)
+    for bucket in () if placement.spreadings else placement.sharings[0].plan.buckets:
         has_blocks = any(placement.specs[param].blocks for param in bucket.params)
         for rank, segment in bucket.filled if has_blocks else ():
-            own = [piece.block for piece in segment.pieces if piece.block is not None]
-            cost = sum(block_flops(block) for block in own)
-            for each in range(placement.peers.size) if bucket.replicated else (rank,):
-                flops[each] += cost
-    return per_peer(flops)
+            blocks = [piece.block for piece in segment.pieces if piece.block is not None]
+            cost = sum(block_flops(block) for block in blocks)
+            for own in flops if bucket.replicated else flops[rank : rank + 1]:
+                own[0] += cost
+    return torch.tensor(flops, dtype=torch.float64)
 
 
 def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
@@ -188,7 +181,7 @@ def bucket_work(sharing: Sharing, number: int, hardware: Hardware) -> Work:
         (place, piece_cost(shape, prod(shape or (piece.size,)), width, hardware))
         for place, segment in bucket.filled
         for piece in segment.pieces
-        if piece.block is None or not sharing.has_parts
+        if piece.block is None or sharing.even is None
         for shape in ((None,) if piece.block is None else piece.block.matrices)
     )
     found = _work(len(bucket.segments), costs)

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.peer_plans import Design, Param, layer_wise, nanochat
 from benchmarks.scaling import in_copies
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.grid import Peers, one_axis
 from samestep.estimate.hardware import PRESETS, Hardware
 from samestep.estimate.model import load_model
@@ -76,8 +76,8 @@ def test_a_step_of_others_waits_for_links_and_for_owners():
 def test_before_is_the_same_plan_with_copies():
     model = load_model("nanochat-d20", torch.bfloat16)
     settings = Settings(bucket_size=6_553_600)
-    plan = stage_blueprint(model, Degrees(16), settings, PRESETS["h200x8"], 0)
-    now, then = (each.shared[0].shape.transfers for each in (plan, in_copies(plan)))
+    plan = Job(model, Degrees(16), settings, PRESETS["h200x8"]).blueprint(0)
+    now, then = (each.placements[0].sharings[0].shape.transfers for each in (plan, in_copies(plan)))
     kinds = {
         (a.gather.traffic, b.gather.traffic) for a, b in zip(now, then, strict=True) if a.gather
     }

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from samestep.estimate.activations import Batch, LayerMemory, rank_activations
+from samestep.estimate.activations import Batch, LayerMemory
 from samestep.estimate.model import SHAPES, gpt_shape
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
@@ -21,7 +21,7 @@ SMALL = GPTConfig(vocab_size=96, context=64, width=64, layers=2, heads=4, kv_hea
 
 
 def foreseen(config, degrees, tokens, dtype=torch.float32):
-    memory = LayerMemory(gpt_shape(config), degrees, tokens, dtype, on_cpu=True)
+    memory = LayerMemory(gpt_shape(config), degrees, Batch(tokens), dtype, on_cpu=True)
     parts = [memory.head(), *(memory.block(number) for number in range(config.layers))]
     return sum(sum(each.values()) for each in parts)
 
@@ -139,7 +139,8 @@ def test_recomputation_keeps_and_peaks_as_foreseen(recompute, more, rows, within
     with peak_bytes() as both:
         mean_loss(model(inputs), targets).backward()
     given = Batch(rows * 64, recompute=recompute)
-    found = rank_activations(gpt_shape(config), Degrees(1), given, 0, torch.float32, on_cpu=True)
+    memory = LayerMemory(gpt_shape(config), Degrees(1), given, torch.float32, on_cpu=True)
+    found = memory.of_rank(0)
     assert forward.live == sum(found.kept.values()) + 4  # and the loss itself
     assert (1 - within) * found.peak <= both.value <= found.peak + 64
 
@@ -170,9 +171,8 @@ def test_stages_peak_as_foreseen():
     for (micro_batches, schedule), found in run_cases(2, cases, pipelined):
         given = Batch(256, micro_batches, "none", 1 + (schedule == "interleaved"))
         for stage, peak in enumerate(found):
-            expected = rank_activations(
-                shape, Degrees(2, pp=2), given, stage, torch.float32, on_cpu=True
-            )
+            memory = LayerMemory(shape, Degrees(2, pp=2), given, torch.float32, on_cpu=True)
+            expected = memory.of_rank(stage)
             assert peak == pytest.approx(expected.peak, rel=0.03), (schedule, stage)
         assert found[0] > 1.4 * found[1]  # the first stage has more in flight
 
@@ -181,11 +181,11 @@ def test_the_layer_of_the_paper():
     """34 s b h: without dropout two masks less, and with fused attention one more output."""
     gpt = SHAPES["gpt-175b"]
     tokens = 2048
-    parts = LayerMemory(gpt, Degrees(1), tokens).block(0)
+    parts = LayerMemory(gpt, Degrees(1), Batch(tokens)).block(0)
     unit = tokens * gpt.width
     numbers = tokens * (2 * 8 + 4 * gpt.heads)  # of rows and heads
     assert sum(parts.values()) == (34 - 2 + 2) * unit + numbers
-    shared = LayerMemory(gpt, Degrees(8, tp=8), tokens).block(0)
+    shared = LayerMemory(gpt, Degrees(8, tp=8), Batch(tokens)).block(0)
     # In the paper 10 + 24 / t: the same but for two masks, and the output that is kept twice.
     inside = 4 + 2 + 2  # norms, and the inputs of both branches
     assert sum(shared.values()) == (inside + (34 - inside) / 8) * unit + tokens * (16 + 4 * 96 / 8)
@@ -209,7 +209,7 @@ def test_a_gpu_kept_as_much(recompute, tokens, more, kept, peak):
     big = {"vocab_size": 50304, "width": 2048, "layers": 8, "heads": 16, "kv_heads": 16}
     shape = gpt_shape(GPTConfig(**{**big, **more}))
     given = Batch(tokens, recompute=recompute)
-    found = rank_activations(shape, Degrees(1), given, 0, torch.bfloat16)
+    found = LayerMemory(shape, Degrees(1), given, torch.bfloat16).of_rank(0)
     # The allocator leaves up to 1 MB at the end of a block that is larger than that.
     assert sum(found.kept.values()) == pytest.approx(kept, rel=0.005 if shape.experts else 1e-5)
     assert found.peak == pytest.approx(peak, rel=0.03)

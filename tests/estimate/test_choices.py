@@ -9,7 +9,7 @@ import torch
 import samestep
 from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
 from samestep.estimate.choices import choices, shared_block_seconds
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import load_model
 from samestep.estimate.work import ADAMW_BYTES, chunk_count, elementwise_work
@@ -23,14 +23,14 @@ H200 = PRESETS["h200x8"]
 
 def plan_of(ranks, hardware=H200, **settings):
     model = load_model("nanochat-d20", torch.bfloat16)
-    return stage_blueprint(model, Degrees(ranks), Settings(**settings), hardware, 0)
+    return Job(model, Degrees(ranks), Settings(**settings), hardware).blueprint(0)
 
 
 @pytest.mark.parametrize(("ranks", "levels"), [(8, 1), (64, 1), (4096, 2)])
 def test_buckets_and_levels_are_those_of_the_plan(ranks, levels):
     plan = plan_of(ranks)
     (found,) = choices(plan, H200, 1.0).buckets
-    (sharing,) = plan.shared
+    ((_, sharing),) = plan.reduced()
     assert not found.given
     assert found.buckets == len(sharing.plan.buckets)
     several = [bucket.size for bucket in sharing.plan.buckets if bucket.count > 1]
@@ -55,7 +55,7 @@ def test_who_owns_no_block_and_how_many_owners_are_enough(ranks):
     found = choices(plan, H200, 1.0).owners
     owners = {
         place
-        for bucket in plan.shared[0].plan.buckets
+        for bucket in plan.placements[0].sharings[0].plan.buckets
         if not bucket.replicated
         for place, segment in bucket.filled
         if any(piece.block is not None for piece in segment.pieces)
@@ -95,7 +95,7 @@ def test_a_rank_is_counted_with_the_blocks_of_which_it_holds_parts():
     optimizer = samestep.MuonAdamW(model, groups=groups)
     over = SpreadOver((("data",),), (Cut(0),))
     plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
-    (spreading,) = plan.spread
+    (spreading,) = plan.placements[0].spreadings
     chunks = range(len(spreading.plan.chunks))
     counts = sum(chunk_count(spreading, number) for number in chunks)
     assert counts.tolist() == [3, 3, 3, 1]  # two experts each, and rows of the shared matrix
@@ -107,7 +107,8 @@ def test_layers_that_are_alike_are_counted_each():
         model = torch.nn.Sequential(*layers, torch.nn.Linear(8, 16, bias=False))
     optimizer = samestep.AdamW(model)
     over = SpreadOver((("data",),), (Cut(0),))
-    (spreading,) = blueprint(optimizer, one_axis(4), spread=lambda name, param: over).spread
+    plan = blueprint(optimizer, one_axis(4), spread=lambda name, param: over)
+    (spreading,) = plan.placements[0].spreadings
     work = elementwise_work(spreading, H200)
     assert work.pieces.tolist() == [4, 4, 4, 4]
     assert work.bytes.tolist() == [ADAMW_BYTES * (3 * 16 + 32)] * 4

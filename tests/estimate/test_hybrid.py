@@ -126,7 +126,8 @@ def check(world, cases, reduction="fast"):
             schedule, holders, records, calls, (params, state, passing) = of_rank[number]
             at, about = rank % plan.grid.ranks, (name, kind.__name__, rank)
             assert schedule == tuple(map(line_of, plan.schedule(at))), about
-            held = [(s.specs, [(h.boxes, h.replicas) for h in s.held]) for s in plan.spread]
+            spread = [each.spreadings[0] for each in plan.placements if not each.sharings]
+            held = [(s.specs, [(h.boxes, h.replicas) for h in s.held]) for s in spread]
             assert holders == held, about
             assert records == expected(plan, degrees, rank), about
             assert len(records) > 2, about

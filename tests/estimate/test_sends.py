@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from samestep.estimate.activations import Batch
+from samestep.estimate.activations import Batch, LayerMemory
 from samestep.estimate.cluster import plan_shares, stack_grid, stack_units
 from samestep.estimate.fsdp import fsdp_collectives
 from samestep.estimate.model import gpt_shape
-from samestep.estimate.sends import LayerSends, stage_sends
+from samestep.estimate.sends import LayerSends
 from samestep.estimate.slots import passes_of
 from samestep.mesh import Degrees, build
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan, mean_loss
@@ -102,7 +102,8 @@ def foreseen(case, rank, world):
     if degrees.pp == 1:
         tokens, micro_batches = 64 * micro_batches, 1
     batch = Batch(tokens, micro_batches, recompute, per_rank)
-    sends = stage_sends(gpt_shape(config), degrees, grid, batch, stage, torch.float32, on_cpu=True)
+    memory = LayerMemory(gpt_shape(config), degrees, batch, torch.float32, on_cpu=True)
+    sends = LayerSends(memory).of_rank(stage)
     layers = [layer for of_stage in sends.layers.values() for layer in of_stage]
     launched = [each for layer in layers for each in layer.forward]
     launched += [each for layer in reversed(layers) for each in layer.in_backward(recompute)]
@@ -188,9 +189,8 @@ def test_tokens_that_choose_freely_travel_as_expected():
 def test_as_much_comes_as_goes():
     """A link is as busy as its busier direction: of these, both are alike."""
     degrees = Degrees(8, ep=4, tp=2, sequence_parallel=True)
-    grid = stack_grid(degrees)
     shape = gpt_shape(GPTConfig(**{**vars(SMALL), **MOE}))
-    sends = LayerSends(shape, degrees, grid, 64, torch.bfloat16)
+    sends = LayerSends(LayerMemory(shape, degrees, Batch(64)))
     for layer in (sends.embedding(), sends.block(0), sends.head()):
         for each in (*layer.forward, *layer.backward):
             assert each.received_by_all().tolist() == each.sent_by_all().tolist(), each.name

@@ -12,7 +12,7 @@ import samestep
 import samestep.optimizer.step
 from samestep.estimate.activations import Batch
 from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.fsdp import Unit, fsdp_collectives
 from samestep.estimate.hardware import Hardware, peers_on_host
 from samestep.estimate.model import Model, gpt_shape
@@ -276,12 +276,11 @@ def four_stages(stage, micro_batches, per_rank=1):
     config = gpt.GPTConfig(vocab_size=2, width=64, layers=8, heads=2, kv_heads=2)
     with torch.device("meta"):
         model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
-    degrees, settings = Degrees(4, pp=4), Settings(stages_per_rank=per_rank)
+    settings = Settings(stages_per_rank=per_rank)
     fast = Hardware(**{**vars(MACHINE), "inside": Link(0.0, 1e30), "between": Link(0.0, 1e30)})
-    plan = stage_blueprint(model, degrees, settings, fast, stage)
     batch = Batch(512, micro_batches, stages_per_rank=per_rank)
-    training = training_of(batch, model, degrees, settings, fast, stage)
-    return simulate(plan, fast, show=[0], training=training)
+    job = Job(model, Degrees(4, pp=4), settings, fast, batch)
+    return simulate(job.blueprint(stage), fast, show=[0], training=training_of(job, stage))
 
 
 @pytest.mark.parametrize(("micro_batches", "per_rank"), [(4, 1), (8, 1), (8, 2)])
@@ -305,10 +304,8 @@ def test_layers_wait_for_what_they_send():
     config = gpt.GPTConfig(vocab_size=64, width=64, layers=2, heads=2, kv_heads=2)
     with torch.device("meta"):
         model = Model("gpt", "", gpt.GPT(config), gpt_shape(config))
-    degrees, settings, batch = Degrees(2, tp=2), Settings(sharding="none"), Batch(64, 3)
     machine = Hardware(**{**vars(MACHINE), "inside": Link(1.0, 1e30)})
-    plan = stage_blueprint(model, degrees, settings, machine, 0)
-    training = training_of(batch, model, degrees, settings, machine)
-    timeline = simulate(plan, machine, show=[0], training=training)
+    job = Job(model, Degrees(2, tp=2), Settings(sharding="none"), machine, Batch(64, 3))
+    timeline = simulate(job.blueprint(0), machine, show=[0], training=training_of(job))
     # Embedding, two sums per block and the logits; backward: two sums per block and the head's.
     assert timeline.by_operation["layers"] == pytest.approx(3 * (1 + 4 + 1 + 4 + 1))

@@ -5,7 +5,7 @@ import torch
 
 from samestep import cli
 from samestep.estimate.activations import Batch
-from samestep.estimate.cluster import Settings, guessed_shares, plan_shares, stage_blueprint
+from samestep.estimate.cluster import Job, Settings, guessed_shares, plan_shares
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import Model, load_model, stage_of
@@ -60,7 +60,7 @@ def test_a_stage_is_routed_as_a_part_of_the_whole():
 
     with torch.device("meta"):
         model = Model("unnamed", "", Unnamed(), None)
-    plan = stage_blueprint(model, Degrees(4, pp=2), Settings(), PRESETS["h200x8"], 1)
+    plan = Job(model, Degrees(4, pp=2), Settings(), PRESETS["h200x8"]).blueprint(1)
     rules = {name: g["rule"] for g in plan.groups for name in g["param_names"]}
     assert rules == {"layers.1.weight": "muon", "last.weight": "adamw"}
 
@@ -68,7 +68,7 @@ def test_a_stage_is_routed_as_a_part_of_the_whole():
 def test_experts_are_gathered_by_those_who_have_the_same():
     model = load_model("deepseek-v3", torch.bfloat16)
     degrees, settings = Degrees(128, pp=16, ep=4), Settings(sharding="zero3")
-    figures, _, _ = stage_figures(model, degrees, settings, PRESETS["h800x8"], 8)
+    figures, _, _ = stage_figures(Job(model, degrees, settings, PRESETS["h800x8"]), 8)
     sent = {(t.axes, t.kind): t.mean_sent for t in figures.traffic if t.by == "FSDP2"}
     layers = [layer for layer in stage_of(model.module, 8, 16).layers if hasattr(layer, "experts")]
     stacks = 2 * sum(p.numel() for layer in layers for p in layer.experts.parameters())
@@ -87,7 +87,7 @@ def test_copies_of_parts_are_averaged_over_data_ranks():
         "flat": Settings(sharding="zero1", buffers="flat"),
         "zero3": Settings(sharding="zero3"),
     }.items():
-        figures, _, _ = stage_figures(model, degrees, settings, PRESETS["h200x8"], 1)
+        figures, _, _ = stage_figures(Job(model, degrees, settings, PRESETS["h200x8"]), 1)
         sent[name] = {(t.axes, t.kind): t.mean_sent for t in figures.traffic}
         kept[name] = figures.memory.stays
         assert figures.memory.peak < PRESETS["h100x8"].device_memory
@@ -111,7 +111,7 @@ def test_experts_compute_on_the_tokens_that_choose_them(data):
     for sharding in ("zero1", "zero3"):
         settings = Settings(sharding=sharding)
         hardware = PRESETS["h200x8"]
-        _, _, timeline = stage_figures(model, degrees, settings, hardware, 8, batch=batch)
+        _, _, timeline = stage_figures(Job(model, degrees, settings, hardware, batch), 8)
         busy.append(float(timeline.computing.mean()))
     assert busy[0] == pytest.approx(busy[1], rel=0.02)
 

@@ -11,7 +11,7 @@ from torch import nn
 import samestep
 from samestep import cli
 from samestep.estimate import scaling
-from samestep.estimate.cluster import stage_blueprint
+from samestep.estimate.cluster import Job
 from samestep.estimate.command import settings_of
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
@@ -142,10 +142,10 @@ def test_scaling_is_of_the_settings_that_were_asked_for(tmp_path, monkeypatch, c
     (tmp_path / "mine.py").write_text(FACTORY)
     seen, real = [], scaling.point
 
-    def spy(model, degrees, settings, hardware, batch, divided):
-        sizes = degrees.data, degrees.tp, batch.tokens, divided.tokens
-        seen.append((settings.overlap, settings.bucket_size, *sizes))
-        return real(model, degrees, settings, hardware, batch, divided)
+    def spy(job, divided):
+        sizes = job.degrees.data, job.degrees.tp, job.batch.tokens, divided.tokens
+        seen.append((job.settings.overlap, job.settings.bucket_size, *sizes))
+        return real(job, divided)
 
     monkeypatch.setattr(scaling, "point", spy)
     monkeypatch.setattr(scaling, "RANKS", (2, 4, 6, 8))
@@ -187,7 +187,7 @@ def test_state_is_kept_in_the_words_of_the_optimizer(tmp_path):
     found = {}
     for word, remainders in product(get_args(StateWord), (False, True)):
         options = Options(state=word, remainders=remainders, sharding="none")
-        plan = stage_blueprint(model, Degrees(1), settings_of(options), PRESETS["h200x8"], 0)
+        plan = Job(model, Degrees(1), settings_of(options), PRESETS["h200x8"]).blueprint(0)
         memory = rank_memory(plan, 0)
         found[word, remainders] = (memory.state, memory.main_parameters)
         kept = samestep.MuonAdamW(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from samestep.estimate.cluster import Settings, stage_blueprint
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.collectives import Launches
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.links import seconds_of
@@ -17,7 +17,7 @@ H200 = PRESETS["h200x8"]
 
 
 def plan_of(model, ranks, **settings):
-    return stage_blueprint(model, Degrees(ranks), Settings(**settings), H200, 0)
+    return Job(model, Degrees(ranks), Settings(**settings), H200).blueprint(0)
 
 
 def beginnings(plan):

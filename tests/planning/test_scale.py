@@ -7,10 +7,10 @@ import sys
 import pytest
 import torch
 
-from samestep.estimate.cluster import Settings
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.figures import judge, stage_figures
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import distinct_stages, load_model
+from samestep.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 from tests.limits import HANG
 from tests.soak import SOAK
@@ -30,11 +30,13 @@ if SOAK:
 @pytest.mark.parametrize(("name", "degrees", "settings", "least"), CASES)
 def test_large_models_on_many_ranks(name, degrees, settings, least):
     model = load_model(name, torch.bfloat16)
-    stages = list(distinct_stages(model, degrees))
+    job = Job(model, degrees, settings, PRESETS["h800x8"])
+    stages = list(job.stages())
     assert len(stages) >= least
     total = 0
     for stage in stages if SOAK else stages[:2]:  # without and with experts
         figures, plan, timeline = stage_figures(model, degrees, settings, PRESETS["h800x8"], stage)
+        figures, plan, timeline = stage_figures(job, stage)
         assert plan.grid.ranks * degrees.pp == degrees.world
         assert figures.peak > figures.memory.parameters
         assert timeline.computing.numel() == plan.grid.ranks
@@ -47,17 +49,18 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
 MEASURED = """
 import gc, json, resource, time
 import torch
-from samestep.estimate.cluster import Settings
+from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import distinct_stages, load_model
+from samestep.estimate.model import load_model
 from samestep.mesh.degrees import Degrees
 
 gc.disable()  # as the command does
 begun = time.process_time()
 model, degrees = load_model({name!r}, torch.bfloat16), {degrees!r}
-for stage in distinct_stages(model, degrees):
-    stage_figures(model, degrees, Settings(), PRESETS["h200x8"], stage)
+job = Job(model, degrees, Settings(), PRESETS["h200x8"])
+for stage in job.stages():
+    stage_figures(job, stage)
 spent = time.process_time() - begun
 memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([spent, memory]))
@@ -83,7 +86,7 @@ def test_planning_at_scale_is_cheap(name, degrees, seconds):
 def test_groups_that_are_copies_of_each_other():
     model = load_model("nanochat-d20", torch.bfloat16)
     degrees, settings = Degrees(32, replicate=4), Settings()
-    figures, plan, _ = stage_figures(model, degrees, settings, PRESETS["h200x8"], 0)
+    figures, plan, _ = stage_figures(Job(model, degrees, settings, PRESETS["h200x8"]), 0)
     by_axes = {(each.axes, each.kind): each for each in figures.traffic}
     # Inside, a reduction of all gradients; outside, an all-reduce of what a rank has of the sum.
     inside = by_axes["data", "reduce_scatter"]

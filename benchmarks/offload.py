@@ -27,7 +27,8 @@ from torch import Tensor, nn
 import samestep
 from benchmarks import gpt_config, heading, write_json
 from samestep.bench.gpu.measure import give_back_memory, settle
-from samestep.estimate.blueprint import blueprint, one_axis
+from samestep.estimate.blueprint import blueprint
+from samestep.estimate.grid import one_axis
 from samestep.estimate.memory import RankMemory, rank_memory
 from samestep.models.gpt import GPT
 from samestep.models.parameter_sets import SETS

@@ -15,9 +15,10 @@ import tyro
 
 import samestep
 from samestep.estimate.activations import Batch
-from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
+from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.figures import stage_figures
+from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import kept_memory
 from samestep.estimate.model import load_model

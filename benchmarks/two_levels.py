@@ -35,8 +35,9 @@ from samestep.bench.gpu.report import Screen
 from samestep.comm.collectives import exchange_segments
 from samestep.comm.groups import registry
 from samestep.comm.integrity.checksum import checksums
-from samestep.estimate.blueprint import blueprint, one_axis
+from samestep.estimate.blueprint import blueprint
 from samestep.estimate.calibration import Measured, hardware, measure
+from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.model import Decoder
 from samestep.estimate.timeline import simulate

@@ -16,13 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from samestep.estimate.grid import Beside as Beside
-from samestep.estimate.grid import Grid as Grid
-from samestep.estimate.grid import Peers as Peers
-from samestep.estimate.grid import one_axis as one_axis
-from samestep.estimate.grid import per_peer as per_peer
+from samestep.estimate.grid import Grid, Peers
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.host_windows import BucketWindows, HostUnit, bucket_windows, with_windows
+from samestep.estimate.host_windows import with_windows
 from samestep.estimate.placed import (
     GradientSum,
     OnRank,
@@ -30,6 +26,7 @@ from samestep.estimate.placed import (
     Sharing,
     Spreading,
     Summands,
+    Updated,
     answered_spreadings,
     narrowed_sharings,
     on_rank,
@@ -45,12 +42,14 @@ from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.held_tensors import REPLICATED, SUMMAND
 from samestep.placements.whole.planned import levels_of
 from samestep.placements.whole.planned import planned as planned_shares
+from samestep.placements.windows import Unit, Windows
 from samestep.plan.block_exchange import ShardedSpec
 from samestep.plan.copied import CopiedAlong, copied_along, copied_by_all
 from samestep.plan.links import Fabric, usual_links
 from samestep.plan.narrowed import even_share
 from samestep.plan.schedule import BucketId, PlacementShape, Schedule, step_schedule
 from samestep.plan.sharding import ParamSpec, ShardingPlan
+from samestep.rules.state import StoredTensors
 
 MOST_GATHERING_RANKS = 64  # its plan grows with their square
 
@@ -88,8 +87,14 @@ class Blueprint:
     everyone: Peers  # that the optimizer knows
     placements: tuple[Placed, ...]  # in the order of the schedule's numbers; (): one process
     device: torch.device
-    clips: bool = False
-    measures: bool = False
+
+    @property
+    def clips(self) -> bool:
+        return self.optimizer._steps.max_grad_norm is not None
+
+    @property
+    def measures(self) -> bool:
+        return self.optimizer._steps.update_rms
 
     @property
     def groups(self) -> list[Group]:
@@ -137,19 +142,24 @@ class Blueprint:
     def _shape_of_local(self) -> PlacementShape:
         if self.distribution.offload is None or self.placements:
             return LocalParameters.shape
-        return LocalParameters.shape._replace(windows=(self.local_windows.sizes,))
+        return LocalParameters.shape._replace(windows=self.local_windows.sizes(1))
 
     @cached_property
-    def local_windows(self) -> BucketWindows:
-        """Of one process: the windows of state that stays on the host."""
-        units = []
+    def local_units(self) -> list[Unit]:
+        """Of one process: what it updates, with its state."""
+        found = []
         for index, group in enumerate(self.groups):
             known = KnownGroup(group, index, self.optimizer.state, self.optimizer.holdings.blocks)
             for unit in known.units():
-                held = unit.about
-                matrices = None if held.block is None else held.block.matrices
-                units.append(HostUnit(unit.size, index, held.param, matrices))
-        return bucket_windows(units)
+                param, block = unit.about.param, unit.about.block
+                about = Updated(index, param, unit.elements, block, StoredTensors())
+                found.append(unit._replace(about=about))
+        return found
+
+    @cached_property
+    def local_windows(self) -> Windows:
+        """Those of its state, where that stays on the host."""
+        return Windows({("update", 0): self.local_units})
 
     def on_rank(self, rank: int | None) -> list[OnRank]:
         """What a rank has of each placement; None: as `schedule` has it."""
@@ -208,7 +218,6 @@ def blueprint(
             if found is not None:
                 lie[param] = found
     distribution = optimizer.holdings.distribution
-    clips, measures = optimizer._steps.max_grad_norm is not None, optimizer._steps.update_rms
     meshes = dict.fromkeys(found.mesh for found in lie.values())
     copies = {
         mesh: peers
@@ -290,7 +299,7 @@ def blueprint(
         blocks = (Spreading.of(params, specs, held, peers, distribution, device, room, sums),)
         compared = _copied(grid, overs)
         placements.append(Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks))
-    return Blueprint(optimizer, grid, everyone, tuple(placements), device, clips, measures)
+    return Blueprint(optimizer, grid, everyone, tuple(placements), device)
 
 
 def _fabric(peers: Peers, grid: Grid, device: torch.device, hardware: Hardware | None) -> Fabric:

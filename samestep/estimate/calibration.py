@@ -20,7 +20,8 @@ from rich.console import Console
 import samestep
 from samestep.comm.collectives import exchange_segments, gather_segments, reduce_segments, total
 from samestep.comm.groups import RankGroup, registry
-from samestep.estimate.blueprint import Blueprint, blueprint, one_axis
+from samestep.estimate.blueprint import Blueprint, blueprint
+from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS, Hardware, hardware_as_json
 from samestep.estimate.options import Options
 from samestep.estimate.work import local_work

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.estimate.activations import Batch, LayerMemory
-from samestep.estimate.blueprint import Beside, Blueprint, Grid, Spread, SpreadOver, blueprint
+from samestep.estimate.blueprint import Blueprint, Spread, SpreadOver, blueprint
 from samestep.estimate.fsdp import Unit
+from samestep.estimate.grid import Beside, Grid
 from samestep.estimate.hardware import Hardware, device_of
 from samestep.estimate.model import Model, is_expert, layers_of, stage_of
 from samestep.groups.distribution import Offload
@@ -164,14 +165,17 @@ def stack_blueprint(
 ) -> Blueprint:
     """What an optimizer of one stage, built in one process, would do on all ranks of it."""
     grid = stack_grid(degrees, stage)
-    everyone = grid.peers(*grid.sizes)
+    everyone, outer = grid.peers(*grid.sizes), None
+    if not fsdp and degrees.replicate > 1 and degrees.tp * degrees.ep == 1:
+        everyone, outer = grid.peers("data"), grid.peers("replicate")
     if degrees.pp > 1 and fsdp:  # as `Stack` chooses it
         same = degrees.ep > 1 and not degrees.ep_carries_data
         everyone = grid.peers("expert" if same else "data")
     spread = stack_spread(degrees, share_of, fsdp=fsdp)
     return blueprint(
-        optimizer, grid, everyone=everyone, spread=spread, device=device, hardware=hardware
-    )
+        optimizer, grid, everyone=everyone, outer=outer, spread=spread, device=device,
+        hardware=hardware,
+    )  # fmt: skip
 
 
 def stack_units(
@@ -293,21 +297,13 @@ class Job:
         module = self.module(stage)
         _check_experts(module, degrees.ep)
         optimizer = _optimizer(module, self.settings, shards)
-        if shards or degrees.tp * degrees.ep > 1:
-            shares = guessed_shares(degrees)
-            try:
-                return stack_blueprint(
-                    optimizer, degrees, shares, stage=stage, fsdp=shards, device=device,
-                    hardware=hardware,
-                )  # fmt: skip
-            except ValueError as error:  # flat buffers, and parts that are not equal
-                raise BadRequestError(str(error)) from error
-        grid = stack_grid(degrees, stage)
-        outer = grid.peers("replicate") if degrees.replicate > 1 else None
-        everyone = grid.peers("data")
-        return blueprint(
-            optimizer, grid, everyone=everyone, outer=outer, device=device, hardware=hardware
-        )
+        try:
+            return stack_blueprint(
+                optimizer, degrees, guessed_shares(degrees), stage=stage, fsdp=shards,
+                device=device, hardware=hardware,
+            )  # fmt: skip
+        except ValueError as error:  # flat buffers, and parts that are not equal
+            raise BadRequestError(str(error)) from error
 
     def units(self, stage: int) -> list[Unit]:
         """What FSDP2 gathers at once: layer by layer, experts apart, as a rank has them.

@@ -24,6 +24,7 @@ from samestep.plan.schedule import (
     Gather,
     GiveBack,
     Measure,
+    OfBucket,
     Operation,
     Reduce,
 )
@@ -146,13 +147,16 @@ class Launches:
 
     def of_beginning(self) -> list[Collective]:
         """What comes before the first operation: problems of other stages."""
-        return list(self._over_stages("problems", CODES))
+        return list(self._codes("problems", self._blueprint.stages))
 
     def _of(self, operation: Operation) -> Iterator[Collective]:
+        there = len(self._blueprint.placements)
+        if isinstance(operation, OfBucket) and operation.bucket.placement == there:
+            return  # of one process
         match operation:
             case Agree(number):
                 yield from self._agree(number)
-            case Average(bucket, _, outer) if self._blueprint.placements:  # or of one process
+            case Average(bucket, _, outer):
                 yield from self._of_bucket(bucket, lambda own: own.sums)
                 yield from self._over_outer(bucket, outer)
                 yield from self._in_mesh(bucket)
@@ -173,17 +177,13 @@ class Launches:
 
     # --- scalars -----------------------------------------------------------------------------
 
-    def _on_all(self, name: str, elements: int) -> Iterator[Collective]:
-        """Codes of all ranks, where placements live on different ones; a GPU does not wait for it.
-
-        Over which ranks is decided as the optimizer does.
-        """
-        peers = self._all_holders()
+    def _codes(self, name: str, peers: Peers | None, elements: int = CODES) -> Iterator[Collective]:
+        """Of some ranks, where there are others that have to know; a GPU does not wait for it."""
         if peers is not None and self._blueprint.device.type == "cpu":
             yield from _summed(name, peers, torch.int64, elements)
 
     def _all_holders(self) -> Peers | None:
-        """All ranks that hold anything; None: those of every placement."""
+        """All ranks that hold anything, as optimizers decide; None: those of every placement."""
         blueprint = self._blueprint
         held_by = dict.fromkeys(each.everyone for each in blueprint.placements)
         if len(held_by) < 2:
@@ -194,7 +194,7 @@ class Launches:
 
     def _agree(self, number: int) -> Iterator[Collective]:
         if number == 0:
-            yield from self._on_all("problems", CODES)
+            yield from self._codes("problems", self._all_holders())
         placement = self._blueprint.placements[number]
         elements = len(placement.params) + sum(each.elements for each in placement.copied) + CODES
         outer = [each.outer for each in placement.sharings[:1]]
@@ -203,7 +203,7 @@ class Launches:
         for spreading in placement.spreadings:
             yield from self._gradient_sums(spreading)
         if placement.copied and placement.everyone != self._all_holders():
-            yield from self._on_all("problems", CODES)
+            yield from self._codes("problems", self._all_holders())
 
     def _clip(self) -> Iterator[Collective]:
         blueprint = self._blueprint
@@ -219,14 +219,8 @@ class Launches:
             name, sizes = "norm of stages", (1,) * peers.size
             gather = gather_of(name, torch.float64, sizes, on_cpu=on_cpu, uneven=not on_cpu)
             yield Collective((gather,), peers)
-        yield from self._on_all("not finite", 1)
-        yield from self._over_stages("not finite", 1)
-
-    def _over_stages(self, name: str, elements: int) -> Iterator[Collective]:
-        """A code of every stage; a GPU does not wait for it."""
-        stages = self._blueprint.stages
-        if stages is not None and self._blueprint.device.type == "cpu":
-            yield from _summed(name, stages, torch.int64, elements)
+        yield from self._codes("not finite", self._all_holders(), 1)
+        yield from self._codes("not finite", blueprint.stages, 1)
 
     def _gradient_sums(self, spreading: Spreading) -> Iterator[Collective]:
         """Of DTensors of which ranks have summands: each of them as long as what it holds."""

@@ -26,7 +26,7 @@ from samestep.estimate.figures import (
     stage_figures,
     stage_needs,
 )
-from samestep.estimate.hardware import PRESETS, Hardware, HardwareError, read_hardware
+from samestep.estimate.hardware import Hardware, find_hardware
 from samestep.estimate.model import load_model
 from samestep.estimate.options import Options as Options
 from samestep.estimate.options import not_counted, questions, read_batch, read_mesh
@@ -160,20 +160,6 @@ def _plan(options: Options) -> None:
         files = _files(options, content, shown, figures, named, hardware, every, curve)
         write_files(options.out, files)
         console.print(f"Wrote {', '.join(files)} to {options.out}.", soft_wrap=True)
-
-
-def find_hardware(text: str) -> Hardware:
-    if text in PRESETS:
-        return PRESETS[text]
-    if Path(text).suffix != ".json":
-        raise BadRequestError(
-            f"--hardware {text!r} is no preset ({', '.join(PRESETS)}) and no .json file of "
-            "samestep plan --calibrate"
-        )
-    try:
-        return read_hardware(Path(text))
-    except HardwareError as error:
-        raise BadRequestError(f"--hardware: {error}") from error
 
 
 def settings_of(options: Options) -> Settings:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from samestep.estimate.blueprint import Peers
 from samestep.estimate.collectives import Collective
+from samestep.estimate.grid import Peers
 from samestep.estimate.slots import passes_of
 from samestep.estimate.walks import BUFFERS, GRADIENTS, Ledger, Then
 from samestep.plan.transfers import Traffic, Transfer, of_segments

@@ -94,15 +94,11 @@ class Grid:
         dims = [dim for dim, axis in enumerate(self.sizes) if axis in peers.axes]
         return values.amax(dim=dims, keepdim=True).expand(self.shape) if dims else values
 
-    def maximum_on_hosts(self, values: Tensor, peers: Peers, per_host: int) -> Tensor:
-        """The largest among the peers of each rank on its host: so many neighbours."""
-        return self._maximum_of(values, peers, per_host, -1)
+    def maximum_of(self, values: Tensor, peers: Peers, per_host: int, dim: int) -> Tensor:
+        """The largest among some peers of each rank, of which so many neighbours share a host.
 
-    def maximum_across(self, values: Tensor, peers: Peers, per_host: int) -> Tensor:
-        """The largest among the peers of each rank that have its place on their hosts."""
-        return self._maximum_of(values, peers, per_host, -2)
-
-    def _maximum_of(self, values: Tensor, peers: Peers, per_host: int, dim: int) -> Tensor:
+        dim: -1: those on its host, -2: those that have its place on theirs.
+        """
         if any(axis in self.beside for axis in peers.axes):  # of those only one place is here
             return self.maximum(values, peers)
         dims = [number for number, axis in enumerate(self.sizes) if axis in peers.axes]

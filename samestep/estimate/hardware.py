@@ -1,6 +1,5 @@
 """What a cluster can do, as numbers in a file: rates of a device, and of links between them."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
@@ -11,13 +10,10 @@ import torch
 
 from samestep.estimate.grid import Grid, Peers
 from samestep.plan.links import GPU_LINKS, Fabric, Link
+from samestep.tooling.request import BadRequestError, read_json
 
 FORMAT = 1
 RINGS = ("all_gather", "all_reduce", "broadcast", "reduce_scatter")
-
-
-class HardwareError(ValueError):
-    """A file that does not describe hardware; the text says what is wrong with it."""
 
 
 @dataclass(frozen=True)
@@ -174,18 +170,22 @@ def hardware_as_json(hardware: Hardware) -> dict[str, Any]:
     return {"kind": "samestep hardware", "format": FORMAT, **asdict(hardware)}
 
 
-def read_hardware(path: Path) -> Hardware:
-    """From a file; raises HardwareError."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise HardwareError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise HardwareError(f"{str(path)!r} is no JSON: {error}") from error
+def find_hardware(text: str) -> Hardware:
+    """A preset, or from a file; raises BadRequestError."""
+    if text in PRESETS:
+        return PRESETS[text]
+    path = Path(text)
+    if path.suffix != ".json":
+        raise BadRequestError(
+            f"--hardware {text!r} is no preset ({', '.join(PRESETS)}) and no .json file of "
+            "samestep plan --calibrate"
+        )
+    about = f"--hardware: {str(path)!r}"
+    content = read_json(path, "--hardware: ")
     if not isinstance(content, dict) or content.get("kind") != "samestep hardware":
-        raise HardwareError(f"{str(path)!r} is no hardware file of samestep plan --calibrate")
+        raise BadRequestError(f"{about} is no hardware file of samestep plan --calibrate")
     if content.get("format") != FORMAT:
-        raise HardwareError(f"{str(path)!r} has format {content.get('format')!r}, not {FORMAT}")
+        raise BadRequestError(f"{about} has format {content.get('format')!r}, not {FORMAT}")
     try:
         inside, between = Link(**content["inside"]), Link(**content["between"])
         measured = {
@@ -200,11 +200,11 @@ def read_hardware(path: Path) -> Hardware:
         given = {key: content[key] for key in plain if key in content or key != "host_rate"}
         found = Hardware(**read, **given)
     except KeyError as error:
-        raise HardwareError(f"{str(path)!r} lacks {error.args[0]!r}") from error
+        raise BadRequestError(f"{about} lacks {error.args[0]!r}") from error
     except (TypeError, ValueError, AttributeError) as error:
-        raise HardwareError(f"{str(path)!r}: {error}") from error
+        raise BadRequestError(f"{about}: {error}") from error
     numbers = [found.bytes_rate, found.model_rate, found.ranks_per_host, found.device_memory]
     numbers.append(found.host_rate)
     if not rates or not all(number > 0 for number in (*numbers, *rates.values())):
-        raise HardwareError(f"{str(path)!r}: rates and sizes must be above 0")
+        raise BadRequestError(f"{about}: rates and sizes must be above 0")
     return found

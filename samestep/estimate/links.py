@@ -53,13 +53,13 @@ def legs_of(each: Collective, grid: Grid, hardware: Hardware) -> list[Leg]:
         Leg(
             f"{each.name}, in hosts",
             grid.zeros() + inside,
-            lambda times: grid.maximum_on_hosts(times, each.peers, fabric.per_host),
+            lambda times: grid.maximum_of(times, each.peers, fabric.per_host, -1),
             BOTH if hardware.on_cpu else (INSIDE,),
         ),
         Leg(
             f"{each.name}, across hosts",
             grid.spread(columns, each.peers),
-            lambda times: grid.maximum_across(times, each.peers, fabric.per_host),
+            lambda times: grid.maximum_of(times, each.peers, fabric.per_host, -2),
             BOTH if hardware.on_cpu else (ACROSS,),
         ),
     ]

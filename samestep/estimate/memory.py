@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.host_windows import BucketWindows, windows_of
-from samestep.estimate.placed import Sharing, Spreading
+from samestep.estimate.host_windows import windows_of
+from samestep.estimate.placed import Sharing, Spreading, Updated
 from samestep.estimate.temporaries import RulePeaks, kernel_is_enough, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
     Ledger,
-    LocalWalk,
-    Operand,
     SharingWalk,
     SpreadingWalk,
     Then,
@@ -31,7 +29,6 @@ from samestep.groups.param_groups import rule_of
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.placements.whole.piece_state import StateLayout
 from samestep.plan.schedule import OfBucket, OfChunk, Update, staging_bytes
-from samestep.plan.windows import Window
 from samestep.rules.state import MASTERS, math_dtype, needs_master, whole_shapes
 from samestep.update.plain import BATCH_ELEMENTS, STACK_ELEMENTS
 
@@ -164,7 +161,7 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
             walks.append(SharingWalk(number, own.sharing, own.place, ledger))
         else:
             walks.append(chunks[number])
-    walks = walks or [LocalWalk(ledger, blueprint)]
+    walks = walks or [Walk(0, 0, ledger, blueprint.stored(rank))]
     for walk in walks:
         walk.backward(again=blueprint.stages is not None)  # a pipeline has several micro-batches
     gradients = ledger.now[GRADIENTS]
@@ -173,16 +170,20 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
         walk.begin()
     for operation in blueprint.schedule(rank):
         if isinstance(operation, Update):
-            wave = [(walks[p], number) for p, number in operation.buckets if p < len(walks)]
-            if operation.window is None:
-                operands = [operand for walk, number in wave for operand in walk.operands(number)]
+            wave = [bucket for bucket in operation.buckets if bucket.placement < len(walks)]
+            if operation.window is not None:
+                placement = operation.window.bucket.placement
+                of_placement = windows(placement) if every else blueprint.local_windows
+                parts = of_placement.parts(operation.window)
+                updates = [(part.unit.about, part.stop - part.start) for part in parts]
+            elif every:
+                found = (each for p, number in wave for each in every[p].updates(number))
+                updates = [(each, each.elements) for each in found]
             else:
-                (walked, number), _, window = operation.window
-                of_bucket = windows(walked)[number] if every else blueprint.local_windows
-                operands = _operands_of(of_bucket, of_bucket.cut[window])
-            _run_rules(blueprint, operands, ledger)
-            for walk, number in wave if operation.is_last else ():
-                walk.updated(number)
+                updates = [(unit.about, unit.elements) for unit in blueprint.local_units]
+            _run_rules(blueprint, updates, ledger)
+            for placement, number in wave if operation.is_last else ():
+                walks[placement].updated(number)
         elif isinstance(operation, OfBucket) and operation.bucket.placement < len(walks):
             placement, number = operation.bucket
             walk = chunks[placement] if isinstance(operation, OfChunk) else walks[placement]
@@ -190,17 +191,13 @@ def passing_memory(blueprint: Blueprint, rank: int) -> tuple[int, Then]:
     return gradients, ledger.most
 
 
-def _operands_of(bucket: BucketWindows, window: Window) -> list[Operand]:
-    """What is updated with one window of state."""
-    units = [(bucket.units[cut.unit], cut) for cut in window]
-    return [Operand(u.group, u.param, shape) for u, cut in units for shape in u.shapes(cut)]
-
-
-def _run_rules(blueprint: Blueprint, operands: Iterable[Operand], ledger: Ledger) -> None:
-    """Group by group: blocks of one shape as stacks, slices one by one."""
+def _run_rules(
+    blueprint: Blueprint, updates: Iterable[tuple[Updated, int]], ledger: Ledger
+) -> None:
+    """On so many elements of each, group by group: blocks of one shape as stacks, slices alone."""
     by_group: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = defaultdict(list)
-    for index, param, shape in operands:
-        by_group[index].append((param, shape))
+    for each, elements in updates:
+        by_group[each.group] += [(each.param, shape) for shape in each.shapes(elements)]
     for index, members in by_group.items():
         group = blueprint.groups[index]
         on_cpu = blueprint.device.type == "cpu"

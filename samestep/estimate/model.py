@@ -4,9 +4,7 @@ Shapes of known models, or that in a `config.json` of Hugging Face transformers,
 take no memory; a pipeline stage is a module with some of its layers.
 """
 
-import copy
 import difflib
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from samestep.groups.routing import Elsewhere
-from samestep.parallel.stages import spread
-from samestep.tooling.request import BadRequestError, in_one_line, named_function
+from samestep.parallel.stages import spread, view_of
+from samestep.tooling.request import BadRequestError, in_one_line, named_function, read_json
 
 if TYPE_CHECKING:
     from samestep.models.gpt import GPTConfig
@@ -211,12 +209,7 @@ def gpt_shape(config: "GPTConfig") -> Shape:
 
 def read_config(path: Path) -> Shape:
     """Raises BadRequestError, in one line, for a file that does not tell the shape."""
-    try:
-        config = json.loads(path.read_text())
-    except OSError as error:
-        raise BadRequestError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise BadRequestError(f"{str(path)!r} is no JSON: {error}") from error
+    config = read_json(path)
     if not isinstance(config, dict):
         raise BadRequestError(
             f"{str(path)!r} is no config.json: it holds a {type(config).__name__}"
@@ -382,47 +375,21 @@ def stage_of(module: nn.Module, stage: int, stages: int, per_rank: int = 1) -> n
         count = 0 if found is None else len(found[1])
         each = f" with {per_rank} stages per rank" if per_rank > 1 else ""
         raise BadRequestError(f"pp={stages}{each} needs as many layers, and the model has {count}")
-    path, _ = found
-    own = shallow(module)
-    layers = own_submodule(own, path)
-    assert isinstance(layers, nn.ModuleList)
-    mine = range(stage, stages * per_rank, stages)
+    path, layers = found
     spread_out = spread(len(layers), stages * per_rank)
-    here = {layer for number in mine for layer in spread_out[number]}
-    for number, layer in enumerate(list(layers)):
-        if number not in here:
-            layers[number] = Elsewhere(layer)
+    mine = [spread_out[number] for number in range(stage, stages * per_rank, stages)]
+    away = [f"{path}.{layer}" for layer in range(len(layers)) if not any(layer in m for m in mine)]
     before = True
-    for name, _ in list(module.named_parameters(remove_duplicate=False)):
+    for name, _ in module.named_parameters(remove_duplicate=False):
         if name.startswith(f"{path}."):
             before = False
         elif (stage > 0) if before else (stage < stages - 1):
-            _take_out(own, name)
+            away.append(name.rpartition(".")[0] or name)
+    away = [n for n in dict.fromkeys(away) if not any(n.startswith(f"{o}.") for o in away)]
+    own = view_of(module, away)
+    for name in away:
+        if name in module._parameters:
+            setattr(own, name, None)
+        else:  # tells routing what was there
+            own.set_submodule(name, Elsewhere(module.get_submodule(name)))
     return own
-
-
-def _take_out(own: nn.Module, name: str) -> None:
-    """A parameter of another stage, or rather its module: that tells routing what was there."""
-    owner, _, last = name.rpartition(".")
-    above, _, child = owner.rpartition(".")
-    if not owner:
-        setattr(own, last, None)
-    elif not isinstance(own.get_submodule(owner), Elsewhere):
-        setattr(own_submodule(own, above), child, Elsewhere(own.get_submodule(owner)))
-
-
-def shallow(module: nn.Module) -> nn.Module:
-    """Another module with the same parameters and children, of which it may get others."""
-    other = copy.copy(module)
-    other._parameters = dict(module._parameters)
-    other._modules = dict(module._modules)
-    return other
-
-
-def own_submodule(root: nn.Module, path: str) -> nn.Module:
-    """A child of a shallow copy, made a shallow copy too, and all on the way to it."""
-    for part in filter(None, path.split(".")):
-        child = root._modules[part]
-        assert child is not None
-        root._modules[part] = root = shallow(child)
-    return root

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from samestep.estimate.grid import Grid, Peers
 from samestep.groups.distribution import Distribution
+from samestep.layout.blocks import Block
 from samestep.placements.parts.block_exchange import planned as planned_blocks
 from samestep.placements.parts.block_exchange import shape_of as shape_of_blocks
 from samestep.placements.parts.block_exchange import transfers_of
@@ -25,6 +26,7 @@ from samestep.plan.narrowed import answered_blocks, held_spec, narrowed
 from samestep.plan.schedule import PlacementShape
 from samestep.plan.sharding import ParamSpec, Piece, Segment, ShardingPlan
 from samestep.plan.transfers import BucketPolicy
+from samestep.rules.state import StoredTensors
 
 
 class Summands(NamedTuple):
@@ -234,6 +236,23 @@ def _part(param: Tensor, shape: tuple[int, ...]) -> Tensor:
     return part
 
 
+class Updated(NamedTuple):
+    """What a rank updates at once, with what is kept for it.
+
+    block: None: any range of the elements may be updated.
+    """
+
+    group: int
+    param: Tensor
+    elements: int
+    block: Block | None
+    stored: StoredTensors
+
+    def shapes(self, elements: int) -> Sequence[tuple[int, ...]]:
+        """What rules are run on, of so many of its elements."""
+        return [(elements,)] if self.block is None else self.block.matrices
+
+
 class OnRank(NamedTuple):
     """What one rank has of a placement: copies, DTensors of a mesh, or both of copied parts.
 
@@ -252,6 +271,22 @@ class OnRank(NamedTuple):
         assert self.spreading is not None
         members = enumerate(self.spreading.params)
         return [(param, self.spreading.stored(i, self.mesh_place)) for i, param in members]
+
+    def updates(self, number: int) -> list[Updated]:
+        """What is updated in a bucket: no blocks of which there are parts here."""
+        found = []
+        if self.sharing is not None:
+            for piece in self.sharing.owned(number, self.place).pieces:
+                param, spec = self.sharing.params[piece.param], self.sharing.specs[piece.param]
+                if piece.block is None or self.sharing.even is None:
+                    found.append(Updated(spec.group, param, piece.size, piece.block, spec.stored))
+        elif self.spreading is not None:
+            own = self.spreading
+            for param, spec, held in zip(own.params, own.specs, own.held, strict=True):
+                if spec.blocks is None:
+                    elements = held.boxes[self.mesh_place].numel
+                    found.append(Updated(spec.group, param, elements, None, spec.stored))
+        return found
 
     @property
     def shape(self) -> PlacementShape:

@@ -122,59 +122,45 @@ class LayerSends:
 
     def _experts(self) -> Sends:
         """Tokens as ranks of tensor parallel want them, the exchange, and the way back."""
-        model = self._on_model()
-        if self._expert.size == 1:
-            return model
-        if self._degrees.ep_carries_data:
-            forward, backward = tuple(self._exchanges(True)), tuple(self._exchanges(False))
-            inside = Sends(forward, backward, forward)
-        else:  # all have the tokens, and make a part
-            rows, _, _ = self._memory.rows()
-            here = round(rows) // self._shape.active_experts
-            inside = self._summed("same tokens", self._expert, here)
-        out = len(model.again)  # what comes after the experts in forward, before them in backward
-        before = len(model.backward) - len(self._into_backward())
+        into, out, out_backward, into_backward = self._on_model()
+        inside = self._between_experts()
         return Sends(
-            (*model.again, *inside.forward, *model.forward[out:]),
-            (*model.backward[:before], *inside.backward, *model.backward[before:]),
-            (*model.again, *inside.again),
-            model.opening,
+            (*into, *inside.forward, *out),
+            (*out_backward, *inside.backward, *into_backward),
+            (*into, *inside.again),
+            len(out_backward),
         )
 
-    def _on_model(self) -> Sends:
-        if self._model.size == 1:
-            return Sends()
-        whole_experts = self._degrees.expert_tp == 1
-        if not self._degrees.sequence_parallel:
-            if not whole_experts:
-                return self._summed("experts", self._model, self._tokens)
-            out = self._gather("experts", dtype=torch.float32)
-            return Sends((out,), self._into_backward())
+    def _on_model(self) -> tuple[tuple[Collective, ...], ...]:
+        """Of ranks of tensor parallel: before and after their experts, and so in backward."""
+        whole_experts, in_sequence = self._degrees.expert_tp == 1, self._degrees.sequence_parallel
+        if self._model.size == 1 or (whole_experts and in_sequence):
+            return (), (), (), ()
+        active, wide = self._tokens * self._shape.active_experts, torch.float32
+        mixed = self._gather("experts", dtype=wide)
         if whole_experts:
-            return Sends()
-        active = self._tokens * self._shape.active_experts
+            back = self._gather("shares of experts", active, wide), self._gather("experts")
+            return (), (mixed,), (), back
+        if not in_sequence:
+            summed = self._summed("experts", self._model, self._tokens)
+            return (), summed.forward, (), summed.backward
         into = (
             self._gather("experts"),
-            self._gather("shares of experts", active, torch.float32),
+            self._gather("shares of experts", active, wide),
             self._gather("choice of experts", active, torch.int64),
         )
-        out = self._scatter("experts", dtype=torch.float32)
-        back = self._gather("experts", dtype=torch.float32)
-        return Sends((*into, out), (back, *self._into_backward()), into, opening=1)
+        back = self._scatter("shares of experts", active, wide), self._scatter("experts")
+        return into, (self._scatter("experts", dtype=wide),), (mixed,), back
 
-    def _into_backward(self) -> tuple[Collective, ...]:
-        """Gradients of what ranks of tensor parallel took into their experts."""
-        if self._model.size == 1:
-            return ()
-        active, wide = self._tokens * self._shape.active_experts, torch.float32
-        whole_experts = self._degrees.expert_tp == 1
-        if self._degrees.sequence_parallel:
-            if whole_experts:
-                return ()
-            return self._scatter("shares of experts", active, wide), self._scatter("experts")
-        if whole_experts:
-            return self._gather("shares of experts", active, wide), self._gather("experts")
-        return self._summed("experts", self._model, self._tokens).backward
+    def _between_experts(self) -> Sends:
+        """Of ranks that have other experts."""
+        if self._expert.size == 1:
+            return Sends()
+        if self._degrees.ep_carries_data:
+            forward, backward = tuple(self._exchanges(True)), tuple(self._exchanges(False))
+            return Sends(forward, backward, forward)
+        rows, _, _ = self._memory.rows()  # all have the tokens, and make a part
+        return self._summed("same tokens", self._expert, round(rows) // self._shape.active_experts)
 
     def _summed(self, name: str, peers: Peers, tokens: int) -> Sends:
         """Ranks have the same tokens, and each makes a summand."""

@@ -21,7 +21,7 @@ it begins; in a pipeline units stay whole from the first backward pass on.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -135,13 +135,12 @@ class _Simulator:
         self._blueprint, self._hardware, self._grid = blueprint, hardware, blueprint.grid
         self._launches = Launches(blueprint)
         self._now = self._grid.zeros()
-        self._links = {name: self._grid.zeros() for name in BOTH}  # when each is free
+        names = (*BOTH, TO_DEVICE, TO_HOST)
+        self._links = {name: self._grid.zeros() for name in names}  # when each is free
         # Collectives in flight: per rank when each may begin and when it is over.
         self._flying: dict[Flight, list[tuple[Tensor, Tensor]]] = defaultdict(list)
         self._second: dict[Flight, Leg] = {}  # legs to be launched when the first ones are over
         self._launched: set[BucketId] = set()
-        self._host_links = {link: self._grid.zeros() for link in (TO_DEVICE, TO_HOST)}
-        self._fetched: dict[WindowId, Tensor] = {}  # when each window is there
         self._returned: dict[int, Tensor] = {}  # by staging buffer: when its window is back
         self._gathered: set[str] = set()  # units that a pipeline keeps whole
         self._show = list(show)
@@ -191,9 +190,7 @@ class _Simulator:
         before = self._now
         self._now = torch.maximum(before, until)
         self._idle += self._now - before
-        for shown, (start, stop) in self._drawn(before, self._now):
-            if stop > start:
-                shown.waits.append(Span("stages", start, stop))
+        self._draw("waits", "stages", before, self._now)
         self._tell("bubble", before)
 
     def _pass(self, training: Training, run: Pass, *, is_first: bool, is_last: bool) -> None:
@@ -266,28 +263,26 @@ class _Simulator:
 
     def _run_units(self, units: Sequence[Unit], kind: str, flops: float) -> None:
         """Forward or backward of what FSDP2 has sharded."""
-        if kind == "F":
-            for place, unit in enumerate(units):
-                if place == 0:
-                    self._send("unit", unit.name, gather_of(unit))
-                self._wait("unit", unit.name)
-                for later in units[place + 1 : place + 2]:
-                    self._send("unit", later.name, gather_of(later))
-                self._compute(f"forward {unit.name}", flops * _elements(unit))
-            return
-        order = [unit for unit in reversed(units) if unit.reshards]
-        order += [unit for unit in units if not unit.reshards]  # whole still; reduced at the end
-        for unit in order[:1] if order[0].reshards else ():
-            self._send("unit", unit.name, gather_of(unit))
+        name, order = "forward", list(units)
+        if kind == "B":
+            name, order = "backward", [unit for unit in reversed(units) if unit.reshards]
+            order += [unit for unit in units if not unit.reshards]  # reduced at the end
+
+        def gather(unit: Unit) -> None:
+            is_whole = kind == "B" and not unit.reshards  # still
+            self._send("unit", unit.name, () if is_whole else gather_of(unit))
+
         before: str | None = None
+        gather(order[0])
         for place, unit in enumerate(order):
             self._wait("unit", unit.name)
             for later in order[place + 1 : place + 2]:
-                self._send("unit", later.name, gather_of(later) if later.reshards else ())
-            self._compute(f"backward {unit.name}", flops * _elements(unit))
-            self._wait("reduce", before)
-            self._send("reduce", unit.name, reductions_of(unit))
-            before = unit.name
+                gather(later)
+            self._compute(f"{name} {unit.name}", flops * _elements(unit))
+            if kind == "B":
+                self._wait("reduce", before)
+                self._send("reduce", unit.name, reductions_of(unit))
+                before = unit.name
         self._wait("reduce", before)
 
     def _run_whole_units(
@@ -331,8 +326,8 @@ class _Simulator:
             self._bucket_bytes[window.bucket] += nbytes if window.stage == "update" else 0
         for operation in schedule:
             self._run(operation)
-        for over in self._returned.values():  # the step ends when all state is back
-            self._await_host(over)
+        for slot in self._returned:  # the step ends when all state is back
+            self._wait("host", slot)
         self._returned.clear()
         for number, _ in self._blueprint.reduced():
             self._advance("gather", number)
@@ -362,14 +357,13 @@ class _Simulator:
                 self._add_up(bucket)
                 self._launch("outer", bucket, operation)
                 self._wait("outer", bucket)
-            case Fetch(window, slot, nbytes):
-                after = self._returned.get(slot, 0.0)
-                self._fetched[window] = self._copy(operation, TO_DEVICE, nbytes, after)
-            case Return(window, slot, nbytes):
-                self._returned[slot] = self._copy(operation, TO_HOST, nbytes, 0.0)
+            case Fetch(window, slot):
+                self._copy(operation, TO_DEVICE, window, after=self._returned.get(slot, 0.0))
+            case Return(_, slot):
+                self._flying.pop(("host", slot), None)  # it has come back, or none could be fetched
+                self._returned[slot] = self._copy(operation, TO_HOST, slot)
             case Update(buckets, window):
-                if window is not None:
-                    self._await_host(self._fetched.pop(window))
+                self._wait("host", window)
                 self._update(buckets, self._share_of(window))
             case Gather(bucket, transfer):
                 self._copies(bucket, transfer)
@@ -381,9 +375,7 @@ class _Simulator:
                 if sharing is not None and sharing.distribution.buffers != "flat":
                     self._copy_pieces(bucket, sharing.shape.transfers[bucket.bucket].gather)
             case Collect(chunk):
-                come = self._fetched.pop(WindowId(chunk, "chunk"), None)
-                if come is not None:
-                    self._await_host(come)
+                self._wait("host", WindowId(chunk, "chunk"))
                 self._elementwise(chunk, 16 + 4)
                 self._launch("collect", chunk, operation)
             case Transform(chunk):
@@ -433,23 +425,13 @@ class _Simulator:
 
     # --- state on the host: windows are as large as the first rank's -------------------------
 
-    def _copy(self, operation: OfWindow, link: str, nbytes: int, after: float | Tensor) -> Tensor:
+    def _copy(
+        self, operation: OfWindow, link: str, about: object, after: float | Tensor = 0.0
+    ) -> Tensor:
         """Start a copy on a link of its own, once something else is over; when it is over."""
-        ready = torch.maximum(self._now, self._grid.zeros() + after)
-        start = torch.maximum(ready, self._host_links[link])
-        end = start + nbytes / self._hardware.host_rate
-        self._host_links[link] = end
-        for shown, times in self._drawn(start, end, self._now):
-            shown.transfers.append(Span(line_of(operation), *times))
-        return end
-
-    def _await_host(self, until: Tensor) -> None:
-        before = self._now
-        self._now = torch.maximum(before, until)
-        self._exposed += self._now - before
-        for shown, (start, stop) in self._drawn(before, self._now):
-            if stop > start:
-                shown.waits.append(Span("host", start, stop))
+        seconds = self._grid.zeros() + operation.nbytes / self._hardware.host_rate
+        leg = Leg(line_of(operation), seconds, lambda times: times, (link,))
+        return self._occupy("host", about, leg, after)
 
     def _share_of(self, window: WindowId | None) -> float:
         """How much of its bucket a window is."""
@@ -538,10 +520,9 @@ class _Simulator:
         end = start + leg.seconds
         for name in leg.links:
             self._links[name] = end
-        self._busy += leg.seconds
+        self._busy += leg.seconds if kind != "host" else 0.0
         self._flying[kind, about].append((ready, end))
-        for shown, times in self._drawn(start, end, self._now):
-            shown.transfers.append(Span(leg.name, *times))
+        self._draw("transfers", leg.name, start, end, self._now)
         return end
 
     def _wait(self, kind: str, about: object) -> None:
@@ -556,24 +537,24 @@ class _Simulator:
             others = torch.minimum(torch.maximum(self._now, ready), until)
             self._idle += others - self._now
             self._exposed += until - others
-            for shown, (start, stop) in self._drawn(self._now, until):
-                if stop > start:
-                    shown.waits.append(Span(kind, start, stop))
+            self._draw("waits", kind, self._now, until)
             self._now = until
 
     def _tell(self, name: str, before: Tensor) -> None:
         """An operation is over that began then; the first word is its kind."""
         self._by_operation[name.split()[0]] += self._now - before
-        for shown, times in self._drawn(before, self._now):
-            shown.operations.append(Span(name, *times))
+        self._draw("operations", name, before, self._now)
 
-    def _drawn(self, *times: Tensor) -> Iterable[tuple[Shown, list[float]]]:
-        """The ranks that are drawn, and what each has of some times, counted from the first."""
+    def _draw(self, row: str, name: str, *times: Tensor) -> None:
+        """Start, end, and when it was launched, of the ranks that are shown; no wait of no time."""
         if not self._shown:
-            return ()
+            return
         begun = self._begun.min()
         columns = [(each.flatten()[self._show] - begun).tolist() for each in times]
-        return zip(self._shown.values(), map(list, zip(*columns, strict=True)), strict=True)
+        for shown, own in zip(self._shown.values(), zip(*columns, strict=True), strict=True):
+            span = Span(name, *own)
+            if row != "waits" or span.end > span.start:
+                getattr(shown, row).append(span)
 
 
 def _to_update(sharing: Sharing, number: int) -> Tensor:

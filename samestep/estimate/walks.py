@@ -15,7 +15,6 @@ import torch
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.placed import OnRank, Sharing
 from samestep.estimate.temporaries import RulePeaks, kernel_peak
-from samestep.layout.blocks import Block
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.plan.block_exchange import Item, Route, from_owners, to_owners
 from samestep.plan.flat import places
@@ -38,14 +37,6 @@ class Then(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self)
-
-
-class Operand(NamedTuple):
-    """What a rule is run on: a block in its shape, or a slice as (elements,)."""
-
-    group: int
-    param: torch.Tensor
-    shape: tuple[int, ...]
 
 
 class Ledger:
@@ -95,10 +86,6 @@ class Walk:
 
     def begin(self) -> None:
         """What comes before the first operation."""
-
-    def operands(self, number: int) -> list[Operand]:
-        """What this rank updates in a bucket."""
-        raise NotImplementedError
 
     def idle(self, number: int) -> None:
         """Of a bucket or a chunk: nothing is allocated, or let go of."""
@@ -291,16 +278,6 @@ class SharingWalk(Walk):
     def _owned(self, number: int) -> Segment:
         return self._sharing.owned(number, self._place)
 
-    def operands(self, number: int) -> list[Operand]:
-        """Not the blocks of which there are parts here."""
-        specs, params = self._sharing.specs, self._sharing.params
-        return [
-            Operand(specs[piece.param].group, params[piece.param], shape)
-            for piece in self._owned(number).pieces
-            if piece.block is None or self._sharing.even is None
-            for shape in (((piece.size,),) if piece.block is None else piece.block.matrices)
-        ]
-
     def updated(self, number: int) -> None:
         """Averaged gradients of parts of blocks stay until the step is over, with all beside."""
         blocks = [piece.param for piece in self._owned(number).pieces if piece.block is not None]
@@ -366,14 +343,6 @@ class SpreadingWalk(Walk):
     def _local(self, index: int) -> int:
         return self._spreading.held[index].boxes[self._place].numel
 
-    def operands(self, number: int) -> list[Operand]:
-        """The local parts of elementwise parameters."""
-        return [
-            Operand(spec.group, self._spreading.params[index], (self._local(index),))
-            for index, spec in enumerate(self._spreading.specs)
-            if spec.blocks is None
-        ]
-
     def _chunk(self, number: int) -> tuple[tuple[Route, ...], torch.dtype, torch.dtype, list[int]]:
         """Its blocks, its dtypes, and elements of each block of which this rank holds a part."""
         chunk, transfers = self._spreading.plan.chunks[number], self._spreading.transfers[number]
@@ -434,30 +403,6 @@ class SpreadingWalk(Walk):
         self._drop(number, "returned")
         self._ledger.passing(max(parts, default=0) * wide.itemsize)
         self._drop(number, "returning", "directions")
-
-
-class LocalWalk(Walk):
-    """All parameters of one process."""
-
-    def __init__(self, ledger: Ledger, blueprint: Blueprint) -> None:
-        super().__init__(0, 0, ledger, blueprint.stored(0))
-        self._blueprint = blueprint
-
-    def operands(self, number: int) -> list[Operand]:
-        """All at once."""
-        blocks_of = self._blueprint.optimizer.holdings.blocks
-        return [
-            Operand(index, param, shape)
-            for index, group in enumerate(self._blueprint.groups)
-            for param in group["params"]
-            for shape in _shapes(param, blocks_of[param])
-        ]
-
-
-def _shapes(param: torch.Tensor, blocks: Sequence[Block] | None) -> list[tuple[int, ...]]:
-    if blocks is None:
-        return [(param.numel(),)]
-    return [shape for block in blocks for shape in block.matrices]
 
 
 def _lies_together(item: Item, route: Route) -> bool:

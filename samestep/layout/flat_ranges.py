@@ -10,11 +10,13 @@ parameter is a fragment, and has four coordinates: where it lies in the buffer, 
 the rank's shard, and in the parameter itself.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from samestep.layout.owners import balanced_owners, dealt
+
+T = TypeVar("T")
 
 # Elements. Parameters begin where vector loads can, and so do shards where that costs little.
 START_ALIGNMENT = 64
@@ -130,7 +132,7 @@ def equal_shards(
     cursor = 0
     start_alignment = max(start_alignment, together)
     for index, size in enumerate(sizes):
-        cursor = _rounded_up(cursor, start_alignment)
+        cursor = rounded_up(cursor, start_alignment)
         places.append(Range(cursor, cursor + size))
         cursor += size
         members.append(index)
@@ -191,7 +193,7 @@ def owner_shards(
         ends = [start] * ranks  # of each rank's shard
         for index in order:
             if params[index].elements:
-                cursor = _rounded_up(cursor, start_alignment)
+                cursor = rounded_up(cursor, start_alignment)
             places[index] = Range(cursor, cursor + sum(params[index].elements))
             owned = cuts.get(index, [owner_of.get(index, 0)] * len(params[index].elements))
             for owner, size in zip(owned, params[index].elements, strict=True):
@@ -244,14 +246,29 @@ def _bucket_members(
         yield members
 
 
+def in_runs(items: Iterable[T], size_of: Callable[[T], int], most: float) -> list[list[T]]:
+    """Neighbours together; a run ends before it would grow past `most`, if it has more than one."""
+    runs: list[list[T]] = []
+    room = 0.0
+    for item in items:
+        size = size_of(item)
+        if not runs or size > room:
+            runs.append([])
+            room = most
+        runs[-1].append(item)
+        room -= size
+    return runs
+
+
 def _shared_size(size: int, ranks: int, alignment: int, least: int) -> int:
     """Elements of a bucket that all ranks own equally: aligned as far as that costs little."""
     alignment = max(alignment, least)
-    most = max(_rounded_up(size, lcm(ranks, 128)), size + int(size * LITTLE))
-    while _rounded_up(size, ranks * alignment) > most and alignment > least:
+    most = max(rounded_up(size, lcm(ranks, 128)), size + int(size * LITTLE))
+    while rounded_up(size, ranks * alignment) > most and alignment > least:
         alignment //= 2
-    return _rounded_up(size, ranks * alignment)
+    return rounded_up(size, ranks * alignment)
 
 
-def _rounded_up(number: int, divisor: int) -> int:
+def rounded_up(number: int, divisor: int) -> int:
+    """To a multiple."""
     return -(-number // divisor) * divisor

@@ -1,7 +1,7 @@
 """Pipeline stages: which modules each has, cut out of the whole model without new names."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -142,10 +142,7 @@ def cut(model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int]) -> 
             model.set_submodule(name, Elsewhere(model.get_submodule(name)))
     parts = [model]
     if len(mine) > 1:
-        paths = [name.split(".") for name in of_module]
-        # The modules on the way to those that are replaced; "" is the model.
-        ways = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
-        parts = [_view(model, ways) for _ in mine]
+        parts = [view_of(model, of_module) for _ in mine]
         for stage, part in zip(mine, parts, strict=True):
             for name, its_stage in of_module.items():
                 if its_stage != stage and its_stage in mine:
@@ -156,10 +153,16 @@ def cut(model: nn.Module, plan: StagePlan, stages: int, mine: Sequence[int]) -> 
     return parts
 
 
+def view_of(module: nn.Module, names: Iterable[str]) -> nn.Module:
+    """A module whose members of these names can be replaced, and the original's stay."""
+    paths = [name.split(".") for name in names]
+    # The modules on the way to those that are replaced; "" is the model.
+    return _view(module, {".".join(path[:n]) for path in paths for n in range(len(path))})
+
+
 def _view(module: nn.Module, to_copy: set[str], name: str = "") -> nn.Module:
-    """A module whose members can be replaced without replacing those of the original."""
     view = copy.copy(module)
-    view._modules = dict(module._modules)
+    view._modules, view._parameters = dict(module._modules), dict(module._parameters)
     for key, child in module._modules.items():
         path = f"{name}.{key}" if name else key
         if child is not None and path in to_copy:

@@ -115,14 +115,14 @@ class Windows:
 
     def fetch(self, operation: Fetch, staging: Staging, is_present: Callable[[Any], bool]) -> None:
         """Start bringing a window: what the host knows to be absent does not travel."""
-        parts = self._of(operation.window)
+        parts = self.parts(operation.window)
         wanted = [is_present(part.unit.about) for part in parts]
         home, back = [part.comes for part in parts], [part.goes_back for part in parts]
         staging.fetch(operation.window, operation.slot, home, back, wanted)
 
     def arrived(self, window: WindowId, staging: Staging) -> list[tuple[Part, State]]:
         """Wait for a window: its parts, each with its state on the device."""
-        return list(zip(self._of(window), staging.arrived(window), strict=True))
+        return list(zip(self.parts(window), staging.arrived(window), strict=True))
 
     def made(
         self, window: WindowId, place: int, of: tuple[object, ...], make: Callable[[], T]
@@ -134,7 +134,8 @@ class Windows:
         found: T = known[1]
         return found
 
-    def _of(self, window: WindowId) -> list[Part]:
+    def parts(self, window: WindowId) -> list[Part]:
+        """What is in a window."""
         return self._parts[window.stage, window.bucket.bucket, window.number]
 
 

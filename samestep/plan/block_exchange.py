@@ -6,9 +6,10 @@ Every part travels once to the owner, from one of the ranks that hold a copy of 
 goes back to all of them. Blocks move in chunks: in each, every rank owns some.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 
 from samestep.layout.blocks import Block, Shape
 from samestep.layout.boxes import Box
+from samestep.layout.flat_ranges import in_runs
 from samestep.layout.owners import balanced_owners, cyclic_owners
 from samestep.plan.transfers import Traffic, Transfer
 from samestep.rules.orthogonalize import block_flops
@@ -143,33 +145,31 @@ def plan_exchange(
     queues: list[list[Route]] = [[] for _ in range(ranks)]
     for place in sorted(range(len(routes)), key=lambda k: -flops[k]):  # equal work side by side
         queues[routes[place].owner].append(routes[place])
-    chunks: list[list[Route]] = []
-    room = 0
-    for turn in range(max(map(len, queues), default=0)):
-        together = [queue[turn] for queue in queues if turn < len(queue)]
-        size = sum(route.box.numel for route in together)
-        if not chunks or size > room:
-            chunks.append([])
-            room = chunk_elements
-        chunks[-1] += together
-        room -= size
-    return ExchangePlan(tuple(map(tuple, chunks)))
+    turns = [
+        [queue[turn] for queue in queues if turn < len(queue)]
+        for turn in range(max(map(len, queues), default=0))
+    ]
+    return _in_chunks(turns, chunk_elements)
 
 
 def plan_gather(specs: Sequence[ShardedSpec], ranks: int, *, chunk_elements: int) -> ExchangePlan:
     """Every rank is the owner of every block: it gathers all, and nothing goes back."""
-    chunks: list[list[Route]] = []
-    room = 0
+    blocks = []
     for i, spec in enumerate(specs):
         for j, block in enumerate(spec.blocks):
-            box = block_box(block, spec.shape)
-            held = _HeldBlock(box, spec.boxes, spec.replicas)
-            if not chunks or box.numel > room:
-                chunks.append([])
-                room = chunk_elements
-            chunks[-1] += [held.route(i, j, block, owner) for owner in range(ranks)]
-            room -= box.numel
-    return ExchangePlan(tuple(map(tuple, chunks)))
+            held = _HeldBlock(block_box(block, spec.shape), spec.boxes, spec.replicas)
+            blocks.append([held.route(i, j, block, owner) for owner in range(ranks)])
+    return _in_chunks(blocks, chunk_elements)
+
+
+def _in_chunks(together: Iterable[Sequence[Route]], elements: int) -> ExchangePlan:
+    """Routes that are taken together, in chunks of about so many elements of blocks."""
+
+    def size(routes: Sequence[Route]) -> int:
+        return sum({route.key: route.box.numel for route in routes}.values())
+
+    runs = in_runs(together, size, elements)
+    return ExchangePlan(tuple(tuple(chain.from_iterable(run)) for run in runs))
 
 
 class Item(NamedTuple):

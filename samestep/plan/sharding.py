@@ -11,17 +11,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import prod
+from math import inf, prod
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from samestep.layout.blocks import Block, Shape
+from samestep.layout.flat_ranges import in_runs, rounded_up
 from samestep.layout.owners import balanced_owners, cyclic_owners, dealt
 from samestep.rules.orthogonalize import block_flops
 from samestep.rules.state import StoredTensors
 
 OwnerStrategy = Literal["balanced", "cyclic"]
+_size = attrgetter("size")  # of a piece
 
 
 class ParamSpec(NamedTuple):
@@ -246,7 +249,7 @@ def plan_sharding(
     weights = _slice_weights(params, [i for i in order if i not in small], ranks, owner_of)
     buckets: list[Bucket] = []
     # Small parameters travel in one collective; whole models do not.
-    limit = bucket_elements if not shard or ranks == 1 else None
+    limit = bucket_elements if not shard or ranks == 1 else inf
     for dtype in dict.fromkeys(params[i].dtype for i in order):
         alike = [i for i in order if params[i].dtype == dtype]
         large = [i for i in alike if i not in small]
@@ -257,7 +260,7 @@ def plan_sharding(
             for j, piece in enumerate(whole_pieces(i, params[i]))
         ]
         owner_of_piece = dict(blocks)
-        for pieces in _fill(list(owner_of_piece), bucket_elements):
+        for pieces in in_runs(owner_of_piece, _size, bucket_elements):
             owned: dict[int, list[Piece]] = {}
             for piece in pieces:
                 owned.setdefault(owner_of_piece[piece], []).append(piece)
@@ -266,13 +269,13 @@ def plan_sharding(
             Piece(i, start, min(start + step, params[i].numel))
             for i in large
             if params[i].blocks is None
-            for step in [_rounded_up(bucket_elements, params[i].quantum)]
+            for step in [rounded_up(bucket_elements, params[i].quantum)]
             for start in range(0, params[i].numel, step)
         ]
-        for pieces in _fill(ranges, bucket_elements):
+        for pieces in in_runs(ranges, _size, bucket_elements):
             buckets.append(_bucket(dtype, _cut(pieces, weights, quanta), ranks))
         shared = [piece for i in alike if i in small for piece in whole_pieces(i, params[i])]
-        for pieces in _fill(shared, limit):
+        for pieces in in_runs(shared, _size, limit):
             buckets.append(Bucket(dtype, (Segment.of(pieces),), replicated=True))
     return ShardingPlan(tuple(params), ranks, in_launch_order(buckets))
 
@@ -361,15 +364,11 @@ def _cut(
         while start < piece.stop:
             while end <= done:
                 rank, end = rank + 1, next(ends)
-            stop = min(piece.stop, _rounded_up(start + end - done, quanta[piece.param]))
+            stop = min(piece.stop, rounded_up(start + end - done, quanta[piece.param]))
             owned.setdefault(rank, []).append(Piece(piece.param, start, stop))
             done += stop - start
             start = stop
     return owned
-
-
-def _rounded_up(number: int, divisor: int) -> int:
-    return -(-number // divisor) * divisor
 
 
 def _bucket(dtype: str, owned: Mapping[int, Sequence[Piece]], ranks: int) -> Bucket:
@@ -377,16 +376,3 @@ def _bucket(dtype: str, owned: Mapping[int, Sequence[Piece]], ranks: int) -> Buc
     for owner, pieces in owned.items():
         segments[owner] = Segment.of(pieces)
     return Bucket(dtype, tuple(segments))
-
-
-def _fill(pieces: Sequence[Piece], bucket_elements: int | None) -> list[list[Piece]]:
-    """Pieces put into buckets in order; a bucket is closed before it would grow past the limit."""
-    buckets: list[list[Piece]] = []
-    room = 0
-    for piece in pieces:
-        if not buckets or (bucket_elements is not None and piece.size > room):
-            buckets.append([])
-            room = bucket_elements or 0
-        buckets[-1].append(piece)
-        room -= piece.size
-    return buckets

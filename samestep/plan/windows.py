@@ -7,6 +7,8 @@ rules need may be cut anywhere, so a unit that is larger than a window spans sev
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from samestep.layout.flat_ranges import in_runs
+
 WINDOW_BYTES = 1 << 28  # of state: 5 ms over PCIe at 55 GB/s, and 64M elements of momentum
 GRAIN = 4096  # elements: units are cut at multiples of it
 ALIGNMENT = 512  # bytes: where tensors begin in a staging buffer, as torch's allocator has it
@@ -67,16 +69,8 @@ def aligned(nbytes: int) -> int:
 def windows(units: Sequence[UnitSize], most: int | None = None) -> list[Window]:
     """Units in order, in runs of at most `most` bytes, or of a unit that cannot be cut."""
     most = most or WINDOW_BYTES
-    found: list[list[Cut]] = []
-    room = 0
-    for cut in _cuts(units, most):
-        size = units[cut.unit].nbytes(cut.stop - cut.start)
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(cut)
-        room -= size
-    return [tuple(window) for window in found]
+    runs = in_runs(_cuts(units, most), lambda cut: window_bytes([cut], units), most)
+    return [tuple(window) for window in runs]
 
 
 def window_bytes(window: Iterable[Cut], units: Sequence[UnitSize]) -> int:

@@ -9,6 +9,7 @@ word of the annotation.
 import argparse
 import importlib
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -85,6 +86,17 @@ def number_of_ranks(asked: int | None, torchrun: TorchrunRank | None, *, least: 
     if ranks < least:
         raise BadRequestError(f"{source} must be at least {least}, got {ranks}")
     return ranks
+
+
+def read_json(path: Path, about: str = "") -> Any:
+    """What a file has; raises BadRequestError, whose text begins with `about`."""
+    try:
+        return json.loads(path.read_text())
+    except OSError as error:
+        text = f"cannot read {str(path)!r}: {error.strerror or error}"
+    except ValueError as error:
+        text = f"{str(path)!r} is no JSON: {error}"
+    raise BadRequestError(about + text)
 
 
 def named_function(path: str, what: str) -> Callable[[], Any]:

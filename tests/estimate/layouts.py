@@ -6,7 +6,8 @@ from types import MappingProxyType
 import torch
 
 import samestep
-from samestep.estimate.blueprint import Grid, SpreadOver, blueprint
+from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.grid import Grid
 from samestep.layout.boxes import Cut
 from samestep.stress.layouts import LAYOUTS
 from samestep.stress.models import Matrices, named_params

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import samestep
-from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
+from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.choices import choices, shared_block_seconds
 from samestep.estimate.cluster import Job, Settings
+from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.model import load_model
 from samestep.estimate.work import ADAMW_BYTES, chunk_count, elementwise_work

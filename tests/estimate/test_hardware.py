@@ -5,22 +5,18 @@ import json
 import pytest
 import torch
 
-from samestep.estimate.hardware import (
-    PRESETS,
-    HardwareError,
-    hardware_as_json,
-    read_hardware,
-)
+from samestep.estimate.hardware import PRESETS, find_hardware, hardware_as_json
 from samestep.estimate.links import seconds_in_two
 from samestep.plan.links import Fabric, Link
 from samestep.plan.transfers import Traffic, of_segments
+from samestep.tooling.request import BadRequestError
 
 
 def test_a_file_gives_the_same_hardware(tmp_path):
     for preset in PRESETS.values():
         path = tmp_path / "hardware.json"
         path.write_text(json.dumps(hardware_as_json(preset)))
-        assert read_hardware(path) == preset
+        assert find_hardware(str(path)) == preset
         assert len(preset.source) > 30
 
 
@@ -50,16 +46,16 @@ def test_a_collective_takes_latency_and_bytes_over_bandwidth():
 def test_other_files_are_refused(tmp_path, content, message):
     path = tmp_path / "hardware.json"
     path.write_text(content)
-    with pytest.raises(HardwareError, match=message):
-        read_hardware(path)
+    with pytest.raises(BadRequestError, match=message):
+        find_hardware(str(path))
 
 
 def test_rates_must_be_above_zero(tmp_path):
     content = hardware_as_json(PRESETS["h200x8"]) | {"bytes_rate": 0}
     path = tmp_path / "hardware.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(HardwareError, match="above 0"):
-        read_hardware(path)
+    with pytest.raises(BadRequestError, match="above 0"):
+        find_hardware(str(path))
 
 
 def test_two_levels_take_as_long_as_the_busiest_column():

@@ -9,7 +9,8 @@ from torch import nn
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import blueprint, one_axis
+from samestep.estimate.blueprint import blueprint
+from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
 from samestep.estimate.temporaries import kernel_peak

@@ -5,7 +5,8 @@ import torch
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import SpreadOver, blueprint, one_axis
+from samestep.estimate.blueprint import SpreadOver, blueprint
+from samestep.estimate.grid import one_axis
 from samestep.estimate.hardware import PRESETS
 from samestep.estimate.memory import rank_memory
 from samestep.estimate.timeline import simulate

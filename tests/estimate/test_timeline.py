@@ -11,9 +11,10 @@ from torch.distributed.fsdp import fully_shard
 import samestep
 import samestep.optimizer.step
 from samestep.estimate.activations import Batch
-from samestep.estimate.blueprint import Grid, SpreadOver, blueprint, one_axis
+from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.cluster import Job, Settings
 from samestep.estimate.fsdp import Unit, fsdp_collectives
+from samestep.estimate.grid import Grid, one_axis
 from samestep.estimate.hardware import Hardware, peers_on_host
 from samestep.estimate.model import Model, gpt_shape
 from samestep.estimate.slots import bubble, passes_of

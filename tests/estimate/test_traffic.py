@@ -10,8 +10,9 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import samestep
 from samestep.comm.groups import registry
-from samestep.estimate.blueprint import Grid, SpreadOver, blueprint
+from samestep.estimate.blueprint import SpreadOver, blueprint
 from samestep.estimate.collectives import Launches
+from samestep.estimate.grid import Grid
 from samestep.layout.boxes import Cut
 from samestep.plan.schedule import line_of
 from samestep.stress.models import Matrices

@@ -6,7 +6,7 @@ import pytest
 
 from samestep import cli
 from samestep.estimate import calibration
-from samestep.estimate.command import find_hardware
+from samestep.estimate.hardware import find_hardware
 from samestep.plan.links import CPU_LINKS, Fabric
 
 PAIR = Fabric(*CPU_LINKS, ranks=2, per_host=2)

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import samestep
-from samestep.estimate.blueprint import blueprint, one_axis
+from samestep.estimate.blueprint import blueprint
+from samestep.estimate.grid import one_axis
 from samestep.estimate.memory import kept_memory, rank_memory
 from samestep.estimate.model import SHAPES, build
 from samestep.rules.orthogonalize import orthogonalize_flops

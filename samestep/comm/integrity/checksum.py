@@ -1,12 +1,14 @@
 """Checksums of tensors: 64 bits for the bits of each and their places, computed where they live."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+from samestep.layout.flat_ranges import in_runs
 
 BLOCK = 1 << 13  # words of 64 bits that are summed with one table of weights
 
@@ -43,7 +45,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     # How much is read at once does not show in the result. A CPU's cache shall hold it; for
     # others launches count.
     at_once = 1 << (21 if device.type == "cpu" else 25)
-    sums = [_sums(few) for few in _batches([data[index] for index in small], at_once)]
+    sums = [_sums(few) for few in in_runs((data[i] for i in small), Tensor.numel, at_once)]
     blocks = [_block_sums(data[index], at_once) for index in large]
     counts = [1] * len(small) + [own.numel() for own in blocks]
     places = torch.arange(max(counts), device=device)
@@ -55,19 +57,6 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 _GOLDEN = 0x1E3779B97F4A7C15
-
-
-def _batches(data: Sequence[Tensor], at_once: int) -> Iterator[list[Tensor]]:
-    batch: list[Tensor] = []
-    room = at_once
-    for own in data:
-        if batch and own.numel() > room:
-            yield batch
-            batch, room = [], at_once
-        batch.append(own)
-        room -= own.numel()
-    if batch:
-        yield batch
 
 
 def _sums(data: Sequence[Tensor]) -> Tensor:

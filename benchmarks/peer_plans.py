@@ -31,10 +31,9 @@ import torch
 from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.collectives import Collective
+from samestep.estimate.collectives import Collective, seconds_of
 from samestep.estimate.grid import Grid, Peers, per_peer
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.links import seconds_of
 from samestep.estimate.model import Model, is_expert
 from samestep.estimate.scaling import Point
 from samestep.estimate.training import Training

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from samestep.estimate.grid import Grid, Peers
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.host_windows import with_windows
 from samestep.estimate.placed import (
     GradientSum,
     OnRank,
@@ -30,6 +29,7 @@ from samestep.estimate.placed import (
     answered_spreadings,
     narrowed_sharings,
     on_rank,
+    with_windows,
 )
 from samestep.groups.distribution import Distribution
 from samestep.groups.param_groups import Group

@@ -17,7 +17,7 @@ from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
 from samestep.estimate.placed import Sharing
 from samestep.estimate.work import owner_flops, shape_flops
-from samestep.placements.whole.planned import largest_block, legs_in_a_row
+from samestep.placements.whole.planned import bytes_of, largest_block, legs_in_a_row, width_of
 from samestep.plan.links import LEAST_ELEMENTS, MOST_ELEMENTS, Fabric, bucket_elements
 from samestep.rules.basin import gram_segments
 from samestep.rules.orthogonalize import USUAL_TABLE, cheaper_execution
@@ -156,11 +156,10 @@ def choices(plan: Blueprint, hardware: Hardware, within: float) -> Choices:
 def _of_buckets(sharing: Sharing, grid: Grid, hardware: Hardware) -> BucketChoice:
     fabric = hardware.fabric(sharing.peers, grid)
     params, _, buckets = sharing.even or sharing.plan
-    widths = [getattr(torch, spec.dtype.removeprefix("torch.")).itemsize for spec in params]
-    in_bytes = sum(spec.numel * width for spec, width in zip(params, widths, strict=True))
+    in_bytes = bytes_of(params)
     given = sharing.distribution.bucket_size
     elements = given or bucket_elements(sum(spec.numel for spec in params), in_bytes, fabric)
-    largest = max(bucket.size * widths[bucket.params[0]] for bucket in buckets)
+    largest = max(bucket.size * width_of(bucket.dtype) for bucket in buckets)
     link = fabric.ring()
     begins = link.seconds(fabric.ranks, 0)
     exchanged = sharing.policy.on_cpu or sharing.policy.ordered

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -336,9 +336,8 @@ def _check(degrees: Degrees, settings: Settings) -> None:
 
 
 def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep.MuonAdamW:
-    stacks = any(is_expert(name, param) for name, param in module.named_parameters())
     flat = settings.buffers == "flat"
-    keywords: dict[str, object] = {"muon_schedule": settings.muon_schedule}
+    keywords: dict[str, Any] = {"muon_schedule": settings.muon_schedule}
     if not spreads:
         keywords |= {"sharding": settings.sharding, "buffers": settings.buffers}
         keywords |= {"overlap_grad_reduce": settings.overlap, "reduction": settings.reduction}
@@ -347,22 +346,19 @@ def _optimizer(module: nn.Module, settings: Settings, spreads: bool) -> samestep
     if not flat:
         keywords["owners"] = settings.owners
     keywords["state_dtypes"] = state_dtypes_of(settings.state, remainders=settings.remainders)
-    rule = "muon" if settings.muon else "adamw"
-    overrides: dict[object, dict[str, object]] = {}
     if not settings.muon:
-        overrides = {(lambda name, param: True): {"rule": "adamw"}}
-    elif stacks:
-        overrides = {"*experts*": {"rule": rule}}
+        keywords["overrides"] = {(lambda name, param: True): {"rule": "adamw"}}
+    elif any(is_expert(name, param) for name, param in module.named_parameters()):
+        keywords["overrides"] = {"*experts*": {"rule": "muon"}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return samestep.MuonAdamW(
             module,
-            overrides=overrides,  # type: ignore[arg-type]
             master_weights=settings.master_weights,
             max_grad_norm=1.0 if settings.clip else None,
             bucket_size=settings.bucket_size,
             offload=settings.offload,
-            **keywords,  # type: ignore[arg-type]
+            **keywords,
         )
 
 

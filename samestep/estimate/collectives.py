@@ -1,20 +1,26 @@
-"""What each operation of a schedule launches on all ranks: transfers of the plan, and scalars.
+"""What each operation of a schedule launches on all ranks, and how long that takes.
+
+Transfers of the plan, and scalars.
 
 `comm.recorder` sees the same: tests hold every layout's records against it, one by one.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, maximum
 
 from samestep.comm.presence import CODES
 from samestep.estimate.blueprint import Blueprint
 from samestep.estimate.grid import Grid, Peers, per_peer
-from samestep.estimate.placed import Spreading
+from samestep.estimate.hardware import RINGS, Hardware
+from samestep.estimate.placed import Spreading, Summands
 from samestep.plan.block_exchange import ChunkTransfers
+from samestep.plan.links import Fabric
 from samestep.plan.schedule import (
     Agree,
     Average,
@@ -128,18 +134,15 @@ class Launches:
     def __init__(self, blueprint: Blueprint) -> None:
         self._blueprint = blueprint
 
-    def of(self, operation: Operation) -> list[Collective]:
-        return list(self._of(operation))
-
     def of_step(self, rank: int | None = None) -> list[Collective]:
         """Those that a rank launches; None: those of all."""
         operations = self._blueprint.schedule(rank)
         inside = 0  # backward, which is over when a step begins
         if self._blueprint.distribution.overlap_grad_reduce:
             inside = sum(isinstance(operation, Reduce) for operation in operations)
-        found = [each for op in operations[:inside] for each in self._of(op)]
+        found = [each for op in operations[:inside] for each in self.of(op)]
         found += self.of_beginning()
-        found += [each for op in operations[inside:] for each in self._of(op)]
+        found += [each for op in operations[inside:] for each in self.of(op)]
         if rank is None:
             return found
         grid = self._blueprint.grid
@@ -149,7 +152,8 @@ class Launches:
         """What comes before the first operation: problems of other stages."""
         return list(self._codes("problems", self._blueprint.stages))
 
-    def _of(self, operation: Operation) -> Iterator[Collective]:
+    def of(self, operation: Operation) -> Iterator[Collective]:
+        """What an operation launches."""
         there = len(self._blueprint.placements)
         if isinstance(operation, OfBucket) and operation.bucket.placement == there:
             return  # of one process
@@ -201,7 +205,9 @@ class Launches:
         for peers in filter(None, (placement.peers, *outer, placement.mesh)):
             yield from _summed("presence", peers, torch.int64, elements)
         for spreading in placement.spreadings:
-            yield from self._gradient_sums(spreading)
+            for over, dtype, params in spreading.sums:
+                size_on = partial(self._held_by, spreading, params)
+                yield from self._sums(over, placement.mesh, dtype, size_on)
         if placement.copied and placement.everyone != self._all_holders():
             yield from self._codes("problems", self._all_holders())
 
@@ -222,19 +228,27 @@ class Launches:
         yield from self._codes("not finite", self._all_holders(), 1)
         yield from self._codes("not finite", blueprint.stages, 1)
 
-    def _gradient_sums(self, spreading: Spreading) -> Iterator[Collective]:
-        """Of DTensors of which ranks have summands: each of them as long as what it holds."""
+    def _sums(
+        self, over: Peers, among: Peers, dtype: torch.dtype, size_on: Callable[[int], int | None]
+    ) -> Iterator[Collective]:
+        """Gradients of which ranks have summands, side by side, at every place of the others.
+
+        size_on: elements of a rank; None: it has nothing to add up.
+        """
         grid = self._blueprint.grid
-        for peers, dtype, params in spreading.sums:
-            if peers.size == 1:
-                continue
-            among = grid.peers(*(a for a in spreading.peers.axes if a not in peers.axes))
-            sums = []
-            for place in range(among.size):
-                at = grid.place(grid.rank_at(among, place), spreading.peers)
-                size = sum(spreading.held[param].boxes[at].numel for param in params)
-                sums.append(Transfer(Traffic.ALL_REDUCE, SUM, dtype, size))
-            yield Collective(tuple(sums), peers, among=among)
+        others = grid.peers(*(axis for axis in among.axes if axis not in over.axes))
+        sizes = [size_on(grid.rank_at(others, place)) for place in range(others.size)]
+        if over.size > 1 and any(size is not None for size in sizes):
+            sums = (
+                None if size is None else Transfer(Traffic.ALL_REDUCE, SUM, dtype, size)
+                for size in sizes
+            )
+            yield Collective(tuple(sums), over, among=others)
+
+    def _held_by(self, spreading: Spreading, params: Sequence[int], rank: int) -> int:
+        """Elements of some parameters."""
+        place = self._blueprint.grid.place(rank, spreading.peers)
+        return sum(spreading.held[param].boxes[place].numel for param in params)
 
     # --- buckets and chunks: as the plan has them ----------------------------------------------
 
@@ -253,29 +267,20 @@ class Launches:
 
     def _in_mesh(self, bucket: BucketId) -> Iterator[Collective]:
         """Averaged gradients of which ranks of a mesh have summands."""
-        placement = self._blueprint.placements[bucket.placement]
+        placement, grid = self._blueprint.placements[bucket.placement], self._blueprint.grid
         first = placement.sharings[0] if placement.sharings else None
         if first is None or not first.summands:
             return
-        members, grid = first.plan.buckets[bucket.bucket].params, self._blueprint.grid
+        members = first.plan.buckets[bucket.bucket].params
         reduce = first.shape.transfers[bucket.bucket].reduce
         wide = torch.promote_types(reduce.dtype, torch.float32)
         for summands in dict.fromkeys(filter(None, (first.summands[i] for i in members))):
-            if summands.peers.size == 1:
-                continue
-            others = (a for a in placement.everyone.axes if a not in summands.peers.axes)
-            among = grid.peers(*others)
-            sums: list[Transfer | None] = []
-            for number in range(among.size):
-                rank = grid.rank_at(among, number)
+
+            def size_on(rank: int, summands: Summands = summands) -> int | None:
                 mesh, place = (grid.place(rank, each) for each in (placement.mesh, placement.peers))
-                size = placement.sharings[mesh].sums(bucket.bucket, place).get(summands)
-                if size is None:
-                    sums.append(None)
-                else:
-                    sums.append(Transfer(Traffic.ALL_REDUCE, SUM, wide, size))
-            if any(each is not None for each in sums):
-                yield Collective(tuple(sums), summands.peers, among=among)
+                return placement.sharings[mesh].sums(bucket.bucket, place).get(summands)
+
+            yield from self._sums(summands.peers, placement.everyone, wide, size_on)
 
     def _of_chunk(
         self, chunk: BucketId, which: Callable[[ChunkTransfers], Transfer | None]
@@ -304,3 +309,92 @@ class Launches:
 def _summed(name: str, peers: Peers, dtype: torch.dtype, elements: int) -> Iterator[Collective]:
     if peers.size > 1:
         yield Collective((Transfer(Traffic.ALL_REDUCE, name, dtype, elements),), peers)
+
+
+# --- how long they take ---------------------------------------------------------------------------
+
+
+def seconds_of(each: Collective, grid: Grid, hardware: Hardware) -> Tensor:
+    """Of the busiest direction of any peer, by group of peers; the shape of the grid."""
+    carried = maximum(each.sent_by_all(), each.received_by_all())
+    spread = grid.maximum(each.spread(carried, grid), each.peers)
+    fabric = hardware.fabric(each.peers, grid)
+    if each.levels == 2:
+        return sum((leg.seconds for leg in legs_of(each, grid, hardware)), grid.zeros())
+    fixed = hardware.seconds(each.traffic.kind, 0.0, fabric)
+    per_byte = hardware.seconds(each.traffic.kind, 1e9, fabric) - fixed
+    return fixed + spread * (per_byte / 1e9)
+
+
+INSIDE, ACROSS = "inside", "across"
+BOTH = INSIDE, ACROSS
+
+
+class Leg(NamedTuple):
+    """A part of a collective, after which the next begins."""
+
+    name: str
+    seconds: Tensor  # the shape of the grid
+    latest: Callable[[Tensor], Tensor]  # of times of all ranks: the last among those who meet
+    links: tuple[str, ...] = BOTH  # that a rank cannot use for anything else meanwhile
+
+
+def legs_of(each: Collective, grid: Grid, hardware: Hardware) -> list[Leg]:
+    """One; in two levels sums begin inside hosts, gathers across them.
+
+    GPUs have links of their own inside hosts. CPUs have one link, whatever it is for.
+    """
+    if each.levels == 1:
+        seconds = seconds_of(each, grid, hardware)
+        return [Leg(each.name, seconds, lambda times: grid.maximum(times, each.peers))]
+    fabric = hardware.fabric(each.peers, grid)
+    inside, across = seconds_in_two(each.of(0), fabric)
+    columns = across.expand(fabric.hosts, fabric.per_host).reshape(-1)
+    legs = [
+        Leg(
+            f"{each.name}, in hosts",
+            grid.zeros() + inside,
+            lambda times: grid.maximum_of(times, each.peers, fabric.per_host, -1),
+            BOTH if hardware.on_cpu else (INSIDE,),
+        ),
+        Leg(
+            f"{each.name}, across hosts",
+            grid.spread(columns, each.peers),
+            lambda times: grid.maximum_of(times, each.peers, fabric.per_host, -2),
+            BOTH if hardware.on_cpu else (ACROSS,),
+        ),
+    ]
+    return legs if each.traffic in (Traffic.REDUCE_SCATTER, Traffic.EXCHANGE) else legs[::-1]
+
+
+def seconds_in_two(transfer: Transfer | None, fabric: Fabric) -> tuple[float, Tensor]:
+    """Of the busiest rank inside a host; and across hosts, of each column: (ranks of a host,).
+
+    A column, the ranks at one place of every host, has neighbouring segments.
+    """
+    assert transfer is not None
+    assert transfer.sizes is not None
+    hosts, here, width = fabric.hosts, fabric.per_host, transfer.dtype.itemsize
+    segments = (per_peer(transfer.sizes) * width).reshape(here, hosts)
+    columns = segments.sum(1)
+    whole, column = columns.sum(), columns[:, None]
+    if transfer.traffic.kind in RINGS:  # everything passes by everyone
+        inside, across = whole * (here - 1) / here, columns * (hosts - 1) / hosts
+    else:  # a rank's own, to each; and of what the others have, theirs
+        inside = maximum(columns * (here - 1), whole - columns)
+        across = maximum(segments * (hosts - 1), column - segments).amax(1)
+    begin = fabric.between.seconds(hosts, 0.0)
+    return (
+        fabric.inside.seconds(here, float(inside.max())),
+        begin + across / fabric.between.bandwidth,
+    )
+
+
+Counted = tuple[tuple[Collective, int], ...]  # and how many of them there are
+
+
+def counted(collectives: Sequence[Collective]) -> Counted:
+    """Those that differ: layers are alike."""
+    known = {(each.transfers, each.peers): each for each in collectives}
+    counts = Counter((each.transfers, each.peers) for each in collectives)
+    return tuple((each, counts[key]) for key, each in known.items())

@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from rich.console import Console
 
 from samestep.estimate import tables
-from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import STAGES, Job, Settings, Stage
 from samestep.estimate.figures import (
     StageFigures,
@@ -34,7 +33,6 @@ from samestep.estimate.scaling import Point, as_json, batch_of, points, table_of
 from samestep.estimate.slots import bubble
 from samestep.estimate.timeline import Timeline, chrome_trace
 from samestep.groups.state_flags import offload_of
-from samestep.mesh.degrees import Degrees
 from samestep.tooling.output import check_folder, json_file, write_files
 from samestep.tooling.request import BadRequestError
 from samestep.version import __version__
@@ -128,7 +126,9 @@ def _plan(options: Options) -> None:
         "settings": asdict(settings),
         "tokens": 0 if batch is None else batch.all_tokens,
         "batch": None if batch is None else asdict(batch),
-        "bubble": None if batch is None else bubble_of(degrees, batch),
+        "bubble": None if batch is None else float(
+            bubble(degrees.pp, batch.micro_batches, batch.stages_per_rank)
+        ),
         "hardware": {"name": hardware.name, "source": hardware.source},
         "questions": asks,
         "not_counted": lacks,
@@ -175,11 +175,6 @@ def settings_of(options: Options) -> Settings:
         stages_per_rank=options.stages_per_rank,
         offload=offload_of(options.offload),
     )
-
-
-def bubble_of(degrees: Degrees, batch: Batch) -> float:
-    """The share of the time in which ranks of a pipeline of equal stages wait for each other."""
-    return float(bubble(degrees.pp, batch.micro_batches, batch.stages_per_rank))
 
 
 def _every_stage(job: Job, worst: StageFigures) -> dict[Stage, StageNeeds]:

@@ -136,7 +136,7 @@ def _of_model(
     for each in _traffic(plan, sends.collectives(batch.recompute), "layers"):
         yield each.times(batch.micro_batches)
     if degrees.pp > 1:
-        count = (sends.sends_forward + sends.sends_backward) * batch.micro_batches
+        count = sends.neighbours * batch.micro_batches
         size = float(count * sends.boundary)
         yield GroupTraffic("pipe", degrees.pp, "send", "stages", count, size, size)
 

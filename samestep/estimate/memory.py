@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.host_windows import windows_of
-from samestep.estimate.placed import Sharing, Spreading, Updated
+from samestep.estimate.placed import Sharing, Spreading, Updated, windows_of
 from samestep.estimate.temporaries import RulePeaks, kernel_is_enough, kernel_peak
 from samestep.estimate.walks import (
     GRADIENTS,
@@ -45,9 +44,9 @@ class RankMemory(NamedTuple):
     gradients: int
     main_parameters: int
     state: int
-    gradients_then: int
-    buffers: int
-    temporaries: int
+    gradients_then: int = 0
+    buffers: int = 0
+    temporaries: int = 0
     staging: int = 0
     on_host: int = 0
 
@@ -76,25 +75,19 @@ class RankMemory(NamedTuple):
         return self if inside.total <= self.gradients_then + self.in_flight else self.at(inside)
 
 
-class Kept(NamedTuple):
-    """What stays on a rank."""
-
-    parameters: int
-    main_parameters: int
-    state: int
-
-
 def rank_memory(blueprint: Blueprint, rank: int) -> RankMemory:
-    parameters, main_parameters, state = kept_memory(blueprint, rank)
+    kept = kept_memory(blueprint, rank)
     gradients, then = passing_memory(blueprint, rank)
+    found = kept._replace(gradients=gradients).at(then)
     if blueprint.distribution.offload is None:
-        return RankMemory(parameters, gradients, main_parameters, state, *then)
+        return found
     staging = sum(staging_bytes(blueprint.schedule(rank)))
-    return RankMemory(parameters, gradients, 0, 0, *then, staging, main_parameters + state)
+    on_host = kept.main_parameters + kept.state
+    return found._replace(main_parameters=0, state=0, staging=staging, on_host=on_host)
 
 
-def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
-    """Parameters, main parameters and state of one rank."""
+def kept_memory(blueprint: Blueprint, rank: int) -> RankMemory:
+    """What stays on a rank wherever its state is: parameters, main parameters and state."""
     params, entries = 0, list[tuple[str, int]]()  # of state: key and bytes
     for own in blueprint.on_rank(rank):
         sharing, place, spreading, mesh_place = own
@@ -111,7 +104,7 @@ def kept_memory(blueprint: Blueprint, rank: int) -> Kept:
         state = blueprint.optimizer.state[param]
         entries += ((key, tensor.nbytes) for key, tensor in state.items())
     main = sum(size for key, size in entries if key in MASTERS)
-    return Kept(params, main, sum(size for _, size in entries) - main)
+    return RankMemory(params, 0, main, sum(size for _, size in entries) - main)
 
 
 def _whole_parameters(sharing: Sharing) -> int:

@@ -97,9 +97,8 @@ class LayerSends:
             if number == stages - 1:
                 own.append(self.head())
             layers[number] = own
-        after = sum(number < stages - 1 for number in layers) if ranks > 1 else 0
-        before = sum(number > 0 for number in layers) if ranks > 1 else 0
-        return StageSends(layers, round(self._memory.boundary), after, before)
+        others = sum((number > 0) + (number < stages - 1) for number in layers)
+        return StageSends(layers, round(self._memory.boundary), others if ranks > 1 else 0)
 
     # --- parts -------------------------------------------------------------------------------
 
@@ -219,8 +218,7 @@ class StageSends(NamedTuple):
 
     layers: dict[int, list[Sends]]
     boundary: int  # bytes that go from stage to stage
-    sends_forward: int  # stages of this rank that have one after them elsewhere
-    sends_backward: int
+    neighbours: int  # stages elsewhere, before and after those of this rank: each is sent to
 
     def collectives(self, recompute: Recompute) -> list[Collective]:
         """All that layers launch."""

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from samestep.groups.param_groups import rule_of
 from samestep.rules.orthogonalize import cheaper_execution
 from samestep.rules.rule import Rule
-from samestep.rules.state import state_shapes, stored_tensors
+from samestep.rules.state import math_dtype, state_shapes, stored_tensors
 from samestep.update.plain import Operand, is_staged, run_rule, update_blocks, update_elementwise
 
 
@@ -93,7 +93,7 @@ class RulePeaks:
         found = self._peak(update_elementwise, made, ("slice", elements, dtype, master))
         # On the host AdamW's numbers are Python's, which saves a product; meta is no host.
         saves = self._on_cpu and self._rule.name == "adamw"
-        return found - elements * _math(dtype).itemsize if saves else found
+        return found - elements * math_dtype(_meta((), dtype)).itemsize if saves else found
 
     def transform(self, count: int, block: tuple[int, int], dtype: torch.dtype) -> int:
         """Of the stage of a matrix rule that needs whole blocks, with the stack it is given."""
@@ -116,7 +116,7 @@ class RulePeaks:
         stored = stored_tensors(self._rule, like, None, self._group, master)
         shapes = state_shapes(self._rule, shape, self._group, stored)
         state = {key: _meta(own, stored[key].dtype) for key, own in shapes.items()}
-        return Operand(like.view(shape), _meta(shape, _math(dtype)), state)
+        return Operand(like.view(shape), _meta(shape, math_dtype(like)), state)
 
     def _peak(self, run: Callable[..., object], made: Callable[[], Any], about: object) -> int:
         """Of the rule run on what was made for it; what the run gives counts too."""
@@ -148,10 +148,6 @@ def kernel_peak(count: int, rows: int, cols: int) -> int:
 def kernel_is_enough(group: Mapping[str, Any]) -> bool:
     """Whether a kernel updates a slice on a GPU, which makes no tensor on the way."""
     return rule_of(group).name == "adamw" and not group["amsgrad"]
-
-
-def _math(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

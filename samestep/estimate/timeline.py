@@ -21,7 +21,7 @@ it begins; in a pipeline units stay whole from the first backward pass on.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 
 from samestep.estimate.blueprint import Blueprint
-from samestep.estimate.collectives import Collective, Launches
+from samestep.estimate.collectives import BOTH, Collective, Counted, Launches, Leg, legs_of
 from samestep.estimate.fsdp import Unit, gather_of, reductions_of
 from samestep.estimate.grid import Peers, per_peer
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.links import BOTH, Counted, Leg, legs_of
 from samestep.estimate.placed import Placed, Sharing, Spreading
 from samestep.estimate.slots import Pass, Slot
 from samestep.estimate.training import Training
@@ -247,7 +246,7 @@ class _Simulator:
                 if reduces and sharing.distribution.overlap_grad_reduce:
                     if sharing.distribution.one_in_flight and place:
                         self._wait("reduce", BucketId(number, place - 1))
-                    self._run(sharing.shape.reduce(BucketId(number, place)))
+                    self._run(sharing.shape.sending(Reduce, BucketId(number, place)))
 
     def _layers_send(self, collectives: Counted) -> None:
         """What the layers of a pass send; nothing computes meanwhile."""
@@ -344,7 +343,8 @@ class _Simulator:
                     self._advance("reduce", bucket.placement)
                     self._copy_pieces(bucket, transfer)
                     self._launch("reduce", bucket, operation)
-                    if bucket.bucket == self._last_bucket(bucket.placement):
+                    sharing = self._blueprint.shared_by(bucket)
+                    if sharing is not None and bucket.bucket == len(sharing.plan.buckets) - 1:
                         self._advance("reduce", bucket.placement)
             case Agree() | Clip() | Measure():
                 if isinstance(operation, Clip):
@@ -402,9 +402,6 @@ class _Simulator:
 
     def _seconds_of_chunk(self, spreading: Spreading, number: int) -> Tensor:
         return chunk_flops(spreading, number, self._hardware).seconds(self._hardware)
-
-    def _last_bucket(self, placement: int) -> int:
-        return next(len(s.plan.buckets) for n, s in self._blueprint.reduced() if n == placement) - 1
 
     def _copy_pieces(self, bucket: BucketId, transfer: Transfer | None) -> None:
         """What a transfer sends is put side by side, or what it brought into place."""
@@ -490,7 +487,7 @@ class _Simulator:
     def _launch(self, kind: str, about: object, operation: Operation) -> None:
         self._send(kind, about, self._launches.of(operation))
 
-    def _send(self, kind: str, about: object, collectives: Sequence[Collective]) -> None:
+    def _send(self, kind: str, about: object, collectives: Iterable[Collective]) -> None:
         """Launch transfers, after what the link has to do already."""
         for each in collectives:
             first, *others = legs_of(each, self._grid, self._hardware)

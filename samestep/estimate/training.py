@@ -9,10 +9,10 @@ from torch import nn
 
 from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Job, guessed_shares, stack_grid
+from samestep.estimate.collectives import Counted, counted, seconds_of
 from samestep.estimate.fsdp import Unit
 from samestep.estimate.grid import Grid
 from samestep.estimate.hardware import Hardware
-from samestep.estimate.links import Counted, counted, seconds_of
 from samestep.estimate.model import stage_of
 from samestep.estimate.sends import LayerSends
 from samestep.estimate.slots import Slot, play

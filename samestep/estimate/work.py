@@ -7,9 +7,9 @@ touched once.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from math import prod
 from typing import NamedTuple, Protocol
@@ -231,19 +231,13 @@ def chunk_flops(spreading: Spreading, number: int, hardware: Hardware) -> Work:
     return _work(spreading.peers.size, costs)
 
 
-def chunk_parts(spreading: Spreading, number: int) -> Tensor:
-    """Elements of a chunk's blocks that each rank holds: (ranks,)."""
-    sizes = [0] * spreading.peers.size
+def chunk_parts(spreading: Spreading, number: int, count: Callable[[int], int] = int) -> Tensor:
+    """Elements of a chunk's blocks that each rank holds, or a count of each such part: (ranks,)."""
+    found = [0] * spreading.peers.size
     for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
         for rank, size, _ in route.parts.sizes:
-            sizes[rank] += size
-    return per_peer(sizes)
+            found[rank] += count(size)
+    return per_peer(found)
 
 
-def chunk_count(spreading: Spreading, number: int) -> Tensor:
-    """Blocks of a chunk of which each rank holds a part: (ranks,)."""
-    counts = [0] * spreading.peers.size
-    for route in {route.key: route for route in spreading.plan.chunks[number]}.values():
-        for rank, size, _ in route.parts.sizes:
-            counts[rank] += size > 0
-    return per_peer(counts)
+chunk_count = partial(chunk_parts, count=bool)  # blocks of which each rank holds a part

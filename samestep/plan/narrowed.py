@@ -184,16 +184,11 @@ def _answered(
     found = []
     for stack, block in enumerate(blocks):
         number = (spec.whole.blocks or ()).index(block)
-        item = ParamSpec(
-            f"{spec.name}[{number}]",
-            block.shape,
-            spec.dtype,
-            spec.group,
-            spec.rule,
-            (Block(None, 0, *block.shape, block.form),),
-            spec.state_per_element,
-            (spec.whole.state_of_blocks[number],),
-            stored=spec.stored,
+        item = spec.whole._replace(
+            name=f"{spec.name}[{number}]",
+            shape=block.shape,
+            blocks=(Block(None, 0, *block.shape, block.form),),
+            state_of_blocks=(spec.whole.state_of_blocks[number],),
         )
         key = block, id(held.boxes)
         if key not in known:

@@ -23,7 +23,7 @@ one comes while one is updated and the one before returns:
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple, TypeVar
 
 from samestep.plan.block_exchange import ChunkTransfers
 from samestep.plan.transfers import BucketTransfers, Transfer
@@ -74,10 +74,16 @@ class _About:
 @dataclass(frozen=True)
 class _Sends(_About):
     transfer: Transfer | None = field(default=None, compare=False, repr=False)
+    sends: ClassVar[str]  # which of the transfers of a bucket or a chunk
+
+
+S = TypeVar("S", bound=_Sends)
 
 
 class Reduce(_Sends):
     """Start adding up the gradients of a bucket over ranks."""
+
+    sends = "reduce"
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,8 @@ class Update:
 class Gather(_Sends):
     """Start sending the updated parts of a bucket to everyone."""
 
+    sends = "gather"
+
 
 class Place(_About):
     """Wait for a gather, and copy what arrived into the parameters."""
@@ -124,6 +132,8 @@ class Place(_About):
 class Collect(_Sends):
     """Start sending a chunk of spread blocks to their owners."""
 
+    sends = "to"
+
 
 class Transform(_About):
     """Wait for a chunk, and run the rule on the blocks that this rank owns."""
@@ -131,6 +141,8 @@ class Transform(_About):
 
 class GiveBack(_Sends):
     """Start sending the directions of a chunk to those who hold parts of its blocks."""
+
+    sends = "back"
 
 
 class Apply(_About):
@@ -190,30 +202,17 @@ class PlacementShape(NamedTuple):
     windows: tuple[tuple[int, ...], ...] = ()  # of each bucket
     chunk_windows: tuple[int, ...] = ()  # of each chunk
 
-    def reduce(self, bucket: BucketId) -> Reduce:
-        """The operations about a bucket or a chunk, with what they send."""
-        return Reduce(bucket, self.transfers[bucket.bucket].reduce if self.transfers else None)
+    def sending(self, kind: type[S], about: BucketId) -> S:
+        """An operation about a bucket or a chunk, with what it sends."""
+        every = self.transfers if kind in (Reduce, Gather) else self.chunk_transfers
+        return kind(about, getattr(every[about.bucket], kind.sends) if every else None)
 
     def average(self, bucket: BucketId) -> Average:
-        """See `reduce`; gradients that come reduced send nothing."""
+        """Likewise; gradients that come reduced send nothing."""
         if not self.transfers or not self.reduces:
             return Average(bucket)
         own = self.transfers[bucket.bucket]
         return Average(bucket, own.sums, own.outer)
-
-    def gather(self, bucket: BucketId) -> Gather:
-        """See `reduce`."""
-        return Gather(bucket, self.transfers[bucket.bucket].gather if self.transfers else None)
-
-    def collect(self, chunk: BucketId) -> Collect:
-        """See `reduce`."""
-        own = self.chunk_transfers
-        return Collect(chunk, own[chunk.bucket].to if own else None)
-
-    def give_back(self, chunk: BucketId) -> GiveBack:
-        """See `reduce`."""
-        own = self.chunk_transfers
-        return GiveBack(chunk, own[chunk.bucket].back if own else None)
 
 
 def launch_order(placements: Sequence[Sequence[int]]) -> list[BucketId]:
@@ -241,7 +240,7 @@ def step_schedule(
     ]
     order = launch_order([p.places or [-1] * len(p.bucket_sizes) for p in placements])
     reduce: list[Operation] = [
-        placements[bucket.placement].reduce(bucket)
+        placements[bucket.placement].sending(Reduce, bucket)
         for bucket in order
         if placements[bucket.placement].reduces
     ]
@@ -261,20 +260,20 @@ def step_schedule(
     if not clip:
         operations += [placements[bucket.placement].average(bucket) for bucket in with_blocks]
     ahead = [chunk for chunks in pipelines for chunk in chunks[:chunks_ahead]]
-    operations += [placements[chunk.placement].collect(chunk) for chunk in ahead]
+    operations += [placements[chunk.placement].sending(Collect, chunk) for chunk in ahead]
     before: tuple[BucketId, ...] = ()
     for wave in _waves(placements, buckets, waves):
         alone = [bucket for bucket in wave if bucket not in with_blocks]
         operations += [placements[b.placement].average(b) for b in alone if not clip]
         operations += _updates(placements, wave)
         shared = tuple(bucket for bucket in alone if placements[bucket.placement].agrees)
-        operations += [placements[bucket.placement].gather(bucket) for bucket in shared]
+        operations += [placements[bucket.placement].sending(Gather, bucket) for bucket in shared]
         operations += [Place(bucket) for bucket in before]
         before = tuple(bucket for bucket in shared if not placements[bucket.placement].defers)
     for chunks in pipelines:
         operations += _chunks(placements, chunks, chunks_ahead)
     for bucket in with_blocks:  # two on their way at a time: each has a buffer of its own
-        operations.append(placements[bucket.placement].gather(bucket))
+        operations.append(placements[bucket.placement].sending(Gather, bucket))
         operations += [Place(done) for done in before]
         before = () if placements[bucket.placement].defers else (bucket,)
     if measure:
@@ -310,10 +309,10 @@ def _chunks(
     operations: list[Operation] = []
     for number, chunk in enumerate(chunks):
         later = chunks[number + ahead : number + ahead + 1]
-        operations += [placements[chunk.placement].collect(chunk) for chunk in later]
+        operations += [placements[chunk.placement].sending(Collect, chunk) for chunk in later]
         operations.append(Transform(chunk))
         if placements[chunk.placement].gives_back:
-            operations.append(placements[chunk.placement].give_back(chunk))
+            operations.append(placements[chunk.placement].sending(GiveBack, chunk))
         operations += [Apply(done) for done in chunks[max(0, number - late) : number - late + 1]]
     return operations + [Apply(chunk) for chunk in chunks[len(chunks) - late :]]
 

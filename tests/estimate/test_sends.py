@@ -125,8 +125,7 @@ def foreseen(case, rank, world):
         found.append((each.traffic.kind, sent, tuple(degrees.peers(rank, *each.peers.axes))))
     if degrees.pp > 1:
         pipe = tuple(degrees.peers(rank, "pipe"))
-        count = sends.sends_forward + sends.sends_backward
-        found += [("send", sends.boundary, pipe)] * count * micro_batches
+        found += [("send", sends.boundary, pipe)] * sends.neighbours * micro_batches
         loss = round(8 * (len(pipe) - 1) / len(pipe))  # which all ranks of a pipeline get
         found.append(("all_reduce", loss, pipe))
     return found

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from samestep.estimate.cluster import Job, Settings
-from samestep.estimate.collectives import Launches
+from samestep.estimate.collectives import Launches, seconds_of
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.links import seconds_of
 from samestep.estimate.model import load_model
 from samestep.estimate.timeline import simulate
 from samestep.estimate.training import Training

@@ -68,7 +68,7 @@ def levels_of(
         exchanged = on_cpu or distribution.reduction == "ordered"
         block = largest_block(specs)
         asked = fabric.pays_in_two(
-            share * _bytes(specs),
+            share * bytes_of(specs),
             exchanged=exchanged,
             block=block,
             in_a_row=legs_in_a_row(ceil(1 / share), on_cpu=on_cpu),
@@ -87,24 +87,26 @@ def _bucket_size(specs: Sequence[ParamSpec], fabric: Fabric, distribution: Distr
         return distribution.bucket_size
     waves = None if distribution.overlap_grad_reduce else distribution.waves
     elements = sum(spec.numel for spec in specs)
-    return bucket_elements(elements, _bytes(specs), fabric, most_buckets=waves)
+    return bucket_elements(elements, bytes_of(specs), fabric, most_buckets=waves)
 
 
 def largest_block(specs: Sequence[ParamSpec]) -> int:
     """Bytes of it, 0 if there is none."""
     sizes = (
-        block.rows * block.cols * _width(spec.dtype)
+        block.rows * block.cols * width_of(spec.dtype)
         for spec in specs
         for block in spec.blocks or ()
     )
     return max(sizes, default=0)
 
 
-def _bytes(specs: Sequence[ParamSpec]) -> int:
-    return sum(spec.numel * _width(spec.dtype) for spec in specs)
+def bytes_of(specs: Sequence[ParamSpec]) -> int:
+    """As a rank holds them."""
+    return sum(spec.numel * width_of(spec.dtype) for spec in specs)
 
 
-def _width(dtype: str) -> int:
+def width_of(dtype: str) -> int:
+    """Bytes of an element."""
     found: torch.dtype = getattr(torch, dtype.removeprefix("torch."))
     return found.itemsize
 

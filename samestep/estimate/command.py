@@ -210,15 +210,15 @@ def _files(
     memory = memory_bars(every, hardware.device_memory)
     for table in shown:
         if table.title.startswith("Every stage"):
-            table.pictures.append(tables.Picture.of("memory by stage", memory))
+            table.show("memory by stage", memory)
         if table.title.startswith("Time"):
-            table.pictures.append(tables.Picture.of("timeline of a step", drawn))
+            table.show("timeline of a step", drawn)
     files = {"timeline.png": drawn, "timeline_trace.json.gz": chrome_trace(timelines)}
     if curve:
         name = content["model"]["name"]
         about = f"{name}, {options.sharding}, {hardware.name}, data ranks grow"
         files["scaling.png"] = scaling_picture({name: curve}, about)
-        shown[-1].pictures.append(tables.Picture.of("scaling", files["scaling.png"]))
+        shown[-1].show("scaling", files["scaling.png"])
     page = _page(content, shown, figures)
     return {
         "plan.json": json_file(content),

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
 
@@ -46,12 +46,6 @@ class GroupTraffic:
     collectives: int
     mean_sent: float  # bytes per rank and step
     most_sent: float
-
-    def times(self, count: int) -> "GroupTraffic":
-        """As many of them."""
-        mean, most = count * self.mean_sent, count * self.most_sent
-        collectives = count * self.collectives
-        return replace(self, collectives=collectives, mean_sent=mean, most_sent=most)
 
 
 @dataclass(frozen=True)
@@ -106,12 +100,11 @@ def stage_needs(job: Job, plan: Blueprint, stage: int) -> StageNeeds:
     degrees, batch = job.degrees, job.batch
     micro_batches = degrees.pp if batch is None else batch.micro_batches  # as many as stages
     memories = {rank: rank_memory(plan, rank) for rank in sample_ranks(plan)}
-    traffic = list(_traffic(plan, Launches(plan).of_step(), "optimizer"))
+    traffic = _traffic(plan, Launches(plan).of_step(), "optimizer")
     units, passes, times = job.units(stage), "FB", micro_batches
     if degrees.pp > 1:
         passes, times = passes_1f1b(stage, degrees.pp, micro_batches), 1
-    found = _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2")
-    traffic += [each.times(times) for each in found]
+    traffic += _traffic(plan, fsdp_collectives(units, passes=passes), "FSDP2", times)
     of_units = fsdp_peak(units, passes)
     memories = {rank: memory.or_then(of_units) for rank, memory in memories.items()}
     worst = max(memories, key=lambda rank: memories[rank].peak)
@@ -133,8 +126,7 @@ def _of_model(
     plan: Blueprint, sends: StageSends, degrees: Degrees, batch: Batch
 ) -> Iterator[GroupTraffic]:
     """What layers and stages send."""
-    for each in _traffic(plan, sends.collectives(batch.recompute), "layers"):
-        yield each.times(batch.micro_batches)
+    yield from _traffic(plan, sends.collectives(batch.recompute), "layers", batch.micro_batches)
     if degrees.pp > 1:
         count = sends.neighbours * batch.micro_batches
         size = float(count * sends.boundary)
@@ -183,7 +175,10 @@ def sample_ranks(plan: Blueprint) -> list[int]:
     return sorted(found)
 
 
-def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[GroupTraffic]:
+def _traffic(
+    plan: Blueprint, launches: Sequence[Collective], by: str, times: int = 1
+) -> list[GroupTraffic]:
+    """By kind and axes, of collectives that are launched so many times."""
     alike: dict[tuple[str, int, str], list[Collective]] = defaultdict(list)
     for each in launches:
         alike[each.peers.name, each.peers.size, each.traffic.kind].append(each)
@@ -192,7 +187,8 @@ def _traffic(plan: Blueprint, launches: Sequence[Collective], by: str) -> list[G
         sent = plan.grid.zeros()
         for each in members:
             sent += each.spread(each.sent_by_all(), plan.grid)
-        found.append(GroupTraffic(*key, by, len(members), float(sent.mean()), float(sent.max())))
+        mean, most = times * float(sent.mean()), times * float(sent.max())
+        found.append(GroupTraffic(*key, by, times * len(members), mean, most))
     return found
 
 

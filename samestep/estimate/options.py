@@ -3,7 +3,7 @@
 Axes are given by name, and checked against each other and against the ranks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
@@ -211,17 +211,15 @@ def not_counted(
 
 
 def _sizes(model: Model, sequence: int) -> ModelSizes:
-    layers = layers_of(model.module)
-    count = 0 if layers is None else len(layers[1])
-    if model.shape is None:
-        return ModelSizes(layers=count, sequence=sequence)
-    shape = model.shape
-    return ModelSizes(
+    layers, shape = layers_of(model.module), model.shape
+    known = ModelSizes(layers=0 if layers is None else len(layers[1]), sequence=sequence)
+    if shape is None:
+        return known
+    return replace(
+        known,
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         mlp_width=shape.hidden,
         experts=shape.experts,
         expert_width=shape.expert_hidden,
-        layers=count,
-        sequence=sequence,
     )

@@ -16,6 +16,7 @@ when it has what it needs.
 """
 
 from collections.abc import Iterator
+from functools import partialmethod
 from typing import NamedTuple
 
 import torch
@@ -82,9 +83,8 @@ class LayerSends:
         if self._model.size == 1:
             return Sends()
         whole = self._tokens * self._shape.vocabulary
-        logits = self._segments(Traffic.ALL_GATHER, "logits", self._model, whole)
         into, out = self._enter("head"), self._enter_backward("head")
-        return Sends((*into, logits), out)
+        return Sends((*into, self._gather("logits", whole)), out)
 
     def of_rank(self, stage: int) -> "StageSends":
         """What the layers of one rank of the pipeline send, and what it sends to others."""
@@ -184,13 +184,16 @@ class LayerSends:
         transfer = Transfer(Traffic.ALL_REDUCE, f"{name}: sum", dtype or self._dtype, elements)
         return Collective((transfer,), peers)
 
-    def _gather(self, name: str, elements: int = 0, dtype: torch.dtype | None = None) -> Collective:
-        return self._segments(Traffic.ALL_GATHER, name, self._model, elements, dtype)
-
-    def _scatter(
-        self, name: str, elements: int = 0, dtype: torch.dtype | None = None
+    def _segments(
+        self, traffic: Traffic, name: str, elements: int = 0, dtype: torch.dtype | None = None
     ) -> Collective:
-        return self._segments(Traffic.REDUCE_SCATTER, name, self._model, elements, dtype)
+        """Between ranks of tensor parallel."""
+        ranks = self._model.size
+        sizes = ((elements or self._tokens * self._shape.width) // ranks,) * ranks
+        return Collective((of_segments(traffic, name, dtype or self._dtype, sizes),), self._model)
+
+    _gather = partialmethod(_segments, Traffic.ALL_GATHER)
+    _scatter = partialmethod(_segments, Traffic.REDUCE_SCATTER)
 
     def _exchange(
         self, name: str, peers: Peers, own: int, dtype: torch.dtype | None = None
@@ -199,18 +202,6 @@ class LayerSends:
         sizes = (own - own // peers.size,) * peers.size
         parts = of_segments(Traffic.PARTS, name, dtype or self._dtype, sizes)
         return Collective((parts._replace(incoming=sizes),), peers)
-
-    def _segments(
-        self,
-        traffic: Traffic,
-        name: str,
-        peers: Peers,
-        elements: int = 0,
-        dtype: torch.dtype | None = None,
-    ) -> Collective:
-        elements = elements or self._tokens * self._shape.width
-        sizes = (elements // peers.size,) * peers.size
-        return Collective((of_segments(traffic, name, dtype or self._dtype, sizes),), peers)
 
 
 class StageSends(NamedTuple):

@@ -15,27 +15,19 @@ from samestep.stress.report.numbers import duration, size
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A PNG inside the page."""
-
-    alt: str
-    data: str
-
-    @classmethod
-    def of(cls, alt: str, png: bytes) -> "Picture":
-        return cls(alt, base64.b64encode(png).decode())
-
-
-@dataclass(frozen=True)
 class Table:
-    """Text in rows; `prose`: not numbers."""
+    """Text in rows; `prose`: not numbers. Pictures: what they show, and the PNG as text."""
 
     title: str
     about: str
     columns: list[str]
     rows: list[list[str]]
-    pictures: list[Picture] = field(default_factory=list)
+    pictures: list[tuple[str, str]] = field(default_factory=list)
     prose: bool = False
+
+    def show(self, alt: str, png: bytes) -> None:
+        """Below it, on the page."""
+        self.pictures.append((alt, base64.b64encode(png).decode()))
 
     def on_screen(self) -> ScreenTable:
         table = ScreenTable(

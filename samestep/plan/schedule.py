@@ -368,11 +368,12 @@ def _with_travel(
     return is over, or all links are busy anyway. So three are enough where windows follow each
     other.
     """
-    wanted = [window for operation in operations for window in _needs(placements, operation)]
+    sizes: dict[WindowId, int] = {}
+    for operation in operations:
+        sizes |= _needs(placements, operation)
     slots: dict[WindowId, int] = {}
     resting: list[int] = []  # buffers in the order in which they were returned
-    sizes = {window: _size(placements, window) for window in wanted}
-    used = 0
+    wanted, used = list(sizes), 0
 
     def fetches(until: int) -> Iterator[Operation]:
         for window in wanted[len(slots) : until]:
@@ -392,29 +393,25 @@ def _with_travel(
             yield Return(window, slots[window], sizes[window])
 
 
-def _size(placements: Sequence[PlacementShape], window: WindowId) -> int:
-    (placement, bucket), stage, number = window
-    shape = placements[placement]
-    return shape.windows[bucket][number] if stage == "update" else shape.chunk_windows[bucket]
-
-
-def _needs(placements: Sequence[PlacementShape], operation: Operation) -> list[WindowId]:
-    """The windows that have to be there for an operation, and were not needed before."""
+def _needs(placements: Sequence[PlacementShape], operation: Operation) -> dict[WindowId, int]:
+    """The windows that have to be there for an operation, and were not needed before; bytes."""
     match operation:
         case Update(_, window) if window is not None:
-            return [window]
+            of_bucket = placements[window.bucket.placement].windows[window.bucket.bucket]
+            return {window: of_bucket[window.number]}
         case Collect(chunk):
             return _of_chunk(placements, chunk)
-    return []
+    return {}
 
 
-def _releases(placements: Sequence[PlacementShape], operation: Operation) -> list[WindowId]:
+def _releases(placements: Sequence[PlacementShape], operation: Operation) -> dict[WindowId, int]:
     """The windows that nobody needs after an operation."""
     if isinstance(operation, Apply):
         return _of_chunk(placements, operation.bucket)
-    return [] if isinstance(operation, Collect) else _needs(placements, operation)
+    return {} if isinstance(operation, Collect) else _needs(placements, operation)
 
 
-def _of_chunk(placements: Sequence[PlacementShape], chunk: BucketId) -> list[WindowId]:
+def _of_chunk(placements: Sequence[PlacementShape], chunk: BucketId) -> dict[WindowId, int]:
     sizes = placements[chunk.placement].chunk_windows
-    return [WindowId(chunk, "chunk")] if sizes and sizes[chunk.bucket] else []
+    size = sizes[chunk.bucket] if sizes else 0
+    return {WindowId(chunk, "chunk"): size} if size else {}

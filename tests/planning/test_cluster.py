@@ -1,5 +1,7 @@
 """What the command guesses of a model is what the hybrid stack would do with it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,9 @@ from samestep.estimate.activations import Batch
 from samestep.estimate.cluster import Job, Settings, guessed_shares, plan_shares
 from samestep.estimate.figures import stage_figures
 from samestep.estimate.hardware import PRESETS
-from samestep.estimate.model import Model, load_model, stage_of
+from samestep.estimate.model import SHAPES, Model, build, load_model, stage_of
 from samestep.estimate.options import not_counted
+from samestep.groups.routing import Elsewhere
 from samestep.mesh.degrees import Degrees
 from samestep.models.gpt import GPT, GPTConfig, gpt_plan
 from samestep.parallel.pipeline import GPT_STAGES
@@ -63,6 +66,41 @@ def test_a_stage_is_routed_as_a_part_of_the_whole():
     plan = Job(model, Degrees(4, pp=2), Settings(), PRESETS["h200x8"]).blueprint(1)
     rules = {name: g["rule"] for g in plan.groups for name in g["param_names"]}
     assert rules == {"layers.1.weight": "muon", "last.weight": "adamw"}
+
+
+def test_a_module_beside_the_layers_may_have_parameters_and_modules():
+    class Patches(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.position = torch.nn.Parameter(torch.empty(4, 16))
+            self.project = torch.nn.Linear(8, 16, bias=False)
+
+    class Whole(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = torch.nn.Parameter(torch.empty(16))
+            self.patches = Patches()
+            self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16, bias=False) for _ in range(2))
+            self.last = torch.nn.Linear(16, 64, bias=False)
+
+    with torch.device("meta"):
+        model = Whole()
+    before, stages = dict(model.named_parameters()), [stage_of(model, n, 2) for n in range(2)]
+    first, last = ([name for name, _ in stage.named_parameters()] for stage in stages)
+    assert first == ["token", "patches.position", "patches.project.weight", "layers.0.weight"]
+    assert last == ["layers.1.weight", "last.weight"]
+    away = [name for name, module in stages[1].named_modules() if isinstance(module, Elsewhere)]
+    assert away == ["patches", "layers.0"]
+    assert dict(model.named_parameters()) == before
+
+
+def test_a_shape_may_tell_active_experts_of_none():
+    """As that of DeepSeek-V3's dense layers does."""
+    shape = replace(SHAPES["nanochat-d20"], vocabulary=64, layers=1, active_experts=8)
+    model = Model("dense", "", build(shape, torch.bfloat16), shape)
+    units = Job(model, Degrees(2), Settings(sharding="zero3"), PRESETS["h200x8"]).units(0)
+    assert [unit.brings_tokens for unit in units] == [1, 1]
+    assert model.active_share == 1
 
 
 def test_experts_are_gathered_by_those_who_have_the_same():

@@ -296,7 +296,7 @@ def blueprint(
             )
             continue
         room, sums = tuple(found.room for found in lying), _sums(params, overs, grid)
-        blocks = (Spreading.of(params, specs, held, peers, distribution, device, room, sums),)
+        blocks = (Spreading(params, specs, held, peers, distribution, device, room, sums),)
         compared = _copied(grid, overs)
         placements.append(Placed(params, specs, grid.peers(), peers, peers, compared, (), blocks))
     return Blueprint(optimizer, grid, everyone, tuple(placements), device)

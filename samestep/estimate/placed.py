@@ -122,34 +122,26 @@ class Spreading:
     params: tuple[Tensor, ...]
     specs: tuple[ParamSpec, ...]
     held: tuple[ShardedSpec, ...]
-    plan: ExchangePlan
-    transfers: tuple[ChunkTransfers, ...]
     peers: Peers
     distribution: Distribution
-    # Elements of each that every rank has room for; None: its own.
-    room: tuple[int | None, ...]
+    device: torch.device
+    # Elements of each that every rank has room for; None, or nothing: its own.
+    room: tuple[int | None, ...] = ()
     sums: tuple[GradientSum, ...] = ()  # of gradients of which ranks have summands
 
-    @classmethod
-    def of(
-        cls,
-        params: tuple[Tensor, ...],
-        specs: tuple[ParamSpec, ...],
-        held: tuple[ShardedSpec, ...],
-        mesh: Peers,
-        distribution: Distribution,
-        device: torch.device,
-        room: tuple[int | None, ...],
-        sums: tuple[GradientSum, ...] = (),
-    ) -> "Spreading":
-        """Planned as ranks do."""
-        exchange = planned_blocks(held, mesh.size, distribution, device)
-        transfers = transfers_of(exchange, params, specs, mesh.size, distribution, device)
-        return cls(params, specs, held, exchange, transfers, mesh, distribution, room, sums)
+    @cached_property
+    def plan(self) -> ExchangePlan:
+        return planned_blocks(self.held, self.peers.size, self.distribution, self.device)
+
+    @cached_property
+    def transfers(self) -> tuple[ChunkTransfers, ...]:
+        return transfers_of(
+            self.plan, self.params, self.specs, self.peers.size, self.distribution, self.device
+        )
 
     def stored(self, index: int, place: int) -> int:
         """Elements of a parameter, and of its gradient, in the memory of a rank."""
-        room = self.room[index]
+        room = self.room[index] if self.room else None
         return self.held[index].boxes[place].numel if room is None else room
 
     @property
@@ -220,14 +212,13 @@ def answered_spreadings(
         pieces = tuple(piece for piece in even.plan.owned(place) if piece.block is not None)
         if pieces not in known:
             items = answered_blocks(even.plan, held, place)
-            known[pieces] = Spreading.of(
+            known[pieces] = Spreading(
                 tuple(even.params[item.piece.param] for item in items),  # of which a dtype counts
                 tuple(item.spec for item in items),
                 tuple(item.held for item in items),
                 mesh,
                 even.distribution,
                 device,
-                (None,) * len(items),
             )
         found.append(known[pieces])
     return tuple(found)

@@ -160,8 +160,9 @@ class Launches:
         match operation:
             case Agree(number):
                 yield from self._agree(number)
-            case Average(bucket, _, outer):
-                yield from self._of_bucket(bucket, lambda own: own.sums)
+            case Average(bucket, sums, outer):
+                if sums is not None:
+                    yield from self._of_bucket(bucket, lambda own: own.sums)
                 yield from self._over_outer(bucket, outer)
                 yield from self._in_mesh(bucket)
             case Clip():

@@ -183,3 +183,16 @@ def test_copies_on_some_ranks():
     for rank, records in enumerate(ranks):
         assert records == expected(plan, rank), rank
         assert [name for name, *_ in records].count("problems") == 2
+
+
+def test_gradients_that_come_averaged_are_not_added_up():
+    """Small ones are, rank by rank and gathered, where they come from this rank alone."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+    for grads, expected_names in (
+        ("local", {"reduction", "sums", "presence"}),
+        ("reduced", {"presence"}),
+    ):
+        optimizer = samestep.AdamW(model, grads=grads, reduction="ordered", sharding="none")
+        launches = Launches(blueprint(optimizer, Grid({"data": 2}))).of_step()
+        assert {each.name.split()[0] for each in launches} == expected_names

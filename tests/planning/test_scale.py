@@ -35,7 +35,6 @@ def test_large_models_on_many_ranks(name, degrees, settings, least):
     assert len(stages) >= least
     total = 0
     for stage in stages if SOAK else stages[:2]:  # without and with experts
-        figures, plan, timeline = stage_figures(model, degrees, settings, PRESETS["h800x8"], stage)
         figures, plan, timeline = stage_figures(job, stage)
         assert plan.grid.ranks * degrees.pp == degrees.world
         assert figures.peak > figures.memory.parameters

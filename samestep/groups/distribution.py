@@ -1,7 +1,9 @@
 """Which ranks do what, and where state stays: what the user asked for, as one value."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Literal, get_args
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 import torch.distributed as dist
@@ -115,98 +117,88 @@ class Distribution:
     offload: Offload | None = None
 
     def __post_init__(self) -> None:
-        for key, allowed in (
-            ("sharding", get_args(Sharding)),
-            ("buffers", get_args(Buffers)),
-            ("reduction", get_args(Reduction)),
-            ("grads", get_args(Grads)),
-            ("owners", get_args(OwnerStrategy)),
-            ("muon_schedule", get_args(MuonSchedule)),
-            ("state_dict_form", get_args(StateDictForm)),
-        ):
-            value = getattr(self, key)
-            if value not in allowed:
-                raise ValueError(f"{key} {value!r} is not supported; choose one of {list(allowed)}")
-        if self.offload not in (None, *get_args(Offload)):
-            raise ValueError(
-                f"offload {self.offload!r} is not supported; choose one of "
-                f"{list(get_args(Offload))}, or leave it out"
-            )
-        for key, least in ("crossover", 1), ("waves", 1), ("chunks_ahead", 0):
-            value = getattr(self, key)
-            if type(value) is not int or value < least:
-                raise ValueError(f"{key} must be a whole number from {least} on, got {value!r}")
-        for key in "bucket_size", "chunk_size", "ranks_per_host":
-            value = getattr(self, key)
-            if value is not None and (type(value) is not int or value < 1):
-                raise ValueError(f"{key} must be a whole number from 1 on, or None, got {value!r}")
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type is bool and type(value) is not bool:
-                raise TypeError(f"{field.name} must be True or False, got {value!r}")
-        if self.two_levels is not None and type(self.two_levels) is not bool:
-            raise TypeError(f"two_levels must be True, False or None, got {self.two_levels!r}")
-        for key in ("reduce_dtype", "grad_dtype", "block_dtype"):
-            value = getattr(self, key)
-            if value is not None and not (
-                isinstance(value, torch.dtype) and value.is_floating_point
-            ):
-                raise TypeError(f"{key} must be a floating torch.dtype, got {value!r}")
-        if self.grad_dtype is not None and not hasattr(torch.Tensor, "grad_dtype"):
-            raise ValueError(
-                f"grad_dtype needs a newer torch than {torch.__version__}: leave it out"
-            )
-        dtype, ratio = self.reduce_dtype, self.max_state_ratio
-        if self.outer_group is not None and self.process_group is None:
-            raise ValueError(
-                "outer_group averages over several process groups: give process_group= too, the "
-                "ranks that share this rank's state"
-            )
-        if self.stage_group is not None and self.process_group is None:
-            raise ValueError(
-                "stage_group has ranks of other pipeline stages, which hold other parameters: give "
-                "process_group= too, the ranks of this stage (also if it is this rank alone)"
-            )
-        if ratio is not None and not (isinstance(ratio, int | float) and ratio >= 1):
-            raise ValueError(f"max_state_ratio must be a number from 1 on, got {ratio!r}")
-        if self.grads == "reduced" and (
-            self.overlap_grad_reduce or dtype is not None or self.outer_group is not None
-        ):
-            raise ValueError(
-                "overlap_grad_reduce, reduce_dtype and outer_group concern gradients that are "
-                'averaged here, and grads="reduced" says (or a DistributedDataParallel model '
-                "implies) that they already were: leave them out, or unwrap the model"
-            )
+            self._check_value(field.name, field.type)
+        for given, why in self._conflicts():
+            if given:
+                raise ValueError(why)
 
-        if self.deferred and (self.overlap_grad_reduce or self.buffers == "flat"):
+    def _check_value(self, name: str, kind: Any) -> None:
+        """Raise unless a field has a value of its type; numbers count from 1 on."""
+        value, optional = getattr(self, name), NoneType in get_args(kind)
+        if optional and value is None:
+            return
+        kind = get_args(kind)[0] if optional else kind
+        allowed = list(get_args(kind))
+        if get_origin(kind) is Literal and value not in allowed:
+            way_out = ", or leave it out" if optional else ""
+            raise ValueError(f"{name} {value!r} is not supported; choose one of {allowed}{way_out}")
+        least = 0 if name == "chunks_ahead" else 1
+        if kind is int and (type(value) is not int or value < least):
+            or_none = ", or None" if optional else ""
             raise ValueError(
-                "deferred=True makes plans in the first step, and overlap_grad_reduce and "
-                'buffers="flat" need them before its backward: leave one of them out'
+                f"{name} must be a whole number from {least} on{or_none}, got {value!r}"
             )
-        if self.buffers == "flat":
-            self._check_flat()
-        elif self.overlap_param_gather:
-            raise ValueError('overlap_param_gather needs buffers="flat"')
-        if self.poison_early_reads and not self.overlap_param_gather:
-            raise ValueError("poison_early_reads concerns overlap_param_gather, which is off")
+        if kind is float and not (isinstance(value, int | float) and value >= 1):
+            raise ValueError(f"{name} must be a number from 1 on, got {value!r}")
+        if kind is bool and type(value) is not bool:
+            words = "True, False or None" if optional else "True or False"
+            raise TypeError(f"{name} must be {words}, got {value!r}")
+        if kind is torch.dtype and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise TypeError(f"{name} must be a floating torch.dtype, got {value!r}")
 
-    def _check_flat(self) -> None:
-        """Raise for what flat buffers do not go with."""
-        reasons = {
-            'sharding="none"': (self.sharding == "none", "they are for sharing the update"),
-            'grads="reduced"': (
+    def _conflicts(self) -> Iterator[tuple[bool, str]]:
+        """What does not go together: whether it was given, and the error."""
+        flat, alone = self.buffers == "flat", self.process_group is None
+        yield (
+            self.grad_dtype is not None and not hasattr(torch.Tensor, "grad_dtype"),
+            f"grad_dtype needs a newer torch than {torch.__version__}: leave it out",
+        )
+        yield (
+            self.outer_group is not None and alone,
+            "outer_group averages over several process groups: give process_group= too, the "
+            "ranks that share this rank's state",
+        )
+        yield (
+            self.stage_group is not None and alone,
+            "stage_group has ranks of other pipeline stages, which hold other parameters: give "
+            "process_group= too, the ranks of this stage (also if it is this rank alone)",
+        )
+        of_sums = (self.reduce_dtype, self.outer_group)
+        yield (
+            self.grads == "reduced" and (self.overlap_grad_reduce or of_sums != (None, None)),
+            "overlap_grad_reduce, reduce_dtype and outer_group concern gradients that are "
+            'averaged here, and grads="reduced" says (or a DistributedDataParallel model '
+            "implies) that they already were: leave them out, or unwrap the model",
+        )
+        yield (
+            self.deferred and (self.overlap_grad_reduce or flat),
+            "deferred=True makes plans in the first step, and overlap_grad_reduce and "
+            'buffers="flat" need them before its backward: leave one of them out',
+        )
+        for given, what, why in (
+            (self.sharding == "none", 'sharding="none"', "they are for sharing the update"),
+            (
                 self.grads == "reduced",
+                'grads="reduced"',
                 "DistributedDataParallel has its own buffers",
             ),
-            'owners="cyclic"': (self.owners == "cyclic", "blocks lie with those they belong to"),
-            "max_state_ratio": (self.max_state_ratio is not None, "owners are balanced by FLOPs"),
-        }
-        for what, (given, why) in reasons.items():
-            if given:
-                raise ValueError(
-                    f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
-                    'buffers="per_parameter"'
-                )
+            (self.owners == "cyclic", 'owners="cyclic"', "blocks lie with those they belong to"),
+            (self.max_state_ratio is not None, "max_state_ratio", "owners are balanced by FLOPs"),
+        ):
+            yield (
+                flat and given,
+                f'{what} does not go with buffers="flat" ({why}): leave it out, or take '
+                'buffers="per_parameter"',
+            )
+        yield (
+            self.overlap_param_gather and not flat,
+            'overlap_param_gather needs buffers="flat"',
+        )
+        yield (
+            self.poison_early_reads and not self.overlap_param_gather,
+            "poison_early_reads concerns overlap_param_gather, which is off",
+        )
 
     @property
     def frees_gradients(self) -> bool:

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from samestep.comm.events import has_passed, recorded_event
 from samestep.groups.param_groups import parameter_names
 from samestep.rules.state import needs_master
-from samestep.tooling.warn import warn_user
+from samestep.tooling.warn import some, warn_user
 
 Group = Mapping[str, Any]
 EMPTY_STEPS = 3  # steps without any gradient, from the first one on, that are too many
@@ -30,12 +30,6 @@ IF_MEANT = (
     "If the ranks are meant to train separately, or DistributedDataParallel already averages the "
     'gradients, pass grads="reduced" (the optimizer then averages nothing)'
 )
-
-
-def some(names: Sequence[str], limit: int = 3) -> str:
-    """A few names and how many more there are."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 # --- ranks that do not know of each other --------------------------------------------------------
@@ -330,7 +324,7 @@ find_ddp()  # in case that this is imported late
 
 def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
     """For parameters whose gradients are averaged here: does DistributedDataParallel do it too?"""
-    wrapped = {param for module in _ddp_modules for param in module.parameters()}
+    wrapped = _in_ddp()
     twice = [name for name, param in named if param in wrapped]
     if twice:
         warn_user(
@@ -342,6 +336,10 @@ def warn_of_ddp(named: Iterable[tuple[str, Tensor]]) -> bool:
     return bool(twice)
 
 
+def _in_ddp() -> set[Tensor]:
+    return {param for module in _ddp_modules for param in module.parameters()}
+
+
 def averages_with_ddp(params: object) -> bool:
     """Whether what an optimizer is given is a DistributedDataParallel, or all of it is in one."""
     if is_ddp(params):
@@ -349,9 +347,8 @@ def averages_with_ddp(params: object) -> bool:
     if not _ddp_modules:
         return False
     given = list(params.parameters()) if isinstance(params, nn.Module) else _tensors_in(params)
-    wrapped = {param for module in _ddp_modules for param in module.parameters()}
-    trained = [param for param in given if param.requires_grad]
-    return bool(trained) and all(param in wrapped for param in trained)
+    trained = {param for param in given if param.requires_grad}
+    return bool(trained) and trained <= _in_ddp()
 
 
 def _tensors_in(params: object) -> list[Tensor]:

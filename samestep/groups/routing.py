@@ -20,7 +20,7 @@ from samestep.layout.splits import split_of
 from samestep.rules import RULES
 from samestep.rules.muon import MuonRule
 from samestep.rules.rule import Rule
-from samestep.tooling.warn import warn_user
+from samestep.tooling.warn import some, warn_user
 
 Predicate = Callable[[str, Tensor], bool]
 Matcher = str | Predicate  # a name pattern such as "blocks.*.qkv.weight", or a predicate
@@ -102,10 +102,7 @@ def routable(model: nn.Module) -> Routable:
     owners: dict[Tensor, list[nn.Module]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for own_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            parts = [
-                part for part in f"{path}.{own_name}".split(".") if part not in ("", *WRAPPERS)
-            ]
-            names.setdefault(param, ".".join(parts))
+            names.setdefault(param, without_wrappers(f"{path}.{own_name}"))
             owners.setdefault(param, []).append(module)
     found = [
         NamedParameter(name, param, tuple(owners[param]))
@@ -312,7 +309,7 @@ def route_explicit(given: Routable, groups: Iterable[Mapping[str, Any]]) -> list
     missing = [parameter.name for parameter in given.parameters if parameter.name not in taken]
     if missing:
         raise ValueError(
-            f"{len(missing)} trainable parameters are in no group: {_some(missing)}; add a group "
+            f"{len(missing)} trainable parameters are in no group: {some(missing, 6)}; add a group "
             "whose pattern matches them, or freeze them with requires_grad_(False)"
         )
     return filled
@@ -336,7 +333,7 @@ def matching(matcher: Matcher, given: Routable, where: str) -> list[NamedParamet
     if not found and not any(map(selects, given.elsewhere)):
         raise ValueError(
             f"{where}: {matcher!r} matches no trainable parameter; the names are "
-            f"{_some([p.name for p in (*given.parameters, *given.elsewhere)])}"
+            f"{some([p.name for p in (*given.parameters, *given.elsewhere)], 6)}"
         )
     return found
 
@@ -421,17 +418,11 @@ def _looks_fused(parameter: NamedParameter) -> bool:
 def _warn(parameters: Sequence[str], text: str) -> None:
     """One warning for all, at the line that built the optimizer."""
     if parameters:
-        warn_user(f"{_some(parameters)}: {text}")
+        warn_user(f"{some(parameters, 6)}: {text}")
 
 
 def _describe(parameter: NamedParameter) -> str:
     return f"{parameter.name} {tuple(parameter.param.shape)}"
-
-
-def _some(names: Sequence[str], limit: int = 6) -> str:
-    """A few names and how many more there are."""
-    rest = len(names) - limit
-    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 class Elsewhere(nn.Module):

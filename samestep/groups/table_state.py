@@ -10,6 +10,7 @@ from samestep.layout.blocks import Block
 from samestep.rules import RULES
 from samestep.rules.state import MASTERS, chosen_format, format_word, stored_tensors
 from samestep.rules.stored import EIGHT_BITS, REMAINDER, SCALE_SUFFIX, STOCHASTIC
+from samestep.tooling.warn import some
 
 # What the words of a table mean, for whoever has not read docs/small_state.md.
 MEANINGS = {
@@ -78,7 +79,7 @@ def state_lines(
         lines.append(
             f"state: {len(wide)} of {len(named)} parameters stay in 32 bits or more where 8 were "
             "asked for, as vectors do, and matrices whose last dim is no multiple of 32: "
-            + _some(wide)
+            + some(wide)
         )
     found = _words(kept for _, kept in named)
     return lines + [f"state: {text}" for word, text in MEANINGS.items() if word in found]
@@ -91,7 +92,3 @@ def _words(all_kept: Iterable[Kept]) -> set[str]:
         for kept in all_kept
         for word in (*kept.moments.values(), *kept.masters)
     }
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -19,13 +19,13 @@ from samestep.groups.mistakes import (
     has_process_group,
     is_ddp,
     refuse_late_group,
-    some,
     warn_of_ddp,
 )
 from samestep.groups.param_groups import Group, parameter_names
 from samestep.groups.routing import without_wrappers
 from samestep.optimizer.holdings import Holdings, States, groups_before
 from samestep.optimizer.step import StepRunner
+from samestep.tooling.warn import some
 
 
 class Adoption:

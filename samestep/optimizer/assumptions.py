@@ -20,6 +20,7 @@ from samestep.groups.param_groups import parameter_names
 from samestep.layout.fused_rows import rows_in
 from samestep.placements.whole.buffers import gradient_dtype
 from samestep.rules.stored import REMAINDER
+from samestep.tooling.warn import some
 
 if TYPE_CHECKING:
     from samestep.placements.parts.sharded import ShardedParameters
@@ -124,10 +125,6 @@ def _many(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _plain_params(facts: Facts) -> str:
     """Those of which this optimizer shares copies: DTensors too, where others have the same."""
     plain = sum(len(plan.params) for plan in facts.replicated if plan.mesh is None)
@@ -201,7 +198,7 @@ def _outside_of_meshes(facts: Facts) -> str | None:
     if facts.ranks is None:
         return None
     found = [
-        f"{_some([spec.name for spec in sharded.specs])} on {ranks_text(sharded.group.members)}"
+        f"{some([spec.name for spec in sharded.specs], 4)} on {ranks_text(sharded.group.members)}"
         for sharded in facts.sharded
         if not set(facts.ranks.members) <= set(sharded.group.members)
     ]
@@ -282,7 +279,7 @@ def _fused_and_cut(facts: Facts) -> str | None:
         and rows_in(name) is None
         and _row_cuts(param) > (id(param) in by_fsdp)
     ]
-    return _some(found) if found else None
+    return some(found, 4) if found else None
 
 
 def _managed_by_fsdp(facts: Facts) -> set[int]:

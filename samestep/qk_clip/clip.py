@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 from samestep.comm.collectives import maximum
 from samestep.comm.integrity.agreement import require_same_lines
 from samestep.comm.meshes import box_in_forward
-from samestep.groups.mistakes import some
 from samestep.groups.param_groups import name_matches, parameter_names
 from samestep.groups.routing import unwrapped, without_wrappers
 from samestep.layout.attention_heads import QKHeads
@@ -24,6 +23,7 @@ from samestep.layout.fused_rows import rows_in, whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.qk_clip.logits import watched
 from samestep.recipes.attention import attention_layers
+from samestep.tooling.warn import some
 
 GammaOf = Literal["head", "group"]
 

@@ -1,8 +1,9 @@
-"""Warnings that point at the user's line, however deep in the library they arise."""
+"""Warnings that point at the user's line, however deep in the library; names in messages."""
 
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,6 +11,12 @@ import torch
 # torch.optim wraps the constructors and steps of optimizers in frames of its own.
 _FOLDERS = Path(__file__).parents[1], Path(torch.__file__).parent
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _FOLDERS)
+
+
+def some(names: Sequence[str], limit: int = 3) -> str:
+    """A few names and how many more there are."""
+    rest = len(names) - limit
+    return ", ".join(names[:limit]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def warn_user(message: str) -> None:

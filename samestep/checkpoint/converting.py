@@ -4,26 +4,26 @@ A box at a time is in memory: files are mapped, and what is written is read from
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from samestep.checkpoint import folder, formats
 from samestep.checkpoint.foreign import deepspeed, megatron, naming, torch_save, trainer
 from samestep.checkpoint.foreign.conventions import checked, with_preset, with_step
 from samestep.checkpoint.formats import format_named, open_checkpoint
-from samestep.checkpoint.logical import MODEL
+from samestep.checkpoint.logical import MODEL, Pieces
 from samestep.checkpoint.ranks import Ranks, plan_locally
 from samestep.checkpoint.saving import Prepared, Request, Seen, facts_of, write
-from samestep.checkpoint.sources import Source, boxes_of
+from samestep.checkpoint.sources import Source
 from samestep.checkpoint.storage import INDEX, CheckpointError
 from samestep.checkpoint.torch_files import TorchFiles
+from samestep.layout.boxes import Box, HeldBox
 
 Kind = Literal["samestep", "torch", "dcp", "megatron", "deepspeed", "dion", "nanochat", "trainer"]
 Part = Literal["model", "optimizer"]
@@ -130,27 +130,26 @@ def convert(
         names = naming.names_in(Path(names))
     given = Given([Path(file) for file in optimizers], names, model, verify, only, step)
     found = kind or kind_of(path)
-    with ExitStack() as opened:
-        read = _part(_read(path, found, given, opened), only)
-        if kind in OF_FILES and kind not in read.by:
-            whose = ", ".join(sorted(read.by)) or "no optimizer"
-            raise CheckpointError(f"{path} is of {whose}, and not of {kind}: leave --from out")
-        read = naming.renamed(with_preset(with_step(read, step), preset), rename)
-        if not read.tensors:
-            raise CheckpointError("there are no tensors in it")
-        if found != "samestep":  # whose rules may be anybody's
-            checked(read)
-        if not dry_run:
-            _write(read, Path(target), ALIASES.get(to, to))
+    read = _part(_read(path, found, given), only)
+    if kind in OF_FILES and kind not in read.by:
+        whose = ", ".join(sorted(read.by)) or "no optimizer"
+        raise CheckpointError(f"{path} is of {whose}, and not of {kind}: leave --from out")
+    read = naming.renamed(with_preset(with_step(read, step), preset), rename)
+    if not read.tensors:
+        raise CheckpointError("there are no tensors in it")
+    if found != "samestep":  # whose rules may be anybody's
+        checked(read)
+    if not dry_run:
+        _write(read, Path(target), ALIASES.get(to, to))
     rows = [
         Row(
             naming.parameter_of(name),
             read.origins.get(name, name),
-            tuple(tensor.shape),
-            str(tensor.dtype).removeprefix("torch."),
+            tuple(entry.size),
+            str(entry.properties.dtype).removeprefix("torch."),
             name,
         )
-        for name, tensor in read.tensors.items()
+        for name, entry in read.tensors.items()
     ]
     found = next((own for own in OF_FILES if own in read.by), found)
     return Converted(path, Path(target), found, rows, len(read.groups), read.left_out, not dry_run)
@@ -161,8 +160,8 @@ def _part(source: Source, only: Part | None) -> Source:
     if only is None:
         return source
     kept = {
-        name: tensor
-        for name, tensor in source.tensors.items()
+        name: entry
+        for name, entry in source.tensors.items()
         if name.startswith(f"{MODEL}.") == (only == "model")
     }
     return replace(source, tensors=kept, groups=[] if only == "model" else source.groups)
@@ -191,11 +190,9 @@ def kind_of(path: Path) -> Kind:
     )
 
 
-def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
+def _read(path: Path, kind: Kind, given: Given) -> Source:
     if kind == "megatron":
-        return megatron.read(
-            path, given.names, given.model, opened, given.only, strict=given.step is None
-        )
+        return megatron.read(path, given.names, given.model, given.only, strict=given.step is None)
     if kind == "deepspeed":
         return deepspeed.read(path, given.only)
     if kind == "trainer":
@@ -214,26 +211,32 @@ def _read(path: Path, kind: Kind, given: Given, opened: ExitStack) -> Source:
     stored = open_checkpoint(folder.find(path))
     if given.verify:
         stored.verify()
-    content = stored.content
-    source = Source(opened.enter_context(stored.reading()))
-    source.groups, source.extra = content["groups"], content["extra"]
-    source.world_size = content["world_size"]
+    known = [stored.content[key] for key in ("groups", "extra", "world_size")]
+    source = Source(stored.read, stored.tensors, {}, *known)
     if isinstance(stored, TorchFiles):
         if stored.refusal and given.only != "model":
             raise stored.refusal
-        source.left_out, source.origins = stored.left_out, dict(stored.keys)
-        source.by = stored.by
-    for name, entry in stored.tensors.items():
-        source.add(name, entry.size, entry.properties.dtype, boxes_of(entry.chunks))
+        source.left_out, source.origins, source.by = stored.left_out, stored.origins, stored.by
     return source
+
+
+def _without_values(entry: TensorStorageMetadata) -> Pieces:
+    held = [
+        HeldBox(
+            Box(tuple(chunk.offsets), tuple(chunk.sizes)), torch.empty(chunk.sizes, device="meta")
+        )
+        for chunk in entry.chunks
+    ]
+    return Pieces(entry.size, entry.properties.dtype, torch.device("meta"), held)
 
 
 def _write(source: Source, path: Path, name: str) -> None:
     ranks = Ranks()
     facts = facts_of(name, source.world_size, source.groups, source.extra)
     target = format_named(name)
-    planner = plan_locally(target.state_dict(source.tensors, facts), target.is_nested)
-    ours = {id(tensor): key for key, tensor in source.tensors.items()}
+    tensors = {key: _without_values(entry) for key, entry in source.tensors.items()}
+    planner = plan_locally(target.state_dict(tensors, facts), target.is_nested)
+    ours = {id(tensor): key for key, tensor in tensors.items()}
 
     def read(item: WriteItem) -> Tensor:
         own = ours[id(planner.state_dict[item.index.fqn])]
@@ -242,5 +245,5 @@ def _write(source: Source, path: Path, name: str) -> None:
     plan = target.plan(planner, {}, ranks)
     request = Request(path, None, None, source.extra, None, name)
     unfinished = folder.Unfinished(path)
-    seen = Seen(planner, planner.state_dict, planner.plan.items, facts)
+    seen = Seen(planner, planner.state_dict, facts)
     write(Prepared(request, ranks, unfinished, seen, plan), read)

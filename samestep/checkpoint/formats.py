@@ -7,11 +7,12 @@ rank_0/, rank_1/, ...            of each rank a folder like one of `fully_reshar
 index.json, index.json.sha256    the layout, the only one that loads it; sizes and checksums
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -20,15 +21,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from samestep.checkpoint.logical import Tensors
-from samestep.checkpoint.ranks import Owners, Ranks, WritePlan, plan_alone, plan_together
+from samestep.checkpoint.ranks import Owners, Ranks, plan_alone, plan_together
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
     CheckpointError,
     Index,
-    Places,
-    Read,
     Values,
+    WritePlan,
     check_sizes,
     read_index,
     sizes_in,
@@ -64,13 +64,13 @@ class Here(NamedTuple):
 
 
 def write_locally(
-    folder: Path, rank: int, plan: WritePlan, values: Values, _: Mapping[str, Any]
+    folder: Path, rank: int, plan: WritePlan, values: Values, objects: Mapping[str, Any]
 ) -> tuple[dict[str, int], str]:
     """A rank's folder; gives the sizes of its files and the checksum of its index."""
     own = folder / _name(rank)
     own.mkdir()
-    places = write_boxes(own, rank, plan.items, values)
-    write_index(own, plan.metadata, places, {})
+    places = write_boxes(own, rank, plan, values, objects)
+    write_index(own, plan.metadata, [places], {})
     sync(own)
     names = sorted(f"{own.name}/{file.name}" for file in own.iterdir())
     return sizes_in(folder, names), (own / SUM).read_text()
@@ -114,8 +114,7 @@ class LocalFiles:
         self._holder: dict[MetadataIndex, Index] = {}  # of what several have, the first
         for part in self._parts:
             for name, theirs in part.tensors.items():
-                known = TensorStorageMetadata(theirs.properties, theirs.size, [])
-                known = self.tensors.setdefault(name, known)
+                known = self.tensors.setdefault(name, replace(theirs, chunks=[]))
                 known.chunks += [chunk for chunk in theirs.chunks if chunk not in known.chunks]
             for box in part.places:
                 self._holder.setdefault(box, part)
@@ -134,11 +133,8 @@ class LocalFiles:
         for part in self._parts:
             part.verify()
 
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        with ExitStack() as opened:
-            reads = {id(part): opened.enter_context(part.reading()) for part in self._parts}
-            yield lambda box: reads[id(self._holder[box])](box)
+    def read(self, box: MetadataIndex) -> Tensor:
+        return self._holder[box].read(box)
 
     def refuse_other_boxes(self, wanted: Tensors) -> None:
         """Raise if this rank holds anything else now: its part says nothing of the rest."""
@@ -184,19 +180,8 @@ class Stored(Protocol):
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share."""
 
-    def reading(self) -> AbstractContextManager[Read]:
-        """What gives the values of a box, while the block runs."""
-
-
-def _write_boxes(
-    folder: Path, rank: int, plan: WritePlan, values: Values, _: Mapping[str, Any]
-) -> Places:
-    return write_boxes(folder, rank, plan.items, values)
-
-
-def _finish_boxes(folder: Path, metadata: Metadata, everyones: list[Places], facts: Facts) -> None:
-    places = {index: place for of_rank in everyones for index, place in of_rank.items()}
-    write_index(folder, metadata, places, facts)
+    def read(self, box: MetadataIndex) -> Tensor:
+        """The values of a box."""
 
 
 def _as_they_are(tensors: Tensors, _: Facts) -> Mapping[str, Any]:
@@ -204,7 +189,7 @@ def _as_they_are(tensors: Tensors, _: Facts) -> Mapping[str, Any]:
 
 
 FORMATS: dict[str, Format] = {
-    "fully_reshardable": Format(_as_they_are, False, plan_together, _write_boxes, _finish_boxes),
+    "fully_reshardable": Format(_as_they_are, False, plan_together, write_boxes, write_index),
     "fsdp_dtensor": Format(
         torch_state_dict, True, plan_together, write_with_torch, finish_with_torch
     ),

@@ -28,6 +28,7 @@ from samestep.checkpoint.torch_files import TorchFiles
 from samestep.layout.fused_rows import whole_name
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.rules.state import MASTER, MASTERS
+from samestep.tooling.warn import some
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,11 @@ def read_into(tensors: Tensors, stored: Stored) -> None:
     """Copy what is stored into the boxes that are here; torch finds out what overlaps."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), Metadata(dict(stored.tensors)))
-    with stored.reading() as read:
-        for item in planner.create_local_plan().items:
-            values = read(item.storage_index)
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                values = values.narrow(dim, start, length)
-            planner.resolve_tensor(item).detach().copy_(values)
+    for item in planner.create_local_plan().items:
+        values = stored.read(item.storage_index)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            values = values.narrow(dim, start, length)
+        planner.resolve_tensor(item).detach().copy_(values)
 
 
 Entries = Mapping[str, TensorStorageMetadata]
@@ -171,5 +169,4 @@ def _is_master(name: str) -> bool:
 
 
 def _sentence(what: str, names: list[str]) -> str:
-    some = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    return f"{what}: {some}. Pass partial=True to load only what both have"
+    return f"{what}: {some(names, 4)}. Pass partial=True to load only what both have"

@@ -287,24 +287,26 @@ def of_all_stages(groups: Iterable[Sequence[GroupFacts]]) -> list[GroupFacts]:
 
 def check_options(opt: RuleOptimizer, groups: list[GroupFacts], partial: bool) -> None:
     """Raise if a parameter's state was made by another rule, or for other options."""
-    for group, cuts, name, saved in _pairs(opt, groups):
-        if saved["rule"] != group["rule"]:
-            raise CheckpointError(
-                f"parameter {name!r} was trained with rule {saved['rule']!r} and has "
-                f"{group['rule']!r} here: give it the same rule, or load the model alone"
+    members = list(_by_group(opt, groups))
+    for group, cuts, own in members:
+        for name, saved in own:
+            if saved["rule"] != group["rule"]:
+                raise CheckpointError(
+                    f"parameter {name!r} was trained with rule {saved['rule']!r} and has "
+                    f"{group['rule']!r} here: give it the same rule, or load the model alone"
+                )
+            kept_as_here = {"state_dtypes": group.get("state_dtypes")}
+            changes = decisive_changes(
+                _alone(name, {**group, **saved, **kept_as_here}), _alone(name, {**group, **cuts})
             )
-        kept_as_here = {"state_dtypes": group.get("state_dtypes")}
-        changes = decisive_changes(
-            _alone(name, {**group, **saved, **kept_as_here}), _alone(name, {**group, **cuts})
-        )
-        if changes and not partial:
-            raise CheckpointError(
-                f"parameter {name!r} was saved with options that its state depends on and that "
-                f"differ here ({changes}): build the optimizer with the saved values"
-            )
+            if changes and not partial:
+                raise CheckpointError(
+                    f"parameter {name!r} was saved with options that its state depends on and that "
+                    f"differ here ({changes}): build the optimizer with the saved values"
+                )
     if not partial:
-        for index, (group, members) in enumerate(_by_group(opt, groups)):
-            _refuse_mixed(index, group, members)
+        for index, (group, _, own) in enumerate(members):
+            _refuse_mixed(index, group, own)
 
 
 def _refuse_mixed(index: int, group: Group, members: Sequence[tuple[str, Group]]) -> None:
@@ -323,7 +325,7 @@ def _refuse_mixed(index: int, group: Group, members: Sequence[tuple[str, Group]]
 
 def restore_options(opt: RuleOptimizer, groups: list[GroupFacts]) -> None:
     """Give every group the options that its parameters were saved with; not where these differ."""
-    for group, members in _by_group(opt, groups):
+    for group, _, members in _by_group(opt, groups):
         for key, value in members[0][1].items() if members else ():
             if any(other.get(key) != value for _, other in members):
                 continue
@@ -344,27 +346,21 @@ def options_from(plain: Mapping[str, Any]) -> Group:
     return {key: _back(value) for key, value in plain.items()}
 
 
-def _pairs(
-    opt: RuleOptimizer, groups: list[GroupFacts]
-) -> Iterator[tuple[Group, Group, str, Group]]:
-    """Every parameter here that was saved: its group and how that cuts it, name, saved options."""
-    options = [options_from(group["options"]) for group in groups]
-    saved = {name: own for g, own in zip(groups, options, strict=True) for name in g["params"]}
+class _Members(NamedTuple):
+    """A group of here: how it cuts parameters, and those that were saved, with their options."""
+
+    group: Group
+    cuts: Group
+    saved: list[tuple[str, Group]]
+
+
+def _by_group(opt: RuleOptimizer, groups: list[GroupFacts]) -> Iterator[_Members]:
+    saved: dict[str, Group] = {}
+    for facts in groups:
+        saved |= dict.fromkeys(facts["params"], options_from(facts["options"]))
     for index, group in enumerate(opt.param_groups):
         names, cuts = _whole_names(group, index)
-        for name in names:
-            if name in saved:
-                yield group, cuts, name, saved[name]
-
-
-def _by_group(
-    opt: RuleOptimizer, groups: list[GroupFacts]
-) -> list[tuple[Group, list[tuple[str, Group]]]]:
-    """Every group here, with the names and saved options of its parameters that were saved."""
-    found: dict[int, list[tuple[str, Group]]] = {id(group): [] for group in opt.param_groups}
-    for group, _, name, saved in _pairs(opt, groups):
-        found[id(group)].append((name, saved))
-    return [(group, found[id(group)]) for group in opt.param_groups]
+        yield _Members(group, cuts, [(name, saved[name]) for name in names if name in saved])
 
 
 def _alone(name: str, options: Group) -> Group:

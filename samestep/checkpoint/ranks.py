@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.storage import CheckpointError, WritePlan, in_boxes
 from samestep.comm.diagnosis.flight import attempt
 from samestep.comm.groups import RankGroup, rank_group
 from samestep.comm.messages import gather_everywhere, gather_on_first, scatter_from_first
@@ -87,14 +87,6 @@ def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-class WritePlan(NamedTuple):
-    """What this rank writes; on the first rank also what all of them write."""
-
-    held: list[WriteItem]  # before anything was left to others
-    items: list[WriteItem]
-    metadata: Metadata
-
-
 def plan_locally(state_dict: Mapping[str, Any], is_nested: bool) -> DefaultSavePlanner:
     """What this rank could write: all that it holds."""
     planner = DefaultSavePlanner(flatten_state_dict=is_nested)
@@ -108,7 +100,7 @@ def plan_alone(planner: DefaultSavePlanner, owners: Owners, ranks: Ranks) -> Wri
     _refuse_different_things(ranks.all_of(owners))
     items = planner.plan.items
     tensors = {
-        name: TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, [])
+        name: in_boxes(tensor.shape, tensor.dtype, [])
         for name, tensor in planner.state_dict.items()
     }
     for item in items:

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from samestep.checkpoint.folder import Unfinished, partial_of
 from samestep.checkpoint.formats import WRITTEN_AS, FormatName, format_named, own_name
 from samestep.checkpoint.logical import GroupFacts, Pieces, group_facts, of_all_stages, tensors_of
-from samestep.checkpoint.ranks import Ranks, WritePlan, all_ranks, plan_locally
-from samestep.checkpoint.storage import CheckpointError, Values
+from samestep.checkpoint.ranks import Ranks, all_ranks, plan_locally
+from samestep.checkpoint.storage import CheckpointError, Values, WritePlan
 from samestep.comm.groups import RankGroup
 from samestep.optimizer.rule_optimizer import RuleOptimizer
 from samestep.version import __version__
@@ -47,7 +47,6 @@ class Seen(NamedTuple):
 
     planner: DefaultSavePlanner | None  # None: there is a plan
     state_dict: Mapping[str, Any]  # Pieces, and in some formats other things
-    held: list[WriteItem]
     facts: Mapping[str, Any]
     groups: Sequence[GroupFacts] = ()  # those that this rank tells the first of
 
@@ -128,7 +127,7 @@ def look(request: Request, ranks: int) -> Seen:
     state_dict = wanted.state_dict(tensors_of(request.model, opt), facts)
     planner = plan_locally(state_dict, wanted.is_nested)
     told = groups if opt and opt.leads_stage else []
-    return Seen(planner, planner.state_dict, planner.plan.items, facts, told)
+    return Seen(planner, planner.state_dict, facts, told)
 
 
 def prepare(
@@ -310,13 +309,13 @@ def async_save(
     plan = planned = None
     with suppress(Exception):  # raised once more where other ranks hear of it
         seen = look(request, ranks.size)
-        plan = staging.plan_for(request.format, seen.held)
+        plan = staging.plan_for(request.format, seen.planner)
     if plan is None:
         planned = prepare(request, ranks, partial(look, request, ranks.size))
         seen, plan = planned.seen, planned.plan
     values = staging.copy(plan, request.format, seen.state_dict)
     # The optimizer may go while the background writes: without the live tensors from here on.
-    copied = Seen(None, objects_in(seen.state_dict), [], seen.facts, seen.groups)
+    copied = Seen(None, objects_in(seen.state_dict), seen.facts, seen.groups)
     in_files = request._replace(model=None, optimizer=None)
     if planned is not None:
         planned = planned._replace(request=in_files, seen=copied)
@@ -340,9 +339,9 @@ class Staging:
         self._plan: WritePlan | None = None
         self._buffers: dict[MetadataIndex, Tensor] = {}
 
-    def plan_for(self, name: str, held: list[WriteItem]) -> WritePlan | None:
+    def plan_for(self, name: str, planner: DefaultSavePlanner | None) -> WritePlan | None:
         """The plan of the last save, if this is one of the same things in the same format."""
-        plan = self._plan
+        plan, held = self._plan, [] if planner is None else planner.plan.items
         return plan if plan is not None and (name, held) == (self._format, plan.held) else None
 
     def forget(self) -> None:

@@ -10,9 +10,8 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -49,26 +48,34 @@ class Place(NamedTuple):
     checksum: int
 
 
+class WritePlan(NamedTuple):
+    """What this rank writes; on the first rank also what all of them write."""
+
+    held: list[WriteItem]  # before anything was left to others
+    items: list[WriteItem]
+    metadata: Metadata
+
+
 Places = dict[MetadataIndex, Place]
 Values = Callable[[WriteItem], Tensor]
-Read = Callable[[MetadataIndex], Tensor]
 
 
 # --- writing -------------------------------------------------------------------------------
 
 
-def write_boxes(folder: Path, rank: int, items: Iterable[WriteItem], values: Values) -> Places:
+def write_boxes(
+    folder: Path, rank: int, plan: WritePlan, values: Values, _: Mapping[str, Any]
+) -> Places:
     """Write a rank's boxes one after the other; they are on the disk when it returns.
 
     Checksums are computed meanwhile, of what is in memory and not of what was written.
     """
     name = f"rank_{rank}.bin"
     places: Places = {}
-    wanted = list(items)
-    if not wanted:
+    if not plan.items:
         return places
     with ThreadPoolExecutor(1) as beside, (folder / name).open("xb", buffering=0) as file:
-        for item in wanted:
+        for item in plan.items:
             tensor = values(item).detach().contiguous()
             if tensor.device.type == "xla":  # read once; threads would write into one program
                 tensor = tensor.cpu()
@@ -100,12 +107,10 @@ def _write_all(file: BinaryIO, view: memoryview) -> None:
 
 
 def write_index(
-    folder: Path,
-    metadata: Metadata,
-    places: Mapping[MetadataIndex, Place],
-    facts: Mapping[str, Any],
+    folder: Path, metadata: Metadata, everyones: Iterable[Places], facts: Mapping[str, Any]
 ) -> None:
-    """Say where everything is; the last file of a checkpoint."""
+    """Say where everything is that ranks have written; the last file of a checkpoint."""
+    places = {index: place for of_rank in everyones for index, place in of_rank.items()}
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
         assert isinstance(entry, TensorStorageMetadata)
@@ -152,47 +157,45 @@ class Index:
     """What the index of a checkpoint says; every file it names is there, in its size."""
 
     def __init__(self, folder: Path, content: dict[str, Any] | None = None) -> None:
-        self.folder = folder
+        self.folder, self._files = folder, Files(folder)
         self.content = read_index(folder) if content is None else content
         self.tensors: dict[str, TensorStorageMetadata] = {}
         self.places: Places = {}
-        self._sizes: dict[MetadataIndex, torch.Size] = {}
+        self._sizes: dict[MetadataIndex, list[int]] = {}
         for name, entry in self.content["tensors"].items():
-            chunks = []
             for box in entry["boxes"]:
-                index, sizes = MetadataIndex(name, box["offsets"]), torch.Size(box["sizes"])
-                chunks.append(ChunkStorageMetadata(torch.Size(box["offsets"]), sizes))
+                index = MetadataIndex(name, box["offsets"])
                 self.places[index] = Place(*(box[field] for field in Place._fields))
-                self._sizes[index] = sizes
-            properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-            shape = torch.Size(entry["shape"])
-            self.tensors[name] = TensorStorageMetadata(properties, shape, chunks)
+                self._sizes[index] = box["sizes"]
+            boxes = [(box["offsets"], box["sizes"]) for box in entry["boxes"]]
+            self.tensors[name] = in_boxes(entry["shape"], DTYPES[entry["dtype"]], boxes)
         check_sizes(folder, self.content["files"])
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the boxes and of their padding."""
-        mine = list(self.places.items())[share::shares]
-        with Files(self.folder) as files:
-            for index, place in mine:
-                right = int(checksum(files.bytes_of(place))) == place.checksum
-                if not right or files.padding_of(place).any():
-                    raise CheckpointError(
-                        f"{self.folder / place.file} is damaged: the checksum of {index.fqn!r} at "
-                        f"{tuple(index.offset or ())} is not that of the index; take another "
-                        "checkpoint"
-                    )
-
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        """What gives the values of a box, in its shape; a view of the file."""
-        with Files(self.folder) as files:
-            yield (
-                lambda box: (
-                    files.bytes_of(self.places[box])
-                    .view(self.tensors[box.fqn].properties.dtype)
-                    .view(self._sizes[box])
+        for index, place in list(self.places.items())[share::shares]:
+            right = int(checksum(self._files.bytes_of(place))) == place.checksum
+            if not right or self._files.padding_of(place).any():
+                raise CheckpointError(
+                    f"{self.folder / place.file} is damaged: the checksum of {index.fqn!r} at "
+                    f"{tuple(index.offset or ())} is not that of the index; take another "
+                    "checkpoint"
                 )
-            )
+
+    def read(self, box: MetadataIndex) -> Tensor:
+        """The values of a box, in its shape; a view of the file."""
+        dtype = self.tensors[box.fqn].properties.dtype
+        return self._files.bytes_of(self.places[box]).view(dtype).view(self._sizes[box])
+
+
+def in_boxes(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    boxes: Iterable[tuple[Sequence[int], Sequence[int]]],
+) -> TensorStorageMetadata:
+    """A tensor in the words of torch.distributed.checkpoint; of each box offsets and sizes."""
+    chunks = [ChunkStorageMetadata(torch.Size(at), torch.Size(sizes)) for at, sizes in boxes]
+    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -221,17 +224,14 @@ def check_sizes(folder: Path, sizes: Mapping[str, int]) -> None:
 
 
 class Files:
-    """The files of a checkpoint, mapped into memory when first asked for, while the block runs."""
+    """The files of a checkpoint, mapped into memory when first asked for.
+
+    They are unmapped once neither this nor a tensor looks at them.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._maps: dict[str, mmap.mmap] = {}
-
-    def __enter__(self) -> "Files":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._maps.clear()  # unmapped once no tensor looks at them
 
     def bytes_of(self, place: Place) -> Tensor:
         """The bytes of a box; a view of the file."""

@@ -8,11 +8,10 @@ import io
 import pathlib
 import pickle
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,10 +19,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -32,20 +29,20 @@ from torch.distributed.checkpoint.storage import WriteResult
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.foreign.dialects import groups_in_our_words
 from samestep.checkpoint.logical import MODEL, Tensors, options_from, state_key
-from samestep.checkpoint.ranks import WritePlan
-from samestep.checkpoint.sources import model_name, step_tensor
+from samestep.checkpoint.sources import Collected, model_name, step_tensor
 from samestep.checkpoint.storage import (
     FORMAT,
     INDEX,
     CheckpointError,
     Files,
-    Read,
     Values,
+    WritePlan,
     check_sizes,
     sizes_in,
     write_json,
 )
 from samestep.comm.integrity.checksum import checksum
+from samestep.layout.boxes import Box
 
 BESIDE = ("train_state.", "lr_scheduler.", "dataloader.")  # a model without prefix, in torchtitan
 MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
@@ -128,8 +125,8 @@ def _writer(folder: Path) -> dcp.FileSystemWriter:
 
 
 def _checksums(folder: Path, names: Any) -> Checksums:
-    with Files(folder) as files:
-        return {name: int(checksum(files.all_of(name))) for name in names}
+    files = Files(folder)
+    return {name: int(checksum(files.all_of(name))) for name in names}
 
 
 class _Boxes(DefaultSavePlanner):
@@ -159,23 +156,22 @@ class TorchFiles:
     def __init__(self, folder: Path, content: Mapping[str, Any] | None) -> None:
         self.folder = folder
         self._sums: Checksums = {}
-        self._counts: dict[str, Tensor] = {}  # of groups
         if content is not None:
             check_sizes(folder, content["files"])
             self._sums = content["checksums"]
             self._compare([METADATA])  # before it is looked into
         self._metadata = read_metadata(folder / METADATA)
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        self.keys: dict[str, str] = {}  # ours: theirs
+        self._entries = entries_in(self._metadata, partial(load_entry, folder, self._metadata))
+        self._found = Collected()
         self.left_out: list[str] = []
         with_prefix = any(key.startswith("model.") for key in self._metadata.state_dict_metadata)
         state: dict[str, dict[str, str]] = {}  # by name and key, where it is
-        for key, entry in self._metadata.state_dict_metadata.items():
+        for key in self._metadata.state_dict_metadata:
             found = STATE_KEY.fullmatch(key)
             of_model = key.startswith("model.") or not (with_prefix or key.startswith(BESIDE))
-            if found and isinstance(entry, TensorStorageMetadata):
+            if found and key in self._entries:
                 state.setdefault(found["name"], {})[found["key"]] = key
-            elif isinstance(entry, TensorStorageMetadata) and of_model:
+            elif key in self._entries and of_model:
                 self._add(model_name(key.removeprefix("model.")), key)
             elif GROUP_KEY.fullmatch(key) is None:
                 self.left_out.append(key)
@@ -195,6 +191,8 @@ class TorchFiles:
             for name, keys in state.items():
                 for own, key in keys.items():
                     self._add(state_key(name, own), key)
+        self.tensors, self.origins = self._found.tensors, self._found.origins
+        self.read = self._found.read
 
     def _translate(self, state: Mapping[str, Mapping[str, str]]) -> None:
         """State and options of an optimizer of others in our words."""
@@ -211,24 +209,20 @@ class TorchFiles:
                 self._add(state_key(name, ours), state[name][theirs])
             count = group_of[name].get("step")
             if found.rule == "adamw" and "step" not in found.keys.values() and count is not None:
-                self._counts[state_key(name, "step")] = step_tensor(count)
-                self.tensors[state_key(name, "step")] = TensorStorageMetadata(
-                    TensorProperties(dtype=torch.float32),
-                    torch.Size(()),
-                    [ChunkStorageMetadata(torch.Size(()), torch.Size(()))],
-                )
+                own = state_key(name, "step")
+                self._found.add(own, step_tensor(count), own)
             self.left_out += [key for own, key in state[name].items() if own not in found.keys]
 
     def _add(self, name: str, key: str) -> None:
-        entry = self._metadata.state_dict_metadata[key]
-        assert isinstance(entry, TensorStorageMetadata)
-        self.keys[name], self.tensors[name] = key, _without_nothing(entry)
-        if name.endswith(".variance") and entry.size[1:] == (1,):  # of dion: ours is 1-D
+        _, shape, dtype, chunks = self._entries[key]
+        # An empty stretch is left out, but an empty tensor has one.
+        chunks = [(box, read) for box, read in chunks if box.numel] or chunks[:1]
+        if name.endswith(".variance") and shape[1:] == (1,):  # of dion: ours is 1-D
+            shape = shape[:1]
             chunks = [
-                ChunkStorageMetadata(chunk.offsets[:1], chunk.sizes[:1])
-                for chunk in self.tensors[name].chunks
+                (Box(box.offsets[:1], box.sizes[:1]), partial(_flat, read)) for box, read in chunks
             ]
-            self.tensors[name] = replace(entry, size=entry.size[:1], chunks=chunks)
+        self._found.add_later(name, shape, dtype, chunks, key)
 
     def verify(self, share: int = 0, shares: int = 1) -> None:
         """Raise unless every bit is right of this share of the files."""
@@ -243,27 +237,34 @@ class TorchFiles:
                     "another checkpoint"
                 )
 
-    @contextmanager
-    def reading(self) -> Iterator[Read]:
-        def read(box: MetadataIndex) -> Tensor:
-            if box.fqn in self._counts:
-                return self._counts[box.fqn]
-            key, offset = self.keys[box.fqn], tuple(box.offset or ())
-            entry = self._metadata.state_dict_metadata[key]
-            assert isinstance(entry, TensorStorageMetadata)
-            whole = entry.size
-            index = MetadataIndex(key, (*offset, *(0,) * (len(whole) - len(offset))))
-            found = load_entry(self.folder, self._metadata, index)
-            assert isinstance(found, Tensor)
-            return found if len(whole) == len(offset) else found.flatten()
 
-        yield read
+class Entry(NamedTuple):
+    """A tensor of the files, and what reads each chunk of it."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+    chunks: Sequence[tuple[Box, Callable[[], Tensor]]]
 
 
-def _without_nothing(entry: TensorStorageMetadata) -> TensorStorageMetadata:
-    """An empty stretch is left out, but an empty tensor has one."""
-    chunks = [chunk for chunk in entry.chunks if chunk.sizes.numel()] or entry.chunks[:1]
-    return replace(entry, chunks=chunks)
+def entries_in(metadata: Metadata, load: Callable[[MetadataIndex], Tensor]) -> dict[str, Entry]:
+    """All that are tensors."""
+    found = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [
+                (
+                    Box(tuple(chunk.offsets), tuple(chunk.sizes)),
+                    partial(load, MetadataIndex(key, chunk.offsets)),
+                )
+                for chunk in entry.chunks
+            ]
+            found[key] = Entry(key, entry.size, entry.properties.dtype, chunks)
+    return found
+
+
+def _flat(read: Callable[[], Tensor]) -> Tensor:
+    return read().flatten()
 
 
 def _groups(folder: Path, metadata: Metadata) -> list[dict[str, Any]]:

@@ -68,15 +68,16 @@ def test_only_what_a_rank_writes_is_copied(tmp_path):
 def slow(monkeypatch):
     """Writing begins when it may, and can be made to fail."""
     may, problem = threading.Event(), []
-    real = formats.write_boxes
+    real = formats.FORMATS["fully_reshardable"]
 
     def wait_then_write(*args):
         may.wait(HANG)
         if problem:
             raise problem.pop()
-        return real(*args)
+        return real.write(*args)
 
-    monkeypatch.setattr(formats, "write_boxes", wait_then_write)
+    slowed = real._replace(write=wait_then_write)
+    monkeypatch.setitem(formats.FORMATS, "fully_reshardable", slowed)
     yield may, problem
     may.set()
 

@@ -448,12 +448,11 @@ def test_trainer(files, tmp_path):
     assert done.kind == "trainer"
     expected = torch.load(files / "trainer" / "expected.pt")
     checkpoint = samestep.checkpoint.formats.open_checkpoint(tmp_path / "ours")
-    with checkpoint.reading() as read:
-        for name, state in expected.items():
-            for key in ("exp_avg", "exp_avg_sq", "step"):
-                entry = checkpoint.tensors[f"state.{name}.{key}"]
-                index = dcp.metadata.MetadataIndex(f"state.{name}.{key}", entry.chunks[0].offsets)
-                assert torch.equal(read(index), state[key].cpu().reshape(entry.size)), name
+    for name, state in expected.items():
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            entry = checkpoint.tensors[f"state.{name}.{key}"]
+            index = dcp.metadata.MetadataIndex(f"state.{name}.{key}", entry.chunks[0].offsets)
+            assert torch.equal(checkpoint.read(index), state[key].cpu().reshape(entry.size)), name
     groups = checkpoint.content["groups"]
     assert [group["options"]["weight_decay"] for group in groups] == [0.1, 0.0]
     assert checkpoint.content["extra"] == {

@@ -17,15 +17,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from samestep.checkpoint.logical import MODEL, GroupFacts, options_from, plain_options, state_key
 from samestep.checkpoint.sources import Source
-from samestep.checkpoint.storage import CheckpointError
+from samestep.checkpoint.storage import CheckpointError, in_boxes
 from samestep.groups.param_groups import complete
-from samestep.layout.boxes import HeldBox, whole_box
 from samestep.presets import preset_options
 from samestep.rules import RULES
 
 # What a run has chosen for itself, and a preset does not change.
 NUMBERS = ("lr", "initial_lr", "weight_decay", "momentum", "maximize", "variance_beta2")
-META = torch.device("meta")
 
 
 def with_preset(source: Source, preset: str | None) -> Source:
@@ -100,8 +98,7 @@ def with_step(source: Source, step: int | None) -> Source:
     }
     counted = replace(source, read=lambda box: count if box.fqn in ours else source.read(box))
     for key in sorted(ours):
-        held: HeldBox = whole_box(count.to(META))
-        counted.add(key, count.shape, count.dtype, [held])
+        counted.tensors[key] = in_boxes((), count.dtype, [((), ())])
         counted.origins[key] = "--step"
     return counted
 
@@ -128,7 +125,7 @@ def _check_state(source: Source, name: str, options: Mapping[str, Any]) -> None:
     rule = RULES[options["rule"]]
     wanted = rule.state_shapes((1, 1), options)
     model = source.tensors.get(f"{MODEL}.{name}")
-    shape = None if model is None else tuple(model.shape)
+    shape = None if model is None else tuple(model.size)
     for key in wanted:
         own = state_key(name, key)
         if own not in source.tensors:
@@ -138,7 +135,7 @@ def _check_state(source: Source, name: str, options: Mapping[str, Any]) -> None:
             )
         if shape is None or wanted[key] == ():
             continue
-        found = source.tensors[own].shape
+        found = source.tensors[own].size
         if wanted[key] == (1, 1) and key != "variance" and tuple(found) != shape:
             raise CheckpointError(
                 f"{own} has shape {tuple(found)} and the parameter {shape}: they are of other "

@@ -13,15 +13,14 @@ one dim and biases have no weight decay is known, and tells them apart.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from samestep.checkpoint.folder import METADATA
 from samestep.checkpoint.foreign import safe
@@ -30,7 +29,7 @@ from samestep.checkpoint.foreign.naming import Names, as_lists, names_of
 from samestep.checkpoint.logical import state_key
 from samestep.checkpoint.sources import Collected, Source, model_name, step_tensor
 from samestep.checkpoint.storage import CheckpointError
-from samestep.checkpoint.torch_files import load_entry, read_metadata
+from samestep.checkpoint.torch_files import Entry, entries_in, load_entry, read_metadata
 from samestep.layout.boxes import Box, range_boxes
 from samestep.rules.state import MASTER
 
@@ -62,16 +61,6 @@ OBJECT = re.compile(
 STACKED = re.compile(r"(?P<before>.*\blayers)\.(?P<after>(?!\d+\.).+)")
 MAIN = ("fp32_param", "param")
 ALIGNMENT = 64  # of the start of a parameter in a bucket, in elements
-Chunks = list[tuple[Box, Callable[[], Tensor]]]
-
-
-class _Entry(NamedTuple):
-    """A tensor of the files; `read` gets a chunk of it."""
-
-    key: str
-    shape: torch.Size
-    dtype: torch.dtype
-    chunks: Chunks
 
 
 def folder_of(path: Path) -> Path | None:
@@ -92,7 +81,6 @@ def read(
     path: Path,
     names: Names | None,
     model: nn.Module | None,
-    opened: ExitStack,
     only: str | None = None,
     *,
     strict: bool = True,
@@ -115,14 +103,12 @@ def read(
             "and save it with --ckpt-format torch_dist"
         )
     metadata = read_metadata(folder / METADATA)
-    entries, objects = _entries(folder, metadata)
-    opened.callback(_chunk.cache_clear)
+    load = partial(load_entry, folder, metadata)
+    # Several boxes may want a chunk one after the other.
+    entries = entries_in(metadata, lru_cache(maxsize=8)(load))
+    objects = [key for key in metadata.state_dict_metadata if key not in entries]
     left = [key for key in objects if not OBJECT.fullmatch(key)]
-    common: dict[str, Any] = {
-        key: load_entry(folder, metadata, MetadataIndex(key))
-        for key in objects
-        if OBJECT.fullmatch(key)
-    }
+    common = {key: load(MetadataIndex(key)) for key in objects if OBJECT.fullmatch(key)}
     try:
         if (folder / COMMON).is_file():
             common |= safe.load_dict(folder / COMMON, SHELLS)
@@ -134,7 +120,7 @@ def read(
         left.append(COMMON)
     options = list(_param_groups(common))
     collected, groups = Collected(), Groups()
-    params, state, buckets = dict[str, _Entry](), dict[str, dict[str, _Entry]](), list[_Entry]()
+    params, state, buckets = dict[str, Entry](), dict[str, dict[str, Entry]](), list[Entry]()
     for key, entry in entries.items():
         found = STATE.fullmatch(key)
         if found:
@@ -178,31 +164,7 @@ def read(
     return collected.source(groups=groups.facts(), extra=extra, left_out=sorted(set(left)))
 
 
-@lru_cache(maxsize=8)
-def _chunk(read: Callable[[], Tensor]) -> Tensor:
-    """A chunk of the files, which several boxes may want one after the other."""
-    return read()
-
-
-def _entries(folder: Path, metadata: Metadata) -> tuple[dict[str, _Entry], list[str]]:
-    """Tensors of the files, and the names of what is no tensor."""
-    found, objects = {}, []
-    for key, entry in metadata.state_dict_metadata.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            objects.append(key)
-            continue
-        chunks: Chunks = [
-            (
-                Box(tuple(chunk.offsets), tuple(chunk.sizes)),
-                partial(load_entry, folder, metadata, MetadataIndex(key, chunk.offsets)),
-            )
-            for chunk in entry.chunks
-        ]
-        found[key] = _Entry(key, entry.size, entry.properties.dtype, chunks)
-    return found, objects
-
-
-def _layers(entry: _Entry, name: str | None = None) -> Iterator[tuple[str, _Entry]]:
+def _layers(entry: Entry, name: str | None = None) -> Iterator[tuple[str, Entry]]:
     """Parameters by our names: of a stack of layers one after the other."""
     name = entry.key if name is None else name
     found = STACKED.fullmatch(name)
@@ -210,21 +172,21 @@ def _layers(entry: _Entry, name: str | None = None) -> Iterator[tuple[str, _Entr
         yield name, entry
         return
     for layer in range(entry.shape[0]):
-        chunks: Chunks = []
+        chunks = []
         for box, read in entry.chunks:
             place = layer - box.offsets[0]
             if 0 <= place < box.sizes[0]:
                 inner = Box(box.offsets[1:], box.sizes[1:])
                 chunks.append((inner, partial(_of_layer, read, place)))
         own = f"{found['before']}.{layer}.{found['after']}"
-        yield own, _Entry(entry.key, entry.shape[1:], entry.dtype, chunks)
+        yield own, Entry(entry.key, entry.shape[1:], entry.dtype, chunks)
 
 
 def _of_layer(read: Callable[[], Tensor], place: int) -> Tensor:
-    return _chunk(read)[place]
+    return read()[place]
 
 
-def _unflattened(entry: _Entry, shape: torch.Size) -> _Entry:
+def _unflattened(entry: Entry, shape: torch.Size) -> Entry:
     """State in the shape of its parameter.
 
     In fully_sharded_model_space a tensor of (X, Y) in parts of (x, y) is one of (X/x, Y/y, x y),
@@ -238,7 +200,7 @@ def _unflattened(entry: _Entry, shape: torch.Size) -> _Entry:
             "no form of Megatron's that is known"
         )
     part = tuple(size // parts for size, parts in zip(shape, entry.shape[:-1], strict=True))
-    chunks: Chunks = []
+    chunks = []
     for box, read in entry.chunks:
         corner = [at * size for at, size in zip(box.offsets[:-1], part, strict=True)]
         start, done = box.offsets[-1], 0
@@ -246,11 +208,11 @@ def _unflattened(entry: _Entry, shape: torch.Size) -> _Entry:
             offsets = tuple(map(sum, zip(corner, inner.offsets, strict=True)))
             chunks.append((Box(offsets, inner.sizes), partial(_range, read, done, inner.sizes)))
             done += inner.numel
-    return _Entry(entry.key, shape, entry.dtype, chunks)
+    return Entry(entry.key, shape, entry.dtype, chunks)
 
 
 def _range(read: Callable[[], Tensor], start: int, sizes: tuple[int, ...]) -> Tensor:
-    return _chunk(read).reshape(-1)[start : start + prod(sizes)].view(sizes)
+    return read().reshape(-1)[start : start + prod(sizes)].view(sizes)
 
 
 # --- options ---------------------------------------------------------------------------------
@@ -316,7 +278,7 @@ def _order(folder: Path, names: Names | None) -> list[str]:
 
 def _from_buckets(
     folder: Path,
-    buckets: Sequence[_Entry],
+    buckets: Sequence[Entry],
     order: Sequence[str],
     shapes: Mapping[str, torch.Size],
     dtypes: Mapping[str, torch.dtype],
@@ -327,7 +289,7 @@ def _from_buckets(
     Buckets of a buffer have its parameters in reverse order, each from a multiple of 64 elements
     on; a bucket ends with a parameter.
     """
-    of_buffer: dict[tuple[int, str], dict[int, dict[str, _Entry]]] = {}
+    of_buffer: dict[tuple[int, str], dict[int, dict[str, Entry]]] = {}
     for entry in buckets:
         found = BUCKET.fullmatch(entry.key)
         assert found is not None
@@ -388,7 +350,7 @@ def _no_fit(folder: Path, bucket: int, name: str, stop: int, size: int) -> Check
     )
 
 
-def _cut(entry: _Entry, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Any]:
+def _cut(entry: Entry, start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Any]:
     """Boxes of a parameter that is at start..stop-1 of a bucket."""
     for box, read in entry.chunks:
         first, last = max(start, box.offsets[0]), min(stop, box.offsets[0] + box.sizes[0])

@@ -7,7 +7,7 @@ else a slice of dim 0. The files have no names, so these must be given.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from samestep.checkpoint.foreign import safe
-from samestep.checkpoint.foreign.naming import HOW, Names, as_lists
+from samestep.checkpoint.foreign.naming import HOW, Names, by_groups
 from samestep.checkpoint.logical import plain_options, state_key
 from samestep.checkpoint.sources import Collected, Source, model_name
 from samestep.checkpoint.storage import CheckpointError
-from samestep.layout.boxes import Box
+from samestep.layout.boxes import Box, HeldBox
 from samestep.presets import preset_options
 
 SAME_THERE = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum", "ns_steps")
@@ -38,9 +38,13 @@ def read_nanochat(path: Path, model: Values, names: Names | None) -> Source:
         raise CheckpointError(f"{path} is of nanochat, and has no names of parameters: {HOW}")
     ranks = [safe.load_dict(of_rank) for of_rank in files_of_all_ranks(path)]
     groups = ranks[0]["param_groups"]
-    named = _checked(as_lists(names), groups, model)
+    named = by_groups("the optimizer", groups, names)
+    unknown = [name for name in named.values() if name not in model]
+    if unknown:
+        raise CheckpointError(f"there is a name {unknown[0]!r}, which the model does not have")
     collected, facts = Collected(), []
-    for group, of_group in zip(groups, named, strict=True):
+    for group in groups:
+        of_group = [named[number] for number in group["params"]]
         states = [[rank["state"].get(number, {}) for rank in ranks] for number in group["params"]]
         if group["kind"] == "muon":
             _add_stack(path, collected, of_group, states[0], model)
@@ -64,19 +68,6 @@ def files_of_all_ranks(path: Path) -> list[Path]:
         raise CheckpointError(f"{path} is not named *_rank0.pt: give the file of the first rank")
     count = len(list(path.parent.glob(f"{found[1]}*{found[2]}")))
     return [path.with_name(f"{found[1]}{rank}{found[2]}") for rank in range(count)]
-
-
-def _checked(named: list[list[str]], groups: Sequence[Content], model: Values) -> list[list[str]]:
-    counts, expected = [len(own) for own in named], [len(group["params"]) for group in groups]
-    if counts != expected:
-        raise CheckpointError(
-            f"there are groups of {counts} names, and the optimizer has groups of {expected} "
-            "parameters: take both from the same model"
-        )
-    unknown = [name for own in named for name in own if name not in model]
-    if unknown:
-        raise CheckpointError(f"there is a name {unknown[0]!r}, which the model does not have")
-    return named
 
 
 def _add_stack(
@@ -112,8 +103,8 @@ def _add_slices(
         start = 0
         for part in parts:
             at = (start, *[0] * (len(shape) - 1))[: len(shape)]
-            box, own = Box(at, tuple(part.shape)), state_key(name, key)
-            collected.add_box(own, shape, box, part, f"{path.name}: {name} {key}")
+            held, own = HeldBox(Box(at, tuple(part.shape)), part), state_key(name, key)
+            collected.add_held(own, shape, part.dtype, [held], f"{path.name}: {name} {key}")
             start += part.shape[0] if shape else 0
 
 
